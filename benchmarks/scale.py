@@ -1,4 +1,4 @@
-"""Measures the cost of each additional rank for client and scheduler: gangs of 2 to 256 stub ranks, no processes."""
+"""Measures the cost of each rank for client and scheduler: gangs of up to 4,096 stub ranks, no processes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,12 +22,13 @@ from ddp_hydra.config import project
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.rank import task
 
-RANKS = (2, 32, 256)
+SLOTS = 8
+"""Ranks of each worker."""
+WORKERS = (4, 32, 512)
 FROM = 32
 """Where the fixed cost of a gang is small enough to see what each rank costs."""
-MANY = 4096
 RECORDS = 200
-"""Records of each rank."""
+"""Records of each rank, where a gang sends some."""
 PER_PROCESS = 64
 """Workers in one process."""
 
@@ -49,58 +51,55 @@ class Cost:
 def measure(repeats: int) -> Iterator[Figure]:
     """Dispatch gangs of all sizes, without records and with."""
     packed = project.pack(commands.ROOT)
-    dispatch: dict[int, list[Cost]] = {n: [] for n in RANKS}
-    records: dict[int, list[Cost]] = {n: [] for n in RANKS}
-    with workers(max(RANKS)) as (client, scheduler), mock.patch.object(task, "run_rank", scale_stub.run_rank):
-        run(client, scheduler, packed, max(RANKS), 1)  # everything once, before anything is measured
+    dispatch: dict[int, list[Cost]] = {n: [] for n in WORKERS}
+    records: dict[int, list[Cost]] = {n: [] for n in WORKERS}
+    with workers(max(WORKERS)) as (client, scheduler), mock.patch.object(task, "run_ranks", scale_stub.run_ranks):
+        run(client, scheduler, packed, max(WORKERS), 1)  # everything once, before anything is measured
         for _ in range(repeats):
-            for n in RANKS:
+            for n in WORKERS:
                 dispatch[n].append(run(client, scheduler, packed, n, 0))
                 records[n].append(run(client, scheduler, packed, n, RECORDS))
-                report.progress(f"{n} ranks: {dispatch[n][-1]}, with records {records[n][-1]}")
+                report.progress(f"{n * SLOTS} ranks: {dispatch[n][-1]}, with records {records[n][-1]}")
     yield from figures(dispatch, records)
 
 
 def figures(dispatch: dict[int, list[Cost]], records: dict[int, list[Cost]]) -> Iterator[Figure]:
-    """Return the figures: each cost per rank, its growth, and an extrapolation to many ranks."""
-    most, linear = max(RANKS), Goal(1.2, at_most=True)
+    """Return the figures: the costs of the largest gang, and how the cost of each rank grows with the gang."""
+    most, linear = max(WORKERS), Goal(1.2, at_most=True)
+    goals = {"wall": Goal(10.0, at_most=True), "scheduler": Goal(5.0, at_most=True)}
     for part in ("wall", "client", "scheduler"):
+        whole = [getattr(cost, f"{part}_s") for cost in dispatch[most]]
+        yield report.times(f"dispatch, {part}, {most * SLOTS} ranks on {most} workers", whole, goal=goals.get(part))
         each = {
             n: report.times(
-                f"dispatch, {part}, {n} ranks", [1e3 * getattr(cost, f"{part}_s") / n for cost in costs], unit="ms/rank"
+                f"dispatch, {part}, {n * SLOTS} ranks",
+                [1e3 * getattr(cost, f"{part}_s") / n / SLOTS for cost in costs],
+                unit="ms/rank",
             )
             for n, costs in dispatch.items()
         }
         yield from each.values()
-        yield report.ratio(f"{part}: {most} / {FROM} ranks", each[most], each[FROM], linear)
-        many = [MANY * run / 1000 for run in each[most].runs]
-        yield report.times(f"{part}: so {MANY} ranks would take", many)
-    for part in ("client", "scheduler"):
-        more = {
-            n: report.times(
-                f"record, {part}, {n} ranks",
-                [
-                    1e6 * (getattr(loud, f"{part}_s") - getattr(quiet, f"{part}_s")) / n / RECORDS
-                    for loud, quiet in zip(records[n], dispatch[n], strict=True)
-                ],
-                unit="us",
-            )
-            for n in RANKS
-            if n >= FROM
-        }
-        yield from more.values()
-        yield report.ratio(f"{part}: {most} / {FROM} ranks", more[most], more[FROM], linear)
-        beats = [MANY * run / 1e6 / task.BEAT_S for run in more[most].runs]
-        yield report.times(f"{part}: beats of {MANY} ranks keep busy", beats, unit="cores")
+        yield report.ratio(f"{part}: {most * SLOTS} / {FROM * SLOTS} ranks", each[most], each[FROM], linear)
+    for part, goal in (("client", None), ("scheduler", Goal(2.1, at_most=True))):
+        yield report.times(
+            f"record, {part}, {most * SLOTS} ranks",
+            [
+                1e6 * (getattr(loud, f"{part}_s") - getattr(quiet, f"{part}_s")) / most / SLOTS / RECORDS
+                for loud, quiet in zip(records[most], dispatch[most], strict=True)
+            ],
+            unit="us",
+            goal=goal,
+        )
 
 
 def run(client: Client, scheduler: psutil.Process, packed: project.Project, n: int, records: int) -> Cost:
-    """Run one gang of stubs."""
+    """Run one gang of stubs on `n` workers."""
     begin, client_s, scheduler_s = time.perf_counter(), time.process_time(), cpu_s(scheduler)
-    heard: list[int] = []
-    gang = Gang(client, ranks=n, name="scale", project=packed, on_record=lambda record: heard.append(record.rank))
-    assert gang.run(scale_stub.records, records) == list(range(n))
-    assert len(heard) == n * records, len(heard)
+    heard: Counter[int] = Counter()
+    settings = {"ranks": n * SLOTS, "ranks_per_worker": SLOTS, "name": "scale", "project": packed}
+    gang = Gang(client, on_record=lambda record: heard.update([record.rank]), **settings)
+    assert gang.run(scale_stub.records, records) == list(range(n * SLOTS))
+    assert heard.total() == n * SLOTS * records, heard.total()
     return Cost(time.perf_counter() - begin, time.process_time() - client_s, cpu_s(scheduler) - scheduler_s)
 
 

@@ -1,4 +1,4 @@
-"""Runs a stub rank: everything that the rank task does, but no process behind it."""
+"""Runs stub ranks: everything that a worker's task does for its ranks, but no processes behind it."""
 
 from __future__ import annotations
 
@@ -9,29 +9,37 @@ import cloudpickle
 from distributed import get_worker
 
 from ddp_hydra import results
-from ddp_hydra.rank import inbox, record_relay, return_values
+from ddp_hydra.rank import inbox, return_values
+from ddp_hydra.rank.record_relay import RecordSender
 from ddp_hydra.rank.spec import LaunchSpec
-from ddp_hydra.record import End, Metrics, Record, Up
+from ddp_hydra.record import Beat, End, Metrics, Record, Up
 
 
 def records(n: int) -> None:
-    """Stand for a function that sends `n` records; `run_rank` reads `n` from the call."""
+    """Stand for a function that sends `n` records; `run_ranks` reads `n` from the call."""
 
 
-def run_rank(launch_spec: LaunchSpec) -> None:
-    """Stand in for `task.run_rank`: come up, receive the rendezvous address, send records one by one, end."""
-    worker, rank = get_worker(), launch_spec.spec.rank
-    box = inbox.of_rank(launch_spec.gang, rank)
+def run_ranks(launch_spec: LaunchSpec) -> None:
+    """Stand in for `task.run_ranks`: come up, receive the rendezvous address, send beats and records, end."""
+    worker, ranks = get_worker(), [spec.rank for spec in launch_spec.specs]
+    box = inbox.of_task(launch_spec.gang, worker.address)
+    sender = RecordSender(worker, launch_spec.gang, launch_spec.attempt)
     try:
-        record_relay.publish(worker, launch_spec, Up(None if rank else ("127.0.0.1", 1)))
-        while rank and not any("rendezvous" in message for message in box.take()):
+        for rank in ranks:
+            sender.say(rank, Up(None if rank else ("127.0.0.1", 1)))
+        sender.flush(at_once=True)
+        while ranks[-1] and not any("rendezvous" in message for _, message in box.take()):
             select.select([box], [], [], 1.0)
         _, (n,), _ = cloudpickle.loads(launch_spec.call)
+        for rank in ranks:
+            sender.say(rank, Beat(phase="start", first=True))
         for step in range(n):
             metrics = Metrics({"train/loss": 0.5, "lr": 0.1}, 0, 32 * step)
-            record = Record(metrics, rank, step, time.time(), launch_spec.attempt)
-            worker.log_event(launch_spec.gang, record.encode())
-        value = results.file_of("value", return_values.encode(rank))
-        record_relay.publish(worker, launch_spec, End(value))
+            for rank in ranks:
+                sender.add(Record(metrics, rank, step, time.time(), launch_spec.attempt).encode())
+            sender.flush()
+        for rank in ranks:
+            sender.say_end(rank, End(results.file_of("value", return_values.encode(rank))))
+        sender.flush(at_once=True)
     finally:
-        inbox.remove(launch_spec.gang, rank)
+        inbox.remove(launch_spec.gang, worker.address)

@@ -1,8 +1,8 @@
-"""Shares a rank's progress with its rank task, which can read it in any state of the rank.
+"""Shares a rank's progress with its worker's task, which can read it in any state of the rank.
 
 Both have one page of memory in common. The rank writes its step and phase there at the cost of an assignment: no
-message, no thread, no lock. The rank task reads them while the rank computes, hangs or is stopped, and after it was
-killed. In the other direction, the rank task writes its requests, and the rank looks at them once per step.
+message, no thread, no lock. The worker's task reads them while the rank computes, hangs or is stopped, and after it was
+killed. In the other direction, the worker's task writes its requests, and the rank looks at them once per step.
 
 Everything that may take long calls `progress` from time to time, so that only a rank without any progress looks hung.
 """
@@ -66,7 +66,7 @@ class Place:
 
 
 class SharedStatus:
-    """Reads and writes the page of memory that a rank and its rank task share.
+    """Reads and writes the page of memory that a rank and its worker's task share.
 
     Args:
         memory: at least `_SIZE` bytes.
@@ -136,7 +136,7 @@ class SharedStatus:
     def saving(self, is_saving: bool) -> None:
         self.memory[_SAVING] = is_saving
 
-    # -- the rank task's side ----------------------------------------------------------------------------------
+    # -- the side of the worker's task ---------------------------------------------------------------------
 
     def read(self) -> Place:
         """Return the rank's step and phase."""

@@ -55,7 +55,7 @@ class Link:
         await relay.serve_forever()
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """RankTask one connection, in both directions, until one side closes it."""
+        """Relay one connection, in both directions, until one side closes it."""
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self.port, limit=_PIECE)
         up = asyncio.create_task(self.copy(reader, to_server, limited=False))
         down = asyncio.create_task(self.copy(from_server, writer, limited=True))
@@ -67,7 +67,7 @@ class Link:
         writer.close()
 
     async def copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limited: bool) -> None:
-        """RankTask one direction.
+        """Relay one direction.
 
         Args:
             reader: where it comes from.

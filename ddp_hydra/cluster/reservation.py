@@ -40,7 +40,8 @@ class Reservation:
     Args:
         client: that holds them.
         name: of the gang.
-        ranks: how many workers; None for all of the cluster. Later attempts get as many.
+        wanted: how many workers; None for all of the cluster. Later attempts get as many.
+        slots: ranks of each worker, for messages.
         sweep: name of the gang's sweep; sweeps that wait for workers get them in turn.
         check: called while it waits; may raise.
     """
@@ -49,12 +50,13 @@ class Reservation:
         self,
         client: Client,
         name: str,
-        ranks: int | None,
+        wanted: int | None,
         sweep: str = "",
         check: Callable[[], None] = lambda: None,
+        slots: int = 1,
     ) -> None:
-        self.check = check
-        self.client, self.name, self.ranks, self.sweep = client, name, ranks, sweep or name
+        self.check, self.slots = check, slots
+        self.client, self.name, self.wanted, self.sweep = client, name, wanted, sweep or name
         self.address = client.scheduler_info(n_workers=0)["address"]
 
     def __enter__(self) -> Self:
@@ -81,19 +83,19 @@ class Reservation:
             ClusterError: not enough workers became free in time.
         """
         begin, is_logged = time.monotonic(), False
-        while "workers" not in (answer := self._request(topic, self.ranks, self.ranks, wait_s=WAIT_S)):
+        while "workers" not in (answer := self._request(topic, self.wanted, self.wanted, wait_s=WAIT_S)):
             self.check()
             waited_s = time.monotonic() - begin
             ahead = answer.pop("ahead")
             enough = answer["total"] >= answer["wanted"]
             if waited_s > (timeout_s if enough else min(timeout_s, GROW_S)):
-                raise ClusterError(_too_few(enough=enough, waited_s=waited_s, **answer))
+                raise ClusterError(_too_few(enough=enough, waited_s=waited_s, slots=self.slots, **answer))
             if waited_s > 1 and not is_logged:
                 log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
                 is_logged = True
             if ahead >= FRONT:
                 time.sleep(min(POLL_S * ahead, ABSENT_S / 4))
-        self.ranks = len(answer["workers"])
+        self.wanted = len(answer["workers"])
         return answer["workers"]
 
     def renew(self, topic: str, silent: Collection[str], least: int | None, wait_s: float) -> dict[str, str]:
@@ -108,24 +110,24 @@ class Reservation:
         Raises:
             ClusterError: there are fewer than `least`.
         """
-        assert self.ranks is not None, "reserve comes first"
+        assert self.wanted is not None, "reserve comes first"
         begin, is_logged, silent = time.monotonic(), False, set(silent)
-        least = min(least or self.ranks, self.ranks)
+        least = min(least or self.wanted, self.wanted)
         while True:
             self.check()
             late = time.monotonic() - begin > wait_s
             silent -= set() if late else self._answering(silent)
-            answer = self._request(topic, self.ranks, least if late else self.ranks, silent)
+            answer = self._request(topic, self.wanted, least if late else self.wanted, silent)
             if "workers" in answer:
                 return answer["workers"]
             if late:
                 raise ClusterError(
-                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.ranks} workers are there, "
+                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.wanted} workers are there, "
                     f"and the job shall not go on with fewer than {least}: bring up workers and give resume=<run dir>, "
-                    f"or allow fewer with dispatch.min_ranks={max(1, answer['free'])}"
+                    f"or allow fewer with dispatch.min_ranks={max(1, answer['free']) * self.slots}"
                 )
             if not is_logged and time.monotonic() - begin > 1:
-                log.warning("waiting for workers: %d of %d are there", answer["free"], self.ranks)
+                log.warning("waiting for workers: %d of %d are there", answer["free"], self.wanted)
                 is_logged = True
             time.sleep(RENEW_POLL_S)
 
@@ -166,13 +168,15 @@ def _ping() -> bool:
     return True
 
 
-def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float) -> str:
+def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float, slots: int) -> str:
+    each = f" are {wanted} workers of {slots} ranks" if slots > 1 else ""
     if not enough:
         return (
-            f"dispatch.ranks={wanted}, but the cluster has {total} workers: give cluster.n_workers={wanted} or "
-            f"dispatch.ranks={total}"
+            f"dispatch.ranks={wanted * slots}{each}, but the cluster has {total} workers: give "
+            f"cluster.n_workers={wanted} or dispatch.ranks={total * slots}"
         )
     return (
         f"{wanted} workers were wanted, {free} of {total} are free after {waited_s:.0f} s: the rest are held by other "
-        f"jobs. Give dispatch.ranks={max(1, free)} or less, add workers, or wait longer with dispatch.queue_timeout_s"
+        f"jobs. Give dispatch.ranks={max(1, free) * slots} or less, add workers, or wait longer with "
+        "dispatch.queue_timeout_s"
     )

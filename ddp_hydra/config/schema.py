@@ -82,6 +82,7 @@ class DispatchConfig:
     """Places, watches and restarts the gang: see conf/dispatch/default.yaml."""
 
     ranks: int | None = None
+    ranks_per_worker: Any = "auto"
     backend: Backend = Backend.auto
     timeout_s: float = 1800.0
     queue_timeout_s: float = 86400.0

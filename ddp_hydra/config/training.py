@@ -18,8 +18,7 @@ def check(cfg: DictConfig) -> None:
     Raises:
         ConfigError: with what goes instead.
     """
-    ranks = cfg.dispatch.ranks or OmegaConf.select(cfg, "cluster.n_workers")
-    if ranks is not None and ranks > 1:
+    if expected_ranks(cfg) > 1:
         check_static_graph(cfg)
     classes = cfg.trainer.activation_checkpointing
     if classes and str(OmegaConf.select(cfg, "parallel._target_")).endswith(".parallel.dp"):
@@ -36,6 +35,12 @@ def check(cfg: DictConfig) -> None:
     for target in _targets(OmegaConf.select(cfg, "optimizer")):
         if target.rpartition(".")[2] in CLOSURES:
             raise needs_closure(target, "closure")
+
+
+def expected_ranks(cfg: DictConfig) -> int:
+    """Return the number of ranks, as far as the config tells it before there is a cluster."""
+    each = cfg.dispatch.ranks_per_worker
+    return cfg.dispatch.ranks or (cfg.cluster.get("n_workers") or 1) * (each if isinstance(each, int) else 1)
 
 
 def check_static_graph(cfg: DictConfig) -> None:

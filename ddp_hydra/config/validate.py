@@ -92,6 +92,9 @@ def check(cfg: DictConfig) -> None:
     training.check(cfg)
     _check_results(cfg)
     objective.of(cfg)
+    each = cfg.dispatch.ranks_per_worker
+    if each != "auto" and (type(each) is not int or each < 1):
+        raise ConfigError(f"dispatch.ranks_per_worker={each}: give a whole number of at least 1, or auto")
     ports = cfg.dispatch.port_range
     if ports is not None and not (len(ports) == 2 and 0 < ports[0] <= ports[1] < 65536):
         raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")

@@ -7,7 +7,7 @@ import logging
 import pickle
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from distributed import Future
 
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
-from ddp_hydra.dispatch import watchdog
+from ddp_hydra.dispatch import placement, watchdog
 from ddp_hydra.dispatch.health import HealthMonitor
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.rank_states import RankStates
@@ -49,7 +49,7 @@ class Attempt:
         specs: the ranks' places.
         interrupts: says whether the user wants to end.
         read: called with this attempt and each record that is not for it, on another thread.
-        launch_spec: returns the launch spec for (number, name, the rank's place, the pickled call).
+        launch_spec: returns the launch spec of a worker for (number, name, its ranks' places, the pickled call).
     """
 
     watchdog_class = watchdog.Watchdog
@@ -62,13 +62,13 @@ class Attempt:
         specs: list[RankSpec],
         interrupts: Interrupts,
         read: Callable[[Attempt, Record], None],
-        launch_spec: Callable[[int, str, RankSpec, bytes], LaunchSpec],
+        launch_spec: Callable[[int, str, Sequence[RankSpec], bytes], LaunchSpec],
     ) -> None:
         self.settings, self.number, self.name, self.specs = settings, number, name, specs
         self.interrupts, self.read, self.launch_spec = interrupts, read, launch_spec
         self.client, self.workers = settings.client, self.reach_workers()
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.futures: list[Future] = []
+        self.futures: dict[str, Future] = {}
         self.values: dict[int, Any] = {}
         self.is_stopping = False
         self.begun_at, self.checked_at = time.monotonic(), 0.0
@@ -113,23 +113,21 @@ class Attempt:
 
     @contextlib.contextmanager
     def submitted(self, call: bytes) -> Iterator[None]:
-        """Submit one task per rank; after the block, however it ends, leave nothing of them behind."""
+        """Submit one task for each worker; after the block, however it ends, leave nothing of them behind."""
         with contextlib.ExitStack() as stack:
             self.client.subscribe_topic(self.name, self.events.put)
             stack.callback(self.unsubscribe)
             stack.callback(self.end_all)
-            for spec in self.specs:
-                future = self.client.submit(
+            for worker, specs in placement.by_worker(self.specs).items():
+                self.futures[worker] = self.client.submit(
                     pickle.loads,
-                    pickle.dumps(task.PickledTask(self.launch_spec(self.number, self.name, spec, call))),
-                    key=f"{self.name}-rank-{spec.rank}",
-                    workers=[spec.worker],
-                    # A task that is pinned to a dead worker waits for ever; on another worker it reports the loss.
-                    allow_other_workers=True,
+                    pickle.dumps(task.PickledTask(self.launch_spec(self.number, self.name, specs, call))),
+                    key=f"{self.name}-rank-{ranges(spec.rank for spec in specs)}",
+                    workers=[worker],
+                    allow_other_workers=False,  # Dask would move the task from a busy worker to one of another job
                     pure=False,
                     retries=0,
                 )
-                self.futures.append(future)
             yield
 
     def unsubscribe(self) -> None:
@@ -145,7 +143,7 @@ class Attempt:
                 self.drain(until=time.monotonic() + END_S)
         finally:  # also after a second Ctrl-C, or a malformed record
             if self.client.status == "running":
-                self.client.cancel(self.futures, force=True)
+                self.client.cancel(list(self.futures.values()), force=True)
             self.futures.clear()
 
     def clean_up(self) -> None:
@@ -237,7 +235,7 @@ class Attempt:
         return True
 
     def on_record(self, record: Record, size: int) -> None:
-        """Act on a record of a rank task; queue all other records for their reader."""
+        """Act on a record of a worker's task; queue all other records for their reader."""
         if not 0 <= record.rank < len(self.specs):
             raise RecordError(f"a record claims to come from rank {record.rank} of {len(self.specs)}")
         self.rank_states.started.add(record.rank)
@@ -245,7 +243,7 @@ class Attempt:
         match record.data:
             case Up(rendezvous):
                 if rendezvous is not None:
-                    self.workers.send({rank: {"rendezvous": rendezvous} for rank in range(1, len(self.specs))})
+                    self.workers.send({"rendezvous": rendezvous}, range(1, len(self.specs)))
             case Beat() as beat:
                 self.health.note_heartbeat(record.rank, beat, time.monotonic())
             case Stack(text):
@@ -263,7 +261,7 @@ class Attempt:
         """Tell a rank, now and then, how much the client has read; called on the reader's thread."""
         self.unacknowledged[rank] += size
         if self.unacknowledged[rank] > ACKNOWLEDGE_BYTES:
-            self.workers.send({rank: {"acknowledged": self.unacknowledged[rank]}})
+            self.workers.acknowledge(rank, self.unacknowledged[rank])
             self.unacknowledged[rank] = 0
 
     def on_end(self, rank: int, end: End) -> None:

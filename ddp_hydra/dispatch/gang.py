@@ -1,4 +1,4 @@
-"""Runs a gang: one task per rank, started together, watched, stopped together, and started again after failures.
+"""Runs a gang: one task for each worker, started together, watched, stopped together, and started again after failures.
 
 As a library:
 
@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from distributed import Client
 from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.dispatch import placement, run_dir
+from ddp_hydra.dispatch import placement, run_dir, slots
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, check_arguments, pickled, show, signature_of
@@ -108,6 +108,7 @@ class Gang(Settings):
     restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
     world_size: int = field(default=0, init=False, repr=False)
     workers_on_host: Counter[str] = field(default_factory=Counter, init=False, repr=False)
+    slots: int = field(default=1, init=False, repr=False)
     grouped: bool = field(default=True, init=False, repr=False)
     unique_name: str = field(default="", init=False, repr=False)
     in_use: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
@@ -126,8 +127,9 @@ class Gang(Settings):
         check_arguments(call)
         self.stop.clear()
         workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
+        slots_of_each = slots.of_workers(self.client, self.ranks_per_worker)
         folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
-        ranks = self.ranks or max(1, workers)
+        ranks = self.ranks or max(1, workers) * slots_of_each
         return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, self.grace_s > 0, folder)
 
     def run_recorded(self, call: Call) -> list[Any]:
@@ -170,7 +172,9 @@ class Gang(Settings):
             stack.callback(self.report_dropped)
             stack.enter_context(self.interrupts.caught(self.grace_s > 0))
             stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
-            reservation = Reservation(self.client, name, self.ranks, self.sweep, self.check_stop)
+            self.slots = slots.of_workers(self.client, self.ranks_per_worker)
+            wanted = self.workers_for(self.ranks)
+            reservation = Reservation(self.client, name, wanted, self.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
             number, topic = self.first_attempt, name
             workers = reservation.reserve(topic, self.queue_timeout_s)
@@ -179,18 +183,19 @@ class Gang(Settings):
                 if self.sweep:  # those of its other jobs count, too
                     known = self.client.scheduler_info(n_workers=-1)["workers"].values()
                     self.workers_on_host = Counter(worker["host"] for worker in known)
-                self.attempt = Attempt(
-                    self, number, topic, placement.plan(workers), self.interrupts, self.read, self.launch_spec
-                )
+                specs = placement.plan(workers, self.slots, self.ranks)
+                self.attempt = Attempt(self, number, topic, specs, self.interrupts, self.read, self.launch_spec)
                 try:
-                    return self.run_attempt(self.attempt, call_of(number, len(workers)))
+                    return self.run_attempt(self.attempt, call_of(number, len(specs)))
                 except RankFailed as error:
                     silent = self.attempt.watchdog.silent
                     self.decide_restart(error)
                     self.attempt.clean_up()
                     number, topic = number + 1, f"{name}-{number + 1}"
                     try:
-                        workers = reservation.renew(topic, silent, self.min_ranks, self.restart_wait_s)
+                        workers = reservation.renew(
+                            topic, silent, self.workers_for(self.min_ranks), self.restart_wait_s
+                        )
                         preflight.check_workers(self.client, workers, self.pip, self.interface)
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
@@ -200,6 +205,10 @@ class Gang(Settings):
         """Raise KeyboardInterrupt if a gang that runs in the background is to end."""
         if self.stop.is_set():
             raise KeyboardInterrupt
+
+    def workers_for(self, ranks: int | None) -> int | None:
+        """Return how many workers some ranks need; None for None."""
+        return None if ranks is None else -(-ranks // self.slots)
 
     @property
     def trains(self) -> bool:
@@ -262,12 +271,12 @@ class Gang(Settings):
         self.fetched = True
         self.read_from.workers.fetch(record, target)
 
-    def launch_spec(self, number: int, name: str, spec: RankSpec, call: bytes) -> LaunchSpec:
-        """Return the launch spec of one rank."""
+    def launch_spec(self, number: int, name: str, specs: Sequence[RankSpec], call: bytes) -> LaunchSpec:
+        """Return the launch spec of one worker's ranks."""
         return LaunchSpec(
             gang=name,
             attempt=number,
-            spec=spec,
+            specs=tuple(specs),
             call=call,
             project=self.project,
             backend=self.backend,
@@ -281,5 +290,5 @@ class Gang(Settings):
             cwd=self.cwd or str(Path.cwd()),
             owner=self.unique_name,
             keep_warm_s=self.keep_warm_s or 0.0,
-            ranks_on_host=self.workers_on_host[spec.host],
+            ranks_on_host=self.workers_on_host[specs[0].host] * self.slots,
         )

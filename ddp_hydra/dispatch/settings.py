@@ -49,6 +49,7 @@ class Settings:
 
     client: Client
     ranks: int | None = None
+    ranks_per_worker: int | str = 1
     name: str = "gang"
     backend: str = "auto"
     group: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from threading import Thread
@@ -18,7 +18,7 @@ from ddp_hydra.dispatch.torchrun_server import Server
 from ddp_hydra.dispatch.watchdog import Watchdog
 from ddp_hydra.dispatch.workers import WorkerClient
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.rank import outbox
+from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG
 from ddp_hydra.rank.torchrun_task import TorchrunTask
@@ -51,7 +51,7 @@ class TorchrunWorkers(WorkerClient):
 
     Args:
         server: connected with those of other ranks.
-        own: the rank task of rank 0.
+        own: the task of rank 0.
         specs: the ranks' places.
     """
 
@@ -65,13 +65,17 @@ class TorchrunWorkers(WorkerClient):
         """Return True: this process is what a scheduler would be."""
         return True
 
-    def send(self, messages: Mapping[int, Mapping[str, Any]]) -> None:
-        """Send messages to rank tasks."""
-        for rank, message in messages.items():
+    def send(self, message: inbox.Message, ranks: Iterable[int]) -> None:
+        """Send a message to the tasks of some ranks."""
+        for rank in ranks:
             if rank == 0:
                 self.own.box.put(message)
             else:
                 self.client.send(rank, {"message": dict(message)})
+
+    def acknowledge(self, rank: int, size: int) -> None:
+        """Tell the task of a rank how many more bytes of its records the client has read."""
+        self.send({"acknowledged": size}, [rank])
 
     def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Have the process of a rank read a piece of a file in its outbox, or remove the file."""
@@ -108,7 +112,7 @@ class TorchrunAttempt(Attempt):
 
     Args:
         gang: its settings.
-        own: the rank task of rank 0.
+        own: the task of rank 0.
         job: how the ranks work, see `torchrun_rank.run`.
         run_dir: the path of the run directory.
     """
@@ -152,7 +156,7 @@ class TorchrunAttempt(Attempt):
                 own.join()
 
     def on_record(self, record: Record, size: int) -> None:
-        """Act on a record of a rank task; queue all other records for their reader."""
+        """Act on a record of a worker's task; queue all other records for their reader."""
         if isinstance(record.data, Preempted):
             self.interrupts.reason = record.data.reason
             if not self.interrupts.wanted and (notice := self.interrupts.notice()):

@@ -33,7 +33,7 @@ class TorchrunGang(Gang):
     """The ranks that torchrun has started, as the process of rank 0 sees them; torchrun starts them again.
 
     Attributes:
-        own: the rank task of rank 0, which has forked it.
+        own: the task of rank 0, which has forked it.
         job: how the ranks work; see `torchrun_rank.run`.
         run_dir_path: the run directory, for the next start; see `torchrun.remember`.
         numbers: that replace those of the config on all ranks, by dotted keys.
@@ -94,7 +94,7 @@ def rank_0(spec: RankSpec, job: Mapping[str, Any], run_dir: str, **settings: Any
             raise
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the first process has ended
-            task.kill()
+            task.rank.kill()
             gang.end(outcome)
             write_error_file(spec.rank, outcome)
 
@@ -195,10 +195,9 @@ def forked(spec: RankSpec, on_server: Callable[[Mapping[str, Any]], None]) -> It
         on_server: called when the rank has heard where the process of rank 0 is.
     """
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, ExitStack() as stack:
-        task = TorchrunTask(spec, TorchrunWorker(folder), on_server, stack)
-        stack.callback(inbox.remove, GANG, spec.rank)
-        stack.callback(task.kill)
-        task.fork()
+        task = TorchrunTask(spec, TorchrunWorker(spec.worker, folder), on_server, stack)
+        stack.callback(inbox.remove, GANG, spec.worker)
+        task.rank.fork()
         yield task
 
 

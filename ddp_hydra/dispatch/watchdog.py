@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed import Future
@@ -20,12 +20,14 @@ from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
 from ddp_hydra.errors import SchedulerLost
-from ddp_hydra.rank import task
+from ddp_hydra.rank import rank_process
 from ddp_hydra.record import Record
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5
 """Seconds between two checks."""
+PENDING_S = 2.0
+"""Seconds between two looks for the workers of ranks that have not started."""
 LOOP_START_S = 0.5
 """Seconds after Ctrl-C in which the ranks may report that their loop has just begun."""
 
@@ -38,7 +40,7 @@ class Watchdog:
         workers: of the attempt.
         rank_states: of the attempt.
         interrupts: says whether the user wants to end.
-        futures: the ranks' Dask tasks, in order of rank.
+        futures: the Dask tasks that run the ranks, by their workers' addresses.
         events: that wait to be handled.
         handle_next: handles the next event; takes the seconds to wait for it.
 
@@ -58,7 +60,7 @@ class Watchdog:
         workers: WorkerClient,
         rank_states: RankStates,
         interrupts: Interrupts,
-        futures: list[Future],
+        futures: Mapping[str, Future],
         events: queue.SimpleQueue[Any],
         handle_next: Callable[[float], bool],
     ) -> None:
@@ -67,7 +69,7 @@ class Watchdog:
         self.health, self.specs = rank_states.health, rank_states.specs
         self.silent: set[str] = set()
         self.stacks: dict[int, str] = {}
-        self.begun_at = time.monotonic()
+        self.begun_at = self.asked_at = time.monotonic()
         self.interrupted_at: float | None = None
         self.finish_by: float | None = None
         self.slow_record: Record | None = None
@@ -146,23 +148,37 @@ class Watchdog:
         Raises:
             SchedulerLost: the scheduler is gone.
         """
-        running = [(self.specs[rank], self.futures[rank]) for rank in self.rank_states.running]
+        running = [self.specs[rank] for rank in self.rank_states.running]
+        futures = {spec.worker: self.futures[spec.worker] for spec in running}
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
         is_closed = self.settings.client.status == "closed"
-        if is_closed or any(future.status in ("cancelled", "lost") for _, future in running):
+        if is_closed or any(future.status in ("cancelled", "lost") for future in futures.values()):
             how = "is lost, or was restarted"
             if self.health.away_s > SUSPENDED_S:
                 how = f"has given the workers to others: this program was suspended for {self.health.away_s:.0f} s"
             raise self.scheduler_lost(how)
-        for spec, future in running:
-            if future.status == "error":
-                reason = repr(future.exception())[:MESSAGE_CHARS]
+        failed = {address: future for address, future in futures.items() if future.status == "error"}
+        for spec in running:
+            if spec.worker in failed:
+                reason = repr(failed[spec.worker].exception())[:MESSAGE_CHARS]
                 message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
                 self.rank_states.fail(spec, "start", message)
+        self.check_pending()
         self.check_late(
             f"had not started after dispatch.start_timeout_s={self.settings.start_timeout_s:g}: the workers are busy "
             "with other Dask tasks, or stuck"
         )
+
+    def check_pending(self) -> None:
+        """Notice a worker that left before the scheduler could report it: its task would wait for ever."""
+        now = time.monotonic()
+        late = self.rank_states.late
+        if not late or now - self.asked_at < PENDING_S:
+            return
+        self.asked_at = now
+        known = self.settings.client.scheduler_info(n_workers=-1)["workers"]
+        for address in {self.specs[rank].worker for rank in late} - known.keys() - self.workers.lost:
+            self.lose_worker(address, self.left.format(worker=address))
 
     def check_late(self, how: str) -> None:
         """Report ranks that did not start in time as a failure."""
@@ -199,7 +215,7 @@ class Watchdog:
             )
 
     def lose_worker(self, address: str, how: str) -> None:
-        """Give up a worker, and its rank with it."""
+        """Give up a worker, and its ranks with it."""
         self.workers.lost.add(address)
         for spec in self.specs:
             if spec.worker == address and spec.rank not in self.rank_states.ended:
@@ -208,14 +224,14 @@ class Watchdog:
     def overdue(self) -> list[int]:
         """Return the ranks that have missed one or two heartbeats."""
         self.check_silence()
-        return self.health.overdue(self.rank_states.running, time.monotonic(), 2.5 * task.BEAT_S)
+        return self.health.overdue(self.rank_states.running, time.monotonic(), 2.5 * rank_process.BEAT_S)
 
     def report_hang(self, hang: Hang) -> None:
         """Report a hang as a failure: have all ranks print their stacks, and name the rank that holds up the others."""
         states, now, time_s, beats = self.rank_states, time.monotonic(), time.time(), dict(self.health.heartbeats)
         running = states.running
-        self.workers.send({rank: {"stacks": True} for rank in running})
-        until = now + 2 * task.STACK_S + CALL_S
+        self.workers.send({"stacks": True}, running)
+        until = now + 2 * rank_process.STACK_S + CALL_S
         while not states.is_over and not self.stacks.keys() >= set(states.running) and time.monotonic() < until:
             self.handle_next(0.05)
         self.health.heartbeats = beats  # a suspended rank was woken to print its stack, and has moved on

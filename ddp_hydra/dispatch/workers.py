@@ -58,7 +58,7 @@ class WorkerClient:
 
     def finish(self, ranks: Iterable[int], reason: str) -> None:
         """Tell ranks to write a checkpoint at their next step, and to end."""
-        self.send({rank: {"finish": heartbeat.REASONS.index(reason)} for rank in ranks})
+        self.send({"finish": heartbeat.REASONS.index(reason)}, ranks)
 
     def stop(self, ranks: Iterable[int], finish_checkpoint: bool = False) -> None:
         """Tell ranks to end.
@@ -67,12 +67,16 @@ class WorkerClient:
             ranks: to be stopped.
             finish_checkpoint: first let them complete a checkpoint that they are writing.
         """
-        self.send({rank: {"stop": True, "finish_checkpoint": finish_checkpoint} for rank in ranks})
+        self.send({"stop": True, "finish_checkpoint": finish_checkpoint}, ranks)
 
-    def send(self, messages: Mapping[int, inbox.Message]) -> None:
-        """Send messages to ranks, on all their workers at once."""
-        by_worker = {self.specs[rank].worker: (rank, dict(message)) for rank, message in messages.items()}
-        self.call(list(by_worker), inbox.deliver, self.name, by_worker)
+    def send(self, message: inbox.Message, ranks: Iterable[int]) -> None:
+        """Send a message to the workers of some ranks, all at once; the workers' other ranks get it, too."""
+        workers = dict.fromkeys(self.specs[rank].worker for rank in ranks)
+        self.call(list(workers), inbox.deliver, self.name, None, dict(message))
+
+    def acknowledge(self, rank: int, size: int) -> None:
+        """Tell the worker of a rank how many more bytes of its records the client has read."""
+        self.call([self.specs[rank].worker], inbox.deliver, self.name, rank, {"acknowledged": size})
 
     def clear(self) -> None:
         """Empty the outboxes."""

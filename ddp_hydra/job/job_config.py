@@ -89,9 +89,10 @@ def gang_settings(cfg: DictConfig) -> dict[str, Any]:
     """Return the settings of a gang that come from the config."""
     settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
     assert isinstance(settings, dict)
-    ports = settings["port_range"]
+    ports, each = settings["port_range"], settings["ranks_per_worker"]
     return {
         **{str(name): value for name, value in settings.items()},
+        "ranks_per_worker": 1 if each == "auto" and connect.is_local(cfg.cluster) else each,
         "keep_warm_s": keep_warm_s(cfg),
         "threads": cfg.trainer.threads,
         "data_workers": OmegaConf.select(cfg, "data.workers"),

@@ -1,15 +1,16 @@
 """Runs on the worker's host: starts, watches and ends the processes of ranks.
 
-task            the Dask task of one rank: starts its process, reports how it ended
+task            the Dask task that runs a worker's ranks
+rank_process    watches one of them: starts its process, says how it ended
 launcher        has the fork server start the process
-record_relay    passes its records and its output on to the client
+record_relay    passes the ranks' records and output on to the client
 process         the rank itself: joins the process group (process_group) and calls the function
 fork_server     imports torch once (fork_preload); each rank is a fork of it (forked_rank)
 fork_caller     one connection to it
 spare_forks     forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
 fork_environment, fork_idle     who may share it, how long it stays
-inbox           messages of the client to a rank task
+inbox           messages of the client to a worker's task
 outbox          files on their way from ranks to the client; checkpoints that stay, for ranks that resume there
 preemption      lets ranks finish when their worker is shut down
 device_leases   shares the GPUs and cores of a host between gangs

@@ -1,7 +1,7 @@
 """Leases GPUs and cores of this host to ranks, so that several gangs share them.
 
-A lease is a file in the runtime folder. It is locked while its rank task lives, so the death of that process ends the
-lease; the next process that looks removes the file.
+A lease is a file in the runtime folder. It is locked while its rank's worker runs the rank, so the death of the worker
+ends the lease; the next process that looks removes the file.
 """
 
 from __future__ import annotations

@@ -61,6 +61,11 @@ def is_placed() -> bool:
     return "dask_cuda" in sys.modules
 
 
+def seen_gpus() -> list[str]:
+    """Return the GPUs that this worker's ranks can share among them; [] if each worker has its own already."""
+    return [] if is_placed() else gpus.identities(os.environ)
+
+
 def threads(total: int, ranks: int) -> int:
     """Return a rank's number of threads: its share of the host's cores, within those that its worker is bound to.
 

@@ -7,14 +7,10 @@ import os
 import socket
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, TypeVar
-
-from distributed import Worker
+from typing import IO, TYPE_CHECKING, Any
 
 from ddp_hydra.rank import (
     dask_preload,
@@ -27,28 +23,22 @@ from ddp_hydra.rank import (
     outbox,
     preemption,
 )
-from ddp_hydra.rank.record_relay import RecordRelay, publish
-from ddp_hydra.rank.spec import LaunchSpec
-from ddp_hydra.record import Beat, Notice, Up
-from ddp_hydra.storage import retry
+from ddp_hydra.rank.record_relay import RecordRelay
+from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.record import Up
 
-T = TypeVar("T")
-
-
-class Stopped(Exception):
-    """The rank was stopped before its process was started."""
+if TYPE_CHECKING:
+    from ddp_hydra.rank.task import WorkerTask
 
 
 class Launcher:
     """Prepares all that a rank's process needs, and has it forked.
 
     Args:
-        worker: the Dask worker.
-        launch_spec: of the rank.
+        task: of the worker.
+        spec: the rank's place.
         stack: closes, when the rank has ended, what is opened here.
-        box: the rank's inbox, which may say that it is stopped.
         relay: writes into the rank's log.
-        is_cancelled: returns whether Dask has cancelled the rank's task.
 
     Attributes:
         control: socket to the process.
@@ -56,21 +46,12 @@ class Launcher:
         server: connection to the fork server.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        launch_spec: LaunchSpec,
-        stack: ExitStack,
-        box: inbox.Inbox,
-        relay: RecordRelay,
-        is_cancelled: Callable[[], bool],
-    ) -> None:
-        self.worker, self.launch_spec, self.stack = worker, launch_spec, stack
-        self.box, self.relay, self.is_cancelled = box, relay, is_cancelled
+    def __init__(self, task: WorkerTask, spec: RankSpec, stack: ExitStack, relay: RecordRelay) -> None:
+        self.task, self.spec, self.stack, self.relay = task, spec, stack, relay
+        self.worker, self.launch_spec = task.worker, task.launch_spec
 
     def start(self, shared_status_fd: int) -> None:
         """Have the fork server fork the process, and pass it its descriptors."""
-        spec = self.launch_spec.spec
         self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
         self.output, output = os.pipe()
         self.stack.callback(os.close, self.output)
@@ -79,11 +60,13 @@ class Launcher:
         launch_file = self.write_launch_file(share)
         fds = [theirs.fileno(), their_output.fileno(), shared_status_fd, launch_file.fileno()]
         up = Up()
-        if spec.rank == 0:
+        if self.spec.rank == 0:
             listener, up = self.bind_rendezvous()
             fds.append(listener.fileno())
             self.send({"rendezvous": up.rendezvous})
-        publish(self.worker, self.launch_spec, up)
+        self.task.sender.say(self.spec.rank, up)
+        if self.spec.rank == 0:  # the others wait for the rendezvous; what follows may take seconds
+            self.task.sender.flush(at_once=True)
         fork_client.hold()
         preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
@@ -98,24 +81,22 @@ class Launcher:
 
     def bind_rendezvous(self) -> tuple[socket.socket, Up]:
         """Listen for the other ranks; return the socket, and its address."""
-        interface, spec = self.launch_spec.interface, self.launch_spec.spec
-        host = network.address_of(interface) if interface else spec.host
+        interface = self.launch_spec.interface
+        host = network.address_of(interface) if interface else self.spec.host
         listener = self.stack.enter_context(network.bind(host, self.launch_spec.ports))
         return listener, Up((host, listener.getsockname()[1]))
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         """Return the request to the fork server."""
-        spec, launch_spec = self.launch_spec.spec, self.launch_spec
-        local = Path(self.worker.local_directory)
-        packed = launch_spec.project
-        project = [str(self.with_room(lambda: packed.unpack(local)))] if packed else []
+        spec, launch_spec = self.spec, self.launch_spec
+        local, project = self.worker.local_directory, self.task.project
         return {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {launch_spec.gang}",
             "environment": environment.of_rank(
                 spec, self.interface(), launch_spec.gang, launch_spec.attempt, launch_spec.group, share.position
             ),
-            "cwd": launch_spec.cwd if os.access(f"{launch_spec.cwd}/", os.X_OK) else str(local),
-            "path": [*project, *(str(Path(entry).absolute()) for entry in sys.path)],
+            "cwd": launch_spec.cwd if os.access(f"{launch_spec.cwd}/", os.X_OK) else local,
+            "path": [*([str(project)] if project else []), *(str(Path(entry).absolute()) for entry in sys.path)],
             "affinity": environment.cores(),
             "keep_warm_s": launch_spec.keep_warm_s,
         }
@@ -126,12 +107,12 @@ class Launcher:
             network.address_of(self.launch_spec.interface)  # raises, with the known interfaces, if it is unknown
             return self.launch_spec.interface
         # An address that is not of this machine leads here through a port mapping.
-        host = self.launch_spec.spec.host
+        host = self.spec.host
         return network.interface_of(host) or network.interface_towards(self.worker.scheduler.addr)
 
     def share(self) -> device_leases.Share:
         """Lease a GPU and a share of the cores for the rank, until it has ended."""
-        spec, seen = self.launch_spec.spec, gpus.identities(os.environ)
+        spec, seen = self.spec, gpus.identities(os.environ)
         wanted = environment.preferred_gpu(spec)
         if environment.is_placed():
             seen = seen[:1]
@@ -150,7 +131,7 @@ class Launcher:
 
     def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
         """Write a line of JSON and the pickled call into a file without a name, which nobody else can write to."""
-        spec, launch_spec = self.launch_spec.spec, self.launch_spec
+        spec, launch_spec = self.spec, self.launch_spec
         ranks = max(spec.local_world_size + share.other_ranks, launch_spec.ranks_on_host)
         header = {
             "spec": asdict(spec),
@@ -162,7 +143,7 @@ class Launcher:
             "data_workers": launch_spec.data_workers,
             "project": launch_spec.project.sha256 if launch_spec.project else "",
             "retry_s": launch_spec.retry_s,
-            "outbox": str(self.with_room(lambda: outbox.folder(self.worker, launch_spec.gang, spec.rank))),
+            "outbox": str(outbox.path(self.worker.local_directory, launch_spec.gang, spec.rank)),
             "pids": {
                 "worker": 0 if dask_preload.in_client else os.getpid(),
                 "nanny": os.getppid() if self.worker.nanny else 0,
@@ -176,30 +157,3 @@ class Launcher:
         file.write(json.dumps(header).encode() + b"\n" + launch_spec.call)
         file.flush()
         return file
-
-    def with_room(self, action: Callable[[], T]) -> T:
-        """Write into the worker's folder; if the disk is full, send heartbeats and try again.
-
-        Raises:
-            DiskFull: there was no room in time.
-            Stopped: the client stopped the rank meanwhile.
-        """
-        folder = Path(self.worker.local_directory)
-        warn = lambda sentence: publish(self.worker, self.launch_spec, Notice(sentence))  # noqa: E731
-        return retry.retry_while_full(
-            action, lambda: retry.describe_full_folder(folder), self.launch_spec.retry_s, warn, self.wait
-        )
-
-    def wait(self, seconds: float) -> None:
-        """Wait before the process is started.
-
-        Raises:
-            Stopped: the client stopped the rank meanwhile.
-        """
-        publish(self.worker, self.launch_spec, Beat(phase="join", first=True))
-        time.sleep(seconds)
-        messages = self.box.take()
-        if self.is_cancelled() or any("stop" in message for message in messages):
-            raise Stopped
-        for message in messages:  # for later
-            self.box.put(message)

@@ -38,12 +38,12 @@ class PreemptionPlugin(WorkerPlugin):
         stream = worker.batched_stream
         if stream is not None and not stream.closed():
             deadline = time.monotonic() + GRACE_S
-            ranks = inbox.send_to_all({"preempted": True})
-            while ranks and time.monotonic() < deadline and (inbox.has_any(ranks) or outbox.has_files(worker)):
+            tasks = inbox.send_to_worker(worker.address, {"preempted": True})
+            while tasks and time.monotonic() < deadline and (inbox.has_any(tasks) or outbox.has_files(worker)):
                 await asyncio.sleep(0.05)
-            if ranks:
+            if tasks:
                 await _wait_until_sent(stream, until=time.monotonic() + SEND_S)
-        inbox.send_to_all({"stop": True})  # Dask would wait half a minute for their tasks
+        inbox.send_to_worker(worker.address, {"stop": True})  # Dask would wait half a minute for their tasks
 
 
 async def _wait_until_sent(stream: Any, until: float) -> None:

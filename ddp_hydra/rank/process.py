@@ -43,7 +43,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
     Args:
         title: of the process, as `ps` shows it.
         launch_fd: a file with a line of JSON and the pickled call, see `launcher.write_launch_file`.
-        control_fd: socket to the rank task: records go out, the rendezvous comes in.
+        control_fd: socket to the worker's task: records go out, the rendezvous comes in.
         shared_status_fd: the page of memory in which this rank writes where it is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
 
@@ -54,7 +54,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
 
     setproctitle(title)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # by which the rank task requests the stacks
+    faulthandler.register(signal.SIGUSR1)  # by which the worker's task requests the stacks
     shared_status = heartbeat.SharedStatus.of(shared_status_fd)
     heartbeat.connect(shared_status)
     heartbeat.at("join", 0)
@@ -75,7 +75,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
 
     def work() -> Any:
         set_threads(job["threads"], spec["local_world_size"])
-        with control.makefile("rb") as lines:  # the rank task sends where rank 0 listens
+        with control.makefile("rb") as lines:  # the worker's task sends where rank 0 listens
             host, port = json.loads(lines.readline())["rendezvous"]
         store = meet(spec["rank"], host, port, job["timeout_s"], listener_fd)
         with process_group(store, spec["rank"], spec["world_size"], job["backend"], job["timeout_s"], job["group"]):
@@ -119,7 +119,7 @@ def report_end(work: Callable[[], Any]) -> int:
 
 
 def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
-    """Finish at the next step if the training loop runs; otherwise, or if the rank task demands it, end at once."""
+    """Finish at the next step if the training loop runs; otherwise, or if the worker's task demands it, end at once."""
     place = shared_status.read()
     if shared_status.die or place.phase in ("join", "run"):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -143,10 +143,10 @@ def call_function(target: Callable[..., Any] | str, args: Sequence[Any], kwargs:
 
 
 class SocketSender:
-    """Sends records to the rank task, and files through the outbox.
+    """Sends records to the worker's task, and files through the outbox.
 
     Args:
-        control: socket to the rank task.
+        control: socket to the worker's task.
         outbox: a folder on this host that the client empties.
     """
 

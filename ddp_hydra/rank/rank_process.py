@@ -1,8 +1,7 @@
-"""The Dask task of one rank: starts its process, passes its records on, and reports how it ended.
+"""Watches one rank from its worker's task: starts its process, passes its records on, and says how it ended.
 
 The rank shares only a socket, a pipe and a page of memory with the worker. So whatever happens to it (a crash, the
-out-of-memory killer, a hanging collective), the worker stays whole. The task itself never raises because of the rank:
-the end record says what happened.
+out-of-memory killer, a hanging collective), the worker and its other ranks stay whole.
 """
 
 from __future__ import annotations
@@ -14,22 +13,23 @@ import os
 import selectors
 import signal
 import time
-import traceback
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
-from distributed import Worker, get_worker
 from msgspec.structs import replace
 
-from ddp_hydra.errors import ConfigError, DiskFull, Failure, describe_exit
+from ddp_hydra.errors import Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
-from ddp_hydra.rank import inbox, outbox
-from ddp_hydra.rank.launcher import Launcher, Stopped
-from ddp_hydra.rank.record_relay import FLUSH_S, RecordRelay, publish
-from ddp_hydra.rank.spec import LaunchSpec
+from ddp_hydra.rank import inbox
+from ddp_hydra.rank.launcher import Launcher
+from ddp_hydra.rank.record_relay import RecordRelay
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.record import Beat, End, Preempted, Stack
+
+if TYPE_CHECKING:
+    from ddp_hydra.rank.task import WorkerTask
 
 TICK_S = 0.1
 """Seconds between two looks at a rank that starts or ends."""
@@ -47,70 +47,22 @@ DRAIN_S = 1.0
 open for ever."""
 
 
-@dataclass(frozen=True)
-class PickledTask:
-    """Runs the rank when it is unpickled.
-
-    A scheduler unpickles each task that it passes on. The task that it sees is the unpickling of these bytes, so the
-    scheduler needs no ddp_hydra.
-
-    Args:
-        launch_spec: all that the worker needs.
-    """
-
-    launch_spec: LaunchSpec
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return run_rank, (self.launch_spec,)
-
-
-def run_rank(launch_spec: LaunchSpec) -> None:
-    """Run one rank to its end."""
-    worker, spec = get_worker(), launch_spec.spec
-    if worker.address != spec.worker:
-        lost = Failure("lost", message=f"its worker {spec.worker} went away")
-        publish(worker, launch_spec, End(failure=lost))
-        return
-    try:
-        try:
-            with ExitStack() as stack:
-                end = RankTask(worker, launch_spec, stack).run()
-        except Stopped:
-            end = End(stopped=True)
-        except Exception as error:  # of ours, or of the host: no file descriptors, a full disk, no torch
-            end = not_started(error)
-        publish(worker, launch_spec, end)
-    finally:
-        inbox.remove(launch_spec.gang, spec.rank)  # after the last record: a worker that closes waits for this
-
-
-def not_started(error: Exception, what: str = "could not be started") -> End:
-    """Return the end of a rank that has no process, or whose task failed."""
-    if isinstance(error, (ConfigError, DiskFull)):  # another attempt would fail in the same way
-        return End(failure=Failure("start", message=f"{what}: {error}", time_s=time.time(), mistake=True))
-    message = f"{what}: {type(error).__name__}: {error}"
-    return End(failure=Failure("start", message=message, traceback=traceback.format_exc(), time_s=time.time()))
-
-
-class RankTask:
+class RankProcess:
     """Stands between one rank's process and the client.
 
     Args:
-        worker: the Dask worker.
-        launch_spec: of the rank.
-        stack: closes, when the rank has ended, what is opened here.
+        task: of the worker, which serves it.
+        spec: the rank's place.
     """
 
-    def __init__(self, worker: Worker, launch_spec: LaunchSpec, stack: ExitStack) -> None:
-        self.worker, self.launch_spec = worker, launch_spec
-        self.dask_key = worker.get_current_task()
-        self.selector = stack.enter_context(selectors.DefaultSelector())
-        self.box = inbox.of_rank(launch_spec.gang, launch_spec.spec.rank)
-        self.relay = RecordRelay(worker, launch_spec, self.selector)
-        self.launcher = Launcher(worker, launch_spec, stack, self.box, self.relay, self.is_cancelled)
+    def __init__(self, task: WorkerTask, spec: RankSpec) -> None:
+        self.task, self.spec, self.selector = task, spec, task.selector
+        self.stack = ExitStack()
+        self.relay = RecordRelay(task.sender, spec, task.selector)
+        self.launcher = Launcher(task, spec, self.stack, self.relay)
         self.shared_status, self.shared_status_fd = SharedStatus.create()
-        stack.callback(self.shared_status.close)
-        stack.callback(os.close, self.shared_status_fd)
+        self.stack.callback(self.shared_status.close)
+        self.stack.callback(os.close, self.shared_status_fd)
         self.pid: int | None = None
         self.exit: dict[str, Any] | None = None
         self.stopping_since: float | None = None
@@ -120,33 +72,41 @@ class RankTask:
         self.stack_until: float | None = None
         self.drain_until: float | None = None
 
-    def run(self) -> End:
-        """Start the rank, pass its records on until it has ended, and return how it ended."""
-        self.start()
-        relay, is_quiet = self.relay, False
-        while self.exit is None or (relay.open and not self.is_cancelled() and not self.is_drained(is_quiet)):
-            events = self.selector.select(self.pause_s)
-            is_quiet = not any(key.fileobj in relay.open for key, _ in events)
-            for key, _ in events:
-                key.data()
-            relay.flush()
-            self.beat()
-            self.send_stacks()
-            self.check_stop()
-        if relay.open and not self.is_cancelled():
-            relay.log_sentence("a process that it has left behind keeps its output open: its later output is lost")
-        relay.flush(at_once=True)
-        if self.is_cancelled():  # nobody will fetch the rank's files
-            outbox.clear(self.launch_spec.gang, self.worker)
-        return self.end()
-
     def start(self) -> None:
-        """Have the process forked, and wait for its records, the fork server and the inbox from now on."""
+        """Have the process forked, and wait for its records and the fork server from now on."""
         self.launcher.start(self.shared_status_fd)
+        self.stack.callback(self.relay.close)
         self.server = self.launcher.server
         self.relay.start(self.launcher.control, self.launcher.output)
-        self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
-        self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
+        self.listen(self.server, self.on_server)
+
+    def listen(self, source: Any, act: Callable[[], None]) -> None:
+        """Call a function whenever a source has something to read, until the rank is closed."""
+        self.selector.register(source, selectors.EVENT_READ, act)
+        self.stack.callback(self.unlisten, source)
+
+    def unlisten(self, source: Any) -> None:
+        """Listen to a source no more."""
+        if source in self.selector.get_map():
+            self.selector.unregister(source)
+
+    def look(self, sources: Collection[Any]) -> bool:
+        """Do what is due now, and return whether the rank has ended and all that it sent is passed on.
+
+        Args:
+            sources: that had something to read just now.
+        """
+        self.beat()
+        self.send_stacks()
+        self.check_stop()
+        if self.exit is None:
+            return False
+        is_quiet = self.relay.open.isdisjoint(sources)
+        return not self.relay.open or self.task.is_cancelled() or self.is_drained(is_quiet)
+
+    def close(self) -> None:
+        """Close what was opened for the rank."""
+        self.stack.close()
 
     # -- events --------------------------------------------------------------------------------------------
 
@@ -164,14 +124,9 @@ class RankTask:
         if not data and self.exit is None:
             self.exit = {"exit": -signal.SIGKILL, "peak_rss": 0}  # the server died, and its ranks with it
         if self.exit is not None:
-            self.selector.unregister(self.server)
+            self.unlisten(self.server)
             if left := self.exit.get("left"):
                 self.relay.log_sentence(f"it has left processes behind, and they were ended: {', '.join(left)}")
-
-    def on_inbox(self) -> None:
-        """Act on the messages of the client."""
-        for message in self.box.take():
-            self.on_message(message)
 
     def on_message(self, message: inbox.Message) -> None:
         """Act on a message of the client; pass on one that is for the rank's process."""
@@ -185,16 +140,14 @@ class RankTask:
             self.request_stacks()
         elif "preempted" in message:
             self.shared_status.ask_to_finish(REASONS.index("preemption"))
-            publish(self.worker, self.launch_spec, Preempted())
-        else:
+            self.task.sender.say(self.spec.rank, Preempted())
+        elif "rendezvous" not in message or self.spec.rank:  # rank 0 knows where it listens
             with contextlib.suppress(OSError):  # a rank that has ended does not read it
                 self.launcher.send(message)
 
     @property
     def pause_s(self) -> float:
         """Return for how many seconds nothing has to be checked, unless an event comes."""
-        if self.relay.buffer:
-            return FLUSH_S
         is_calm = self.ready and self.stopping_since is self.save_until is None and self.stack_until in (None, math.inf)
         return CALM_S if is_calm else TICK_S
 
@@ -213,7 +166,7 @@ class RankTask:
         age_s = now - self.moved_at
         stopped = age_s > BEAT_S and self.is_suspended()
         beat = Beat(place.step, place.phase, place.first, age_s, stopped, self.shared_status.saving)
-        publish(self.worker, self.launch_spec, beat)
+        self.task.sender.say(self.spec.rank, beat)
 
     def is_suspended(self) -> bool:
         """Return whether the rank's process is suspended, by SIGSTOP or a debugger."""
@@ -236,14 +189,9 @@ class RankTask:
             self.stack_until = math.inf
             stacks, self.relay.captured = self.relay.captured or b"", None
             text = stacks[-STACK_BYTES:].decode(errors="replace")
-            publish(self.worker, self.launch_spec, Stack(text))
+            self.task.sender.say(self.spec.rank, Stack(text))
 
     # -- the end -------------------------------------------------------------------------------------------
-
-    def is_cancelled(self) -> bool:
-        """Return whether Dask has cancelled this task: the client is gone, or gave up."""
-        task = self.worker.state.tasks.get(self.dask_key)
-        return task is None or task.state in ("cancelled", "released")
 
     def is_drained(self, is_quiet: bool) -> bool:
         """Return whether the output of an ended rank was read for long enough, although a process keeps it open.
@@ -257,9 +205,9 @@ class RankTask:
         return now > self.drain_until + (0.0 if is_quiet else 10 * DRAIN_S)
 
     def check_stop(self) -> None:
-        """Stop a rank whose task is cancelled, and kill one that does not stop."""
+        """Stop a rank whose worker's task is cancelled, and kill one that does not stop."""
         is_saved = self.save_until is not None and (not self.shared_status.saving or time.monotonic() > self.save_until)
-        if self.stopping_since is None and (is_saved or self.is_cancelled()):
+        if self.stopping_since is None and (is_saved or self.task.is_cancelled()):
             self.stop()
         if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:
             self.signal(signal.SIGKILL)
@@ -286,6 +234,8 @@ class RankTask:
     def end(self) -> End:
         """Return how the rank ended: from its own record, else from the exit of its process."""
         assert self.exit is not None
+        if self.relay.open and not self.task.is_cancelled():
+            self.relay.log_sentence("a process that it has left behind keeps its output open: its later output is lost")
         output = self.relay.tail.decode(errors="replace")
         place = self.shared_status.read()
         end = self.relay.end

@@ -1,7 +1,7 @@
-"""Passes the records and the output of a rank's process on to the client.
+"""Passes the records and the output of a worker's ranks on to the client.
 
-Records are sent in batches. While the client is behind, the rank is not read, so that it blocks instead of filling the
-worker's memory.
+The records of all ranks of a worker are sent together, in batches. While the client is behind with the records of a
+rank, that rank is not read, so that it blocks instead of filling the worker's memory; its neighbours go on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from distributed import Worker
 
-from ddp_hydra.rank.spec import LaunchSpec
+from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.record import AnyData, End, Log, Record, Up, begins
 
 FLUSH_S = 0.05
@@ -26,35 +26,68 @@ TAIL_BYTES = 8192
 """How much of the rank's last output is kept, to explain its end."""
 
 
-def publish(worker: Worker, launch_spec: LaunchSpec, data: AnyData) -> None:
-    """Send one record of the rank task itself, at once."""
-    record = Record(data, launch_spec.spec.rank, None, time.time(), launch_spec.attempt)
-    worker.log_event(launch_spec.gang, record.encode())
-
-
-class RecordRelay:
-    """Reads one rank's records and output, and sends them to the client.
+class RecordSender:
+    """Sends the records of a worker's ranks to the client, several as one event.
 
     Args:
         worker: the Dask worker.
-        launch_spec: of the rank.
+        gang: the gang's name, with its attempt; the topic of its records.
+        attempt: number of the gang's start.
+
+    Attributes:
+        ended: rank -> how it has ended.
+    """
+
+    def __init__(self, worker: Worker, gang: str, attempt: int) -> None:
+        self.worker, self.gang, self.attempt = worker, gang, attempt
+        self.buffer: list[bytes] = []
+        self.flushed_at = 0.0
+        self.ended: dict[int, End] = {}
+
+    def add(self, record: bytes) -> None:
+        """Add an encoded record to those that wait."""
+        self.buffer.append(record)
+
+    def say(self, rank: int, data: AnyData) -> None:
+        """Add a record of the worker's task itself to those that wait."""
+        self.add(Record(data, rank, None, time.time(), self.attempt).encode())
+
+    def say_end(self, rank: int, end: End) -> None:
+        """Add how a rank has ended to those that wait, unless that was said before."""
+        if rank not in self.ended:
+            self.ended[rank] = end
+            self.say(rank, end)
+
+    def flush(self, at_once: bool = False) -> None:
+        """Send the waiting records as one event, if it is time to."""
+        now = time.monotonic()
+        if self.buffer and (at_once or now - self.flushed_at >= FLUSH_S):
+            self.worker.log_event(self.gang, b"\n".join(self.buffer))
+            self.buffer.clear()
+            self.flushed_at = now
+
+
+class RecordRelay:
+    """Reads one rank's records and output, and gives them to the sender.
+
+    Args:
+        sender: of the worker's records.
+        spec: the rank's place.
         selector: waits for the rank's control socket and output.
 
     Attributes:
         open: control socket and output, while the rank or a process that it started holds the other end.
         unacknowledged: bytes that were sent, or wait to be sent, and that the client has not acknowledged.
-        end: the rank's end record. It is not passed on: the rank task sends it when the process has ended.
+        end: the rank's end record. It is not passed on: the worker's task sends it when the process has ended.
         on_up: called with its record of kind "up", in place of passing that on; None: it is passed on.
         tail: the last output of the rank.
         captured: a copy of the output since this was set to b""; None before.
     """
 
-    def __init__(self, worker: Worker, launch_spec: LaunchSpec, selector: selectors.BaseSelector) -> None:
-        self.worker, self.launch_spec, self.selector = worker, launch_spec, selector
+    def __init__(self, sender: RecordSender, spec: RankSpec, selector: selectors.BaseSelector) -> None:
+        self.sender, self.spec, self.selector = sender, spec, selector
         self.readers: dict[socket.socket | int, Callable[[], None]] = {}
         self.open: set[socket.socket | int] = set()
-        self.buffer: list[bytes] = []
-        self.flushed_at = 0.0
         self.unacknowledged = 0
         self.end: End | None = None
         self.on_up: Callable[[Up], None] | None = None
@@ -87,22 +120,17 @@ class RecordRelay:
 
     def log(self, text: str) -> None:
         """Add a text to the rank's log."""
-        rank, attempt = self.launch_spec.spec.rank, self.launch_spec.attempt
-        self._forward(Record(Log(text), rank, None, time.time(), attempt).encode())
+        self._forward(Record(Log(text), self.spec.rank, None, time.time(), self.sender.attempt).encode())
 
     def log_sentence(self, sentence: str) -> None:
-        """Add a sentence of the rank task itself to the rank's log, on a line of its own."""
-        spec = self.launch_spec.spec
+        """Add a sentence of the worker's task to the rank's log, on a line of its own."""
         newline = "" if self.tail.endswith(b"\n") or not self.tail else "\n"
-        self.log(f"{newline}rank {spec.rank} of {spec.world_size}: {sentence}\n")
+        self.log(f"{newline}rank {self.spec.rank} of {self.spec.world_size}: {sentence}\n")
 
-    def flush(self, at_once: bool = False) -> None:
-        """Send the waiting records as one event, if it is time to."""
-        now = time.monotonic()
-        if self.buffer and (at_once or now - self.flushed_at >= FLUSH_S):
-            self.worker.log_event(self.launch_spec.gang, b"\n".join(self.buffer))
-            self.buffer.clear()
-            self.flushed_at = now
+    def close(self) -> None:
+        """Read the rank no more."""
+        self.open.clear()
+        self._update_selector()
 
     def _read_records(self) -> None:
         try:
@@ -132,7 +160,7 @@ class RecordRelay:
         self.log(self.decoder.decode(chunk))
 
     def _forward(self, record: bytes) -> None:
-        self.buffer.append(record)
+        self.sender.add(record)
         self.unacknowledged += len(record)
         self._update_selector()
 

@@ -1,4 +1,4 @@
-"""Describes a rank: its place in its gang, and all that a worker needs to run it."""
+"""Describes a rank: its place in its gang, and all that a worker needs to run its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RankSpec:
         local_rank: rank among those of the same host.
         local_world_size: number of ranks on that host.
         node_rank: number of the host, in order of rank.
-        worker: address of the Dask worker that starts the rank.
+        worker: address of the Dask worker that starts the rank; it may start several.
         host: the host's address, as the other workers reach it.
         nodes: number of hosts.
     """
@@ -36,20 +36,20 @@ class RankSpec:
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """Holds all that a worker needs to run one rank.
+    """Holds all that a worker needs to run its ranks.
 
     Args:
         gang: the gang's name, with its attempt; also the topic of its records.
         attempt: number of the gang's start.
-        spec: the rank's place.
+        specs: the places of the worker's ranks.
         call: cloudpickle of (function or "module:name", args, kwargs).
         project: the packed project space, or None.
         backend: gloo, nccl or auto.
         timeout_s: of collectives.
         retry_s: how long to wait for room if the worker's temporary folder is full.
         group: whether to make the process group before the call.
-        threads: CPU threads of the rank, 0 for its share of the host.
-        data_workers: processes that make its batches; None: it decides, if it has a GPU.
+        threads: CPU threads of each rank, 0 for its share of the host.
+        data_workers: processes that make a rank's batches; None: the rank decides, if it has a GPU.
         ports: first and last port allowed for the rendezvous, None for any free one.
         interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
@@ -61,7 +61,7 @@ class LaunchSpec:
 
     gang: str
     attempt: int
-    spec: RankSpec
+    specs: tuple[RankSpec, ...]
     call: bytes
     project: Project | None = None
     backend: str = "auto"

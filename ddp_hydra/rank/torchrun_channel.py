@@ -3,7 +3,7 @@
 Both ends send lines of JSON. To rank 0 go the records of `results`, as they are; everything else is an object with one
 of the keys below. Nothing is unpickled.
 
-    from rank 0     {"message": ...}           for the rank task, as from a client of Dask
+    from rank 0     {"message": ...}           for the worker's task, as from a client of Dask
                     {"call": "read", "id", "name", "offset"}    a piece of a file in the rank's outbox
                     {"call": "remove", "id", "name"}            the file has arrived
                     {"bye": {...}}             how the job has ended, see `Outcome`
@@ -119,7 +119,7 @@ class Channel:
         connection: to the process of rank 0.
         rank: this rank.
         worker: holds the rank's outbox; see `torchrun_task.TorchrunWorker`.
-        box: for messages to the rank task.
+        box: for messages to the worker's task.
 
     Attributes:
         outcome: how the job has ended; None while that is not known.
@@ -155,7 +155,7 @@ class Channel:
 
     def _act(self, order: dict[str, Any]) -> None:
         if "message" in order:
-            self.box.put(order["message"])
+            self.box.put(order["message"], self.rank)
         elif "bye" in order:
             self.outcome = Outcome.of(order["bye"])
             self.over.set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import os
-import selectors
 import signal
 import socket
 import sys
@@ -21,17 +20,19 @@ from typing import Any, cast
 from ddp_hydra.console.signals import SIGNALS, held_back
 from ddp_hydra.rank import outbox, torchrun_rank
 from ddp_hydra.rank.processes import kill_group
-from ddp_hydra.rank.record_relay import publish
+from ddp_hydra.rank.rank_process import RankProcess
+from ddp_hydra.rank.record_relay import RecordSender
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
-from ddp_hydra.rank.task import RankTask, not_started
+from ddp_hydra.rank.task import WorkerTask, not_started
 from ddp_hydra.rank.torchrun_channel import GANG
 from ddp_hydra.record import End, Preempted, Up
 
 
 class TorchrunWorker:
-    """Has what a rank task needs of a Dask worker.
+    """Stands in for the parts of `distributed.Worker` that `WorkerTask` uses.
 
     Args:
+        address: names it.
         folder: for files on their way; this user's only.
 
     Attributes:
@@ -39,8 +40,8 @@ class TorchrunWorker:
         unsent: lines that wait for it.
     """
 
-    def __init__(self, folder: str) -> None:
-        self.local_directory = folder
+    def __init__(self, address: str, folder: str) -> None:
+        self.address, self.local_directory = address, folder
         self.send: Callable[[bytes], None] | None = None
         self.unsent: list[bytes] = []
         self.lock = threading.Lock()
@@ -66,25 +67,13 @@ class TorchrunWorker:
         return ""
 
 
-class TorchrunTask(RankTask):
-    """Forks a rank, passes its records on, and says how it ended.
+class TorchrunRank(RankProcess):
+    """Forks a rank, and watches it as its parent.
 
     Args:
+        task: that serves it.
         spec: the rank's place.
-        worker: takes the records.
-        on_server: called when the rank has heard where the process of rank 0 is.
-        stack: closes, when the rank has ended, what is opened here.
     """
-
-    def __init__(
-        self, spec: RankSpec, worker: TorchrunWorker, on_server: Callable[[Mapping[str, Any]], None], stack: ExitStack
-    ) -> None:
-        super().__init__(cast(Any, worker), LaunchSpec(GANG, 0, spec, b""), stack)
-        self.spec, self.own_worker, self.stack = spec, worker, stack
-        self.relay.on_up = lambda up: on_server(up.server or {})
-        self.launched_by = os.getppid()
-        self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
-        self.was_given_up = False
 
     def fork(self) -> None:
         """Fork the rank. Call this before there are threads."""
@@ -105,49 +94,22 @@ class TorchrunTask(RankTask):
         self.stack.callback(os.close, output)
         self.launcher.control, self.launcher.output = control, output
 
-    def give(self, call: bytes, **settings: Any) -> None:
-        """Give the rank its job.
-
-        Args:
-            call: "module:name", arguments and keyword arguments, encoded by `return_values`.
-            settings: see `torchrun_rank.run`.
-        """
-        folder = outbox.folder(self.own_worker, GANG, self.spec.rank)
-        with contextlib.suppress(OSError):  # it has ended, and that will be said
-            self.launcher.send({"call": base64.b64encode(call).decode(), "outbox": str(folder), **settings})
-
-    def run_to_end(self) -> End:
-        """Pass on what the rank sends until it has ended, and then how it ended; return that."""
-        publish(self.worker, self.launch_spec, Up())
-        try:
-            end = self.run()
-        except Exception as error:  # of ours, or of the host
-            self.kill()
-            end = not_started(error, "could not be watched")
-        publish(self.worker, self.launch_spec, end)
-        return end
-
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Act on a message; tell the process of rank 0 that this one has got a signal."""
         if "told_to_end" in message:
-            publish(self.worker, self.launch_spec, Preempted(message["told_to_end"]))
+            self.task.sender.say(self.spec.rank, Preempted(message["told_to_end"]))
         else:
             super().on_message(message)
 
-    def give_up(self) -> None:
-        """Have the rank end soon; called from any thread."""
-        self.was_given_up = True
-        self.box.put({"stop": True})
-
     def start(self) -> None:
-        """Wait for the rank's records, its end and the inbox from now on."""
+        """Wait for the rank's records and its end from now on."""
+        self.stack.callback(self.relay.close)
         self.relay.start(self.launcher.control, self.launcher.output)
-        self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
         if hasattr(os, "pidfd_open"):
             assert self.pid
             self.process_fd = os.pidfd_open(self.pid)
             self.stack.callback(os.close, self.process_fd)
-            self.selector.register(self.process_fd, selectors.EVENT_READ, self.reap)
+            self.listen(self.process_fd, self.reap)
 
     def reap(self) -> None:
         """Note that the rank has ended, if it has."""
@@ -159,7 +121,7 @@ class TorchrunTask(RankTask):
             peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
             self.exit = {"exit": os.waitstatus_to_exitcode(status), "peak_rss": peak}
             if hasattr(self, "process_fd"):
-                self.selector.unregister(self.process_fd)
+                self.unlisten(self.process_fd)
 
     def check_stop(self) -> None:
         """Stop a rank that was given up, and kill one that does not stop."""
@@ -172,15 +134,6 @@ class TorchrunTask(RankTask):
             with contextlib.suppress(OSError):
                 (os.kill if alone else os.killpg)(self.pid, number)
 
-    @property
-    def has_lost_torchrun(self) -> bool:
-        """Return whether torchrun was killed: nobody would end this process, or start it again."""
-        return self.has_agent and os.getppid() != self.launched_by
-
-    def is_cancelled(self) -> bool:
-        """Return whether nobody needs the rank any more."""
-        return self.was_given_up or self.has_lost_torchrun
-
     def kill(self) -> None:
         """End the rank at once, if it still runs, and wait for it."""
         if self.exit is None and self.pid:
@@ -189,3 +142,69 @@ class TorchrunTask(RankTask):
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
             self.exit = {"exit": -signal.SIGKILL, "peak_rss": 0}
+
+
+class TorchrunTask(WorkerTask):
+    """Serves one rank: passes its records on, and says how it ended.
+
+    Args:
+        spec: the rank's place.
+        worker: takes the records.
+        on_server: called when the rank has heard where the process of rank 0 is.
+        stack: closes, when the rank has ended, what is opened here.
+    """
+
+    def __init__(
+        self, spec: RankSpec, worker: TorchrunWorker, on_server: Callable[[Mapping[str, Any]], None], stack: ExitStack
+    ) -> None:
+        stands_in = cast(Any, worker)
+        super().__init__(stands_in, LaunchSpec(GANG, 0, (spec,), b""), RecordSender(stands_in, GANG, 0), stack)
+        self.spec, self.own_worker = spec, worker
+        self.rank = TorchrunRank(self, spec)
+        stack.callback(self.rank.close)
+        stack.callback(self.rank.kill)
+        self.rank.relay.on_up = lambda up: on_server(up.server or {})
+        self.launched_by = os.getppid()
+        self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+        self.was_given_up = False
+
+    def give(self, call: bytes, **settings: Any) -> None:
+        """Give the rank its job.
+
+        Args:
+            call: "module:name", arguments and keyword arguments, encoded by `return_values`.
+            settings: see `torchrun_rank.run`.
+        """
+        folder = outbox.folder(self.own_worker, GANG, self.spec.rank)
+        with contextlib.suppress(OSError):  # it has ended, and that will be said
+            self.rank.launcher.send({"call": base64.b64encode(call).decode(), "outbox": str(folder), **settings})
+
+    def run_to_end(self) -> End:
+        """Pass on what the rank sends until it has ended, and then how it ended; return that."""
+        number = self.spec.rank
+        self.sender.say(number, Up())
+        self.sender.flush(at_once=True)
+        try:
+            self.rank.start()
+            self.ranks[number] = self.rank
+            while self.ranks:
+                self.serve()
+        except Exception as error:  # of ours, or of the host
+            self.rank.kill()
+            self.sender.say_end(number, not_started(error, "could not be watched"))
+        self.sender.flush(at_once=True)
+        return self.sender.ended[number]
+
+    def give_up(self) -> None:
+        """Have the rank end soon; called from any thread."""
+        self.was_given_up = True
+        self.box.put({"stop": True})
+
+    @property
+    def has_lost_torchrun(self) -> bool:
+        """Return whether torchrun was killed: nobody would end this process, or start it again."""
+        return self.has_agent and os.getppid() != self.launched_by
+
+    def is_cancelled(self) -> bool:
+        """Return whether nobody needs the rank any more."""
+        return self.was_given_up or self.has_lost_torchrun

@@ -90,8 +90,8 @@ def run_planned_job(
     if scheduler is not None and not planned.is_ours:
         from ddp_hydra.sweep.other_apps import on_ranks
 
-        assert planned.need.ranks is not None
-        task = on_ranks(task, planned.need.ranks, context)
+        assert planned.need.workers is not None
+        task = on_ranks(task, planned.need.workers, context)
     if planned.is_ours:
         copy_quickly(planned.config)
     try:

@@ -22,15 +22,15 @@ from ddp_hydra.sweep.rows import Row, State, typed
 
 @dataclass(frozen=True)
 class Need:
-    """States the cluster and the ranks that a job needs.
+    """States the cluster and the workers that a job needs.
 
     Args:
         cluster: the cluster's config, as canonical YAML; "" for a job that is one process on this machine.
-        ranks: number of workers; None for all of the cluster.
+        workers: how many; None for all of the cluster.
     """
 
     cluster: str = ""
-    ranks: int | None = None
+    workers: int | None = None
 
 
 @dataclass
@@ -131,7 +131,9 @@ def need_of(config: DictConfig) -> Need:
     """Return what a job of ours needs."""
     if config.get("dry_run") or is_inline(config.cluster):
         return Need()
-    return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), config.dispatch.ranks)
+    ranks, each = config.dispatch.ranks, config.dispatch.ranks_per_worker
+    workers = ranks and -(-ranks // (each if isinstance(each, int) else 1))
+    return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), workers)
 
 
 def is_paused(row: Row) -> bool:

@@ -168,6 +168,6 @@ class JobScheduler:
         if self.cluster.scheduler is None:
             return False
         total = self.cluster.workers
-        used = sum(other.planned.need.ranks or total for other in self.running)
+        used = sum(other.planned.need.workers or total for other in self.running)
         may_wait = job.is_ours and any(other.row.workers for other in self.running)
-        return not self.running or used + (job.need.ranks or total) <= (2 * total if may_wait else total)
+        return not self.running or used + (job.need.workers or total) <= (2 * total if may_wait else total)

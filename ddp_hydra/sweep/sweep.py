@@ -183,7 +183,7 @@ class Sweep:
         self.stopping.before_start(job)
         job.row.state, job.row.message = State.running, ""
         waits = job.is_ours and job.need.cluster
-        job.row.workers = 0 if waits else job.need.ranks or 1  # without waiting for workers, it reports none
+        job.row.workers = 0 if waits else job.need.workers or 1  # without waiting for workers, it reports none
         with contextlib.suppress(OSError):
             (job.folder / "status.json").unlink(missing_ok=True)  # of an earlier run that was killed
         cluster = self.scheduler.cluster

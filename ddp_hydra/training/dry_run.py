@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import results
 from ddp_hydra.config import objective
+from ddp_hydra.config.training import expected_ranks
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
 from ddp_hydra.data.draws import numbered
@@ -46,7 +47,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     """Build the model and take its first step as a rank does; return lines that describe it."""
     DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
     device = builders.device(cfg)
-    world_size = cfg.dispatch.ranks or cfg.cluster.get("n_workers") or 1
+    world_size = expected_ranks(cfg)
     sampler = build_data.sampler(cfg, train_set, 0, world_size)
     epoch_steps = steps_in_epoch(sampler)
     builders.set_float32(cfg)

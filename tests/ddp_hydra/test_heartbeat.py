@@ -18,7 +18,7 @@ places = st.tuples(st.sampled_from(PHASES), st.integers(0, 2**63 - 1))
 
 @pytest.fixture
 def page() -> Iterator[tuple[SharedStatus, int]]:
-    """A page as a rank task has it, and its descriptor."""
+    """A page as a worker's task has it, and its descriptor."""
     shared_status, fd = SharedStatus.create()
     yield shared_status, fd
     shared_status.close()

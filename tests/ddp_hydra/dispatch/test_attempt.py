@@ -83,11 +83,11 @@ class Client:
         assert on_error == "ignore"
         if function is not inbox.deliver:
             return
-        gang, messages = args
+        gang, rank, message = args
         for worker in workers:
-            rank, message = messages[worker]
-            self.sent.append((gang, rank, dict(message)))
-            self.on_sent(rank, dict(message))
+            to = self.workers.index(worker) if rank is None else rank
+            self.sent.append((gang, to, dict(message)))
+            self.on_sent(to, dict(message))
 
     def sent_to(self, what: str) -> list[int]:
         return [rank for _, rank, message in self.sent if what in message]
@@ -104,7 +104,7 @@ class Gang:
         self.gave_up = 0
         self.stop = threading.Event()
 
-    def launch_spec(self, number: int, name: str, spec: Any, call: bytes) -> str:
+    def launch_spec(self, number: int, name: str, specs: Any, call: bytes) -> str:
         return name
 
     def read(self, attempt: Attempt, record: Record) -> None:

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.cluster.scheduler_plugin import choose, natural
-from ddp_hydra.dispatch.placement import plan, ranges
+from ddp_hydra.dispatch.placement import by_worker, plan, ranges
+from ddp_hydra.dispatch.slots import by_gpus
 
 
 def workers(**ports: list[int]) -> dict[str, str]:
@@ -86,3 +87,41 @@ def test_no_choice_needs_fewer_hosts(sizes, data):
 )
 def test_ranges(numbers, text):
     assert ranges(numbers) == text
+
+
+def test_a_worker_holds_several_ranks_and_the_last_one_what_is_left():
+    specs = plan(workers(a=[1, 2], b=[1]), slots=2, ranks=5)
+    assert [(s.rank, s.worker, s.local_rank, s.local_world_size, s.node_rank) for s in specs] == [
+        (0, "tcp://a:1", 0, 4, 0),
+        (1, "tcp://a:1", 1, 4, 0),
+        (2, "tcp://a:2", 2, 4, 0),
+        (3, "tcp://a:2", 3, 4, 0),
+        (4, "tcp://b:1", 0, 1, 1),
+    ]
+    assert {(s.world_size, s.nodes) for s in specs} == {(5, 2)}
+    assert {worker: len(own) for worker, own in by_worker(specs).items()} == {
+        "tcp://a:1": 2,
+        "tcp://a:2": 2,
+        "tcp://b:1": 1,
+    }
+
+
+def test_a_host_whose_workers_are_not_needed_does_not_count():
+    assert {s.nodes for s in plan(workers(a=[1], b=[1]), slots=4, ranks=3)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slots"),
+    [
+        ({"a:1": ["0", "1", "2", "3"]}, {"a:1": 4}),  # a worker for each machine
+        ({"a:1": ["0", "1"], "b:1": ["0", "1"]}, {"a:1": 2, "b:1": 2}),  # two machines whose GPUs have the same names
+        ({"a:1": ["0", "1"], "a:2": ["1", "0"]}, {"a:1": 1, "a:2": 1}),  # two workers that see both GPUs
+        ({"a:1": ["0"], "a:2": ["1"]}, {"a:1": 1, "a:2": 1}),  # each has its own, as under SLURM
+        ({"a:1": ["0", "1"], "a:2": ["2", "3"]}, {"a:1": 2, "a:2": 2}),
+        ({"a:1": ["0", "1", "2"], "a:2": ["0", "1", "2"]}, {"a:1": 1, "a:2": 1}),
+        ({"a:1": [], "a:2": []}, {"a:1": 1, "a:2": 1}),  # no GPUs
+        ({"a:1": ["0"], "a:2": ["0"]}, {"a:1": 1, "a:2": 1}),  # more workers than GPUs
+    ],
+)
+def test_the_gpus_of_a_worker_are_its_slots(gpus, slots):
+    assert by_gpus(gpus, {address: address[0] for address in gpus}) == slots

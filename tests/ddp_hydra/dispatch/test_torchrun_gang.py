@@ -71,7 +71,7 @@ def test_a_rank_that_is_interrupted_at_its_very_start_runs_nothing_of_its_parent
         "os.fork = interrupted\n"
         "try:\n"
         "    with forked(RankSpec(0, 1, 0, 1, 0, '', '127.0.0.1'), print) as task:\n"
-        "        print('ended by', -os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOWAIT).si_status)\n"
+        "        print('ended by', -os.waitid(os.P_PID, task.rank.pid, os.WEXITED | os.WNOWAIT).si_status)\n"
         "finally:\n    print('end of this process', flush=True)\n"
     )
     ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=30)

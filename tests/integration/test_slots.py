@@ -1,0 +1,116 @@
+"""Several ranks on a worker: a Dask worker for each machine is how most clusters are set up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_hydra import dispatch, results
+from ddp_hydra.errors import RankFailed
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+
+
+def place() -> dict[str, str]:
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return {**{name: os.environ[name] for name in names}, "sum": str(int(total))}
+
+
+@pytest.mark.parametrize(("ranks", "world_size"), [(None, 4), (3, 3), (1, 1)])
+def test_each_worker_holds_several_ranks(client2, ranks, world_size):
+    places = dispatch.Gang(client2, ranks=ranks, ranks_per_worker=2).run(place)
+    assert places == [
+        {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank),
+         "LOCAL_WORLD_SIZE": str(world_size), "sum": str(world_size)}
+        for rank in range(world_size)
+    ]  # fmt: skip
+
+
+def test_the_number_of_gpus_decides_and_without_gpus_it_is_one(client2):
+    assert len(dispatch.Gang(client2, ranks_per_worker="auto").run(place)) == 2
+
+
+def fail(how: str) -> None:
+    rank = dist.get_rank()
+    print(f"rank {rank} says so")
+    if rank == 1:
+        if how == "raises":
+            raise ValueError("rank 1 has had enough")
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+@pytest.mark.parametrize(("how", "message"), [("raises", "rank 1 has had enough"), ("dies", "killed by SIGKILL")])
+def test_a_rank_that_fails_is_named_and_its_neighbours_on_the_worker_end(client2, how, message, tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(RankFailed, match=f"rank 1 .*{message}"):
+        dispatch.Gang(client2, ranks_per_worker=2, run_dir=tmp_path / "run").run(fail, how)
+    assert time.monotonic() - begin < 25
+    logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
+    assert sorted(logs) == [f"rank-{rank}.log" for rank in range(4)]
+    assert all(f"rank {name[5]} says so" in text for name, text in logs.items())
+
+
+def once(folder: str) -> int:
+    rank, mark = dist.get_rank(), os.path.join(folder, "failed")  # noqa: PTH118
+    if rank == 3 and not os.path.exists(mark):  # noqa: PTH110
+        open(mark, "w").close()  # noqa: PTH123
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return rank
+
+
+def test_a_gang_starts_again_on_the_same_workers(client2, tmp_path):
+    gang = dispatch.Gang(client2, ranks_per_worker=2, max_restarts=1)
+    assert gang.run(once, str(tmp_path)) == [0, 1, 2, 3]
+    assert len(gang.restarts.ended) == 1
+
+
+def shout(lines: int) -> float:
+    """Print without end on rank 1, and answer on the others."""
+    begin = time.monotonic()
+    if dist.get_rank() == 1:
+        for _ in range(lines):
+            print("x" * 1000)
+    else:
+        for number in range(20):
+            results.text("n", str(number))
+    return time.monotonic() - begin
+
+
+def test_a_noisy_rank_does_not_hold_up_its_neighbours(client2):
+    """The client is slow to read the noise; the records of the other ranks arrive before it is read."""
+    order: list[tuple[int, str]] = []
+
+    def read(record):
+        order.append((record.rank, record.kind))
+        if record.kind == "log" and record.rank == 1:
+            time.sleep(0.02)
+
+    dispatch.Gang(client2, ranks_per_worker=2, on_record=read).run(shout, 20_000)
+    texts = [number for number, (rank, kind) in enumerate(order) if kind == "text"]
+    noise = [number for number, (rank, kind) in enumerate(order) if (rank, kind) == (1, "log")]
+    assert len(texts) == 60
+    assert texts[-1] < noise[-1]
+
+
+def test_a_worker_that_is_not_there_when_its_task_is_submitted_is_noticed(client2, monkeypatch):
+    """The scheduler can't report it: it left between the reservation and the subscription."""
+    from ddp_hydra.dispatch import placement
+
+    plan = placement.plan
+
+    def with_a_ghost(workers, slots, ranks):
+        first, *_ = workers
+        return plan({first: workers[first], "tcp://127.0.0.1:9": "127.0.0.1"}, slots, ranks)
+
+    monkeypatch.setattr(placement, "plan", with_a_ghost)
+    with pytest.raises(RankFailed, match=r"its worker tcp://127\.0\.0\.1:9 left the cluster"):
+        dispatch.Gang(client2).run(place)
