@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
+
+from distributed import Worker
 
 from ddp_hydra.rank import (
     dask_preload,
@@ -23,19 +27,37 @@ from ddp_hydra.rank import (
     outbox,
     preemption,
 )
-from ddp_hydra.rank.record_relay import RecordRelay
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
+from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.record import Up
 
-if TYPE_CHECKING:
-    from ddp_hydra.rank.task import WorkerTask
+
+@dataclass
+class RankContext:
+    """What a worker's task gives each of its ranks.
+
+    Args:
+        worker: the Dask worker.
+        launch_spec: of the ranks.
+        sender: of their records.
+        selector: waits for what they send.
+        is_cancelled: returns whether the client is gone, or gave up.
+        project: folder of the unpacked project space; None without one.
+    """
+
+    worker: Worker
+    launch_spec: LaunchSpec
+    sender: RecordSender
+    selector: selectors.BaseSelector
+    is_cancelled: Callable[[], bool]
+    project: Path | None = None
 
 
 class Launcher:
     """Prepares all that a rank's process needs, and has it forked.
 
     Args:
-        task: of the worker.
+        context: of the worker's ranks.
         spec: the rank's place.
         stack: closes, when the rank has ended, what is opened here.
         relay: writes into the rank's log.
@@ -46,9 +68,9 @@ class Launcher:
         server: connection to the fork server.
     """
 
-    def __init__(self, task: WorkerTask, spec: RankSpec, stack: ExitStack, relay: RecordRelay) -> None:
-        self.task, self.spec, self.stack, self.relay = task, spec, stack, relay
-        self.worker, self.launch_spec = task.worker, task.launch_spec
+    def __init__(self, context: RankContext, spec: RankSpec, stack: ExitStack, relay: RecordRelay) -> None:
+        self.context, self.spec, self.stack, self.relay = context, spec, stack, relay
+        self.worker, self.launch_spec = context.worker, context.launch_spec
 
     def start(self, shared_status_fd: int) -> None:
         """Have the fork server fork the process, and pass it its descriptors."""
@@ -64,9 +86,9 @@ class Launcher:
             listener, up = self.bind_rendezvous()
             fds.append(listener.fileno())
             self.send({"rendezvous": up.rendezvous})
-        self.task.sender.say(self.spec.rank, up)
+        self.context.sender.say(self.spec.rank, up)
         if self.spec.rank == 0:  # the others wait for the rendezvous; what follows may take seconds
-            self.task.sender.flush(at_once=True)
+            self.context.sender.flush(at_once=True)
         fork_client.hold()
         preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
@@ -89,7 +111,7 @@ class Launcher:
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         """Return the request to the fork server."""
         spec, launch_spec = self.spec, self.launch_spec
-        local, project = self.worker.local_directory, self.task.project
+        local, project = self.worker.local_directory, self.context.project
         return {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {launch_spec.gang}",
             "environment": environment.of_rank(

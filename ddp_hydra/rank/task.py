@@ -19,6 +19,7 @@ from distributed import Worker, get_worker
 
 from ddp_hydra.errors import ConfigError, DiskFull, Failure
 from ddp_hydra.rank import inbox, outbox
+from ddp_hydra.rank.launcher import RankContext
 from ddp_hydra.rank.rank_process import RankProcess
 from ddp_hydra.rank.record_relay import FLUSH_S, RecordSender
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
@@ -85,7 +86,7 @@ class WorkerTask:
 
     Attributes:
         ranks: the ranks that have not ended, by number.
-        project: folder of the unpacked project space; None without one.
+        context: what the ranks share.
     """
 
     def __init__(self, worker: Worker, launch_spec: LaunchSpec, sender: RecordSender, stack: ExitStack) -> None:
@@ -95,7 +96,7 @@ class WorkerTask:
         self.box = inbox.of_task(launch_spec.gang, worker.address)
         self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
         self.ranks: dict[int, RankProcess] = {}
-        self.project: Path | None = None
+        self.context = RankContext(worker, launch_spec, sender, self.selector, self.is_cancelled)
 
     def run(self) -> None:
         """Start the ranks, and serve them until all have ended."""
@@ -116,7 +117,7 @@ class WorkerTask:
         """Start one rank; one that can't be started ends at once."""
         rank = None
         try:
-            rank = RankProcess(self, spec)
+            rank = RankProcess(self.context, spec)
             rank.start()
         except Exception as error:
             if rank is not None:
@@ -158,7 +159,7 @@ class WorkerTask:
         """Unpack the project, and make the folders of the ranks, before any of the ranks has to be served."""
         local, packed = Path(self.worker.local_directory), self.launch_spec.project
         if packed is not None:
-            self.project = self.with_room(lambda: packed.unpack(local))
+            self.context.project = self.with_room(lambda: packed.unpack(local))
         for spec in self.launch_spec.specs:
             self.with_room(partial(outbox.folder, self.worker, self.launch_spec.gang, spec.rank))
 

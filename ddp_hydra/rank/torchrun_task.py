@@ -71,7 +71,7 @@ class TorchrunRank(RankProcess):
     """Forks a rank, and watches it as its parent.
 
     Args:
-        task: that serves it.
+        context: of the task that serves it.
         spec: the rank's place.
     """
 
@@ -97,7 +97,7 @@ class TorchrunRank(RankProcess):
     def on_message(self, message: Mapping[str, Any]) -> None:
         """Act on a message; tell the process of rank 0 that this one has got a signal."""
         if "told_to_end" in message:
-            self.task.sender.say(self.spec.rank, Preempted(message["told_to_end"]))
+            self.context.sender.say(self.spec.rank, Preempted(message["told_to_end"]))
         else:
             super().on_message(message)
 
@@ -160,7 +160,7 @@ class TorchrunTask(WorkerTask):
         stands_in = cast(Any, worker)
         super().__init__(stands_in, LaunchSpec(GANG, 0, (spec,), b""), RecordSender(stands_in, GANG, 0), stack)
         self.spec, self.own_worker = spec, worker
-        self.rank = TorchrunRank(self, spec)
+        self.rank = TorchrunRank(self.context, spec)
         stack.callback(self.rank.close)
         stack.callback(self.rank.kill)
         self.rank.relay.on_up = lambda up: on_server(up.server or {})

@@ -29,7 +29,7 @@ from ddp_hydra.rank import (
     task,
 )
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
-from ddp_hydra.record import Record
+from ddp_hydra.record import End, Record
 
 SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
 
@@ -156,9 +156,10 @@ def rank_of(worker, number: int = 0, **launch: Any) -> Iterator[rank_process.Ran
         stack.callback(inbox._ended.clear)
         stack.callback(inbox.remove, launch_spec.gang, worker.address)
         sender = record_relay.RecordSender(worker, launch_spec.gang, 0)
-        rank = rank_process.RankProcess(task.WorkerTask(worker, launch_spec, sender, stack), spec)
+        served = task.WorkerTask(worker, launch_spec, sender, stack)
+        rank = rank_process.RankProcess(served.context, spec)
         stack.callback(rank.close)
-        rank.task.ranks[number] = rank
+        rank.task, served.ranks[number] = served, rank
         yield rank
         sender.flush(at_once=True)
 
@@ -274,7 +275,7 @@ def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
 
 def test_a_message_reaches_its_rank_alone_or_all_of_the_worker(worker):
     with rank_of(worker) as one:
-        other = rank_process.RankProcess(one.task, replace(SPEC, rank=1))
+        other = rank_process.RankProcess(one.context, replace(SPEC, rank=1))
         one.task.ranks[1] = other
         one.relay.unacknowledged = other.relay.unacknowledged = 10
         one.task.box.put({"acknowledged": 4}, 1)
