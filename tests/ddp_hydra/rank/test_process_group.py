@@ -44,7 +44,7 @@ def test_two_ranks_on_one_gpu_are_told_what_to_give_before_nccl_starts(monkeypat
     with pytest.raises(ConfigError, match=said):
         module.check_gpu_is_own(store, 3, 4)
     module.check_gpu_is_own(store, 0, 1)
-    assert describe(ConfigError("x"))["mistake"]  # so it is not tried again
+    assert describe(ConfigError("x")).mistake  # so it is not tried again
 
 
 @pytest.mark.parametrize(
