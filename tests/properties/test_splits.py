@@ -207,6 +207,10 @@ def test_any_split_of_the_same_samples_comes_to_what_plain_torch_does(case, run,
             assert torch.allclose(found["model"][name], value, rtol=1e-9, atol=1e-9), (name, how)
         for name, value in wanted.val.items():
             assert math.isclose(found["metrics"][f"val/{name}"], value, rel_tol=1e-9, abs_tol=1e-9), (name, how)
+        means, whole = found["epoch_means"]["last"], found["whole"]
+        assert means.keys() == whole.keys() >= {"loss"} or len(case.parts) > 1
+        for name, value in whole.items():  # of the last epoch, amid which most runs were resumed
+            assert math.isclose(means[name], value, rel_tol=1e-9, abs_tol=1e-9), (name, how)
 
     check()
 
@@ -223,7 +227,8 @@ def trained(case: Case, run: Any, how: Mapping[str, Any]) -> dict[str, Any]:
     last = run(f"resume={folder}/step-{how['stop']:06d}.pt", *split(how["second"]), *fault)
     content = torch.load(last.dir / "checkpoints" / "last.pt", weights_only=True)
     assert content["position"]["step"] == STEPS
-    return content | {"metrics": last.summary["metrics"]}
+    whole = torch.load(folder / "last.pt", weights_only=True)["epoch_means"]["last"]
+    return content | {"metrics": last.summary["metrics"], "whole": whole}
 
 
 def split(how: tuple[int, int, int]) -> tuple[str, ...]:
