@@ -109,9 +109,9 @@ def _read(repository: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
                 groups |= of_base
                 merged = _merged(merged, content)
     groups |= dict(_chosen(found.defaults_list))
-    content = OmegaConf.to_container(merged if is_in else _merged(merged, own))
-    assert isinstance(content, dict)
-    return groups, {str(key): value for key, value in content.items()}
+    values = OmegaConf.to_container(merged if is_in else _merged(merged, own))
+    assert isinstance(values, dict)
+    return groups, {str(key): value for key, value in values.items()}
 
 
 def _chosen(entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:
