@@ -22,13 +22,13 @@ def records(n: int) -> None:
 def run_ranks(launch_spec: LaunchSpec) -> None:
     """Stand in for `task.run_ranks`: come up, receive the rendezvous address, send beats and records, end."""
     worker, ranks = get_worker(), [spec.rank for spec in launch_spec.specs]
-    box = inbox.of_task(launch_spec.gang, worker.address)
+    box = inbox.of_task(launch_spec.owner, worker.address)
     sender = RecordSender(worker, launch_spec.gang, launch_spec.attempt)
     try:
         for rank in ranks:
             sender.say(rank, Up(None if rank else ("127.0.0.1", 1)))
         sender.flush(at_once=True)
-        while ranks[-1] and not any("rendezvous" in message for _, message in box.take()):
+        while ranks[-1] and not any("rendezvous" in message for _, message in box.take(launch_spec.attempt)):
             select.select([box], [], [], 1.0)
         _, (n,), _ = cloudpickle.loads(launch_spec.call)
         for rank in ranks:
@@ -42,4 +42,4 @@ def run_ranks(launch_spec: LaunchSpec) -> None:
             sender.say_end(rank, End(results.file_of("value", return_values.encode(rank))))
         sender.flush(at_once=True)
     finally:
-        inbox.remove(launch_spec.gang, worker.address)
+        inbox.remove(launch_spec.owner, worker.address, launch_spec.attempt)

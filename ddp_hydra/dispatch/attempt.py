@@ -7,7 +7,7 @@ import logging
 import pickle
 import queue
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Attempt:
         interrupts: says whether the user wants to end.
         read: called with this attempt and each record that is not for it, on another thread.
         launch_spec: returns the launch spec of a worker for (number, name, its ranks' places, the pickled call).
+        gang: name of the gang, without its attempt.
+        waiting: the tasks of the attempt before that wait for this one, by their workers' addresses.
     """
 
     watchdog_class = watchdog.Watchdog
@@ -63,12 +65,15 @@ class Attempt:
         interrupts: Interrupts,
         read: Callable[[Attempt, Record], None],
         launch_spec: Callable[[int, str, Sequence[RankSpec], bytes], LaunchSpec],
+        gang: str,
+        waiting: Mapping[str, Future],
     ) -> None:
-        self.settings, self.number, self.name, self.specs = settings, number, name, specs
+        self.settings, self.number, self.name, self.specs, self.gang = settings, number, name, specs, gang
         self.interrupts, self.read, self.launch_spec = interrupts, read, launch_spec
         self.client, self.workers = settings.client, self.reach_workers()
+        self.stays = settings.max_restarts > 0
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.futures: dict[str, Future] = {}
+        self.futures, self.waiting = dict[str, Future](), dict(waiting)
         self.values: dict[int, Any] = {}
         self.is_stopping = False
         self.begun_at, self.checked_at = time.monotonic(), 0.0
@@ -83,7 +88,7 @@ class Attempt:
 
     def reach_workers(self) -> WorkerClient:
         """Return what reaches the workers."""
-        return WorkerClient(self.settings.client, self.name, self.specs)
+        return WorkerClient(self.settings.client, self.gang, self.name, self.number, self.specs)
 
     def run(self, call: bytes) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.
@@ -113,22 +118,39 @@ class Attempt:
 
     @contextlib.contextmanager
     def submitted(self, call: bytes) -> Iterator[None]:
-        """Submit one task for each worker; after the block, however it ends, leave nothing of them behind."""
+        """Submit one task for each worker, where none waits for this attempt; leave no rank behind."""
         with contextlib.ExitStack() as stack:
             self.client.subscribe_topic(self.name, self.events.put)
             stack.callback(self.unsubscribe)
             stack.callback(self.end_all)
-            for worker, specs in placement.by_worker(self.specs).items():
-                self.futures[worker] = self.client.submit(
-                    pickle.loads,
-                    pickle.dumps(task.PickledTask(self.launch_spec(self.number, self.name, specs, call))),
-                    key=f"{self.name}-rank-{ranges(spec.rank for spec in specs)}",
-                    workers=[worker],
-                    allow_other_workers=False,  # Dask would move the task from a busy worker to one of another job
-                    pure=False,
-                    retries=0,
-                )
+            workers = placement.by_worker(self.specs)
+            if self.waiting:
+                self.launch_again(workers, call)
+            for worker, specs in workers.items():
+                if worker not in self.futures:
+                    self.futures[worker] = self.submit(worker, specs, call)
             yield
+
+    def launch_again(self, workers: Mapping[str, Sequence[RankSpec]], call: bytes) -> None:
+        """Have the tasks that wait for this attempt start its ranks; end those that have none."""
+        again = [spec for worker, specs in workers.items() if worker in self.waiting for spec in specs]
+        launch_spec = self.launch_spec(self.number, self.name, again, call)
+        reached = self.workers.launch({spec.worker for spec in again}, launch_spec)
+        self.futures.update({worker: self.waiting.pop(worker) for worker in reached})
+        self.release(self.waiting.values())
+        self.waiting.clear()
+
+    def submit(self, worker: str, specs: Sequence[RankSpec], call: bytes) -> Future:
+        """Submit the task of one worker."""
+        return self.client.submit(
+            pickle.loads,
+            pickle.dumps(task.PickledTask(self.launch_spec(self.number, self.name, specs, call))),
+            key=f"{self.name}-rank-{ranges(spec.rank for spec in specs)}",
+            workers=[worker],
+            allow_other_workers=False,  # Dask would move the task from a busy worker to one of another job
+            pure=False,
+            retries=0,
+        )
 
     def unsubscribe(self) -> None:
         """Receive no more records."""
@@ -136,15 +158,25 @@ class Attempt:
             self.client.unsubscribe_topic(self.name)
 
     def end_all(self) -> None:
-        """Stop the ranks that still run, wait for their end, and release the tasks."""
+        """Stop the ranks that still run, and wait for their end; release the tasks that wait for no other attempt."""
         try:
             if not self.rank_states.is_over and self.workers.is_reachable:
                 self.stop()
                 self.drain(until=time.monotonic() + END_S)
         finally:  # also after a second Ctrl-C, or a malformed record
-            if self.client.status == "running":
-                self.client.cancel(list(self.futures.values()), force=True)
+            self.waiting = {
+                worker: future
+                for worker, future in self.futures.items()
+                if self.stays and worker not in self.workers.lost and future.status == "pending"
+                if any(spec.worker == worker and spec.rank not in self.values for spec in self.specs)
+            }
+            self.release([future for worker, future in self.futures.items() if worker not in self.waiting])
             self.futures.clear()
+
+    def release(self, futures: Collection[Future]) -> None:
+        """Cancel tasks."""
+        if futures and self.client.status == "running":
+            self.client.cancel(list(futures), force=True)
 
     def clean_up(self) -> None:
         """Empty the outboxes."""

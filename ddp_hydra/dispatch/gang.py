@@ -15,13 +15,13 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed import Client
+from distributed import Client, Future
 
 from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
@@ -176,6 +176,7 @@ class Gang(Settings):
             wanted = self.workers_for(self.ranks)
             reservation = Reservation(self.client, name, wanted, self.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
+            stack.callback(self.release_tasks)
             number, topic = self.first_attempt, name
             workers = reservation.reserve(topic, self.queue_timeout_s)
             preflight.check_workers(self.client, workers, self.pip, self.interface)
@@ -184,7 +185,10 @@ class Gang(Settings):
                     known = self.client.scheduler_info(n_workers=-1)["workers"].values()
                     self.workers_on_host = Counter(worker["host"] for worker in known)
                 specs = placement.plan(workers, self.slots, self.ranks)
-                self.attempt = Attempt(self, number, topic, specs, self.interrupts, self.read, self.launch_spec)
+                waiting: Mapping[str, Future] = {} if self.attempt is None else self.attempt.waiting
+                self.attempt = Attempt(
+                    self, number, topic, specs, self.interrupts, self.read, self.launch_spec, name, waiting
+                )
                 try:
                     return self.run_attempt(self.attempt, call_of(number, len(specs)))
                 except RankFailed as error:
@@ -220,6 +224,11 @@ class Gang(Settings):
         """Warn if records were dropped because nothing reads them."""
         if sentence := self.unread.sentence():
             log.warning("%s", sentence)
+
+    def release_tasks(self) -> None:
+        """End the tasks that wait for another attempt."""
+        if self.attempt is not None:
+            self.attempt.release(self.attempt.waiting.values())
 
     def clean_up(self) -> None:
         """Empty the outboxes of the last attempt."""
@@ -272,7 +281,7 @@ class Gang(Settings):
         self.read_from.workers.fetch(record, target)
 
     def launch_spec(self, number: int, name: str, specs: Sequence[RankSpec], call: bytes) -> LaunchSpec:
-        """Return the launch spec of one worker's ranks."""
+        """Return the launch spec of some ranks, of one worker or of several."""
         return LaunchSpec(
             gang=name,
             attempt=number,
@@ -290,5 +299,6 @@ class Gang(Settings):
             cwd=self.cwd or str(Path.cwd()),
             owner=self.unique_name,
             keep_warm_s=self.keep_warm_s or 0.0,
-            ranks_on_host=self.workers_on_host[specs[0].host] * self.slots,
+            ranks_on_host={host: workers * self.slots for host, workers in self.workers_on_host.items()},
+            stays=self.max_restarts > 0,
         )

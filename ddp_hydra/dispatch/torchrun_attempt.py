@@ -125,7 +125,7 @@ class TorchrunAttempt(Attempt):
         specs = [replace(first, rank=rank, worker=f"rank {rank}", host="a host") for rank in range(first.world_size)]
         specs[0] = first
         self.server = Server(first, self.put, self.note_host, self.note_loss)
-        super().__init__(gang, gang.first_attempt, GANG, specs, gang.interrupts, gang.read, gang.launch_spec)
+        super().__init__(gang, gang.first_attempt, GANG, specs, gang.interrupts, gang.read, gang.launch_spec, GANG, {})
 
     def reach_workers(self) -> WorkerClient:
         """Return the processes that torchrun has started."""

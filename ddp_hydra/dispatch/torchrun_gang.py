@@ -196,7 +196,7 @@ def forked(spec: RankSpec, on_server: Callable[[Mapping[str, Any]], None]) -> It
     """
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, ExitStack() as stack:
         task = TorchrunTask(spec, TorchrunWorker(spec.worker, folder), on_server, stack)
-        stack.callback(inbox.remove, GANG, spec.worker)
+        stack.callback(inbox.remove, GANG, spec.worker, 0)
         task.rank.fork()
         yield task
 

@@ -18,7 +18,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import inbox, outbox, return_values
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.record import File, Record
 
 CALL_S = 2.0
@@ -30,12 +30,14 @@ class WorkerClient:
 
     Args:
         client: of the Dask cluster.
+        gang: name of the gang, without its attempt.
         name: of the attempt.
+        number: of the attempt.
         specs: the ranks' places.
     """
 
-    def __init__(self, client: Client, name: str, specs: list[RankSpec]) -> None:
-        self.client, self.name, self.specs = client, name, specs
+    def __init__(self, client: Client, gang: str, name: str, number: int, specs: list[RankSpec]) -> None:
+        self.client, self.gang, self.name, self.number, self.specs = client, gang, name, number, specs
         scheduler = client.scheduler_info(n_workers=-1)
         self.scheduler, workers = scheduler["address"], scheduler["workers"]
         self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in specs}
@@ -72,23 +74,34 @@ class WorkerClient:
     def send(self, message: inbox.Message, ranks: Iterable[int]) -> None:
         """Send a message to the workers of some ranks, all at once; the workers' other ranks get it, too."""
         workers = dict.fromkeys(self.specs[rank].worker for rank in ranks)
-        self.call(list(workers), inbox.deliver, self.name, None, dict(message))
+        self.call(list(workers), inbox.deliver, self.gang, self.number, None, dict(message))
+
+    def launch(self, workers: Iterable[str], launch_spec: LaunchSpec) -> set[str]:
+        """Have tasks that wait for another attempt start its ranks; return the workers whose tasks will."""
+        message = {"launch": launch_spec}
+        answers = self.call(list(workers), inbox.deliver, self.gang, self.number, None, message)
+        return {address for address, is_there in answers.items() if is_there is True}
 
     def acknowledge(self, rank: int, size: int) -> None:
         """Tell the worker of a rank how many more bytes of its records the client has read."""
-        self.call([self.specs[rank].worker], inbox.deliver, self.name, rank, {"acknowledged": size})
+        self.call([self.specs[rank].worker], inbox.deliver, self.gang, self.number, rank, {"acknowledged": size})
 
     def clear(self) -> None:
         """Empty the outboxes."""
         self.call(list(self.folders), outbox.clear, self.name)
 
-    def call(self, workers: list[str], function: Callable[..., Any], *args: Any) -> None:
-        """Run a short function on workers, but not on lost ones: Dask would try for half a minute."""
+    def call(self, workers: list[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+        """Run a short function on workers, but not on lost ones: Dask would try for half a minute.
+
+        Returns:
+            Worker address -> what it returned, for those that have answered.
+        """
         reachable = [address for address in workers if address not in self.lost]
         if reachable:
             run = {"workers": reachable, "on_error": "ignore", "callback_timeout": CALL_S}
             with contextlib.suppress(OSError, ValueError, TimeoutError):
-                self.client.sync(self.client._run, function, *args, **run)
+                return dict(self.client.sync(self.client._run, function, *args, **run))
+        return {}
 
     def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function of `rank.outbox` on a rank's worker."""

@@ -15,13 +15,15 @@ from typing import Any
 
 Message = Mapping[str, Any]
 Key = tuple[str, str]
-"""The gang's name, with its attempt, and the worker's address: several workers may live in one process."""
+"""The gang's name and the worker's address: several workers may live in one process."""
+Letter = tuple[int | None, int | None, Message]
+"""The gang's attempt (None: any), the rank (None: all of the task), and a message about them."""
 _boxes: OrderedDict[Key, Inbox] = OrderedDict()
 _lock = threading.Lock()
 MAX_BOXES = 256
 """Number of inboxes without a task that are kept; the oldest are dropped first."""
-_ended: deque[Key] = deque(maxlen=MAX_BOXES)
-"""Tasks that have ended here; messages that still come for them are dropped."""
+_ended: OrderedDict[Key, int] = OrderedDict()
+"""The last attempt of each task that has ended here; messages that still come about it are dropped."""
 
 
 class Inbox:
@@ -33,29 +35,38 @@ class Inbox:
 
     def __init__(self) -> None:
         self.has_reader = False
-        self.messages: deque[tuple[int | None, Message]] = deque()
+        self.messages: deque[Letter] = deque()
         self.reader, self.writer = socket.socketpair()
         self.reader.setblocking(False)
         self.writer.setblocking(False)
 
-    def put(self, message: Message, rank: int | None = None) -> None:
+    def put(self, message: Message, rank: int | None = None, attempt: int | None = None) -> None:
         """Add a message and wake the reader.
 
         Args:
             message: for the task.
             rank: that it is about; None for all ranks of the task.
+            attempt: of the gang that it is about; None for any.
         """
-        self.messages.append((rank, message))
+        self.messages.append((attempt, rank, message))
         with contextlib.suppress(OSError):  # full: the reader is awake; closed: there is none
             self.writer.send(b"!")
 
-    def take(self) -> list[tuple[int | None, Message]]:
-        """Remove all messages, and return them with their ranks."""
+    def take(self, attempt: int) -> list[tuple[int | None, Message]]:
+        """Remove the messages about an attempt, and return them with their ranks.
+
+        Those about earlier attempts came too late, and are dropped; those about later ones stay, and wake nobody.
+        """
         with contextlib.suppress(BlockingIOError):
             self.reader.recv(4096)
-        taken = []
+        taken, later = [], []
         while self.messages:
-            taken.append(self.messages.popleft())
+            letter = about, rank, message = self.messages.popleft()
+            if about is None or about == attempt:
+                taken.append((rank, message))
+            elif about > attempt:
+                later.append(letter)
+        self.messages.extendleft(reversed(later))
         return taken
 
     def fileno(self) -> int:
@@ -68,20 +79,25 @@ class Inbox:
         self.writer.close()
 
 
-def deliver(gang: str, rank: int | None, message: Message, dask_worker: Any = None) -> None:
-    """Deliver a message to the ranks of a gang on this worker. Runs on the worker, called by the client.
+def deliver(gang: str, attempt: int, rank: int | None, message: Message, dask_worker: Any = None) -> bool:
+    """Deliver a message to the task of a gang on this worker. Runs on the worker, called by the client.
 
     Args:
-        gang: the gang's name, with its attempt.
-        rank: that the message is for; None for all on this worker.
+        gang: the gang's name, without its attempt.
+        attempt: that the message is about.
+        rank: that the message is about; None for all on this worker.
         message: for the worker's task.
         dask_worker: passed by Dask.
+
+    Returns:
+        Whether the task is there to read it.
     """
     key = gang, dask_worker.address
     with _lock:
-        box = None if key in _ended else _box(key)
+        box = None if attempt <= _ended.get(key, -1) else _box(key)
     if box is not None:
-        box.put(message, rank)
+        box.put(message, rank, attempt)
+    return box is not None and box.has_reader
 
 
 def send_to_worker(worker: str, message: Message) -> list[Key]:
@@ -116,10 +132,12 @@ def _box(key: Key) -> Inbox:
     return _boxes[key]
 
 
-def remove(gang: str, worker: str) -> None:
-    """Close the inbox of a task that has ended."""
+def remove(gang: str, worker: str, attempt: int) -> None:
+    """Close the inbox of a task that has ended, after this attempt of the gang."""
     with _lock:
-        _ended.append((gang, worker))
+        _ended[gang, worker] = attempt
+        while len(_ended) > MAX_BOXES:
+            _ended.popitem(last=False)
         gone = _boxes.pop((gang, worker), None)
     if gone is not None:
         gone.close()

@@ -154,7 +154,7 @@ class Launcher:
     def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
         """Write a line of JSON and the pickled call into a file without a name, which nobody else can write to."""
         spec, launch_spec = self.spec, self.launch_spec
-        ranks = max(spec.local_world_size + share.other_ranks, launch_spec.ranks_on_host)
+        ranks = max(spec.local_world_size + share.other_ranks, launch_spec.ranks_on_host.get(spec.host, 0))
         header = {
             "spec": asdict(spec),
             "attempt": launch_spec.attempt,

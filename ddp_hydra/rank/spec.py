@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class LaunchSpec:
     Args:
         gang: the gang's name, with its attempt; also the topic of its records.
         attempt: number of the gang's start.
-        specs: the places of the worker's ranks.
+        specs: the places of the worker's ranks, among those of others.
         call: cloudpickle of (function or "module:name", args, kwargs).
         project: the packed project space, or None.
         backend: gloo, nccl or auto.
@@ -55,8 +56,9 @@ class LaunchSpec:
         cwd: the client's folder, so that relative paths mean the same where the host has it too.
         owner: the gang's name, without its attempt.
         keep_warm_s: how long the host's fork server stays after its last rank.
-        ranks_on_host: how many ranks the sweep runs on this host at once; it shares the cores among as many, so that
-            all its jobs get equally many threads. 0 outside of a sweep.
+        ranks_on_host: host -> how many ranks the sweep runs there at once; it shares the cores among as many, so that
+            all its jobs get equally many threads. Empty outside of a sweep.
+        stays: after a failure, the task waits for the launch of another attempt.
     """
 
     gang: str
@@ -75,4 +77,5 @@ class LaunchSpec:
     cwd: str = ""
     owner: str = ""
     keep_warm_s: float = 0.0
-    ranks_on_host: int = 0
+    ranks_on_host: Mapping[str, int] = field(default_factory=dict)
+    stays: bool = False

@@ -1,14 +1,16 @@
 """The Dask task that runs the ranks of one worker: it starts them, watches them, and reports how each has ended.
 
-One thread serves all ranks of the worker. The task never raises because of a rank: the end records say what happened.
+One thread serves all ranks of the worker. After a failure, the task waits for the gang's next attempt. It never raises
+because of a rank: the end records say what happened.
 """
 
 from __future__ import annotations
 
+import select
 import selectors
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +22,7 @@ from distributed import Worker, get_worker
 from ddp_hydra.errors import ConfigError, DiskFull, Failure
 from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.launcher import RankContext
-from ddp_hydra.rank.rank_process import RankProcess
+from ddp_hydra.rank.rank_process import TICK_S, RankProcess
 from ddp_hydra.rank.record_relay import FLUSH_S, RecordSender
 from ddp_hydra.rank.spec import LaunchSpec, RankSpec
 from ddp_hydra.record import Beat, End, Notice
@@ -51,18 +53,60 @@ class PickledTask:
 
 
 def run_ranks(launch_spec: LaunchSpec) -> None:
-    """Run the ranks of one worker to their ends."""
+    """Run the ranks of one worker to their ends; after a failure, those of the gang's next attempts, too."""
     worker = get_worker()
+    box = inbox.of_task(launch_spec.owner, worker.address)
+    is_cancelled = partial(_is_cancelled, worker, worker.get_current_task())
+    launch: LaunchSpec | None = launch_spec
+    attempt = launch_spec.attempt
+    try:
+        while launch is not None:
+            attempt = launch.attempt
+            waits = run_launch(worker, launch, box, is_cancelled)
+            launch = next_launch(box, attempt, is_cancelled) if waits else None
+    finally:
+        inbox.remove(
+            launch_spec.owner, worker.address, attempt
+        )  # after the last record: a worker that closes waits for this
+
+
+def run_launch(worker: Worker, launch_spec: LaunchSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> bool:
+    """Run the ranks of one attempt; return whether the task waits for another one."""
     sender = RecordSender(worker, launch_spec.gang, launch_spec.attempt)
+    own, is_closing = [spec for spec in launch_spec.specs if spec.worker == worker.address], False
     try:
         with ExitStack() as stack:
-            WorkerTask(worker, launch_spec, sender, stack).run()
+            task = WorkerTask(worker, launch_spec, own, sender, box, is_cancelled, stack)
+            task.run()
+            is_closing = task.is_closing
     except Exception as error:  # of ours, or of the host
-        for spec in launch_spec.specs:
+        for spec in own:
             sender.say_end(spec.rank, not_started(error))
-    finally:
-        sender.flush(at_once=True)
-        inbox.remove(launch_spec.gang, worker.address)  # after the last record: a worker that closes waits for this
+    sender.flush(at_once=True)
+    return launch_spec.stays and not is_closing and any(end.value is None for end in sender.ended.values())
+
+
+def next_launch(box: inbox.Inbox, attempt: int, is_cancelled: Callable[[], bool]) -> LaunchSpec | None:
+    """Wait for the launch of the gang's next attempt; return None if there is none, or if the worker closes."""
+    while not is_cancelled():
+        messages = box.take(attempt + 1)
+        for _, message in messages:
+            if "launch" in message:
+                for rank, other in messages:
+                    if other is not message:  # for the ranks that are started now
+                        box.put(other, rank, attempt + 1)
+                launch: LaunchSpec = message["launch"]
+                return launch
+            if "preempted" in message or "stop" in message:  # the worker closes
+                return None
+        select.select([box], [], [], TICK_S)
+    return None
+
+
+def _is_cancelled(worker: Worker, key: Any) -> bool:
+    """Return whether Dask has cancelled a task: the client is gone, or gave up."""
+    task = worker.state.tasks.get(key)
+    return task is None or task.state in ("cancelled", "released")
 
 
 def not_started(error: Exception, what: str = "could not be started") -> End:
@@ -81,28 +125,41 @@ class WorkerTask:
     Args:
         worker: the Dask worker.
         launch_spec: of its ranks.
+        specs: the places of its ranks.
         sender: of their records.
+        box: messages of the client.
+        is_cancelled: returns whether the client is gone, or gave up.
         stack: closes, when all have ended, what is opened here.
 
     Attributes:
         ranks: the ranks that have not ended, by number.
         context: what the ranks share.
+        is_closing: the worker is shut down.
     """
 
-    def __init__(self, worker: Worker, launch_spec: LaunchSpec, sender: RecordSender, stack: ExitStack) -> None:
-        self.worker, self.launch_spec, self.sender = worker, launch_spec, sender
-        self.dask_key = worker.get_current_task()
+    def __init__(
+        self,
+        worker: Worker,
+        launch_spec: LaunchSpec,
+        specs: Sequence[RankSpec],
+        sender: RecordSender,
+        box: inbox.Inbox,
+        is_cancelled: Callable[[], bool],
+        stack: ExitStack,
+    ) -> None:
+        self.worker, self.launch_spec, self.specs, self.sender, self.box = worker, launch_spec, specs, sender, box
+        self.is_cancelled = is_cancelled
         self.selector = stack.enter_context(selectors.DefaultSelector())
-        self.box = inbox.of_task(launch_spec.gang, worker.address)
         self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
         self.ranks: dict[int, RankProcess] = {}
-        self.context = RankContext(worker, launch_spec, sender, self.selector, self.is_cancelled)
+        self.context = RankContext(worker, launch_spec, sender, self.selector, is_cancelled)
+        self.is_closing = False
 
     def run(self) -> None:
         """Start the ranks, and serve them until all have ended."""
         try:
             self.make_room()
-            for spec in self.launch_spec.specs:
+            for spec in self.specs:
                 self.start(spec)
             self.sender.flush(at_once=True)
             while self.ranks:
@@ -144,14 +201,10 @@ class WorkerTask:
 
     def on_inbox(self) -> None:
         """Act on the messages of the client."""
-        for number, message in self.box.take():
+        for number, message in self.box.take(self.launch_spec.attempt):
+            self.is_closing |= "preempted" in message
             for rank in self.ranks.values() if number is None else filter(None, [self.ranks.get(number)]):
                 rank.on_message(message)
-
-    def is_cancelled(self) -> bool:
-        """Return whether Dask has cancelled this task: the client is gone, or gave up."""
-        task = self.worker.state.tasks.get(self.dask_key)
-        return task is None or task.state in ("cancelled", "released")
 
     # -- before the ranks start ----------------------------------------------------------------------------
 
@@ -170,7 +223,7 @@ class WorkerTask:
             DiskFull: there was no room in time.
             Stopped: the client stopped the ranks meanwhile.
         """
-        folder, first = Path(self.worker.local_directory), self.launch_spec.specs[0].rank
+        folder, first = Path(self.worker.local_directory), self.specs[0].rank
 
         def warn(sentence: str) -> None:
             self.sender.say(first, Notice(sentence))
@@ -189,8 +242,8 @@ class WorkerTask:
             self.sender.say(spec.rank, Beat(phase="join", first=True))
         self.sender.flush(at_once=True)
         time.sleep(seconds)
-        messages = self.box.take()
+        messages = self.box.take(self.launch_spec.attempt)
         if self.is_cancelled() or any("stop" in message for _, message in messages):
             raise Stopped
         for rank, message in messages:  # for later
-            self.box.put(message, rank)
+            self.box.put(message, rank, self.launch_spec.attempt)

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from typing import Any, cast
 
 from ddp_hydra.console.signals import SIGNALS, held_back
-from ddp_hydra.rank import outbox, torchrun_rank
+from ddp_hydra.rank import inbox, outbox, torchrun_rank
 from ddp_hydra.rank.processes import kill_group
 from ddp_hydra.rank.rank_process import RankProcess
 from ddp_hydra.rank.record_relay import RecordSender
@@ -61,10 +61,6 @@ class TorchrunWorker:
                 send(lines)
             self.unsent.clear()
             self.send = send
-
-    def get_current_task(self) -> str:
-        """Return the name of the Dask task, which does not exist."""
-        return ""
 
 
 class TorchrunRank(RankProcess):
@@ -157,8 +153,13 @@ class TorchrunTask(WorkerTask):
     def __init__(
         self, spec: RankSpec, worker: TorchrunWorker, on_server: Callable[[Mapping[str, Any]], None], stack: ExitStack
     ) -> None:
+        self.launched_by = os.getppid()
+        self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
+        self.was_given_up = False
         stands_in = cast(Any, worker)
-        super().__init__(stands_in, LaunchSpec(GANG, 0, (spec,), b""), RecordSender(stands_in, GANG, 0), stack)
+        launch_spec, sender = LaunchSpec(GANG, 0, (spec,), b""), RecordSender(stands_in, GANG, 0)
+        box = inbox.of_task(GANG, spec.worker)
+        super().__init__(stands_in, launch_spec, (spec,), sender, box, self.is_useless, stack)
         self.spec, self.own_worker = spec, worker
         self.rank = TorchrunRank(self.context, spec)
         stack.callback(self.rank.close)
@@ -205,6 +206,6 @@ class TorchrunTask(WorkerTask):
         """Return whether torchrun was killed: nobody would end this process, or start it again."""
         return self.has_agent and os.getppid() != self.launched_by
 
-    def is_cancelled(self) -> bool:
+    def is_useless(self) -> bool:
         """Return whether nobody needs the rank any more."""
         return self.was_given_up or self.has_lost_torchrun

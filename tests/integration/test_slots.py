@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import Client
 
 from ddp_hydra import dispatch, results
 from ddp_hydra.errors import RankFailed
@@ -114,3 +116,43 @@ def test_a_worker_that_is_not_there_when_its_task_is_submitted_is_noticed(client
     monkeypatch.setattr(placement, "plan", with_a_ghost)
     with pytest.raises(RankFailed, match=r"its worker tcp://127\.0\.0\.1:9 left the cluster"):
         dispatch.Gang(client2).run(place)
+
+
+def keys(client: Client) -> list[str]:
+    """Return the keys of the tasks that run on the workers."""
+    return sorted(
+        client.run_on_scheduler(lambda dask_scheduler: [str(task.key) for task in dask_scheduler.tasks.values()])
+    )
+
+
+def test_tasks_live_on_when_a_gang_starts_again_and_leave_with_it(client2, tmp_path):
+    seen: list[list[str]] = []
+
+    def read(record):
+        if record.kind == "text":
+            seen.append(keys(client2))
+
+    gang = dispatch.Gang(client2, ranks_per_worker=2, max_restarts=2, on_record=read)
+    assert gang.run(dies_twice, str(tmp_path)) == [0, 1, 2, 3]
+    assert len(gang.restarts.ended) == 2
+    assert len(seen) == 3
+    assert seen[0] == seen[1] == seen[2]  # no task was submitted again
+    assert len(seen[0]) == 2
+    assert dispatch.run(client2, dist.get_rank) == [0, 1]  # nothing holds the workers
+    assert keys(client2) == []
+
+
+def dies_twice(folder: str) -> int:
+    rank = dist.get_rank()
+    marks = [Path(folder, str(number)) for number in range(2)]
+    if rank == 0:
+        results.text("n", "")
+        time.sleep(0.5)  # until it is read
+    dist.barrier()
+    if rank == 1 and (left := [mark for mark in marks if not mark.exists()]):
+        left[0].touch()
+        if len(left) == 1:
+            raise RuntimeError("another failure than the first one, which would not be tried again")
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return rank

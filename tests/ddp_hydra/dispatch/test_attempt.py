@@ -79,15 +79,16 @@ class Client:
         assert callback_timeout is not None
         return function(*args, **kwargs)
 
-    def _run(self, function: Any, *args: Any, workers: list[str], on_error: str) -> None:
+    def _run(self, function: Any, *args: Any, workers: list[str], on_error: str) -> dict[str, Any]:
         assert on_error == "ignore"
         if function is not inbox.deliver:
-            return
-        gang, rank, message = args
+            return {}
+        gang, _, rank, message = args
         for worker in workers:
             to = self.workers.index(worker) if rank is None else rank
             self.sent.append((gang, to, dict(message)))
             self.on_sent(to, dict(message))
+        return dict.fromkeys(workers, True)
 
     def sent_to(self, what: str) -> list[int]:
         return [rank for _, rank, message in self.sent if what in message]
@@ -97,7 +98,7 @@ class Gang:
     """Its settings, short enough for tests."""
 
     lost_timeout_s, hang_timeout_s, first_step_timeout_s, start_timeout_s, grace_s = 15.0, 60.0, 60.0, 60.0, 0.0
-    retry_s = 0.0
+    retry_s, max_restarts = 0.0, 0
 
     def __init__(self, client: Client) -> None:
         self.client, self.interrupts, self.records = client, Interrupts(), []
@@ -115,7 +116,7 @@ class Gang:
 
 
 def attempt_of(gang: Gang, number: int, specs: list[Any]) -> Attempt:
-    return Attempt(gang, number, "topic", specs, gang.interrupts, gang.read, gang.launch_spec)
+    return Attempt(gang, number, "topic", specs, gang.interrupts, gang.read, gang.launch_spec, "topic", {})
 
 
 @pytest.fixture

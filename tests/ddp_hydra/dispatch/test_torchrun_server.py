@@ -96,7 +96,7 @@ def test_messages_and_the_end_of_the_job_arrive(server, heard, worker):
             server.send(rank, {"bye": {"status": "failed", "rank": 0, "message": "why", "time_s": 1.5}})
         assert channel.over.wait(5)
         assert channel.outcome == outcome
-        assert channel.box.take()[0] == (1, {"finish": 1})
+        assert channel.box.take(0)[0] == (1, {"finish": 1})
 
 
 def test_a_file_of_another_host_comes_in_pieces_and_is_removed(server, heard, worker):

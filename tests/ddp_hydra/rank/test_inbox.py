@@ -16,13 +16,13 @@ WORKER = "tcp://host:1"
 def gang() -> Iterator[str]:
     yield "gang-1"
     for name, worker in list(inbox._boxes):
-        inbox.remove(name, worker)
+        inbox.remove(name, worker, 0)
     inbox._ended.clear()
 
 
-def post(gang, message, rank=None, worker=WORKER):
+def post(gang, message, rank=None, worker=WORKER, attempt=0):
     """As the client does."""
-    inbox.deliver(gang, rank, message, dask_worker=SimpleNamespace(address=worker))
+    return inbox.deliver(gang, attempt, rank, message, dask_worker=SimpleNamespace(address=worker))
 
 
 def is_ready(box):
@@ -34,15 +34,15 @@ def test_messages_are_taken_once_in_order_with_their_ranks(gang):
     post(gang, {"n": 1}, 0)
     post(gang, {"n": 3}, 0, "tcp://host:2")
     post(gang, {"n": 2})
-    assert box.take() == [(0, {"n": 1}), (None, {"n": 2})]
-    assert box.take() == []
-    assert inbox.of_task(gang, "tcp://host:2").take() == [(0, {"n": 3})]
+    assert box.take(0) == [(0, {"n": 1}), (None, {"n": 2})]
+    assert box.take(0) == []
+    assert inbox.of_task(gang, "tcp://host:2").take(0) == [(0, {"n": 3})]
     assert set(inbox._boxes) == {(gang, WORKER), (gang, "tcp://host:2")}
 
 
 def test_a_message_waits_for_a_task_that_comes_later(gang):
     post(gang, {"rendezvous": ["h", 1]})
-    assert inbox.of_task(gang, WORKER).take() == [(None, {"rendezvous": ["h", 1]})]
+    assert inbox.of_task(gang, WORKER).take(0) == [(None, {"rendezvous": ["h", 1]})]
 
 
 def test_a_box_can_be_waited_on(gang):
@@ -52,7 +52,7 @@ def test_a_box_can_be_waited_on(gang):
     timer.start()
     assert select.select([box], [], [], 5)[0] == [box]
     timer.join()
-    assert box.take() == [(None, {"stop": True})]
+    assert box.take(0) == [(None, {"stop": True})]
     assert not is_ready(box)
 
 
@@ -62,7 +62,7 @@ def test_a_reader_that_is_behind_blocks_nobody_and_misses_nothing(gang):
         box.put({"n": n})
     taken = []
     while is_ready(box):
-        taken += box.take()
+        taken += box.take(0)
     assert [message["n"] for _, message in taken] == list(range(5000))
 
 
@@ -75,7 +75,7 @@ def test_no_message_is_lost_between_threads(gang):
         writer.start()
     while len(taken) < 2000:
         assert select.select([box], [], [], 5)[0], f"only {len(taken)} of 2000 woke the reader"
-        taken += box.take()
+        taken += box.take(0)
     for writer in writers:
         writer.join()
     for w in range(4):
@@ -91,15 +91,15 @@ def test_gangs_and_workers_have_their_own_boxes(gang):
 def test_a_removed_box_is_closed_and_its_messages_forgotten(gang):
     box = inbox.of_task(gang, WORKER)
     box.put({"n": 1})
-    inbox.remove(gang, WORKER)
-    inbox.remove(gang, WORKER)
+    inbox.remove(gang, WORKER, 0)
+    inbox.remove(gang, WORKER, 0)
     assert box.reader.fileno() == box.writer.fileno() == -1
-    assert inbox.of_task(gang, WORKER).take() == []
+    assert inbox.of_task(gang, WORKER).take(0) == []
 
 
 def test_a_letter_that_comes_too_late_opens_no_new_box(gang):
     inbox.of_task(gang, WORKER)
-    inbox.remove(gang, WORKER)
+    inbox.remove(gang, WORKER, 0)
     post(gang, {"acknowledged": 1}, 0)
     assert not inbox._boxes
 
@@ -120,8 +120,34 @@ def test_only_the_tasks_of_a_worker_that_are_here_are_told_of_its_end(gang):
     post(gang, {"n": 0})
     box, other = inbox.of_task("gang-2", WORKER), inbox.of_task(gang, "tcp://host:2")
     assert inbox.send_to_worker(WORKER, {"preempted": True}) == [("gang-2", WORKER)]
-    assert box.take() == [(None, {"preempted": True})]
-    assert other.take() == []  # another worker of this process
+    assert box.take(0) == [(None, {"preempted": True})]
+    assert other.take(0) == []  # another worker of this process
     assert inbox.has_any([("gang-2", WORKER)])
-    inbox.remove("gang-2", WORKER)
+    inbox.remove("gang-2", WORKER, 0)
     assert not inbox.has_any([("gang-2", WORKER)])
+
+
+def test_a_message_says_whether_its_task_is_there(gang):
+    assert post(gang, {"n": 1}) is False
+    inbox.of_task(gang, WORKER)
+    assert post(gang, {"n": 2}) is True
+    inbox.remove(gang, WORKER, 0)
+    assert post(gang, {"n": 3}) is False
+
+
+def test_messages_about_an_earlier_attempt_are_dropped_and_those_about_a_later_one_wait(gang):
+    box = inbox.of_task(gang, WORKER)
+    for attempt, n in ((1, 1), (0, 2), (2, 3), (None, 4), (2, 5)):
+        box.put({"n": n}, attempt=attempt)
+    assert [message["n"] for _, message in box.take(1)] == [1, 4]
+    assert not is_ready(box)
+    assert [message["n"] for _, message in box.take(2)] == [3, 5]
+
+
+def test_a_gang_whose_task_has_ended_well_gets_another_one_for_its_next_attempt(gang):
+    inbox.of_task(gang, WORKER)
+    inbox.remove(gang, WORKER, 1)
+    assert post(gang, {"acknowledged": 1}, attempt=1) is False
+    assert not inbox._boxes
+    post(gang, {"rendezvous": ["h", 1]}, attempt=2)  # before its task is there
+    assert inbox.of_task(gang, WORKER).take(2) == [(None, {"rendezvous": ["h", 1]})]

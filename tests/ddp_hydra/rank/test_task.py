@@ -129,7 +129,7 @@ def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_
 def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, full_disk, monkeypatch):
     def send(seconds: float) -> None:
         full_disk.append(seconds)
-        inbox.deliver("gang", None, {"stop": True} if len(full_disk) == 3 else {"n": 1}, worker)
+        inbox.deliver("", 0, None, {"stop": True} if len(full_disk) == 3 else {"n": 1}, worker)
 
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
     monkeypatch.setattr(task.time, "sleep", send)
@@ -143,7 +143,6 @@ def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, 
 def one(worker) -> Iterator[rank_process.RankProcess]:
     """A rank of a worker's task, whose process was not started."""
     with rank_of(worker) as rank:
-        worker.state.tasks["task"] = SimpleNamespace(state="executing")
         yield rank
 
 
@@ -154,9 +153,10 @@ def rank_of(worker, number: int = 0, **launch: Any) -> Iterator[rank_process.Ran
     launch_spec = LaunchSpec(**{"gang": "gang", "attempt": 0, "specs": (spec,), "call": b"the call", **launch})
     with ExitStack() as stack:
         stack.callback(inbox._ended.clear)
-        stack.callback(inbox.remove, launch_spec.gang, worker.address)
+        stack.callback(inbox.remove, launch_spec.owner, worker.address, 0)
         sender = record_relay.RecordSender(worker, launch_spec.gang, 0)
-        served = task.WorkerTask(worker, launch_spec, sender, stack)
+        box = inbox.of_task(launch_spec.owner, worker.address)
+        served = task.WorkerTask(worker, launch_spec, (spec,), sender, box, lambda: False, stack)
         rank = rank_process.RankProcess(served.context, spec)
         stack.callback(rank.close)
         rank.task, served.ranks[number] = served, rank
@@ -320,3 +320,25 @@ def test_a_rank_is_looked_at_seldom_while_it_trains_and_often_otherwise(one):
         assert one.pause_s == (rank_process.CALM_S if until == math.inf else rank_process.TICK_S)
     one.stopping_since = 1.0
     assert one.pause_s == rank_process.TICK_S
+
+
+def test_after_a_failure_the_task_waits_for_the_next_attempt_and_gets_all_its_messages(worker):
+    box = inbox.of_task("mine", worker.address)
+    first, second = (LaunchSpec(f"mine-{n}", n, (SPEC,), b"", owner="mine", stays=True) for n in (1, 2))
+    inbox.deliver("mine", 1, None, {"stop": True}, worker)  # too late
+    for message in ({"launch": second}, {"rendezvous": ["h", 1]}):
+        assert inbox.deliver("mine", 2, None, message, worker)
+    assert task.next_launch(box, first.attempt, lambda: False) is second
+    assert box.take(2) == [(None, {"rendezvous": ["h", 1]})]
+    inbox.remove("mine", worker.address, 0)
+    inbox._ended.clear()
+
+
+@pytest.mark.parametrize("end", ["closed", "cancelled"])
+def test_a_task_that_waits_ends_with_its_worker_or_its_client(worker, end):
+    box = inbox.of_task("mine", worker.address)
+    if end == "closed":
+        inbox.send_to_worker(worker.address, {"preempted": True})
+    assert task.next_launch(box, 1, lambda: end == "cancelled") is None
+    inbox.remove("mine", worker.address, 0)
+    inbox._ended.clear()
