@@ -15,11 +15,6 @@ from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.images.string_array import StringArray
 from ddp_hydra.storage import Access, Store, is_remote, shown
 
-MISSING = frozenset(["NA", "N/A", "#N/A", "<NA>", "nan", "NaN", "NAN"])
-"""How pandas, R and Excel write a label that is missing."""
-MISSING_NUMBERS = frozenset(["None", "NULL", "null", "n/a", "-nan"])
-"""The same among numbers; among words, they may be classes."""
-
 
 class ImageTable(StoredImages):
     """Labelled images; each row of a table holds the path and the label of one image.
@@ -141,20 +136,11 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
 
 
 def _check_labels(labels: Sequence[str], table: str, column: str) -> None:
-    """Refuse labels that stand for an empty cell, and numbers that are written in two ways.
+    """Refuse numbers that are written in two ways.
 
     Raises:
         ValueError: there is one.
     """
-    words = MISSING
-    if all(_is_number(label) for label in set(labels) - MISSING - MISSING_NUMBERS):
-        words |= MISSING_NUMBERS
-    if (row := next((row for row, label in enumerate(labels) if label in words), None)) is not None:
-        raise ValueError(
-            f"{table}: the column {column} has {sum(label in words for label in labels)} cells like {labels[row]}, "
-            f"which stands for an empty one, the first in row {row + 1} below the names of the columns: leave these "
-            "rows out, or give them another word"
-        )
     known: dict[float, str] = {}
     for label in dict.fromkeys(labels):
         if _is_number(label) and known.setdefault(float(label), label) != label:

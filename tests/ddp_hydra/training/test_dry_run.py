@@ -92,7 +92,7 @@ def test_what_a_first_step_would_die_of_is_found(given, error, said):
     ("node", "said"),
     [
         ({"_target_": "torch.nn.Identity"}, "callbacks.mine: Identity is not a subclass"),
-        ({"_target_": "ddp_hydra.training.callbacks.WallClock", "eveyr": 3}, "eveyr"),
+        ({"_target_": "ddp_hydra.training.callbacks.WallClock", "each": 3}, "each"),
     ],
 )
 def test_it_builds_the_callbacks(node, said):
