@@ -39,7 +39,7 @@ def check(cfg: DictConfig) -> None:
 
 def expected_ranks(cfg: DictConfig) -> int:
     """Return the number of ranks, as far as the config tells it before there is a cluster."""
-    each = cfg.dispatch.ranks_per_worker
+    each = cfg.dispatch.get("ranks_per_worker")
     return cfg.dispatch.ranks or (cfg.cluster.get("n_workers") or 1) * (each if isinstance(each, int) else 1)
 
 
