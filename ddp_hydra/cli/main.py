@@ -93,7 +93,8 @@ def entry() -> None:
     Exit codes: 0 done, 1 failed, 130 interrupted.
     """
     code = report(run_command if sys.argv[1:2] and sys.argv[1] in COMMANDS else compose_and_run)
-    gc.freeze()  # Python looks for garbage as it ends, in all modules, for 0.2 s
+    if "triton" not in sys.modules:  # torch loads it, and its C library prints each object that is never freed
+        gc.freeze()  # Python looks for garbage as it ends, in all modules, for 0.2 s
     sys.exit(code)
 
 

@@ -203,6 +203,7 @@ def test_a_dry_run_builds_everything_and_starts_no_cluster(cli, variables):
     assert "data      96 samples, 37 for validation" in ended.stdout
     assert "3 in an epoch with 4 ranks of 8" in ended.stdout
     assert not imported(ended.stderr) & {"distributed"}
+    assert "leaked" not in ended.stderr, "torch's libraries find nothing to complain of at the end"
     assert not list(cli.folder.glob("outputs/*/*")), "nothing is left of it"
 
 
