@@ -39,6 +39,6 @@ class Distillation(Classification):
         if not y.is_floating_point():
             weights = self.counting.place_weights(y)
             distance = distance * (y != self.counting.ignore if weights is None else weights.to(distance.dtype))
-        n = len(y) if step.n is None else step.n
-        scale = self.temperature**2 / (1 if step.summed else n)
-        return step._replace(loss=self.share * distance.sum() * scale + (1 - self.share) * step.loss)
+        n = 1 if step.summed else len(y) if step.n is None else step.n
+        distance = distance.sum() * self.temperature**2 / n  # in this order: a number / n would be of 32 bits
+        return step._replace(loss=self.share * distance + (1 - self.share) * step.loss)
