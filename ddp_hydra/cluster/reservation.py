@@ -169,11 +169,11 @@ def _ping() -> bool:
 
 
 def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float, slots: int) -> str:
-    each = f" are {wanted} workers of {slots} ranks" if slots > 1 else ""
+    asked = f"{wanted} workers of {slots} ranks are wanted" if slots > 1 else f"dispatch.ranks={wanted}"
     if not enough:
         return (
-            f"dispatch.ranks={wanted * slots}{each}, but the cluster has {total} workers: give "
-            f"cluster.n_workers={wanted} or dispatch.ranks={total * slots}"
+            f"{asked}, but the cluster has {total} workers: give cluster.n_workers={wanted} or "
+            f"dispatch.ranks={total * slots}"
         )
     return (
         f"{wanted} workers were wanted, {free} of {total} are free after {waited_s:.0f} s: the rest are held by other "

@@ -94,7 +94,11 @@ def check(cfg: DictConfig) -> None:
     objective.of(cfg)
     each = cfg.dispatch.ranks_per_worker
     if each != "auto" and (type(each) is not int or each < 1):
-        raise ConfigError(f"dispatch.ranks_per_worker={each}: give a whole number of at least 1, or auto")
+        typed = "null" if each is None else str(each).lower()
+        raise ConfigError(f"dispatch.ranks_per_worker={typed}: give a whole number of at least 1, or auto")
+    ranks, least = cfg.dispatch.ranks, cfg.dispatch.min_ranks
+    if ranks is not None and least is not None and least > ranks:
+        raise ConfigError(f"dispatch.min_ranks={least} is more than dispatch.ranks={ranks}: give {ranks} or less")
     ports = cfg.dispatch.port_range
     if ports is not None and not (len(ports) == 2 and 0 < ports[0] <= ports[1] < 65536):
         raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")

@@ -32,6 +32,7 @@ KEYS = ("_target_", "n_workers", "wait_timeout_s", "keep", "pip")
 INSTEAD = {
     "max_restarts": "torchrun starts the ranks again: give it --max-restarts",
     "min_ranks": "torchrun decides how many ranks there are: give it --nnodes 1:4",
+    "ranks_per_worker": "torchrun decides how many ranks a host has: give it --nproc-per-node",
     "restart_wait_s": "torchrun waits for hosts: give it --rdzv-conf last_call_timeout=30",
     "queue_timeout_s": "there is no queue for workers",
     "start_timeout_s": "how long ranks wait for each other is cluster.wait_timeout_s",

@@ -248,6 +248,11 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
             ({"dispatch.port_range": ports}, f"dispatch.port_range={ports}: give the first and the last port")
             for ports in ([], [5], [2, 1], [0, 5], [1, 65536], [1, 2, 3])
         ),
+        *(
+            ({"dispatch.ranks_per_worker": each}, f"dispatch.ranks_per_worker={typed}: give a whole number of at least")
+            for each, typed in ((0, "0"), (-1, "-1"), (1.5, "1.5"), (None, "null"), (True, "true"), ("two", "two"))
+        ),
+        ({"dispatch.ranks": 4, "dispatch.min_ranks": 5}, "dispatch.min_ranks=5 is more than dispatch.ranks=4: give 4"),
     ],
     ids=str,
 )  # fmt: skip

@@ -163,9 +163,13 @@ def test_keys_without_effect_are_told_by_rank_0_with_what_has_one(started, caplo
     (told,) = caplog.messages
     assert told.startswith("dispatch.max_restarts=7 has no effect with cluster=torchrun: ")
     assert told.endswith("--max-restarts")
+    cfg.dispatch.ranks_per_worker = 2
+    torchrun.check_job(cfg, spec)
+    assert caplog.messages[-1].endswith("--nproc-per-node")
+    before = len(caplog.records)
     started(1)
     torchrun.check_job(cfg, torchrun.place(TORCHRUN))
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == before
 
 
 def test_what_needs_a_dask_cluster_is_refused(started):
