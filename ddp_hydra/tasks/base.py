@@ -82,7 +82,17 @@ class Task:
         return found
 
     def update_metric(self, metric: Any, step: Step) -> None:
-        """Give a metric of the config, as of torchmetrics, prediction and target of a batch."""
+        """Give a metric of the config, as of torchmetrics, prediction and target of a batch.
+
+        Raises:
+            ConfigError: the step has none.
+        """
+        if step.prediction is None or step.target is None:
+            own = type(self).__name__
+            raise ConfigError(
+                f"{type(metric).__name__}: a metric of the config needs Step(…, prediction=, target=), which {own} "
+                f"leaves out: give metrics=none, or define {own}.update_metric(metric, step)"
+            )
         metric.update(step.prediction, step.target)
 
     def predict(self, model: Any, batch: Any) -> Tensor | Mapping[str, Any]:

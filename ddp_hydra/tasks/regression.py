@@ -15,7 +15,8 @@ from ddp_hydra.tasks.counting import Counting
 class Regression(Task):
     """Computes the loss, the mean absolute error, and the share of the variance that is explained (R²).
 
-    A batch is (x, y), with y float (batch,) or (batch, outputs).
+    A batch is (x, y), with y float (batch,) or (batch, outputs). A target that is NaN is not known: the metrics leave
+    it out, and the criterion has to.
 
     Args:
         criterion: (prediction, target) -> mean loss, see `Counting`.
@@ -35,8 +36,10 @@ class Regression(Task):
         loss = self.criterion(prediction, y)
         with torch.no_grad():
             error, truth = (part.reshape(len(y), -1).double() for part in (prediction - y, y))
+            counted = ~truth.isnan()
+            error, truth = error.where(counted, 0.0), truth.where(counted, 0.0)
             sums = {
-                "samples": len(y),
+                "samples": counted.sum(0),
                 "absolute_error": error.abs().sum(0),
                 "squared_error": error.square().sum(0),
                 "target": truth.sum(0),
@@ -46,14 +49,17 @@ class Regression(Task):
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return loss, mae and r2, means over the outputs; no r2 where the targets are all equal."""
-        n = sums["samples"]
-        if not n:
-            return {}
-        variance = sums["squared_target"] - sums["target"].square() / n
-        loss = super().metrics({name: total for name, total in sums.items() if name in ("loss", "loss/sum", "n")})
-        found = {**loss, "mae": float((sums["absolute_error"] / n).mean())}
-        if bool((variance > 1e-12 * sums["squared_target"]).all()):
-            found["r2"] = float((1 - sums["squared_error"] / variance).mean())
+        found = super().metrics({name: total for name, total in sums.items() if name in ("loss", "loss/sum", "n")})
+        there = sums["samples"] > 0
+        if not bool(there.any()):
+            return found
+        n, absolute, squared, total, of_squares = (
+            sums[name][there] for name in ("samples", "absolute_error", "squared_error", "target", "squared_target")
+        )
+        variance = of_squares - total.square() / n
+        found["mae"] = float((absolute / n).mean())
+        if bool((variance > 1e-12 * of_squares).all()):
+            found["r2"] = float((1 - squared / variance).mean())
         return found
 
     def predict(self, model: Any, batch: Any) -> Tensor:

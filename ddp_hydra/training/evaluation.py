@@ -63,7 +63,7 @@ class Evaluation:
         meter = Meter(self.loader.device)
         for batch, indices in self.loader.each_once(self.batch_size, rank, ranks):
             with self.autocast, explained(batch):
-                step = as_step(self.task.validation_step(model, batch))
+                step = as_step(self.task.validation_step(model, batch), self.task)
             meter.add(count(step, len(indices)))
             self.metrics.add(self.task, step)
             heartbeat.progress()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor, nn
 
 from ddp_hydra.console.tracebacks import user_path
 from ddp_hydra.data.batch import described
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training.weighing import nothing_of
 
 _OUTPUTS = ("prediction", "logits", "output")
 """Variables of the tasks that hold a model's output."""
@@ -58,18 +61,54 @@ class TrainStep(nn.Module):
     def _compute(self, model: Any, batch: Any) -> Step:
         task = self._others[0]
         with explained(batch):
-            step = task.step(model, batch, **({"update": self.update} if self.update else {}))
-        return as_step(step)
+            result = task.step(model, batch, **({"update": self.update} if self.update else {}))
+        step = as_step(result, task)
+        if torch.is_grad_enabled() and not step.loss.requires_grad:
+            return step._replace(loss=self._constant(step))
+        return step
+
+    def _constant(self, step: Step) -> Tensor:
+        """Return the loss of a micro-batch that depends on no weights, as where nothing counts: 0 for all of them.
+
+        Raises:
+            ConfigError: something counts.
+        """
+        if step.n is None or step.summed or float(step.n) > 0:
+            raise ConfigError(
+                "the task's loss depends on none of the weights that are trained, so it has no gradient: has it gone "
+                "through .detach(), .item(), argmax or torch.no_grad()? If nothing counts in this micro-batch, return "
+                "Step(loss, n=0)"
+            )
+        sparse = {
+            id(one.weight)
+            for one in self.part.modules()
+            if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+        }
+        trained = [one for one in self.part.parameters() if one.requires_grad]
+        return sum((nothing_of(one, id(one) in sparse).to(step.loss.dtype) for one in trained), step.loss * 0)
 
 
-def as_step(result: Step | Tensor) -> Step:
+def as_step(result: Any, task: Task | None = None) -> Step:
     """Return what a task returned, which may be a loss alone. Where nothing counts, the loss is 0.
 
+    Args:
+        result: of the task's step.
+        task: None: its sums are not checked.
+
     Raises:
+        ConfigError: it is neither a loss nor a step, or a sum can't be one.
         ValueError: the loss is no scalar.
     """
     step = result if isinstance(result, Step) else Step(result)
     loss, n = step.loss, step.n
+    if not isinstance(loss, Tensor):
+        given = "Step.loss is" if isinstance(result, Step) else "the task's step returned"
+        raise ConfigError(
+            f"{given} a {type(loss).__name__}: return the loss, a scalar tensor, or ddp_hydra.tasks.Step(loss, n, "
+            "sums), whose sums make the metrics"
+        )
+    if task is not None:
+        check_sums(step.sums, task)
     if loss.numel() != 1:
         raise ValueError(
             f"the loss is {described(loss)}: a task returns a scalar, the mean over the micro-batch; has the criterion "
@@ -81,6 +120,31 @@ def as_step(result: Step | Tensor) -> Step:
     if n is not None and not step.summed and (isinstance(n, Tensor) or not n):
         loss = loss.where(torch.as_tensor(n, device=loss.device) > 0, 0.0)
     return step if loss is step.loss and n is step.n else step._replace(loss=loss, n=n)
+
+
+def check_sums(sums: Mapping[str, Any], task: Task) -> None:
+    """Refuse sums whose metrics would be wrong, or missing.
+
+    Raises:
+        ConfigError: with the sum.
+    """
+    makes_own = type(task).metrics is not Task.metrics
+    for name, value in sums.items():
+        if name in ("loss", "n") or name.rpartition("/")[2] in ("n", "sum"):
+            raise ConfigError(
+                f"the task's sums have {name!r}, a name of the loop's own sums: the loss and its n are logged already; "
+                "give it another name"
+            )
+        parts = [part for part in (value if isinstance(value, tuple) else (value,)) if part is not None]
+        if not all(isinstance(part, (Tensor, numbers.Number)) for part in parts) or not 0 < len(parts) < 3:
+            raise ConfigError(
+                f"the task's sum {name!r} is {described(value)}: give a number, a tensor, or a pair (sum, count)"
+            )
+        if not makes_own and any(isinstance(part, Tensor) and part.ndim for part in parts):
+            raise ConfigError(
+                f"the task's sum {name!r} is {described(value)}: add it up over the micro-batch, as by .sum(), or "
+                f"define {type(task).__name__}.metrics(sums), which makes numbers of it"
+            )
 
 
 @contextmanager

@@ -135,11 +135,12 @@ class Weighing:
 
 def zero(loss: Tensor) -> Tensor:
     """Return 0 with a gradient of zero for each parameter that a loss depends on, even where the loss is NaN."""
-    parts = [_nothing_of(leaf, is_sparse) for leaf, is_sparse in _leaves(loss).items()]
+    parts = [nothing_of(leaf, is_sparse) for leaf, is_sparse in _leaves(loss).items()]
     return torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else loss * 0
 
 
-def _nothing_of(leaf: Tensor, is_sparse: bool) -> Tensor:
+def nothing_of(leaf: Tensor, is_sparse: bool) -> Tensor:
+    """Return 0 with a gradient of zero for a parameter."""
     if is_sparse:  # DDP expects a sparse gradient
         return F.embedding(torch.zeros(0, dtype=torch.long, device=leaf.device), leaf, sparse=True).sum()
     return leaf.flatten()[:0].sum().real

@@ -74,7 +74,7 @@ def test_a_segmentation_works():
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [
-        ({"model": {"_target_": f"{__name__}.Detached"}}, RuntimeError, "does not require grad"),
+        ({"model": {"_target_": f"{__name__}.Detached"}}, ConfigError, "depends on none of the weights"),
         ({"val_set": NoSuchClass(5)}, IndexError, "7"),
         (
             {"objective": {"metric": "val/acc"}}, ConfigError,

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks import Classification, Step
+from ddp_hydra.tasks import Classification, Step, Task
 from ddp_hydra.training.evaluation import EvalMetrics
 from tests.ddp_hydra.training.loop_runs import Numbers
 
@@ -161,3 +161,21 @@ def test_a_metric_for_each_sample_is_logged_as_the_mean_over_the_samples():
             metrics.add(task, Step(torch.zeros(()), None, {}, x, y))
         expected = (scores.argmax(-1) == target).double().mean()
         assert metrics.result() == {"val/each": pytest.approx(float(expected))}
+
+
+class OnlyALoss(Task):
+    """Gives no prediction."""
+
+    def step(self, model, batch):
+        return Step(model(batch[0]).square().mean(), len(batch[0]))
+
+
+def test_a_task_without_a_prediction_refuses_a_metric_of_the_config(train):
+    parts = {
+        "task": {"_target_": f"{__name__}.OnlyALoss", "metric": "loss"},
+        "objective": {"metric": "val/loss", "direction": "minimize"},
+        "metrics": {"f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 3}},
+    }
+    whole = {"task": parts.pop("task")}
+    with pytest.raises(ConfigError, match=r"MulticlassF1Score: .*prediction=, target=\), which OnlyALoss leaves"):
+        train(parts=parts, whole=whole)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra.tasks import Classification, ModelLoss, Regression, Segmentation, Step
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Classification, ModelLoss, Regression, Segmentation, Step, Task
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.train_step import TrainStep, as_step
 
@@ -35,7 +36,7 @@ def test_in_the_model_the_line_and_its_tensors_are_named():
     text, batch, place = noted(Classification(CrossEntropy()), Narrow(), (IMAGES, LABELS))
     assert "4x64 and 32x10" in text
     assert batch == "the batch: x (4, 1, 8, 8) float32, y (4,) int64"
-    assert place.startswith("tests/ddp_hydra/training/test_train_step.py, line 25")
+    assert place.startswith("tests/ddp_hydra/training/test_train_step.py, line 26")
     assert place.endswith("in forward: x (4, 1, 8, 8) float32, flat (4, 64) float32")
 
 
@@ -46,8 +47,8 @@ def test_in_the_loss_the_output_is_named():
 
 
 def test_a_batch_of_another_structure_is_described():
-    _, batch, *_ = noted(ModelLoss(), Narrow(), {"pixels": IMAGES, "labels": LABELS})
-    assert batch == "the batch: pixels (4, 1, 8, 8) float32, labels (4,) int64"
+    with pytest.raises(ConfigError, match="Narrow takes no pixels, and the batch has pixels, labels"):
+        TrainStep(ModelLoss(), Narrow())({"pixels": IMAGES, "labels": LABELS})
 
 
 @pytest.mark.parametrize(
@@ -102,3 +103,52 @@ def test_a_scalar_loss_gets_no_further_node_in_its_graph():
     step = Step(torch.ones(3, requires_grad=True).mean(), 3)
     assert as_step(step).loss is step.loss
     assert as_step(Step(step.loss.reshape(1), 3)).loss.ndim == 0
+
+
+class Returns(Task):
+    """Returns what a function makes of the loss."""
+
+    def __init__(self, made) -> None:
+        self.made = made
+
+    def step(self, model, batch):
+        return self.made(model(batch).square().mean())
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda loss: {"loss": loss}, r"step returned a dict: return the loss, a scalar tensor, or .*Step\(loss, n"),
+        (lambda loss: (loss, 4), "step returned a tuple"),
+        (lambda loss: None, "step returned a NoneType"),
+        (lambda loss: Step(0), r"Step.loss is a int: return the loss, a scalar tensor"),
+        (lambda loss: Step(loss, 4, {"loss": loss}), "sums have 'loss', a name of the loop's own"),
+        (lambda loss: Step(loss, 4, {"n": 4}), "sums have 'n', a name of the loop's own"),
+        (lambda loss: Step(loss, 4, {"boxes/n": 4}), "sums have 'boxes/n', a name of the loop's own"),
+        (lambda loss: Step(loss, 4, {"right": torch.ones(4)}), r"'right' is \(4,\) float32: add it up.*define Returns"),
+        (lambda loss: Step(loss, 4, {"right": torch.ones(1)}), r"'right' is \(1,\) float32: add it up"),
+        (lambda loss: Step(loss, 4, {"right": [1, 2]}), r"'right' is \[int, int\]: give a number, a tensor, or a pair"),
+        (lambda loss: loss.detach(), r"depends on none of the weights.*return Step\(loss, n=0\)"),
+    ],
+)
+def test_what_a_task_returns_is_refused_by_what_it_is(made, said):
+    with pytest.raises(ConfigError, match=said):
+        TrainStep(Returns(made), nn.Linear(3, 1))(torch.ones(4, 3))
+
+
+@pytest.mark.parametrize("n", [0, torch.tensor(0)])
+def test_a_constant_where_nothing_counts_gives_each_weight_a_gradient_of_zero(n):
+    model = nn.Linear(3, 1)
+    step = TrainStep(Returns(lambda loss: Step(torch.zeros(()), n)), model)(torch.ones(4, 3))
+    step.loss.backward()
+    assert all(torch.equal(one.grad, torch.zeros_like(one)) for one in model.parameters())
+
+
+def test_pairs_and_numbers_are_sums_and_a_task_with_metrics_of_its_own_may_have_any_shape():
+    class Own(Returns):
+        def metrics(self, sums):
+            return {}
+
+    sums = {"right": (torch.tensor(3), 4), "seen": (7, None), "error": 0.5}
+    assert TrainStep(Returns(lambda loss: Step(loss, 4, sums)), nn.Linear(3, 1))(torch.ones(4, 3)).sums == sums
+    TrainStep(Own(lambda loss: Step(loss, 4, {"each": torch.ones(4)})), nn.Linear(3, 1))(torch.ones(4, 3))
