@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra.cli import runs
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import (
     AttemptEntry,
     Best,
@@ -38,7 +39,7 @@ ENDED = Summary(
 )
 
 
-@pytest.mark.parametrize("state", [ENDED, Summary(), Status(), Status(files=["a"], start={"kind": "start"})])
+@pytest.mark.parametrize("state", [ENDED, Summary(), Status(), Status(start=Record(Start(total_steps=5)))])
 def test_what_is_written_is_read_back(state):
     assert decode(encode(state), type(state), "x") == state
 

@@ -13,6 +13,7 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.record import Checkpoint
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import CheckpointWriter, ReportingFile, read, write
 from ddp_hydra.training.state import FORMAT, Position, State, load_weights
@@ -229,18 +230,11 @@ def test_a_checkpoint_writer_writes_what_the_run_was_when_asked(sent):
     writer.wait()
     first, second = (record.data for record in sent)
     assert [record.step for record in sent] == [2, 4]
-    assert (first["path"], second["path"]) == ("checkpoints/step-000002.pt", "checkpoints/step-000004.pt")
-    assert first["checkpoint"] == {
-        "step": 2,
-        "epoch": 0,
-        "samples": 8,
-        "offset": 8,
-        "metrics": {"val/loss": 0.5},
-        "best": True,
-    }
-    assert read(Path(first["source"]))["position"]["step"] == 2
-    assert flat(read(Path(second["source"]))["model"]) == flat(run.model.state_dict())
-    assert first["sha256"] == hashlib.sha256(Path(first["source"]).read_bytes()).hexdigest()
+    assert (first.path, second.path) == ("checkpoints/step-000002.pt", "checkpoints/step-000004.pt")
+    assert first.checkpoint == Checkpoint(step=2, epoch=0, samples=8, metrics={"val/loss": 0.5}, best=True)
+    assert read(Path(first.source))["position"]["step"] == 2
+    assert flat(read(Path(second.source))["model"]) == flat(run.model.state_dict())
+    assert first.sha256 == hashlib.sha256(Path(first.source).read_bytes()).hexdigest()
 
 
 @pytest.fixture
