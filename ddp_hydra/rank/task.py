@@ -65,9 +65,8 @@ def run_ranks(launch_spec: LaunchSpec) -> None:
             waits = run_launch(worker, launch, box, is_cancelled)
             launch = next_launch(box, attempt, is_cancelled) if waits else None
     finally:
-        inbox.remove(
-            launch_spec.owner, worker.address, attempt
-        )  # after the last record: a worker that closes waits for this
+        # After the last record: a worker that closes waits for this.
+        inbox.remove(launch_spec.owner, worker.address, attempt)
 
 
 def run_launch(worker: Worker, launch_spec: LaunchSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> bool:
@@ -213,7 +212,7 @@ class WorkerTask:
         local, packed = Path(self.worker.local_directory), self.launch_spec.project
         if packed is not None:
             self.context.project = self.with_room(lambda: packed.unpack(local))
-        for spec in self.launch_spec.specs:
+        for spec in self.specs:
             self.with_room(partial(outbox.folder, self.worker, self.launch_spec.gang, spec.rank))
 
     def with_room(self, action: Callable[[], T]) -> T:
@@ -238,7 +237,7 @@ class WorkerTask:
         Raises:
             Stopped: the client stopped the ranks meanwhile.
         """
-        for spec in self.launch_spec.specs:
+        for spec in self.specs:
             self.sender.say(spec.rank, Beat(phase="join", first=True))
         self.sender.flush(at_once=True)
         time.sleep(seconds)

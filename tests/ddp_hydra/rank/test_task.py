@@ -126,6 +126,14 @@ def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_
     inbox._ended.clear()
 
 
+def test_a_task_waits_for_room_for_its_own_ranks_alone(worker, full_disk):
+    worker.state.tasks["task"] = SimpleNamespace(state="executing")
+    elsewhere = replace(SPEC, rank=1, worker="tcp://127.0.0.1:2")
+    task.run_ranks(LaunchSpec("gang", 0, (SPEC, elsewhere), b"", retry_s=1.0))
+    assert {record.rank for record in worker.said} == {0}
+    inbox._ended.clear()
+
+
 def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, full_disk, monkeypatch):
     def send(seconds: float) -> None:
         full_disk.append(seconds)
