@@ -14,7 +14,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
@@ -48,6 +48,7 @@ class _Process:
     rank: int = 0
     attempt: int = 0
     retry_s: float = 0.0
+    check_names: Callable[[Iterable[str]], None] | None = None
 
 
 _process = _Process()
@@ -63,6 +64,16 @@ def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: flo
         retry_s: how long to wait for space when the disk of the outbox is full.
     """
     _process.sender, _process.rank, _process.attempt, _process.retry_s = sender, rank, attempt, retry_s
+    _process.check_names = None
+
+
+def reserve(check_names: Callable[[Iterable[str]], None]) -> None:
+    """Let `log` refuse names until the next `connect`.
+
+    Args:
+        check_names: raises for names of metrics that this process may not log.
+    """
+    _process.check_names = check_names
 
 
 def emit(data: AnyData, step: int | None = None) -> None:
@@ -105,7 +116,15 @@ def log(metrics: Mapping[str, Any], step: int, *, epoch: float | None = None, sa
 
     Raises:
         RecordError: a metric is not a number, or this process is not a rank.
+        ConfigError: in a job, a name is one of the run's own metrics.
     """
+    if _process.check_names is not None:
+        _process.check_names(metrics)
+    send_metrics(metrics, step, epoch, samples)
+
+
+def send_metrics(metrics: Mapping[str, Any], step: int, epoch: float | None, samples: float | None) -> None:
+    """Send scalars of any name; see `log`."""
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     emit(Metrics(numbers, epoch, samples), step)
 

@@ -302,7 +302,7 @@ class Run:
         self.metrics |= metrics
         metrics, self.held = {**self.held, **metrics}, {}
         if self.rank == 0 and metrics:
-            results.log(metrics, step=self.position.step, epoch=self.epoch_shown, samples=self.position.samples)
+            results.send_metrics(metrics, self.position.step, self.epoch_shown, self.position.samples)
 
     @property
     def epoch_shown(self) -> int:

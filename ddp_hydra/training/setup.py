@@ -21,7 +21,7 @@ from ddp_hydra.training import build_data, builders, parameter_groups, resume
 from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks import Callback, View
-from ddp_hydra.training.callbacks.base import Callbacks
+from ddp_hydra.training.callbacks.base import Callbacks, check_names
 from ddp_hydra.training.checkpoint import CheckpointWriter, load_fitting, read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.data_description import DataDescription
@@ -164,6 +164,7 @@ def build_model(
     Returns:
         The model; whether it takes images as channels_last; names of the tensors that the file left as they were.
     """
+    results.reserve(check_names)
     model = builders.model(cfg, train_set).to(device)
     memory.watch(model)
     untouched = load_fitting(model, weights) if weights is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,13 +117,9 @@ class View:
         Raises:
             ConfigError: a name is one of the run's own.
         """
-        if taken := [name for name in metrics if str(name).startswith(RESERVED) or name in OWN]:
-            raise ConfigError(
-                f"run.log of a callback: {taken[0]!r} is a name of the run's own metrics ({', '.join(RESERVED)}, "
-                f"{', '.join(OWN)}): give another, 'my/{str(taken[0]).rpartition('/')[2]}'"
-            )
+        check_names(metrics)
         if self.rank == 0:
-            results.log(metrics, step=self.step, epoch=self._run.epoch_shown, samples=self.samples)
+            results.send_metrics(metrics, self.step, self._run.epoch_shown, self.samples)
 
     def text(self, name: str, text: str) -> None:
         """Show a text (Markdown). That of rank 0 counts."""
@@ -183,6 +179,19 @@ class View:
             ConfigError: the patterns fit no frozen parameter, or the schedule can't take more parameters.
         """
         self._unfreeze(patterns, lr)
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse names of the run's own metrics.
+
+    Raises:
+        ConfigError: one is.
+    """
+    if taken := [str(name) for name in names if str(name).startswith(RESERVED) or name in OWN]:
+        raise ConfigError(
+            f"results.log, or run.log of a callback: {taken[0]!r} is a name of the run's own metrics "
+            f"({', '.join(RESERVED)}, {', '.join(OWN)}): give another, 'my/{taken[0].rpartition('/')[2]}'"
+        )
 
 
 class Callbacks:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_hydra import results
+from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.callbacks import Callback, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
@@ -298,3 +300,31 @@ class Impostor(Callback):
 def test_names_of_the_run_are_taken(train):
     with pytest.raises(ConfigError, match=r"'val/loss' is a name of the run's own.*'my/loss'"):
         train(parts=with_callbacks(it=(f"{HERE}.Impostor", {})))
+
+
+class Talkative(nn.Linear):
+    """Logs a number of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(4, 3)
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        results.log({self.name: 1.0}, step=1)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["val/loss", "train_epoch/loss", "data/retries", "lr", "grad_norm"])
+def test_a_model_does_not_take_the_names_of_the_run_either(train, name):
+    model = {"_target_": f"{HERE}.Talkative", "name": name}
+    own = name.rpartition("/")[2]
+    with pytest.raises(ConfigError, match=rf"results\.log.*'{name}' is a name of the run's own.*'my/{own}'"):
+        train(whole={"model": model})
+
+
+def test_a_model_logs_under_names_of_its_own(train):
+    run = train(whole={"model": {"_target_": f"{HERE}.Talkative", "name": "my/loss"}}, epochs=1)
+    assert run.metrics("my/loss")[0] == (1, 1.0)
+    results.connect(DirectSender(run.records.append, run.folder))
+    results.log({"val/loss": 2.0}, step=9)  # a function that is no job
+    assert (9, 2.0) in run.metrics("val/loss")
