@@ -52,6 +52,24 @@ class Kept:
         random.setstate(python_state)
 
 
+def tell_epoch(data: Any, epoch: int, seed: int | None) -> None:
+    """Tell a data set the epoch, if it wants to know; what it draws for it depends on seed and epoch alone.
+
+    Args:
+        data: the data set.
+        epoch: of the training.
+        seed: of the run; None leaves the generators as they are.
+    """
+    if not hasattr(data, "set_epoch"):
+        return
+    if seed is None:
+        data.set_epoch(epoch)
+        return
+    with Kept():
+        seed_by(seed, epoch)
+        data.set_epoch(epoch)
+
+
 class Indices(list[int]):
     """The indices of a batch, with the place of each sample.
 

@@ -177,8 +177,7 @@ class Run:
 
     def begin_epoch(self) -> None:
         """Prepare data and model for the epoch at the position."""
-        if hasattr(self.loader.dataset, "set_epoch"):
-            self.loader.dataset.set_epoch(self.position.epoch)
+        draws.tell_epoch(self.loader.dataset, self.position.epoch, self.loader.seed)
         self.train_mode()
 
     def train_mode(self) -> None:

@@ -70,8 +70,7 @@ class Part:
         """
         self.stopped, self.n_read, self.first = False, 0, []
         for data in (self.dataset, *wrappers.held(self.dataset)):
-            if hasattr(data, "set_epoch"):
-                data.set_epoch(epoch)
+            draws.tell_epoch(data, epoch, self.seed)
         if state is not None:
             self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
         key = epoch if self.training else draws.EVALUATION

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from ddp_hydra import heartbeat
+from ddp_hydra.data import draws
 from ddp_hydra.data.batch import make_batch
 from ddp_hydra.data.draws import EVALUATION, Indices
 from ddp_hydra.data.workers.shared_batch import SharedBatch, pinned
@@ -102,8 +103,7 @@ class WorkerSet:
         epoch = request.indices.epoch
         if epoch not in (self.epoch, EVALUATION):
             self.epoch = epoch
-            if hasattr(self.dataset, "set_epoch"):
-                self.dataset.set_epoch(epoch)
+            draws.tell_epoch(self.dataset, epoch, request.indices.seed)
         if request.expect is not None:
             self.dataset.expect(request.expect)
         return make_batch(self.dataset, request.indices, self.seeded, heartbeat.progress)

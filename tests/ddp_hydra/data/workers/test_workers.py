@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
+from ddp_hydra.data import draws
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.loader import Loader
@@ -189,6 +190,29 @@ def test_workers_draw_what_the_process_itself_would_draw(loader):
         loaded = loader(Drawing(), number, seed=7).load(order.batches(1))
         found = [torch.stack(list(map(torch.Tensor.double, one))) for one in loaded]
         assert all(map(torch.equal, found, right))
+    assert torch.equal(torch.rand(()), expected)
+
+
+class Permuted(Rows):
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(96).tolist() if epoch % 2 else np.random.permutation(96).tolist()
+
+    def __getitem__(self, index: int) -> int:
+        return self.order[index]
+
+
+def test_an_order_that_a_data_set_draws_for_an_epoch_is_one_everywhere_and_disturbs_nothing(loader):
+    torch.manual_seed(4)
+    expected = torch.rand(())
+    for epoch in (0, 1):
+        torch.manual_seed(epoch)  # each rank has drawn something else before
+        data = Permuted()
+        draws.tell_epoch(data, epoch, 7)
+        assert sorted(data.order) == list(range(96))
+        found = torch.cat(list(loader(data, 2, seed=7).load(batches(96, 8, epoch)))).tolist()
+        assert found == data.order
+    torch.manual_seed(4)
+    draws.tell_epoch(Permuted(), 5, 7)
     assert torch.equal(torch.rand(()), expected)
 
 
