@@ -26,7 +26,7 @@ class Data(Struct, frozen=True, tag_field="kind", tag=str.lower):
 
 
 class Up(Data, frozen=True):
-    """The rank task has started; from rank 0, with the address where the ranks meet, or of torchrun's server."""
+    """The rank is being started; from rank 0, with the address where the ranks meet, or of torchrun's server."""
 
     rendezvous: tuple[str, int] | None = None
     server: dict[str, Any] | None = None
@@ -54,7 +54,7 @@ class Start(Data, frozen=True):
 
 
 class Rows(Data, frozen=True):
-    """A prediction begins: its rows, None while they are not known, and those of each part but the last."""
+    """A prediction begins: its number of rows, None while that is not known, and the rows of a full part."""
 
     samples: Positive | None
     length: Positive

@@ -72,7 +72,7 @@ def needs_closure(target: str, needed: str) -> ConfigError:
 
 
 def _targets(node: Any) -> list[str]:
-    """Return the `_target_` of an optimizer, or of those of several updates."""
+    """Return the `_target_` of an optimizer, or of each update's optimizer."""
     if not OmegaConf.is_dict(node):
         return []
     nodes = [node] if "_target_" in node else [one for one in node.values() if OmegaConf.is_dict(one)]

@@ -1,4 +1,4 @@
-"""Looks into data sets that hold others: what those offer counts.
+"""Looks into data sets that hold others: what the inner sets offer counts.
 
 torch's `Subset`, which `random_split` makes, and `ConcatDataset` have neither the classes nor the normalisation of the
 data sets inside. A wrapper of the user makes samples of its own, but what the data sets inside are told and what they
@@ -30,7 +30,7 @@ def opened(data: Any, around: tuple[Any, ...] = ()) -> Any:
 
     Raises:
         ConfigError: the parts of a `ConcatDataset` prepare their batches in different ways, or a wrapper of the user
-            hides how those of the data set inside are made.
+            hides how the batches of the data set inside are made.
     """
     methods = [getattr(type(data), name, None) for name in ("__getitem__", "__getitems__")]
     if isinstance(data, Subset) and methods == [Subset.__getitem__, Subset.__getitems__]:

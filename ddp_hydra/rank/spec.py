@@ -42,7 +42,7 @@ class LaunchSpec:
     Args:
         gang: the gang's name, with its attempt; also the topic of its records.
         attempt: number of the gang's start.
-        specs: the places of the worker's ranks, among those of others.
+        specs: the places of ranks; each worker starts its own.
         call: cloudpickle of (function or "module:name", args, kwargs).
         project: the packed project space, or None.
         backend: gloo, nccl or auto.

@@ -21,7 +21,7 @@ def can_be_sent(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as those of one that `expand` has made do."""
+    """Return whether elements of a tensor share memory, as after `expand`."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
