@@ -125,6 +125,12 @@ class StepConsensus:
         return gather_objects(value, self.group)
 
 
+def things(votes: torch.Tensor) -> list[float]:
+    """Return what the step's loss is a mean over, of each rank, from the votes of all ranks, (ranks, numbers)."""
+    found: list[int] = torch.amax(votes[:, FIELDS:], 0).tolist()
+    return list(map(_number, found))
+
+
 def _bits(number: float) -> int:
     """Return a number's 64 bits as an integer that is larger than 0 if the number is not 0. A negative one is NaN."""
     found: int = struct.unpack("q", struct.pack("d", number if number >= 0 else math.nan))[0]

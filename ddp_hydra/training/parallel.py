@@ -43,7 +43,7 @@ class Parallel:
 
     same_gradients = True
     needs_even = ""
-    send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None
+    send_along: Callable[..., Callable[[], Any]] | None = None
 
     def __init__(self, step: TrainStep, wrapped: nn.Module) -> None:
         self.step, self.wrapped = step, wrapped
@@ -66,6 +66,11 @@ class Parallel:
 
     def discard_gradients(self) -> None:
         """Drop what is left of the gradients of a step that was left out, so that later steps don't use it."""
+
+    @property
+    def is_weighed(self) -> bool:
+        """Return whether the last gradients have their factor already; see `SharedGradients.send_along`."""
+        return False
 
     def held_s(self) -> float:
         """Return for how long communication hooks have held backward passes up, in seconds."""
@@ -107,6 +112,11 @@ class DDP(Parallel):
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         """Return a context that averages gradients over the ranks, or only adds them up."""
         return all_used(self.needed) if enabled else self.wrapped.no_sync()  # type: ignore[operator]
+
+    @property
+    def is_weighed(self) -> bool:
+        """Return whether the exchange has multiplied the last gradients by their factor."""
+        return self.shared is not None and self.shared.is_weighed
 
     def held_s(self) -> float:
         """Return for how long hooks have waited, in seconds. DDP itself counts it as part of the backward pass."""

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,9 @@ class SharedGradients:
         memory: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's numbers and
             gradients; see `bytes_of_numbers`.
         barrier: of these ranks.
+
+    Attributes:
+        is_weighed: the gradients of the last backward pass were multiplied by the factor of `send_along`.
     """
 
     def __init__(self, memory: torch.Tensor, barrier: HostBarrier) -> None:
@@ -49,6 +52,8 @@ class SharedGradients:
         self.half, self.start, self.stop = 0, 0, 0  # where the last bucket lay
         self.half_of_numbers = 0
         self.held_s = 0.0  # how long the backward pass has waited in the hook
+        self.factor_of: Callable[[], float] | None = None
+        self.factor, self.is_weighed = 1.0, False
         self.begun: queue.SimpleQueue[torch.futures.Future[None] | None] = queue.SimpleQueue()
 
     @classmethod
@@ -70,7 +75,9 @@ class SharedGradients:
         ddp.register_comm_hook(shared, hook)
         return shared
 
-    def send_along(self, numbers: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def send_along(
+        self, numbers: torch.Tensor, factor_of: Callable[[torch.Tensor], float] | None = None
+    ) -> Callable[[], torch.Tensor]:
         """Let numbers travel with the gradients of the next backward pass. A collective.
 
         The ranks meet in each backward pass. When this rank writes to a half again, they have met since all have read
@@ -78,6 +85,8 @@ class SharedGradients:
 
         Args:
             numbers: (n,) int64, at most `FIELDS` and one for each rank.
+            factor_of: (ranks, n) int64, the numbers of all ranks -> by what their mean gradients are to be multiplied.
+                So the factor costs no pass over the gradients. Where it raises ValueError, they are left as they are.
 
         Returns:
             A function that replaces the numbers by their maximum over all ranks, to call after the backward pass.
@@ -85,6 +94,7 @@ class SharedGradients:
         self.half_of_numbers ^= 1
         rows = self.numbers[self.half_of_numbers, :, : len(numbers)]
         rows[self.rank] = numbers
+        self.factor_of = None if factor_of is None else lambda: factor_of(rows)
         return lambda: torch.amax(rows, 0, out=numbers)
 
     def place(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
@@ -100,16 +110,26 @@ class SharedGradients:
         self.start, self.stop = start, stop
         return self.arena[self.half, :, start:stop].view(gradients.dtype)
 
-    def average(self, rows: torch.Tensor, gradients: torch.Tensor) -> torch.Tensor:
-        """Replace a bucket by its mean over the ranks. A collective."""
+    def average(self, rows: torch.Tensor, gradients: torch.Tensor, is_first: bool) -> torch.Tensor:
+        """Replace a bucket by its mean over the ranks, times the factor of the step. A collective."""
         rows[self.rank].copy_(gradients)
         self.barrier.wait()  # then what all ranks wrote before can be read
+        if is_first:
+            self.find_factor()
         if self.ranks <= FEW_RANKS:
-            return mean(rows.unbind(), out=gradients)
+            return mean(rows.unbind(), gradients, self.factor)
         parts = [torch.tensor_split(row, self.ranks)[self.rank] for row in rows]
-        mean(parts, out=parts[0])
+        mean(parts, parts[0], self.factor)
         self.barrier.wait()
         return gradients.copy_(rows[0])
+
+    def find_factor(self) -> None:
+        """Find the factor of this backward pass; its numbers have come from all ranks."""
+        factor_of, self.factor_of = self.factor_of, None
+        self.factor, self.is_weighed = 1.0, False
+        with suppress(ValueError):  # which comes again where the numbers are used
+            if factor_of is not None:
+                self.factor, self.is_weighed = factor_of(), True
 
 
 def bytes_of_numbers(ranks: int) -> int:
@@ -120,16 +140,16 @@ def bytes_of_numbers(ranks: int) -> int:
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text
     """Begin to average a bucket; return a future of the averaged gradients."""
     gradients = bucket.buffer()
-    rows = shared.place(bucket.index(), gradients)
-    if bucket.index() == 0 and bucket.is_last():  # the backward pass is over: nothing runs beside it
+    rows, is_first = shared.place(bucket.index(), gradients), bucket.index() == 0
+    if is_first and bucket.is_last():  # the backward pass is over: nothing runs beside it
         began = time.perf_counter()
         averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         with record_function("shared:average") if torch.autograd._profiler_enabled() else nullcontext():
-            averaged.set_result(shared.average(rows, gradients))
+            averaged.set_result(shared.average(rows, gradients, is_first))
         shared.held_s += time.perf_counter() - began
         return averaged
     begun: torch.futures.Future[None] = torch.futures.Future()
-    done = begun.then(lambda _: shared.average(rows, gradients))
+    done = begun.then(lambda _: shared.average(rows, gradients, is_first))
     if torch.autograd._profiler_enabled():
         with record_function("shared:average") as span:
             done = span._call_end_callbacks_on_future(done)
@@ -143,12 +163,15 @@ def serve(begun: queue.SimpleQueue[torch.futures.Future[None] | None]) -> None:
         bucket.set_result(None)
 
 
-def mean(parts: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
-    """Write the mean of several tensors to `out`; `out` may be one of them, the first."""
+def mean(parts: Sequence[torch.Tensor], out: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """Write the mean of several tensors, times a factor, to `out`; `out` may be one of them, the first."""
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out += part
-    out /= len(parts)
+    if factor == 1:
+        out /= len(parts)
+    else:
+        out *= factor / len(parts)
     return out
 
 

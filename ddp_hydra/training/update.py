@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp_hydra.training.consensus import Decision, StepConsensus
+from ddp_hydra.training.consensus import Decision, StepConsensus, things
 from ddp_hydra.training.finite import GradientNorms, are_finite
 from ddp_hydra.training.nonfinite import NonFiniteStep
 from ddp_hydra.training.parallel import Parallel
@@ -70,10 +71,13 @@ class Update:
             log: by this rank's clock, it is time to log.
         """
         good, n = are_finite(losses, self.unchecked), self.weighing.n
+        send_along = self.parallel.send_along
+        if send_along is not None:
+            send_along = partial(send_along, factor_of=lambda votes: self.weighing.factor(things(votes)))
         if not isinstance(n, Tensor):
-            return self.consensus.vote(good, stop, log, self.parallel.send_along, n)
+            return self.consensus.vote(good, stop, log, send_along, n)
         arrived = begin_copy(n)
-        return self.consensus.vote(good, stop, log, self.parallel.send_along, lambda: float(arrived()))
+        return self.consensus.vote(good, stop, log, send_along, lambda: float(arrived()))
 
     def find_nonfinite(
         self, decision: Decision, losses: Sequence[Tensor], at_once: bool = False
@@ -95,7 +99,9 @@ class Update:
             return NonFiniteStep(decision.bad_rank, loss())
         if self.parallel.needs_even:
             self.weighing.refuse_uneven(decision.n, self.parallel.needs_even)
-        self.optimizer_step.rescale(self.weighing.factor(decision.n))
+        factor = self.weighing.factor(decision.n)
+        if not self.parallel.is_weighed:
+            self.optimizer_step.rescale(factor)
         gradients = self.optimizer_step.measure(loss)
         if gradients is None:
             return None

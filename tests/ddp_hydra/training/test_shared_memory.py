@@ -93,3 +93,28 @@ def test_a_system_without_such_memory_has_none(monkeypatch):
     monkeypatch.delattr(os, "memfd_create")
     with new_memory("name", 64) as path:
         assert path == ""
+
+
+def test_the_factor_of_a_step_is_that_of_the_numbers_of_all_ranks_and_of_this_step_alone(shared, monkeypatch):
+    monkeypatch.setattr(HostBarrier, "wait", lambda self: None)
+    place = shared.place(0, torch.zeros(4))
+
+    def average(first: bool = True) -> list[float]:
+        place[:] = torch.tensor([[3.0], [6.0], [0.0]]).expand(3, 4)
+        return shared.average(place, torch.full((4,), 3.0), first).tolist()
+
+    def three(rows: torch.Tensor) -> float:
+        assert rows.shape == (3, 2)
+        assert rows[0].tolist() == [1, 2]
+        return 3.0
+
+    shared.send_along(torch.tensor([1, 2]), three)
+    assert (average(), shared.is_weighed) == ([9.0] * 4, True)
+    assert average(first=False) == [9.0] * 4  # the next bucket of the same step
+    assert (average(), shared.is_weighed) == ([3.0] * 4, False)  # nothing was sent along
+
+    def refuse(rows: torch.Tensor) -> float:
+        raise ValueError("negative")
+
+    shared.send_along(torch.tensor([1, 2]), refuse)
+    assert (average(), shared.is_weighed) == ([3.0] * 4, False)
