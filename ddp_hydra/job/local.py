@@ -23,7 +23,7 @@ from ddp_hydra.errors import CheckpointError
 from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
 from ddp_hydra.job.global_batch import RankBatch, changed_settings, describe_change, redistribute
 from ddp_hydra.job.job_config import gang_settings, inline_settings
-from ddp_hydra.job.remote.start_driver import JobSpec
+from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
@@ -58,7 +58,7 @@ class RemoteContext:
         checkpoints: the store that checkpoints are uploaded to.
     """
 
-    spec: JobSpec
+    spec: DriverSpec
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[AttemptEntry]], None]

@@ -28,7 +28,7 @@ from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupt
 from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.messages import liveness_watched, stop_topic
-from ddp_hydra.job.remote.start_driver import JobSpec
+from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import SUCCEEDED
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
@@ -126,7 +126,7 @@ def started_driver(
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
         worker = _choose_worker(client)
-        spec = JobSpec(
+        spec = DriverSpec(
             name=name,
             url=url,
             config=config,
@@ -196,7 +196,7 @@ def _send_checkpoint(client: Any, worker: str, name: str, resume: str | None) ->
         raise ClusterError(f"the checkpoint {path} could not be sent to worker {worker}: {error}") from None
 
 
-def _start(client: Any, worker: str, spec: JobSpec) -> StartedDriver:
+def _start(client: Any, worker: str, spec: DriverSpec) -> StartedDriver:
     try:
         answer = client.sync(client._run, start_driver.start, spec, workers=[worker], callback_timeout=START_S)[worker]
     except (OSError, TimeoutError, KeyError) as error:

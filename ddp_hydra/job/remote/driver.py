@@ -30,7 +30,7 @@ from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.messages import EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.scratch import keep, scratch_folder
-from ddp_hydra.job.remote.start_driver import DriverContext, JobSpec
+from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec
 from ddp_hydra.job.remote.status import LOST, DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
@@ -72,7 +72,7 @@ def answer(**values: Any) -> None:
 
 
 @contextlib.contextmanager
-def open_runner(spec: JobSpec, context: DriverContext) -> Iterator[RemoteJobRunner]:
+def open_runner(spec: DriverSpec, context: DriverContext) -> Iterator[RemoteJobRunner]:
     """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block.
 
     Raises:
@@ -107,7 +107,7 @@ class RemoteJobRunner:
         client: connected to the scheduler.
     """
 
-    def __init__(self, spec: JobSpec, scratch: Path, store: FencedStore, status: DriverStatus, client: Any) -> None:
+    def __init__(self, spec: DriverSpec, scratch: Path, store: FencedStore, status: DriverStatus, client: Any) -> None:
         self.spec, self.scratch, self.store, self.status, self.client = spec, scratch, store, status, client
         self.run_dir = scratch / "run"
         self.run_dir.mkdir()

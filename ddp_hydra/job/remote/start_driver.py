@@ -24,7 +24,7 @@ STDERR_BYTES = 2000
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class DriverSpec:
     """Describes a job to a driver. It is sent through Dask and a pipe, and never written to a disk.
 
     Args:
@@ -75,7 +75,7 @@ class DriverContext:
     scratch: str
 
 
-async def start(spec: JobSpec, dask_worker: Any = None) -> dict[str, Any]:
+async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
     """Start a driver, and wait until it answers. Runs on a worker, called by the client or the supervisor.
 
     The driver outlives this worker, which Dask may restart at any time, but not the scheduler.

@@ -13,7 +13,7 @@ from distributed.diagnostics.plugin import SchedulerPlugin
 from distributed.protocol.pickle import dumps
 
 from ddp_hydra.job.remote import start_driver
-from ddp_hydra.job.remote.start_driver import JobSpec
+from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, read
 from ddp_hydra.storage.base import WritableStore
 
@@ -33,7 +33,7 @@ class DriverSupervisor(SchedulerPlugin):
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.specs: dict[str, JobSpec] = {}
+        self.specs: dict[str, DriverSpec] = {}
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         """Restart the driver whose client has disconnected. Called by Dask."""
@@ -42,7 +42,7 @@ class DriverSupervisor(SchedulerPlugin):
             remaining = replace(spec, max_restarts=spec.max_restarts - 1, is_restart=True)
             scheduler.loop.add_callback(self.restart_driver, remaining)
 
-    async def restart_driver(self, spec: JobSpec) -> None:
+    async def restart_driver(self, spec: DriverSpec) -> None:
         """Start another driver on any worker."""
         for _ in range(TRIES):
             workers = [address for address, worker in self.scheduler.workers.items() if worker.status.name == "running"]
@@ -61,7 +61,7 @@ class DriverSupervisor(SchedulerPlugin):
         log.warning("the driver of %s is lost, and no worker could start another", spec.url)
 
 
-def supervise(client: str, spec: JobSpec, dask_scheduler: Any = None) -> None:
+def supervise(client: str, spec: DriverSpec, dask_scheduler: Any = None) -> None:
     """Restart a driver if it disconnects before it is released. Runs on the scheduler.
 
     Args:

@@ -18,7 +18,7 @@ from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.driver import AlreadyEnded, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.scratch import scratch_folder
-from ddp_hydra.job.remote.start_driver import JobSpec
+from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.supervisor import has_ended
 from ddp_hydra.rank import outbox
@@ -37,9 +37,9 @@ def owned(url: str) -> FencedStore:
 
 
 @pytest.fixture
-def spec(tmp_path) -> JobSpec:
+def spec(tmp_path) -> DriverSpec:
     url = f"{tmp_path}/store/a"
-    return JobSpec(
+    return DriverSpec(
         "driver-abc", url, PLAIN, {}, (), Project("abc", b""), {}, "/", None, "", LoggedJob("run"), resume=""
     )
 
