@@ -38,7 +38,7 @@ endef
 
 BENCHMARKS := launch overhead recovery data train on_ray exchange scale step_cost sweep runs
 
-.PHONY: demo gpu-report golden test test-fast test-all test-slurm test-ray test-dask-cuda test-hydra14 test-lowest test-newest docs casts dist check format clean
+.PHONY: bench demo gpu-report golden test test-fast test-all test-slurm test-ray test-dask-cuda test-hydra14 test-lowest test-newest docs casts dist check format clean
 
 demo: $(DEMO)  ## train ResNet-18 on digits from an embedded S3, two ranks
 	$(BIN)/python -m ddp_hydra experiment=digits
@@ -53,8 +53,10 @@ test-fast: $(READY)  ## what takes milliseconds: most tests that start no proces
 	$(BIN)/python -m pytest -n $(FAST_JOBS) --dist worksteal --ignore tests/integration \
 		-m "not integration and not slow and not medium" --hypothesis-profile=few
 
-test-all: $(READY)  ## all tests, with more examples of each property; then each benchmark once
+test-all: $(READY)  ## all tests, with more examples of each property
 	$(PYTEST) --hypothesis-profile=many
+
+bench: $(READY)  ## each benchmark once
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --repeats 1; done
 
 test-slurm: $(READY)  ## batch jobs on a real SLURM, where there is one; its nodes reach this machine by SLURM_INTERFACE
