@@ -19,9 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, cast
 
-from ddp_hydra.storage import Access, LocalFolder, Store, remote
+from ddp_hydra.storage import Access, LocalFolder, Store
+from ddp_hydra.storage.object_store import is_forked
 
 READS = ("folders", "get", "get_range", "size")
 """Methods of a store with one result."""
@@ -40,7 +41,7 @@ class ForkSafeAccess(Access):
 
     def _store(self, root: str) -> Store:
         store = super()._store(root)
-        return store if isinstance(store, LocalFolder) else ForkSafeStore(store)
+        return store if isinstance(store, LocalFolder) else cast(Store, ForkSafeStore(store))
 
 
 class ForkSafeStore:
@@ -56,7 +57,7 @@ class ForkSafeStore:
     def __getattr__(self, name: str) -> Any:
         if name == "store":  # while it is unpickled
             raise AttributeError(name)
-        if not remote.is_forked() or name not in READS + ITERATES:
+        if not is_forked() or name not in READS + ITERATES:
             return getattr(self.store, name)
         call = Reader.of_this_process().iterate if name in ITERATES else Reader.of_this_process().call
         return partial(call, self.store, name)

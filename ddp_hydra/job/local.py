@@ -30,7 +30,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Summary
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import Store
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.base import Writer
 from ddp_hydra.writers.default import default_writers
@@ -62,7 +62,7 @@ class RemoteContext:
     writers: Sequence[Writer]
     before_mirror: Callable[[], None]
     note_attempts: Callable[[list[AttemptEntry]], None]
-    checkpoints: results_root.ResultsFolder
+    checkpoints: Store
 
 
 @dataclass(eq=False, repr=False)

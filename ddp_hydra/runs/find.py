@@ -15,7 +15,6 @@ from ddp_hydra.runs.describe import Row, RunState, number, numbers, read_state, 
 from ddp_hydra.runs.index import Index, Stamp
 from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, reachable
 from ddp_hydra.storage import results_root
-from ddp_hydra.storage.results_root import ResultsFolder
 from ddp_hydra.writers.run_dir import LOCK, is_held, json_object
 
 DEFAULT_ROOTS = ("outputs", "multirun")
@@ -188,12 +187,7 @@ def stored_runs(url: str) -> list[StoredRun]:
             if folder in found:
                 found[folder][name[len(folder) :].lstrip("/")] = size
                 break
-    return [StoredRun(_below(root, name), listed) for name, listed in found.items()]
-
-
-def _below(root: ResultsFolder, name: str) -> ResultsFolder:
-    prefix = "/".join(filter(None, (root.prefix, name)))
-    return ResultsFolder(f"{root.url}/{name}".rstrip("/"), root.store, prefix)
+    return [StoredRun(root, name, listed) for name, listed in found.items()]
 
 
 def stored_row(files: StoredRun) -> Row:

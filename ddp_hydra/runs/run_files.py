@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import results_root
-from ddp_hydra.storage.results_root import ResultsFolder
+from ddp_hydra.storage import Store, results_root
 from ddp_hydra.storage.run_ref import RunRef
 
 MOST_BYTES = 16 * 2**20
@@ -105,7 +104,8 @@ class StoredRun:
     """The files of a run in a store.
 
     Args:
-        store: the run's folder.
+        store: holds the run.
+        folder: of the run in the store; "" for the store itself.
         listed: the size of each object, if they are listed already.
 
     Attributes:
@@ -114,26 +114,31 @@ class StoredRun:
     Its methods raise ConfigError if the store does not answer or may not be read.
     """
 
-    def __init__(self, store: ResultsFolder, listed: dict[str, int] | None = None) -> None:
-        self.store, self.place, self._listed = store, store.url, listed
+    def __init__(self, store: Store, folder: str = "", listed: dict[str, int] | None = None) -> None:
+        self.store, self._folder, self._listed = store, folder, listed
+        self.place = f"{store.url}/{folder}".rstrip("/")
+
+    def key(self, name: str) -> str:
+        """Return the key of a file in the store."""
+        return f"{self._folder}/{name}".lstrip("/")
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
         """Return the content of an object; see `LocalRun`."""
+        key, content = self.key(name), b""
         with contextlib.suppress(FileNotFoundError), reachable():
-            size = self.store.size(name) if self._listed is None or last_bytes else self._listed.get(name)
-            if not size or (size > MOST_BYTES and not last_bytes):
-                return b""
-            if not last_bytes:
-                return self.store.get(name)
-            return self.store.get_range(name, max(0, size - last_bytes), size)
-        return b""
+            size = self.store.size(key) if self._listed is None or last_bytes else self._listed.get(name)
+            if size and last_bytes:
+                content = self.store.get_range(key, max(0, size - last_bytes), size)
+            elif size and size <= MOST_BYTES:
+                content = self.store.get(key)
+        return content
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each object."""
         if self._listed is not None:
             return self._listed
         with reachable():
-            return dict(self.store.objects())
+            return {key.removeprefix(self._folder).lstrip("/"): size for key, size in self.store.objects(self._folder)}
 
 
 RunFiles = LocalRun | StoredRun

@@ -83,13 +83,13 @@ def _change_stored(files: StoredRun, of_config: object, words: Sequence[str]) ->
     """Write the tags only if nobody else has written them since they were read."""
     for _ in range(_TRIES):
         with reachable():
-            etag = files.store.etag(NAME)
+            etag = files.store.etag(files.key(NAME))
             found = changed(read(files, of_config), words)
             with contextlib.suppress(ObjectChangedError):
                 try:
-                    files.store.put_if(NAME, _encode(found), etag)
+                    files.store.put_if(files.key(NAME), _encode(found), etag)
                 except NotImplementedError:  # a store without conditional writes
-                    files.store.put(NAME, _encode(found))
+                    files.store.put(files.key(NAME), _encode(found))
                 return found
     raise ConfigError(f"others change the tags of {files.place} all the time: try again")
 

@@ -1,11 +1,19 @@
-"""Defines the interfaces, the errors and the counters that all stores share."""
+"""Defines what all stores have in common: methods, retries, errors and counters."""
 
 from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from typing import IO, Any, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage.retry import Backoff
+
+T = TypeVar("T")
+PIECE_BYTES = 8 * 2**20
+"""Large objects are written, and results are read, in pieces of this size."""
 
 
 class TemporaryError(ConnectionError):
@@ -51,11 +59,11 @@ class Counters:
 
     def add(self, **more: float) -> None:
         """Add to some counters, given by name."""
-        counts = self.of_thread()
+        counts = self.here()
         for name, value in more.items():
             counts[name] += value
 
-    def of_thread(self) -> defaultdict[str, float]:
+    def here(self) -> defaultdict[str, float]:
         """Return the counts of the calling thread."""
         try:
             return self._local.counts
@@ -75,7 +83,7 @@ class TransferCounters(Counters):
 
     def read(self, n_bytes: int) -> None:
         """Count an answer of so many bytes."""
-        counts = self.of_thread()
+        counts = self.here()
         counts["requests"] += 1
         counts["bytes"] += n_bytes
 
@@ -95,77 +103,259 @@ class TransferCounters(Counters):
         return int(self.total("bytes"))
 
 
-class Store(Protocol):
-    """A store that data is read from; see `Retrying` for what the methods raise."""
+class Store:
+    """A place for data or results: a folder, a bucket, a web server. Its methods may be called from many threads.
 
-    url: str
-    ranges: bool
-    traffic: TransferCounters
+    This class retries what fails for now and counts requests; a subclass says how its client does something once. It
+    opens its connections when they are first needed, in each process anew, so it can be pickled at any time.
 
-    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """Yield the key and the size in bytes of each object below a prefix."""
+    Stores of data raise builtin errors. A store of results raises ConfigError for what only a person can put right,
+    ConnectionError for what may pass, and FileNotFoundError if the object to read is not there.
 
-    def folders(self, prefix: str = "") -> list[str]:
-        """Return the names of the folders directly under a prefix."""
+    Args:
+        timeout_s: how long a connection may stay silent.
+        retry_timeout_s: how long to retry a request; the first contact gets `FIRST_RETRY_TIMEOUT_S` at most.
+        traffic: counts requests and bytes; None for counters of its own.
 
-    def get(self, key: str, size: int | None = None) -> Any:
-        """Return the content of an object; `size` is what the listing said."""
-
-    def get_range(self, key: str, start: int, end: int) -> Any:
-        """Return bytes `start` to `end` (exclusive) of an object."""
-
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
-        """Yield the content of an object of `size` bytes from `start` on, piece by piece."""
-
-    def size(self, key: str) -> int:
-        """Return the size of an object in bytes."""
-
-    def put(self, key: str, content: Any) -> None:
-        """Write an object."""
-
-    def shown(self) -> str:
-        """Return the URL of the store, without its secrets."""
-
-    def close(self) -> None:
-        """End all waiting for retries."""
-
-
-class WritableStore(Protocol):
-    """A store that results are written to. Each object is there whole or not at all.
-
-    `ResultsFolder` says what its methods raise.
+    Attributes:
+        url: of the store.
+        setting: the config key that names the store, for messages; None: it holds results.
+        ranges: whether the store can return parts of objects, as far as is known.
     """
 
     url: str
+    setting: str | None
+    FIRST_RETRY_TIMEOUT_S = 5.0
+    REGION_RETRY_TIMEOUT_S = 1.0
+    """How long to retry a wrong region, before any request has worked."""
 
-    def get(self, key: str) -> Any:
-        """Return the content of a small object."""
+    def __init__(
+        self, timeout_s: float = 10.0, retry_timeout_s: float = 60.0, traffic: TransferCounters | None = None
+    ) -> None:
+        self.timeout_s = timeout_s
+        self.retry_timeout_s = retry_timeout_s
+        self.ranges = True
+        self.traffic = traffic or TransferCounters()
+        self._reset()
 
-    def get_range(self, key: str, start: int, end: int) -> Any:
-        """Return bytes `start` to `end` (exclusive) of an object."""
+    def _reset(self) -> None:
+        self._opened: Any = None
+        self._opening = threading.Lock()
+        self._closing = threading.Event()
+        self._worked = False
 
-    def size(self, key: str) -> int | None:
-        """Return the size of an object in bytes; None, or FileNotFoundError, if there is none."""
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("_opened", "_opening", "_closing", "_worked")
+        return {name: value for name, value in self.__dict__.items() if name not in mine}
 
-    def put(self, key: str, content: bytes | IO[bytes], size: int = 0) -> None:
-        """Write an object. It replaces an older one at the moment when it is complete.
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def get(self, key: str, size: int | None = None) -> Any:
+        """Return the content of an object, as something with the buffer protocol.
 
         Args:
             key: its name.
-            content: its bytes, or a file to read them from.
-            size: the size of the file in bytes.
+            size: its size in bytes when it was listed; None: not known. An answer of another size is retried, unless
+                the object itself has changed.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            PermissionError: no credentials, or wrong ones.
+            ConnectionError: the store is not reachable, or out of order, for longer than `retry_timeout_s`.
+            ValueError: all answers were of another size for so long.
         """
+        return self._read(lambda client: self._get(client, key, size), key)
 
-    def delete(self, key: str) -> None:
-        """Remove an object, if it is there."""
+    def get_range(self, key: str, start: int, end: int) -> Any:
+        """Return bytes `start` to `end` (exclusive) of an object; raises as `get`.
 
-    def etag(self, key: str) -> str | None:
-        """Return a text that differs for each content of an object; None if there is no object."""
+        Raises:
+            RangesIgnoredError: the store gives whole objects only, as `stream` takes them.
+        """
+        return self._read(lambda client: self._get_range(client, key, start, end), key)
+
+    def _read(self, request: Callable[[Any], Any], key: str) -> Any:
+        content = self._request(request, key)
+        self.traffic.read(len(content))
+        return content if self.setting is not None else bytes(content)
+
+    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
+        """Yield the content of an object of `size` bytes from `start` on, piece by piece; raises as `get`."""
+        for begin in range(start, size, PIECE_BYTES):
+            yield self.get_range(key, begin, min(begin + PIECE_BYTES, size))
+
+    def size(self, key: str) -> int:
+        """Return the size of an object in bytes; raises as `get`."""
+        return self._request(lambda client: self._size(client, key), key, first=True)
+
+    def size_or_none(self, key: str) -> int | None:
+        """Return the size of an object in bytes, None if there is none; raises as `put`."""
+        return self._or_none(self.size, key)
+
+    def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+        """Yield the key and the size in bytes of each object below a folder, with all folders in it.
+
+        Args:
+            prefix: the folder; "" for all.
+
+        Raises:
+            FileNotFoundError: there is no such store.
+            PermissionError: no credentials, or wrong ones.
+            ConnectionError: the store is not reachable, or out of order.
+        """
+        raise NotImplementedError
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders directly under `prefix`; raises as `objects`."""
+        return self._request(lambda client: self._folders(client, prefix), None, first=True)
+
+    def put(self, key: str, content: Any, size: int = 0) -> None:
+        """Write an object, in pieces if it is large. It replaces an older one at the moment when it is complete.
+
+        Args:
+            key: its name.
+            content: its bytes, the path of a file, or a file that is open for reading.
+            size: the size of the open file in bytes.
+
+        Raises:
+            PermissionError: there are no credentials, they are wrong, or the store is only for reading.
+            ConnectionError: as `get`.
+        """
+        self._request(lambda client: self._put(client, key, content, size), key)
 
     def put_if(self, key: str, content: bytes, etag: str | None) -> str:
         """Write an object if it still has this ETag (None: if there is no object), and return its new ETag.
 
+        A try whose answer was lost may have written it: then the next one finds a changed object.
+
         Raises:
             ObjectChangedError: the object has another ETag.
             NotImplementedError: the store has no conditional writes.
+            Exception: as `put`.
         """
+        return self._request(lambda client: self._put_if(client, key, content, etag), key)
+
+    def delete(self, key: str) -> None:
+        """Remove an object, if it is there; raises as `put`."""
+
+        def delete(client: Any) -> None:
+            with suppress(FileNotFoundError):
+                self._delete(client, key)
+
+        self._request(delete, key)
+
+    def etag(self, key: str) -> str | None:
+        """Return a text that differs for each content of an object, None if there is none; raises as `put`."""
+        return self._or_none(lambda key: self._request(lambda client: self._etag(client, key), key), key)
+
+    def _or_none(self, request: Callable[[str], T], key: str) -> T | None:
+        try:
+            return request(key)
+        except NoBucketError:
+            raise
+        except FileNotFoundError:
+            return None
+
+    def shown(self) -> str:
+        """Return the URL of the store, without its secrets."""
+        return self.url
+
+    def close(self) -> None:
+        """End all waiting for retries."""
+        closing, self._closing = self._closing, threading.Event()
+        closing.set()
+
+    # -- what a subclass knows: `client` is what `_open` returns ---------------------------------------------------
+
+    def _open(self) -> Any:
+        """Return the client's store."""
+
+    def _explain(self, error: Exception, key: str | None) -> Exception:
+        """Turn an error of the client into a builtin one that says what to type."""
+        return error
+
+    def _get(self, client: Any, key: str, size: int | None) -> Any:
+        raise NotImplementedError
+
+    def _get_range(self, client: Any, key: str, start: int, end: int) -> Any:
+        raise NotImplementedError
+
+    def _size(self, client: Any, key: str) -> int:
+        raise NotImplementedError
+
+    def _folders(self, client: Any, prefix: str) -> list[str]:
+        raise NotImplementedError
+
+    def _put(self, client: Any, key: str, content: Any, size: int) -> None:
+        raise NotImplementedError
+
+    def _put_if(self, client: Any, key: str, content: bytes, etag: str | None) -> str:
+        raise NotImplementedError
+
+    def _delete(self, client: Any, key: str) -> None:
+        raise NotImplementedError
+
+    def _etag(self, client: Any, key: str) -> str:
+        raise NotImplementedError
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def _request(self, request: Callable[[Any], T], key: str | None, first: bool = False) -> T:
+        backoff = None
+        while True:
+            try:
+                result = request(self._client())
+            except Exception as raised:
+                error = self._explained(raised, key)
+            else:
+                self._worked = True
+                return result
+            backoff = backoff or Backoff(self._retry_timeout_s(error, first), self._closing.wait)
+            is_stale = isinstance(error, StaleCredentialsError)
+            if is_stale:
+                self._opened = None  # forget the credentials: new ones may help, unless the old ones have never worked
+            may_pass = isinstance(error, TemporaryError) or (is_stale and self._worked)
+            if not may_pass or not backoff.wait():
+                raise self._final(error) from None
+            self.traffic.add(retries=1)
+
+    def _retry_timeout_s(self, error: Exception, first: bool) -> float:
+        """Return how long to retry a request that has failed for the first time."""
+        if not self._worked and isinstance(error, OtherRegionError):
+            return min(self.retry_timeout_s, self.REGION_RETRY_TIMEOUT_S)
+        if not self._worked and first:
+            return min(self.retry_timeout_s, self.FIRST_RETRY_TIMEOUT_S)
+        return self.retry_timeout_s
+
+    def _explained(self, error: Exception, key: str | None) -> Exception:
+        """Turn any error into one of ours."""
+        if isinstance(error, TemporaryError | StaleCredentialsError | ObjectChangedError | NotImplementedError):
+            return error
+        return self._explain(error, key)
+
+    def _final(self, error: Exception) -> Exception:
+        """Return the error to raise; see the class for what stores of results raise."""
+        if self.setting is not None:
+            return ValueError(str(error)) if isinstance(error, WrongBodyError) else error
+        if isinstance(error, NoBucketError | OtherRegionError | PermissionError):
+            return ConfigError(str(error))
+        if isinstance(error, FileNotFoundError | ConnectionError) or not isinstance(error, OSError | ValueError):
+            return error
+        return ConnectionError(str(error))
+
+    def _wrong_body(self, key: str, came: int, size: int) -> WrongBodyError:
+        return WrongBodyError(
+            f"{self.shown()}/{key} came with {came:,} bytes in place of {size:,}: try again later; where it was "
+            "changed, list it anew"
+        )
+
+    def _client(self) -> Any:
+        client = self._opened
+        if client is None:
+            with self._opening:
+                if self._opened is None:
+                    self._opened = self._open()
+                client = self._opened
+        return client

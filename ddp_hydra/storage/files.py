@@ -54,6 +54,8 @@ def writing(path: Path) -> Iterator[None]:
     """
     try:
         yield
+    except ConnectionError:  # of a store that is read meanwhile
+        raise
     except OSError as error:
         error.filename = str(path)  # a temporary name would puzzle the reader
         raise cannot_write(path, error) from error

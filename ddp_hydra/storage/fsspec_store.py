@@ -10,19 +10,25 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import TemporaryError
-from ddp_hydra.storage.fsspec_schemes import OBJECT_STORES, check_installed
-from ddp_hydra.storage.retrying import Retrying
+from ddp_hydra.storage.base import Store, TemporaryError
+from ddp_hydra.storage.s3_messages import BucketAddress, explain_s3fs
 
-_PIECE_BYTES = 8 * 2**20
+OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"))
+"""Stores where a file is there whole or not at all."""
+_NO_STORES = frozenset((
+    "asyncwrapper", "blockcache", "cached", "dir", "filecache", "generic", "reference", "simplecache", "tar", "zip",
+    "arrow_local", "git", "libarchive", "local",
+))  # fmt: skip
+"""Layers above another store, and schemes of this machine."""
 _CHANGED = ("ETag", "etag", "mtime", "modified", "LastModified", "last_modified", "updated", "created")
 """What file systems call the part of their information that differs for each content."""
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _REFUSED = re.compile("auth|credential|denied|forbidden|permission", re.IGNORECASE)
 
 
-class Opened(NamedTuple):
+class FileSystem(NamedTuple):
     """A file system of fsspec, and what stands before each key in its own paths."""
 
     fs: Any
@@ -39,8 +45,8 @@ class Opened(NamedTuple):
         return f"{self.inside}{key}" if key else self.inside.rstrip("/") or self.inside
 
 
-class FsspecStore(Retrying):
-    """Lists, reads and writes the files below a URL by fsspec; see `Retrying`.
+class FsspecStore(Store):
+    """Lists, reads and writes the files below a URL by fsspec; see `Store`.
 
     How long a connection may stay silent is up to the package that knows the scheme; see its storage options. On a
     store that can't rename onto a file, as some SFTP servers, a file that is replaced is missing for a moment.
@@ -49,8 +55,10 @@ class FsspecStore(Retrying):
         url: the folder or container, e.g. "sftp://user@host/folder" or "abfs://container@account.dfs.core.windows.net".
         options: arguments of fsspec's file system for this scheme, as pandas and Dask take them, "storage options".
             What is missing comes from fsspec's own settings: FSSPEC_<SCHEME>_<OPTION> in the environment.
-        setting: the config key that names the URL, for messages; None: `results.root` or the like.
-        retrying: arguments of `Retrying`: timeout_s, retry_timeout_s and traffic.
+        setting: see `Store`.
+        bucket: of an "s3" URL: where it is and who may use it. s3fs takes what botocore takes: profiles with single
+            sign-on (`aws sso login`), credential processes, and, with the option requester_pays, readers who pay.
+        retrying: arguments of `Store`: timeout_s, retry_timeout_s and traffic.
 
     Raises:
         ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
@@ -61,12 +69,13 @@ class FsspecStore(Retrying):
         url: str,
         options: Mapping[str, Any] | None = None,
         setting: str | None = "data.bucket",
+        bucket: BucketAddress | None = None,
         **retrying: Any,
     ) -> None:
         self.scheme, _, place = url.partition("://")
         self.url = f"{self.scheme}://{place.rstrip('/')}"
         self.options = dict(options or {})
-        self.setting = setting
+        self.setting, self.bucket = setting, bucket
         check_installed(self.scheme)
         super().__init__(**retrying)
 
@@ -74,39 +83,33 @@ class FsspecStore(Retrying):
         super()._reset()
         self._pid = os.getpid()
         self._of_threads = threading.local()
-        self._taken: Opened | None = None
+        self._taken: FileSystem | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         mine = ("_pid", "_of_threads", "_taken")
         return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[bytes]:
-        """Yield a file in pieces, from a byte on; raises as `get`."""
-        for begin in range(start, size, _PIECE_BYTES):
-            yield self.get_range(key, begin, min(begin + _PIECE_BYTES, size))
-
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """List the files under a folder, with all folders in it: all of them, or an error.
+        """Yield key and size in bytes of each file below a folder: of all of them, or an error; see `Store`."""
+        yield from self._request(lambda at: self._listed(at, prefix), None, first=True)
 
-        Args:
-            prefix: the folder; "" for all.
+    def _listed(self, at: FileSystem, prefix: str) -> list[tuple[str, int]]:
+        found = self._list(at, prefix)
+        # s3fs takes an error document, and a lost page, for the end: two answers must agree.
+        if self.bucket and self._list(at, prefix) != found:
+            raise TemporaryError(f"{self.url} lists its objects differently each time: try again later")
+        return found
 
-        Yields:
-            Path below the URL, and size in bytes.
-
-        Raises:
-            FileNotFoundError: there is no such place.
-            Exception: as `get`.
-        """
-        yield from self._request(lambda at: self._list(at, prefix), None, first=True)
-
-    def _list(self, at: Opened, prefix: str) -> list[tuple[str, int]]:
+    def _list(self, at: FileSystem, prefix: str) -> list[tuple[str, int]]:
         top, inside = at.path(prefix).strip("/"), len(at.inside.lstrip("/"))
         named = ((info["name"].strip("/"), int(info["size"] or 0)) for info in self._files(at, prefix))
         return [(name[inside:], size) for name, size in named if name != top]
 
-    def _files(self, at: Opened, prefix: str) -> Iterator[Mapping[str, Any]]:
+    def _files(self, at: FileSystem, prefix: str) -> Iterator[Mapping[str, Any]]:
         at.fs.invalidate_cache()
+        if self.bucket:  # s3fs lists all folders at once, and raises what goes wrong
+            yield from at.fs.find(at.path(prefix), detail=True).values()
+            return
         pending = [at.path(prefix)]
         try:
             while pending:
@@ -121,26 +124,22 @@ class FsspecStore(Retrying):
             if not prefix or not at.fs.exists(at.path("")):
                 raise
 
-    def _get(self, at: Opened, key: str, size: int | None) -> bytes:
-        content = self._content(at, key)
+    def _get(self, at: FileSystem, key: str, size: int | None) -> bytes:
+        content: bytes = at.fs.cat_file(at.path(key))
         if size is not None and len(content) != size and self._size(at, key) != len(content):
             raise self._wrong_body(key, len(content), size)
         return content
 
-    def _content(self, at: Opened, key: str) -> bytes:
-        content: bytes = at.fs.cat_file(at.path(key))
-        return content
-
-    def _get_range(self, at: Opened, key: str, start: int, end: int) -> bytes:
+    def _get_range(self, at: FileSystem, key: str, start: int, end: int) -> bytes:
         content: bytes = at.fs.cat_file(at.path(key), start=start, end=end) if end > start else b""
         if len(content) != end - start:
             raise self._wrong_body(key, len(content), end - start)
         return content
 
-    def _size(self, at: Opened, key: str) -> int:
+    def _size(self, at: FileSystem, key: str) -> int:
         return int(_info(at, key)["size"])
 
-    def _folders(self, at: Opened, prefix: str) -> list[str]:
+    def _folders(self, at: FileSystem, prefix: str) -> list[str]:
         at.fs.invalidate_cache()
         top = at.path(prefix)
         try:
@@ -150,32 +149,28 @@ class FsspecStore(Retrying):
         paths = (info["name"].strip("/") for info in found if info["type"] == "directory")
         return sorted(path.rpartition("/")[2] for path in paths if path != top.strip("/"))
 
-    def _put(self, at: Opened, key: str, content: Any, size: int) -> None:
+    def _put(self, at: FileSystem, key: str, content: Any, size: int) -> None:
         write = _write if self.scheme in OBJECT_STORES else _replace
         try:
             write(at.fs, at.path(key), content)
         except NotImplementedError:
             raise PermissionError(f"fsspec only reads {self.scheme}://") from None
 
-    def _delete(self, at: Opened, key: str) -> None:
+    def _delete(self, at: FileSystem, key: str) -> None:
         at.fs.rm_file(at.path(key))
 
-    def _etag(self, at: Opened, key: str) -> str:
+    def _etag(self, at: FileSystem, key: str) -> str:
         info = _info(at, key)
         return f"{next((info[name] for name in _CHANGED if info.get(name)), '')}-{info['size']}"
-
-    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        """Refuse with NotImplementedError, as fsspec has no conditional writes."""
-        raise NotImplementedError
 
     def shown(self) -> str:
         """Return the URL without a password in it."""
         return without_password(self.url)
 
-    def _store(self) -> Opened:
+    def _client(self) -> FileSystem:
         if self._pid != os.getpid():  # this process was forked
             self._reset()
-        opened: Opened = super()._store()
+        opened: FileSystem = super()._client()
         if opened.fs.async_impl:
             return opened
         # Most other file systems have one connection, which one thread may use.
@@ -186,20 +181,26 @@ class FsspecStore(Retrying):
             self._of_threads.opened = mine = (opened, opened if is_free else self._open())
         return mine[1]
 
-    def _open(self) -> Opened:
+    def _open(self) -> FileSystem:
         from fsspec import config
         from fsspec.core import url_to_fs
 
         config.set_conf_env(config.conf)  # as it is now: a rank is the fork of a process that has imported fsspec
+        options = s3fs_options(self.bucket, self.timeout_s) | self.options if self.bucket else self.options
         try:
-            fs, path = url_to_fs(f"{self.url}/x", skip_instance_cache=True, **self.options)
+            fs, path = url_to_fs(f"{self.url}/x", skip_instance_cache=True, **options)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"fsspec can't open {self.shown()}: {error}; check {self._typed()}") from None
-        return Opened(fs, path[:-1])
+            client = "s3fs" if self.bucket else "fsspec"
+            raise ValueError(f"{client} can't open {self.shown()}: {error}; check {self._typed()}") from None
+        if self.bucket:
+            fs.retries = 1
+        return FileSystem(fs, path[:-1])
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
         if isinstance(error, RuntimeError | ImportError | TypeError | ValueError):
             return error
+        if self.bucket:
+            return explain_s3fs(error, self.bucket, key)
         where = f"{self.shown()}/{key}" if key else self.shown()
         if isinstance(error, _NO_FILE):
             return FileNotFoundError(f"there is no {'file' if key else 'folder'} {where}: check {self._typed()}")
@@ -216,7 +217,7 @@ class FsspecStore(Retrying):
         return f"{self.setting}=... and data.storage_options" if self.setting else "the URL"
 
 
-def _info(at: Opened, key: str) -> Mapping[str, Any]:
+def _info(at: FileSystem, key: str) -> Mapping[str, Any]:
     at.fs.invalidate_cache()
     found: Mapping[str, Any] = at.fs.info(at.path(key))
     if found["type"] == "directory":
@@ -255,6 +256,34 @@ def _replace(fs: Any, path: str, content: Any) -> None:
         raise
 
 
+def s3fs_options(bucket: BucketAddress, timeout_s: float) -> dict[str, Any]:
+    """Return the arguments of `s3fs.S3FileSystem` for a bucket. It does not retry by itself, as `Store` does that."""
+    config: dict[str, Any] = {
+        "connect_timeout": 3,
+        "read_timeout": timeout_s,
+        "retries": {"max_attempts": 0},
+        "max_pool_connections": 64,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    if bucket.addressing is not None:
+        config["s3"] = {"addressing_style": bucket.addressing}
+    if (urlsplit(bucket.endpoint_url or "").hostname or "").startswith(("127.", "localhost")):
+        config["proxies"] = {}  # a proxy can't reach this machine
+    region = bucket.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    key, secret = bucket.credentials or (None, None)
+    return {
+        "anon": bucket.anon,
+        "key": key,
+        "secret": secret,
+        "endpoint_url": bucket.endpoint_url,
+        "client_kwargs": {"region_name": region or "us-east-1"},
+        "config_kwargs": config,
+        "use_listings_cache": False,
+        "max_concurrency": 1,  # more would ask for the size of each object before it is read
+    }
+
+
 def _is_refusal(error: Exception) -> bool:
     status = next((getattr(error, name, None) for name in ("status", "status_code", "code")), None)
     return isinstance(error, PermissionError) or status in (401, 403) or bool(_REFUSED.search(type(error).__name__))
@@ -263,3 +292,30 @@ def _is_refusal(error: Exception) -> bool:
 def without_password(url: str) -> str:
     """Return a URL without the password in it."""
     return re.sub(r"//([^/@:]*):[^/@]*@", r"//\1@", url)
+
+
+def is_known(scheme: str) -> bool:
+    """Return whether fsspec knows a scheme, and it is one of a store: no layer above another, nor of this machine."""
+    try:
+        from fsspec import available_protocols, registry
+    except ImportError:
+        return True  # opening it says what to install
+    return (scheme in available_protocols() or scheme in registry) and scheme not in _NO_STORES
+
+
+def check_installed(scheme: str) -> None:
+    """Check that fsspec and its package for a scheme are installed.
+
+    Raises:
+        ModuleNotFoundError: one of them is not.
+    """
+    try:
+        from fsspec import get_filesystem_class
+    except ImportError:
+        raise ModuleNotFoundError(
+            f"{scheme}:// needs the package fsspec, here and on the workers: pip install 'ddp-hydra[fs]'"
+        ) from None
+    try:
+        get_filesystem_class(scheme)
+    except ImportError as error:
+        raise ModuleNotFoundError(f"{scheme}:// needs another package, here and on the workers: {error}") from None

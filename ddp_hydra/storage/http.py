@@ -10,17 +10,19 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import TemporaryError
-from ddp_hydra.storage.remote import Remote
+from ddp_hydra.storage.object_store import ObjectStore
 from ddp_hydra.storage.s3_messages import cause
 
 
-class WebServer(Remote):
-    """Reads the files of a web server; see `Retrying`. Its folders can't be listed.
+class WebServer(ObjectStore):
+    """Reads the files of a web server; see `Store`. Its folders can't be listed.
 
     Args:
         url: scheme and host, e.g. "https://example.org"; a query is sent with each request, as signed URLs need it.
-        retrying: arguments of `Retrying`.
+        retrying: arguments of `Store`.
     """
+
+    setting = "data"
 
     def __init__(self, url: str, **retrying: Any) -> None:
         self.url = url
@@ -32,11 +34,10 @@ class WebServer(Remote):
 
     folders = objects
 
-    def put(self, key: str, content: Any = None, size: int = 0) -> None:
-        """Refuse: web servers are only read."""
+    def _put(self, client: Any, key: str, *_: Any) -> Any:
         raise PermissionError(f"{self.shown()} is a web server, and is only read: give a bucket or a folder")
 
-    delete = put
+    _delete = _put_if = _put
 
     def _open(self) -> Any:
         from obstore.store import HTTPStore
@@ -44,7 +45,7 @@ class WebServer(Remote):
         return HTTPStore.from_url(self.url, **self._options(self.url))
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
-        if isinstance(error, RuntimeError | ImportError):
+        if isinstance(error, RuntimeError | ImportError | PermissionError):
             return error
         full = str(error)
         status = (re.findall(r"status code: (\d{3})", full.split("\n\nDebug source")[0]) or [""])[0]

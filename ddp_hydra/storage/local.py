@@ -11,29 +11,36 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.storage.base import ObjectChangedError, TransferCounters
-from ddp_hydra.storage.files import replacing
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage.base import ObjectChangedError, Store, TemporaryError, TransferCounters
+from ddp_hydra.storage.files import passing, replacing
 
 LOCK = ".lock"
 
 
-class LocalFolder:
-    """Lists, reads and writes the files below a folder, as if they were the objects of a bucket.
+class LocalFolder(Store):
+    """Lists, reads and writes the files below a folder, as if they were the objects of a bucket; see `Store`.
+
+    A disk is asked once: `retry_timeout_s` is 0 where it is not given.
 
     Args:
         folder: where they are.
         traffic: counts requests and bytes; None for counters of its own.
-
-    Raises:
-        FileNotFoundError: there is no such folder.
+        setting: see `Store`.
+        retry_timeout_s: see `Store`.
     """
 
-    ranges = True
-
-    def __init__(self, folder: str | Path, traffic: TransferCounters | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        traffic: TransferCounters | None = None,
+        setting: str | None = "data.bucket",
+        retry_timeout_s: float = 0.0,
+    ) -> None:
         self.folder = Path(folder).expanduser().absolute()
-        self.url = f"file://{self.folder}"
-        self.traffic = traffic or TransferCounters()
+        self.setting = setting
+        self.url = f"file://{self.folder}" if setting is not None else str(self.folder)
+        super().__init__(retry_timeout_s=retry_timeout_s, traffic=traffic)
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield path below the folder and size in bytes of each file under `prefix`, links followed.
@@ -45,8 +52,15 @@ class LocalFolder:
             FileNotFoundError: there is no such folder.
             PermissionError: a folder may not be read.
         """
+        try:
+            yield from self._walk(prefix)
+        except OSError as error:
+            raise self._final(self._explain(error, prefix)) from None
+
+    def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
         pending: list[tuple[Path, frozenset[str]]] = [(self.path(prefix), frozenset())]
         inside = len(str(self.folder).rstrip("/")) + 1
+        typed = f"{self.setting}=..." if self.setting is not None else "the URL"
         while pending:
             folder, above = pending.pop()
             if (real := os.path.realpath(folder)) in above:
@@ -56,7 +70,7 @@ class LocalFolder:
             except FileNotFoundError:
                 if self.folder.is_dir():
                     continue  # it was removed in the meantime
-                raise FileNotFoundError(f"there is no folder {self.folder}: check data.bucket=...") from None
+                raise FileNotFoundError(f"there is no folder {self.folder}: check {typed}") from None
             except PermissionError:
                 if folder.name == "lost+found":  # of a file system, for root alone
                     continue
@@ -64,7 +78,7 @@ class LocalFolder:
             except NotADirectoryError:
                 raise FileNotFoundError(
                     f"{self.folder if self.folder.is_file() else folder} is a file, and must be a folder: unpack an "
-                    "archive, or check data.bucket=..."
+                    f"archive, or check {typed}"
                 ) from None
             around = above | {real}
             with entries:
@@ -83,75 +97,60 @@ class LocalFolder:
                     elif stat.S_ISREG(found.st_mode):
                         yield entry.path[inside:].replace(os.sep, "/"), found.st_size
 
-    def folders(self, prefix: str = "") -> list[str]:
-        """Return the names of the folders directly under `prefix`; raises as `objects`."""
+    def _explain(self, error: Exception, key: str | None) -> Exception:
+        if self.setting is not None or not isinstance(error, OSError) or error.errno is None:
+            return error
+        message = f"{self.folder}/{key}: {error.strerror or error}"
+        if isinstance(error, FileNotFoundError):
+            return FileNotFoundError(message)
+        if passing(error):
+            return TemporaryError(message)
+        return ConfigError(f"{message}: is the disk mounted there, and may its user write it?")
+
+    def _folders(self, client: None, prefix: str) -> list[str]:
         folder = self.path(prefix)
         return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
 
-    def get(self, key: str, size: int | None = None) -> bytes:
-        """Return the content of a file; a disk gives all of it, so that the size it had does not matter.
+    def _get(self, client: None, key: str, size: int | None) -> bytes:
+        return self.path(key).read_bytes()  # a disk gives all of it: the size it had does not matter
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            PermissionError: it may not be read.
-            OSError: the disk says so.
-        """
-        content = self.path(key).read_bytes()
-        self.traffic.read(len(content))
-        return content
-
-    def get_range(self, key: str, start: int, end: int) -> bytes:
-        """Return bytes `start` to `end` (exclusive) of a file; raises as `get`."""
+    def _get_range(self, client: None, key: str, start: int, end: int) -> bytes:
         with self.path(key).open("rb") as file:
             file.seek(start)
-            content = file.read(end - start)
-        self.traffic.read(len(content))
-        return content
+            return file.read(end - start)
 
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[bytes]:
-        """Yield a file from a byte on; raises as `get`."""
-        yield self.get_range(key, start, size)
-
-    def size(self, key: str) -> int:
-        """Return the size of a file in bytes; raises as `get`."""
+    def _size(self, client: None, key: str) -> int:
         return self.path(key).stat().st_size
 
-    def put(self, key: str, content: Any, size: int = 0) -> None:
-        """Write a file, whole or not at all: bytes, the path of a file to copy, or a file that is open for reading."""
+    def _put(self, client: None, key: str, content: Any, size: int) -> None:
         target = self.path(key)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except FileNotFoundError as error:  # as /proc says; no object is missing
+            raise PermissionError(error.errno, error.strerror) from None
         with replacing(target) as part:
             if isinstance(content, Path):
                 shutil.copyfile(content, part)
             elif hasattr(content, "read"):
+                content.seek(0)
                 with part.open("wb") as file:
                     shutil.copyfileobj(content, file, 2**20)
             else:
                 part.write_bytes(content)
 
-    def delete(self, key: str) -> None:
-        """Remove a file, if it is there."""
-        self.path(key).unlink(missing_ok=True)
-
-    def etag(self, key: str) -> str | None:
-        """Return a text that differs for each content of a file, None if there is no file."""
-        try:
-            found = self.path(key).stat()
-        except FileNotFoundError:
-            return None
-        return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
-
-    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        """Write a file if it still has this ETag (None: if there is no file), and return its new ETag.
-
-        Raises:
-            ObjectChangedError: the file has another ETag.
-        """
+    def _put_if(self, client: None, key: str, content: bytes, etag: str | None) -> str:
         with self._locked():
             if self.etag(key) != etag:
                 raise ObjectChangedError(key)
-            self.put(key, content)
+            self._put(client, key, content, 0)
             return str(self.etag(key))
+
+    def _delete(self, client: None, key: str) -> None:
+        self.path(key).unlink(missing_ok=True)
+
+    def _etag(self, client: None, key: str) -> str:
+        found = self.path(key).stat()
+        return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -174,10 +173,3 @@ class LocalFolder:
         if key.startswith("/") or ".." in key.split("/"):
             raise ValueError(f"{key!r} leads out of {self.folder}: give paths below it, without '..'")
         return self.folder / key
-
-    def shown(self) -> str:
-        """Return its URL, for messages."""
-        return self.url
-
-    def close(self) -> None:
-        """Nothing is open."""

@@ -1,16 +1,38 @@
-"""What `resume=` and `run=` name: a run directory, its `checkpoints`, a checkpoint file, or the URL of a run."""
+"""What `resume=` and `run=` name: a run directory, its `checkpoints`, a checkpoint file, or the URL of a run.
+
+Checkpoints in a store are downloaded, and removed, here; `writers/checkpoint_mirror.py` has written them.
+"""
 
 from __future__ import annotations
 
-from contextlib import suppress
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
-from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import results_root, stored_checkpoints
-from ddp_hydra.storage.manifest import FOLDER, find_checkpoint
-from ddp_hydra.storage.results_root import ResultsFolder
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.storage.base import PIECE_BYTES, Store
+from ddp_hydra.storage.files import replacing, writing
+from ddp_hydra.storage.manifest import (
+    ALIASES,
+    FOLDER,
+    NAME,
+    STEP_FILE,
+    Entries,
+    damage,
+    find_checkpoint,
+    name_in_store,
+    newest_first,
+    read_manifest_text,
+    why_removed,
+    write_manifest_text,
+)
+from ddp_hydra.storage.results_root import POINTER, is_url, open_folder, plain_path
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,7 +55,7 @@ class RunRef:
         own = cls.own(given)
         if not own.is_stored:
             with suppress(OSError):
-                return cls((Path(own.place) / results_root.POINTER).read_text().strip())
+                return cls((Path(own.place) / POINTER).read_text().strip())
         return own
 
     @classmethod
@@ -43,12 +65,12 @@ class RunRef:
         Raises:
             ConfigError: it is neither a path nor a URL that is known.
         """
-        return cls(results_root.plain_path(str(given)))
+        return cls(plain_path(str(given)))
 
     @property
     def is_stored(self) -> bool:
         """Return whether it is in a store, not in a folder of this machine."""
-        return results_root.is_url(self.place)
+        return is_url(self.place)
 
     @property
     def folder(self) -> str:
@@ -61,10 +83,10 @@ class RunRef:
         is_inside = path.absolute().name == FOLDER and not (path / ".hydra").is_dir()
         return str(path.absolute().parent if is_inside else path)
 
-    def store(self, timeout_s: float = 60.0) -> ResultsFolder:
+    def store(self, timeout_s: float = 60.0) -> Store:
         """Return the run's own folder, to be read and written wherever it is. No request is sent yet."""
         place = self.folder if self.is_stored else str(Path(self.folder).absolute())
-        return results_root.open_folder(place, timeout_s)
+        return open_folder(place, timeout_s)
 
     def read(self, name: str, timeout_s: float = 60.0) -> bytes:
         """Return the content of a small file of the run.
@@ -74,7 +96,8 @@ class RunRef:
             ConnectionError: the store does not answer.
         """
         if self.is_stored:
-            return self.store(timeout_s).get(name)
+            content: bytes = self.store(timeout_s).get(name)
+            return content
         return (Path(self.folder) / name).read_bytes()
 
     def checkpoint(self, which: str, download: Path, retry_s: float = 60.0) -> Path:
@@ -95,4 +118,158 @@ class RunRef:
         if not self.is_stored:
             return find_checkpoint(self.place, name).absolute()
         download.mkdir(parents=True, exist_ok=True)
-        return stored_checkpoints.fetch_checkpoint(self.place, download, name, retry_s=retry_s).absolute()
+        return fetch_checkpoint(self.place, download, name, retry_s=retry_s).absolute()
+
+
+def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:
+    """Download the newest complete checkpoint of a mirrored run.
+
+    If it is damaged or missing, download the one before it, and warn. `best` has no such fallback.
+
+    Args:
+        url: as `results.mirror` was given, e.g. "s3://bucket/folder".
+        folder: where to put it; made if it is missing. A complete file that is there already is not downloaded again.
+        which: the last one or the best one.
+        retry_s: how long to retry while the store does not answer.
+
+    Returns:
+        The file; its name begins with its step, e.g. step-000100-0123456789ab.pt.
+
+    Raises:
+        CheckpointError: there is none, all are damaged, or the store does not answer.
+        ConfigError: the URL, the bucket or the credentials are not good.
+        RecordError: the folder cannot be written.
+    """
+    with _answering(url, retry_s) as remote:
+        return _fetch(remote, folder, which)
+
+
+def _fetch(remote: Store, folder: Path, which: str) -> Path:
+    place = f"{remote.url}/{FOLDER}"
+    entries, removed = _read_manifest(remote)
+    names = newest_first(entries)
+    if which == "best":
+        digest = entries.get("best.pt", {}).get("sha256")
+        names = [name for name in names if entries[name].get("sha256") == digest][:1]
+    if not entries and removed:
+        raise CheckpointError(f"the checkpoints in {place} were removed: {removed}")
+    if not names:
+        advice = "; for the last one type which=last" if "last.pt" in entries else ""
+        raise CheckpointError(
+            f"{place}/{NAME} names no {which} checkpoint; it has {', '.join(entries) or 'none'}{advice}"
+        )
+    reasons: dict[str, str] = {}
+    for name in names:
+        try:
+            _download(remote, name, entries[name], folder / name)
+        except _Damaged as damaged:
+            reasons[name] = str(damaged)
+            continue
+        for bad, why in reasons.items():
+            log.warning("checkpoint %s/%s is damaged: %s; using the one before it, %s", place, bad, why, name)
+        return folder / name
+    left = "no whole checkpoint from before it is left" if which == "last" else "no other one is the best"
+    raise CheckpointError(f"checkpoint {place}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
+
+
+def _read_manifest(remote: Store) -> tuple[Entries, str]:
+    """Return the entries of a run's manifest in a store, and why all checkpoints were removed, if they were.
+
+    Raises:
+        CheckpointError: there is none, or it is not a manifest.
+    """
+    try:
+        manifest = remote.get(f"{FOLDER}/{NAME}")
+        return read_manifest_text(manifest), why_removed(manifest)
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{remote.url}/{FOLDER} has no {NAME}, so no run has put checkpoints there: give what results.mirror= was "
+            "given"
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"{remote.url}/{FOLDER}/{NAME} is not the manifest of checkpoints ({error})") from None
+
+
+class _Damaged(Exception):
+    """A checkpoint in the store is not the one that the manifest describes."""
+
+
+def _download(remote: Store, name: str, wanted: dict[str, Any], target: Path) -> None:
+    """Download one checkpoint to `target`, unless it is there already.
+
+    Raises:
+        _Damaged: it is not what its entry in the manifest, `wanted`, says.
+    """
+    assert STEP_FILE.fullmatch(name)
+    key, size, sha256 = f"{FOLDER}/{name}", wanted.get("size"), str(wanted.get("sha256"))
+    if not isinstance(size, int) or size < 0:
+        raise _Damaged("its entry in the manifest has no size")
+    if damage(target, wanted) is None:
+        return
+    with writing(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+    found = remote.size_or_none(key)
+    if found is None:
+        raise _Damaged("it is missing")
+    if found != size:
+        raise _Damaged(f"it has {found} bytes, the manifest says {size}")
+    digest = hashlib.sha256()
+    with writing(target), replacing(target) as part:
+        with part.open("wb") as file:
+            for piece in _pieces(remote, key, size):
+                digest.update(piece)
+                file.write(piece)
+        if digest.hexdigest() != sha256:
+            raise _Damaged(f"its sha256 is {digest.hexdigest()[:12]}…, the manifest says {sha256[:12]}…")
+
+
+def _pieces(remote: Store, key: str, size: int) -> Iterator[bytes]:
+    try:
+        for start in range(0, size, PIECE_BYTES):
+            yield remote.get_range(key, start, min(size, start + PIECE_BYTES))
+    except FileNotFoundError:
+        raise _Damaged("it is missing") from None
+
+
+def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_s: float = 60.0) -> None:
+    """Remove the checkpoints of a run that nobody writes from a store.
+
+    The manifest names none of them before the first one is removed, so that nothing ever points to a missing one.
+
+    Args:
+        url: of the run, "s3://bucket/folder" or a path.
+        reason: the manifest says it, as does the error where a checkpoint is looked for.
+        own: entries of the run's own manifest; the checkpoints of other runs in the same folder stay. None: all that
+            are there are its own.
+        retry_s: how long to ask again while the store does not answer.
+
+    Raises:
+        CheckpointError: there are none, or the store did not answer in time.
+        ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
+    """
+    with _answering(url, retry_s) as remote:
+        entries, _ = _read_manifest(remote)
+        if own is None:
+            found = (key.removeprefix(f"{FOLDER}/") for key, _ in remote.objects(FOLDER))
+            ours = {key for key in found if STEP_FILE.fullmatch(key)}
+        else:
+            ours = {name_in_store(name, entry) for name, entry in own.items() if STEP_FILE.fullmatch(name)}
+        left = {name: entry for name, entry in entries.items() if STEP_FILE.fullmatch(name) and name not in ours}
+        sums = {entry.get("sha256") for entry in left.values()}
+        left |= {name: entries[name] for name in ALIASES if name in entries and entries[name].get("sha256") in sums}
+        remote.put(f"{FOLDER}/{NAME}", write_manifest_text(left, removed="" if left else reason))
+        for key in sorted(ours):
+            remote.delete(f"{FOLDER}/{key}")
+
+
+@contextmanager
+def _answering(url: str, retry_s: float) -> Iterator[Store]:
+    """Open the folder of a run, whose own URL or that of its checkpoints is given.
+
+    Raises:
+        CheckpointError: the store did not answer in time.
+    """
+    try:
+        yield open_folder(RunRef.own(url).folder, retry_timeout_s=retry_s)
+    except ConnectionError as error:
+        raise CheckpointError(f"{error}; it was tried for {retry_s:g} s: try again later") from None

@@ -8,35 +8,27 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ddp_hydra.storage.base import ObjectChangedError
-from ddp_hydra.storage.remote import Remote
-from ddp_hydra.storage.s3_messages import check_name, explain, find_endpoint
+from ddp_hydra.storage.base import ObjectChangedError, TransferCounters
+from ddp_hydra.storage.object_store import ObjectStore
+from ddp_hydra.storage.s3_messages import BucketAddress, explain
 
 
-class Bucket(Remote):
-    """Lists, reads and writes the objects of one bucket; see `Retrying`.
+class Bucket(ObjectStore):
+    """Lists, reads and writes the objects of one bucket; see `Store`.
 
     Credentials come from the environment, from a profile or a shared config file where botocore is installed, or from
     the machine's role or web identity; none is ever kept here but the ones given. Those that expire are renewed.
 
     Args:
         name: the bucket.
-        endpoint_url: where the store is, e.g. "http://127.0.0.1:9000"; None: what the environment says
-            (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL), else AWS.
-        region: e.g. "eu-west-1"; None: what the environment says, else "us-east-1".
-        anon: read without credentials, as public buckets allow.
-        addressing: "path": the bucket's name comes after the host's name, which most stores understand; "virtual": it
-            is a part of the host's name; None: what the environment says, else "path".
-        credentials: access key and secret of a store where they are not secret, as the embedded one.
-        setting: the config key that names the bucket, for messages; None: only the environment says where the store
-            is and who may use it.
-        scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.
+        endpoint_url: see `BucketAddress`.
+        region: see `BucketAddress`.
         client_retries: how often obstore itself repeats a request, so that one failed piece of a large object does not
             cost the others.
-        retrying: arguments of `Retrying`: timeout_s, retry_timeout_s and traffic.
-
-    Raises:
-        ValueError: the bucket, the endpoint or the addressing is not written as one.
+        timeout_s: see `Store`, as `retry_timeout_s` and `traffic`.
+        retry_timeout_s: see above.
+        traffic: see above.
+        address: further arguments of `BucketAddress`, which raises for what is not written as one.
     """
 
     def __init__(
@@ -44,75 +36,56 @@ class Bucket(Remote):
         name: str,
         endpoint_url: str | None = None,
         region: str | None = None,
-        anon: bool = False,
-        addressing: str | None = "path",
-        credentials: tuple[str, str] | None = None,
-        setting: str | None = "data.bucket",
-        scheme: str = "s3",
+        *,
         client_retries: int = 0,
-        **retrying: Any,
+        timeout_s: float = 10.0,
+        retry_timeout_s: float = 60.0,
+        traffic: TransferCounters | None = None,
+        **address: Any,
     ) -> None:
-        check_name(name, setting)
-        self.name = name
-        self.scheme = scheme
-        self.url = f"{scheme}://{name}"
-        self.endpoint_url = find_endpoint(endpoint_url, addressing, setting) if scheme == "s3" else None
-        self.region = region
-        self.anon = anon
-        self.addressing = addressing
-        self.credentials = credentials
-        self.setting = setting
+        self.address = BucketAddress(name, endpoint_url, region, **address)
+        self.url, self.setting = self.address.url, self.address.setting
         self.client_retries = client_retries
-        super().__init__(**retrying)
+        super().__init__(timeout_s, retry_timeout_s, traffic)
 
-    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        """Write an object if it still has this ETag (None: if there is no object), and return its new ETag.
-
-        A try whose answer was lost may have written it: then the next one finds a changed object.
-
-        Raises:
-            ObjectChangedError: the object has another ETag.
-            NotImplementedError: the store has no conditional writes.
-            Exception: as `put`.
-        """
+    def _put_if(self, client: Any, key: str, content: bytes, etag: str | None) -> str:
         from obstore import exceptions
 
         mode: Any = "create" if etag is None else {"e_tag": etag}
-
-        def put(store: Any) -> str:
-            try:
-                return str(store.put(key, content, mode=mode)["e_tag"])
-            except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotFoundError):
-                raise ObjectChangedError(key) from None
-            except exceptions.NotSupportedError:
+        try:
+            return str(client.put(key, content, mode=mode)["e_tag"])
+        except (exceptions.AlreadyExistsError, exceptions.PreconditionError, exceptions.NotFoundError):
+            raise ObjectChangedError(key) from None
+        except exceptions.NotSupportedError:
+            raise NotImplementedError from None
+        except Exception as error:
+            if "status code: 501" in str(error):
                 raise NotImplementedError from None
-            except Exception as error:
-                if "status code: 501" in str(error):
-                    raise NotImplementedError from None
-                raise
-
-        return self._request(put, key)
+            raise
 
     def _open(self) -> Any:
         from obstore.store import AzureStore, GCSStore, S3Store
 
-        if self.scheme != "s3":
-            return (GCSStore if self.scheme == "gs" else AzureStore)(self.name, **self._options(self.endpoint_url))
-        config: dict[str, Any] = {"region": self.region, "skip_signature": self.anon or None}
-        if self.addressing is not None:
-            config["virtual_hosted_style_request"] = self.addressing == "virtual"
-        if self.endpoint_url is not None:
-            url = urlsplit(self.endpoint_url)
-            virtual = urlunsplit(url._replace(netloc=f"{self.name}.{url.netloc}"))
-            endpoint = virtual if self.addressing == "virtual" else self.endpoint_url
+        to, options = self.address, self._options(self.address.endpoint_url)
+        if to.prefix:
+            options["prefix"] = to.prefix
+        if to.scheme != "s3":
+            return (GCSStore if to.scheme == "gs" else AzureStore)(to.name, **options)
+        config: dict[str, Any] = {"region": to.region, "skip_signature": to.anon or None}
+        if to.addressing is not None:
+            config["virtual_hosted_style_request"] = to.addressing == "virtual"
+        if to.endpoint_url is not None:
+            url = urlsplit(to.endpoint_url)
+            virtual = urlunsplit(url._replace(netloc=f"{to.name}.{url.netloc}"))
+            endpoint = virtual if to.addressing == "virtual" else to.endpoint_url
             # The second one is what the environment would set, and would win over the first.
             config |= {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint}
-        if self.credentials is not None:
-            config |= {"access_key_id": self.credentials[0], "secret_access_key": self.credentials[1]}
-        elif not self.anon:
+        if to.credentials is not None:
+            config |= {"access_key_id": to.credentials[0], "secret_access_key": to.credentials[1]}
+        elif not to.anon:
             config["credential_provider"] = _profile_credentials()
         given = {key: value for key, value in config.items() if value is not None}
-        return S3Store(self.name, **self._options(self.endpoint_url), **given)
+        return S3Store(to.name, **options, **given)
 
     def _options(self, url: str | None) -> dict[str, Any]:
         options = super()._options(url)
@@ -125,7 +98,7 @@ class Bucket(Remote):
         return options
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
-        return explain(error, self, key)
+        return explain(error, self.address, key)
 
 
 class _ProfileCredentials:

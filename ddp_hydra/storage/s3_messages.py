@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Any, Protocol
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
 from ddp_hydra.storage.base import NoBucketError, OtherRegionError, StaleCredentialsError, TemporaryError
@@ -16,17 +18,57 @@ _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
 _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
 
 
-class Bucket(Protocol):
-    """Describes a bucket for a message; see `s3.Bucket`."""
+@dataclass(frozen=True)
+class BucketAddress:
+    """Where a bucket is, and who may use it.
+
+    Args:
+        name: the bucket.
+        endpoint_url: where the store is, e.g. "http://127.0.0.1:9000"; None: what the environment says
+            (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL), else AWS.
+        region: e.g. "eu-west-1"; None: what the environment says, else "us-east-1".
+        anon: read without credentials, as public buckets allow.
+        addressing: "path": the bucket's name comes after the host's name, which most stores understand; "virtual": it
+            is a part of the host's name; None: what the environment says, else "path".
+        credentials: access key and secret of a store where they are not secret, as the embedded one.
+        setting: the config key that names the bucket, for messages; None: only the environment says where the store
+            is and who may use it.
+        scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.
+        prefix: a folder in it: keys are below that.
+
+    Raises:
+        ValueError: the bucket, the endpoint or the addressing is not written as one.
+    """
 
     name: str
-    url: str
-    scheme: str
-    endpoint_url: str | None
-    region: str | None
-    anon: bool
-    credentials: Any
-    setting: str | None
+    endpoint_url: str | None = None
+    region: str | None = None
+    anon: bool = False
+    addressing: str | None = "path"
+    credentials: tuple[str, str] | None = None
+    setting: str | None = "data.bucket"
+    scheme: str = "s3"
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, self.setting)
+        if self.addressing not in ("path", "virtual", None):
+            raise ValueError(f"addressing is {self.addressing!r}, and is path or virtual: type data.addressing=path")
+        given = (self.endpoint_url, *map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")))
+        endpoint = next(filter(None, given), None) if self.scheme == "s3" else None
+        object.__setattr__(self, "endpoint_url", endpoint)
+        if endpoint is not None:
+            url = urlsplit(endpoint)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError(
+                    f"endpoint_url is {without_user(endpoint)!r}, and must start with http:// or https://, "
+                    f"for example {'data.endpoint_url' if self.setting else 'AWS_ENDPOINT_URL'}=http://127.0.0.1:9000"
+                )
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the bucket, or of the folder in it."""
+        return f"{self.scheme}://{self.name}/{self.prefix}".rstrip("/")
 
 
 def check_name(name: str, setting: str | None) -> None:
@@ -46,31 +88,7 @@ def check_name(name: str, setting: str | None) -> None:
         )
 
 
-def find_endpoint(endpoint_url: str | None, addressing: str | None, setting: str | None) -> str | None:
-    """Return the endpoint of an S3 store: the one given, or that of the environment; None: AWS.
-
-    Args:
-        endpoint_url: as given.
-        addressing: "path", "virtual" or None.
-        setting: the config key that names the bucket; None: only the environment says where the store is.
-
-    Raises:
-        ValueError: the endpoint or the addressing is not written as one.
-    """
-    if addressing not in ("path", "virtual", None):
-        raise ValueError(f"addressing is {addressing!r}, and is path or virtual: type data.addressing=path")
-    endpoint_url = endpoint_url or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
-    if endpoint_url is not None:
-        url = urlsplit(endpoint_url)
-        if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(
-                f"endpoint_url is {without_user(endpoint_url)!r}, and must start with http:// or https://, "
-                f"for example {'data.endpoint_url' if setting else 'AWS_ENDPOINT_URL'}=http://127.0.0.1:9000"
-            )
-    return endpoint_url
-
-
-def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Exception:
+def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> Exception:
     """Turn an error of the client into a builtin one that says what to type.
 
     Args:
@@ -134,7 +152,29 @@ def explain(error: Exception, bucket: Bucket, key: str | None = None) -> Excepti
     return OSError(f"the store {where} failed for {name}: {text if is_data else type(error).__name__}")
 
 
-def _where(bucket: Bucket) -> str:
+def explain_s3fs(error: Exception, bucket: BucketAddress, key: str | None = None) -> Exception:
+    """Turn an error of s3fs into a builtin one that says what to type; see `explain`."""
+    kind = type(error).__name__
+    if kind == "NoCredentialsError":
+        text = "/latest/meta-data"  # the place where the other client looks last
+    elif kind == "ProfileNotFound":
+        return PermissionError(f"{error}: check AWS_PROFILE=...")
+    elif "SSO" in kind or "TokenRetrieval" in kind or kind == "CredentialRetrievalError":
+        return PermissionError(f"{error}: type `aws sso login`, or check AWS_PROFILE=...")
+    else:
+        # botocore's error is behind s3fs's own
+        answer: Any = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+        status = code = ""
+        with suppress(KeyError, TypeError):
+            status = str(answer["ResponseMetadata"]["HTTPStatusCode"])
+            code = str(answer["Error"].get("Code") or status)
+        reason = str(error).replace('"', "'").partition("\n")[0][:200]
+        text = f"status code: {status} <Code>{code}</Code> {reason}" if code else f'HTTP error, message: "{reason}"'
+    is_missing = isinstance(error, FileNotFoundError | IsADirectoryError)
+    return explain((FileNotFoundError if is_missing else OSError)(text), bucket, key)
+
+
+def _where(bucket: BucketAddress) -> str:
     if bucket.endpoint_url:
         return f"at {without_user(bucket.endpoint_url)}"
     if bucket.scheme != "s3":
@@ -142,7 +182,7 @@ def _where(bucket: Bucket) -> str:
     return f"at AWS (no {'data.endpoint_url is given' if bucket.setting else 'AWS_ENDPOINT_URL is set'})"
 
 
-def _other_region(text: str, bucket: Bucket, where: str, endpoint: str) -> OtherRegionError:
+def _other_region(text: str, bucket: BucketAddress, where: str, endpoint: str) -> OtherRegionError:
     region = repr(bucket.region) if bucket.region else "the default one"
     there = (re.findall(r"<Region>([\w-]+)</Region>", text) or [""])[0]
     key = "type data.region=" if bucket.setting else "set AWS_REGION="
@@ -153,7 +193,7 @@ def _other_region(text: str, bucket: Bucket, where: str, endpoint: str) -> Other
     )
 
 
-def _credentials(bucket: Bucket) -> str:
+def _credentials(bucket: BucketAddress) -> str:
     if bucket.anon:
         return "a reader without credentials (data.anon=true)"
     if bucket.credentials is None and "AWS_ACCESS_KEY_ID" in os.environ:

@@ -10,13 +10,11 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import Store, TransferCounters
-from ddp_hydra.storage.fsspec_schemes import check_installed, is_known
-from ddp_hydra.storage.fsspec_store import FsspecStore, without_password
+from ddp_hydra.storage.fsspec_store import FsspecStore, check_installed, is_known, without_password
 from ddp_hydra.storage.http import WebServer
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
-from ddp_hydra.storage.s3_messages import check_name
-from ddp_hydra.storage.s3fs_bucket import S3fsBucket
+from ddp_hydra.storage.s3_messages import BucketAddress, check_name
 
 CLIENTS = ("obstore", "s3fs")
 _BUCKETS = ("s3", "gs", "az")
@@ -109,7 +107,7 @@ class Access:
 
     def _connect(self, root: str) -> Store:
         if root.startswith("file://"):
-            return LocalFolder(root.removeprefix("file://"), self.traffic)
+            return LocalFolder(root.removeprefix("file://"), self.traffic, self.setting)
         retrying: dict[str, Any] = {
             "timeout_s": self.timeout_s,
             "retry_timeout_s": self.retry_timeout_s,
@@ -127,11 +125,11 @@ class Access:
             "addressing": self.addressing,
             "credentials": self.credentials,
             "setting": self.setting,
-            **retrying,
         }
         if scheme == "s3" and self.client == "s3fs":
-            return S3fsBucket(name, **arguments, options=self.storage_options)
-        return Bucket(name, **arguments, scheme=scheme)
+            bucket = BucketAddress(name, **arguments)
+            return FsspecStore(root, self.storage_options, self.setting, bucket, **retrying)
+        return Bucket(name, **arguments, **retrying, scheme=scheme)
 
     def close(self) -> None:
         """End all waiting for retries."""

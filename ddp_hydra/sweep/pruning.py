@@ -145,7 +145,7 @@ class StorePruning:
 
     def _remove(self, pipe: Connection) -> dict[int, str]:
         """Remove the checkpoints. Runs in the forked process."""
-        from ddp_hydra.storage.stored_checkpoints import remove_checkpoints
+        from ddp_hydra.storage.run_ref import remove_checkpoints
 
         found = {}
         for place in self.asked:

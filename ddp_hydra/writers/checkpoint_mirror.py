@@ -17,7 +17,7 @@ from typing import Any
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.record import Record
-from ddp_hydra.storage.base import WritableStore
+from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.manifest import (
     ALIASES,
     FOLDER,
@@ -31,8 +31,9 @@ from ddp_hydra.storage.manifest import (
     read_manifest_text,
     write_manifest_text,
 )
+from ddp_hydra.storage.results_root import open_folder
 from ddp_hydra.storage.retry import Backoff
-from ddp_hydra.storage.stored_checkpoints import folder_of
+from ddp_hydra.storage.run_ref import RunRef
 
 FIRST_TIMEOUT_S = 5.0
 """Timeout of the first request to the store: the job waits for it, so it is short."""
@@ -54,7 +55,7 @@ class MirrorWriter:
         give_up: an event that ends all waiting at once.
         timeout_s: timeout of one request.
         before: called before checkpoints are copied; what it copies is in the bucket before they are.
-        remote: the destination, if it is open already.
+        remote: the folder of the run there, if it is open already.
 
     Attributes:
         failures: how many times a checkpoint could not be copied in time.
@@ -71,12 +72,13 @@ class MirrorWriter:
         give_up: threading.Event | None = None,
         timeout_s: float = 60.0,
         before: Callable[[], None] = lambda: None,
-        remote: WritableStore | None = None,
+        remote: Store | None = None,
     ) -> None:
         self.failures = 0
         self._before = before
         self._local = run_dir / FOLDER
-        self._remote = remote or folder_of(url, timeout_s)
+        self._remote = remote or open_folder(RunRef.own(url).folder, timeout_s)
+        self._place = f"{self._remote.url}/{FOLDER}"
         self._retry_s = retry_s
         self._give_up = give_up or threading.Event()
         self._changed = threading.Condition()
@@ -90,7 +92,7 @@ class MirrorWriter:
         self._is_reported = False
         self._damaged: dict[str, str] = {}  # why a step file cannot be copied
         try:
-            _entries(folder_of(url, min(timeout_s, FIRST_TIMEOUT_S)))
+            _entries(open_folder(RunRef.own(url).folder, min(timeout_s, FIRST_TIMEOUT_S)))
         except ConnectionError as error:
             log.warning("%s; it is asked again when there is a checkpoint", error)
 
@@ -117,7 +119,7 @@ class MirrorWriter:
             log.warning(
                 "the newest checkpoint, %s, is not in %s (%s); it is in %s",
                 names[0],
-                self._remote.url,
+                self._place,
                 self._damaged.get(names[0]) or self._reason or "there was no time for it",
                 self._local,
             )
@@ -145,7 +147,7 @@ class MirrorWriter:
                 self._reason = str(error) or type(error).__name__
             else:
                 if self._is_reported:
-                    log.warning("checkpoints reach %s again", self._remote.url)
+                    log.warning("checkpoints reach %s again", self._place)
                 self._reason, self._is_reported = "", False
                 return
             if self._closed_at is not None:  # the last tries have as much time as all others
@@ -156,7 +158,7 @@ class MirrorWriter:
         self._is_reported = True
         log.warning(
             "checkpoints do not reach %s: %s (tried %d times in %.0f s); they are in %s, and the next one tries again",
-            self._remote.url,
+            self._place,
             self._reason,
             backoff.tries,
             backoff.elapsed_s,
@@ -181,14 +183,14 @@ class MirrorWriter:
         if keys[newest] not in self._sent:
             return
         for key in sorted(self._own - set(keys.values())):
-            self._remote.delete(key)
+            self._remote.delete(f"{FOLDER}/{key}")
             self._own.discard(key)
             self._sent.discard(key)
         self._newest_sent = newest
 
     def _send(self, path: Path, entry: dict[str, Any], key: str) -> bool:
         """Copy one file unless the bucket has it; return whether the bucket has it then."""
-        if self._remote.size(key) != entry["size"]:
+        if self._remote.size_or_none(f"{FOLDER}/{key}") != entry["size"]:
             try:
                 content = path.open("rb")  # an open file stays readable when its name is removed
             except FileNotFoundError:
@@ -199,7 +201,7 @@ class MirrorWriter:
                         log.warning("checkpoint %s is damaged: %s; it is not copied", path, reason)
                         self._damaged[path.name] = reason
                     return False
-                self._remote.put(key, content, entry["size"])
+                self._remote.put(f"{FOLDER}/{key}", content, entry["size"])
         self._sent.add(key)
         return True
 
@@ -225,19 +227,19 @@ class MirrorWriter:
         known = {entry.get("sha256") for entry in named.values()}
         named |= {alias: entry for alias, entry in aliases.items() if entry.get("sha256") in known}
         if named != before or list(named) != list(before):
-            self._remote.put(NAME, write_manifest_text(named))
+            self._remote.put(f"{FOLDER}/{NAME}", write_manifest_text(named))
         return named
 
 
-def _entries(remote: WritableStore) -> Entries:
+def _entries(remote: Store) -> Entries:
     """Return the entries of the bucket's manifest."""
     try:
-        return read_manifest_text(remote.get(NAME))
+        return read_manifest_text(remote.get(f"{FOLDER}/{NAME}"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
         raise ConfigError(
-            f"{remote.url}/{NAME} is not the manifest of checkpoints ({error}): give another folder with "
+            f"{remote.url}/{FOLDER}/{NAME} is not the manifest of checkpoints ({error}): give another folder with "
             "results.mirror=s3://bucket/folder"
         ) from None
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ddp_hydra.run_state import AttemptEntry
-from ddp_hydra.storage.base import WritableStore
+from ddp_hydra.storage.base import Store
 from ddp_hydra.writers.base import Fetch, Writer
 
 
@@ -18,7 +18,7 @@ def default_writers(
     keep: int | None = 3,
     mirror: str | None = None,
     before_mirror: Callable[[], None] = lambda: None,
-    mirror_store: WritableStore | None = None,
+    mirror_store: Store | None = None,
     retry_s: float = 60.0,
     give_up: threading.Event | None = None,
     tensorboard: bool = True,

@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, ValidationError, convert, field
 
 from ddp_hydra.checked import Count
 from ddp_hydra.storage import Access, shown
-from ddp_hydra.storage.fsspec_schemes import is_known
+from ddp_hydra.storage.fsspec_store import is_known
 
 T = TypeVar("T")
 KIND: Literal["wids-shard-index-v1"] = "wids-shard-index-v1"

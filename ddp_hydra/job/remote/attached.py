@@ -14,7 +14,7 @@ from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job.remote.status import ENDED, LOST, STOP, SUCCEEDED, read
 from ddp_hydra.record import Record
 from ddp_hydra.run_state import Status
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import Store
 from ddp_hydra.writers.handler import ResultsHandler
 from ddp_hydra.writers.run_dir import SUMMARY, json_object
 from ddp_hydra.writers.status import NAME
@@ -37,7 +37,7 @@ class Attached:
         lost_timeout_s: a driver that has not updated its status for so long is considered lost, in seconds.
     """
 
-    def __init__(self, store: results_root.ResultsFolder, lost_timeout_s: float) -> None:
+    def __init__(self, store: Store, lost_timeout_s: float) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
 
         self.store, self.lost_timeout_s = store, lost_timeout_s
@@ -79,7 +79,7 @@ class Attached:
         """
         with self.handler:
             while True:
-                has_ended = self.store.size(SUMMARY) is not None
+                has_ended = self.store.size_or_none(SUMMARY) is not None
                 self.read_status()
                 self.show_metrics()
                 if has_ended:
@@ -121,7 +121,7 @@ class Attached:
 
     def show_metrics(self) -> None:
         """Show the metrics that are new; the first time, only the latest."""
-        size = self.store.size(METRICS) or 0
+        size = self.store.size_or_none(METRICS) or 0
         if size == max(0, self.position) or self.status.start is None:
             return
         is_first = self.position < 0
@@ -144,7 +144,7 @@ class Attached:
         """
         tail = max(0, size - TAIL_BYTES)
         start = tail if self.position < 0 else self.position - len(self.last)
-        content = self.store.get_range(METRICS, start, size) if start < size else b""
+        content: bytes = self.store.get_range(METRICS, start, size) if start < size else b""
         is_other = size < self.position or not content.startswith(self.last)
         if is_other:
             start, content = tail, self.store.get_range(METRICS, tail, size) if size else b""

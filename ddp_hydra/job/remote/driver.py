@@ -36,7 +36,6 @@ from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
-from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.writers.base import Writer
 from ddp_hydra.writers.run_dir import read_summary
 
@@ -198,7 +197,7 @@ class RemoteJobRunner:
             writers=writers,
             before_mirror=self.uploader.upload_curves,
             note_attempts=self.status.note_attempts,
-            checkpoints=results_root.ResultsFolder(f"{self.store.url}/{FOLDER}", self.store, FOLDER),
+            checkpoints=self.store,
         )
         try:
             run_job(cfg, self.run_dir, spec.overrides, remote)

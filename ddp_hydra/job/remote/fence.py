@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from typing import IO
+from typing import Any
 
 from ddp_hydra.errors import TakenOver
-from ddp_hydra.storage.base import ObjectChangedError, WritableStore
-from ddp_hydra.storage.results_root import ResultsFolder
+from ddp_hydra.storage.base import ObjectChangedError, Store
 
 OWNER = "owner"
 """The object with the token of the driver that may write."""
@@ -21,7 +20,7 @@ TRIES = 5
 log = logging.getLogger(__name__)
 
 
-class FencedStore(ResultsFolder):
+class FencedStore(Store):
     """Writes to a store as its owner, until another process acquires it.
 
     A small object is replaced only if nobody else has changed it since this process became the owner (If-Match,
@@ -31,13 +30,26 @@ class FencedStore(ResultsFolder):
         store: the run's folder.
     """
 
-    def __init__(self, store: WritableStore) -> None:
-        super().__init__(store.url, store)
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store, self.url, self.setting = store, store.url, store.setting
         self.token = secrets.token_hex(8)
         self.lost = False
         self._conditional = True
         self._tags: dict[str, str | None] = {}
         self._lock = threading.RLock()
+
+    def get(self, key: str, size: int | None = None) -> Any:
+        return self.store.get(key, size)
+
+    def get_range(self, key: str, start: int, end: int) -> Any:
+        return self.store.get_range(key, start, end)
+
+    def size(self, key: str) -> int:
+        return self.store.size(key)
+
+    def etag(self, key: str) -> str | None:
+        return self.store.etag(key)
 
     def owner(self) -> str | None:
         """Return the tag of the owner's object, for `acquire`; None if there was no owner yet."""
@@ -85,7 +97,7 @@ class FencedStore(ResultsFolder):
     def _token(self) -> str:
         """Return the owner's token, "" if the run was removed."""
         try:
-            return self.store.get(OWNER).decode(errors="replace").strip()
+            return str(self.store.get(OWNER), errors="replace").strip()
         except FileNotFoundError:
             return ""
 
@@ -96,7 +108,7 @@ class FencedStore(ResultsFolder):
             f"there; see ddp-hydra attach run={self.url}"
         )
 
-    def put(self, key: str, content: bytes | IO[bytes], size: int = 0) -> None:
+    def put(self, key: str, content: Any, size: int = 0) -> None:
         """Write an object as the owner; errors as of `check` and of the store."""
         if self.lost or not isinstance(content, bytes) or not self._conditional:
             self.check()
@@ -123,6 +135,6 @@ class FencedStore(ResultsFolder):
             self.store.delete(key)
 
     def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        """Write an object if it still has this ETag, and return its new ETag; see `WritableStore`."""
+        """Write an object if it still has this ETag, and return its new ETag; see `Store`."""
         self.check()
         return self.store.put_if(key, content, etag)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import ddp_hydra
 from ddp_hydra.record import Record
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Status, decode
-from ddp_hydra.storage.base import WritableStore
+from ddp_hydra.storage.base import Store
 from ddp_hydra.writers.status import NAME, JobStatus, encode
 
 STOP = "stop"
@@ -115,7 +115,7 @@ def failed_attempts(status: Status) -> list[AttemptEntry]:
     return [*status.attempts, lost]
 
 
-def read(store: WritableStore) -> Status | None:
+def read(store: Store) -> Status | None:
     """Return the status of the run in a store; None if there is none.
 
     Raises:

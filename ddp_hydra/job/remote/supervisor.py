@@ -15,7 +15,7 @@ from distributed.protocol.pickle import dumps
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, read
-from ddp_hydra.storage.base import WritableStore
+from ddp_hydra.storage.base import Store
 
 NAME = "ddp_hydra-supervisor"
 TRIES = 10
@@ -80,7 +80,7 @@ def release(client: str, dask_scheduler: Any = None) -> None:
         dask_scheduler.plugins[NAME].specs.pop(client, None)
 
 
-def has_ended(store: WritableStore, silence_s: float) -> bool:
+def has_ended(store: Store, silence_s: float) -> bool:
     """Return whether a run has ended and needs no other driver.
 
     The previous driver may only have lost the scheduler, so this waits until it has been silent for a while.

@@ -22,11 +22,10 @@ from ddp_hydra.job.remote.status import (
 )
 from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Status, Summary
-from ddp_hydra.storage.base import WritableStore
+from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import place
 from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
 from ddp_hydra.storage.manifest import NAME as MANIFEST
-from ddp_hydra.storage.remote import PIECE_BYTES
 from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.writers.run_dir import SUMMARY, json_object, write_summary
 from ddp_hydra.writers.status import NAME, encode
@@ -56,7 +55,7 @@ class Uploader:
     def __init__(
         self,
         folder: Path,
-        store: WritableStore,
+        store: Store,
         status: DriverStatus,
         on_stop: Callable[[], None],
         on_lost: Callable[[str], None] = lambda message: None,
@@ -154,7 +153,7 @@ class Uploader:
                 if isinstance(self.store, FencedStore):
                     self.store.check()
                 self.store.put(NAME, content)
-            if not self._is_stopping and self.store.size(STOP) is not None:
+            if not self._is_stopping and self.store.size_or_none(STOP) is not None:
                 self._is_stopping = True
                 self.on_stop()
         except TakenOver:
@@ -293,10 +292,10 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
     write_summary(run_dir, Summary(attempts=status.attempts))  # the job adds its own attempts
     for name in status.files:
         path = place(run_dir, check_path(name))
-        size = store.size(name)
+        size = store.size_or_none(name) or 0
         with path.open("wb") as file:
-            for start in range(0, size or 0, PIECE_BYTES):
-                file.write(store.get_range(name, start, min(size or 0, start + PIECE_BYTES)))
+            for start in range(0, size, PIECE_BYTES):
+                file.write(store.get_range(name, start, min(size, start + PIECE_BYTES)))
     store.put(NAME, encode(status.content()))
     try:
         return bool(json_object(store.get(f"{FOLDER}/{MANIFEST}")).get("files"))

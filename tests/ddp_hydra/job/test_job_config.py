@@ -47,7 +47,7 @@ def test_a_run_directory_without_checkpoints_is_refused(tmp_path):
 def test_a_run_directory_that_points_to_its_results_and_the_run_of_a_store_have_weights_too(tmp_path, monkeypatch):
     asked = []
     fetch = lambda url, folder, which, retry_s: asked.append((url, which)) or folder / "best.pt"  # noqa: E731
-    monkeypatch.setattr("ddp_hydra.storage.stored_checkpoints.fetch_checkpoint", fetch)
+    monkeypatch.setattr("ddp_hydra.storage.run_ref.fetch_checkpoint", fetch)
     (tmp_path / "results.url").write_text("s3://bucket/runs/a\n")
     for given in ("s3://bucket/runs/a", str(tmp_path)):
         assert find_weights(job(given), tmp_path) == tmp_path / ".resume" / "best.pt"

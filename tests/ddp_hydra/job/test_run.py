@@ -245,7 +245,7 @@ def test_a_bucket_is_brought_into_the_run_directory(tmp_path, monkeypatch):
         asked.append((url, folder, retry_s))
         return folder / "step-000010-0123456789ab.pt"
 
-    monkeypatch.setattr("ddp_hydra.storage.stored_checkpoints.fetch_checkpoint", fetch)
+    monkeypatch.setattr("ddp_hydra.storage.run_ref.fetch_checkpoint", fetch)
     cfg = config(resume="s3://bucket/run", results__retry_s=7.0)
     assert job_config.find_resume(cfg, tmp_path / "new").name == "step-000010-0123456789ab.pt"
     assert asked == [("s3://bucket/run", tmp_path / "new" / ".resume", 7.0)]

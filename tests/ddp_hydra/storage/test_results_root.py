@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import Bucket, results_root
+from ddp_hydra.storage import Bucket, Store, results_root
 from ddp_hydra.storage.run_ref import RunRef
 
 
 @pytest.fixture
-def disk(tmp_path) -> results_root.ResultsFolder:
+def disk(tmp_path) -> Store:
     return results_root.open_folder(f"file://{tmp_path}/runs/a")
 
 
 def test_a_folder_of_a_disk_is_a_store(disk, tmp_path):
     assert disk.url == f"{tmp_path}/runs/a"
-    assert disk.size("logs/x") is None
+    assert disk.size_or_none("logs/x") is None
     disk.put("logs/x", b"0123456789")
     disk.put("large", io.BytesIO(b"ab" * 10), 20)
-    assert (disk.size("logs/x"), disk.size("large")) == (10, 20)
+    assert (disk.size_or_none("logs/x"), disk.size_or_none("large")) == (10, 20)
     assert disk.get_range("logs/x", 2, 5) == b"234"
     disk.put("logs/x", b"new")
     assert disk.get("logs/x") == b"new"
@@ -45,12 +45,12 @@ def test_a_full_disk_may_pass(disk):
 
     with pytest.raises(ConnectionError, match="No space left"):
         disk.put("x", Full())
-    assert disk.size("x") is None
+    assert disk.size_or_none("x") is None
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket/runs", "az://container/runs"])
 def test_a_bucket_is_one(url):
-    assert isinstance(results_root.open_folder(url).store, Bucket)
+    assert isinstance(results_root.open_folder(url), Bucket)
     assert results_root.is_url(url)
 
 

@@ -10,7 +10,7 @@ from ddp_hydra.cli.overrides import _overrides_of
 from ddp_hydra.cli.run_config import saved_config
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.job.loggers import read_runs
-from ddp_hydra.storage import stored_checkpoints
+from ddp_hydra.storage import run_ref
 from ddp_hydra.storage.run_ref import RunRef
 
 
@@ -58,7 +58,7 @@ def test_the_checkpoints_folder_is_known_from_inside_it(run_dir, monkeypatch):
 def test_the_url_of_a_run_is_that_of_its_folder(url, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        stored_checkpoints, "fetch_checkpoint", lambda *words, **more: asked.append((words, more)) or tmp_path / "x"
+        run_ref, "fetch_checkpoint", lambda *words, **more: asked.append((words, more)) or tmp_path / "x"
     )
     ref = RunRef.of(url)
     assert (ref.is_stored, ref.folder) == (True, "s3://bucket/runs/a")

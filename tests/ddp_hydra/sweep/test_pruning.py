@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.storage import stored_checkpoints
+from ddp_hydra.storage import run_ref
 from ddp_hydra.storage.manifest import find_checkpoint, name_in_store, read_manifest, write_manifest_text
 from ddp_hydra.storage.results_root import POINTER
-from ddp_hydra.storage.stored_checkpoints import fetch_checkpoint
+from ddp_hydra.storage.run_ref import fetch_checkpoint
 from ddp_hydra.sweep.pruning import Pruning, losers, number_kept
 from ddp_hydra.sweep.rows import Objective, Row, State
 from ddp_hydra.writers.run_dir import locked
@@ -212,7 +212,7 @@ def test_what_a_store_refuses_to_remove_stays_everywhere_and_is_said_once(tmp_pa
 def test_the_end_of_a_sweep_does_not_wait_for_ever_for_a_store(tmp_path, monkeypatch, caplog):
     rows, mirror = [row(n, n / 10) for n in range(2)], tmp_path / "mirror"
     folders = [with_checkpoints(tmp_path / str(n), mirror / str(n)) for n in range(2)]
-    monkeypatch.setattr(stored_checkpoints, "remove_checkpoints", lambda *_: time.sleep(60))
+    monkeypatch.setattr(run_ref, "remove_checkpoints", lambda *_: time.sleep(60))
     pruning = Pruning(tmp_path, "best:1", ACCURACY, str(mirror))
     pruning.finish(rows, timeout_s=0.0)
     assert (folders[0] / "last.pt").exists()

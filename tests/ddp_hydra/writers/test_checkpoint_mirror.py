@@ -21,9 +21,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.storage.base import PIECE_BYTES
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, read_manifest_text
-from ddp_hydra.storage.remote import PIECE_BYTES
-from ddp_hydra.storage.stored_checkpoints import fetch_checkpoint, remove_checkpoints
+from ddp_hydra.storage.run_ref import fetch_checkpoint, remove_checkpoints
 from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 from ddp_hydra.writers.checkpoints import CheckpointWriter
 from ddp_hydra.writers.default import default_writers

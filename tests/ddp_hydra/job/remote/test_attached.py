@@ -10,14 +10,14 @@ from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
 from ddp_hydra.job.remote.attached import Attached
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import Store, results_root
 from ddp_hydra.writers.status import encode
 
 
 class Run:
     """A run as its store shows it."""
 
-    def __init__(self, store: results_root.ResultsFolder) -> None:
+    def __init__(self, store: Store) -> None:
         self.store = store
         self.status = DriverStatus("tcp://scheduler:8786", "abc")
         self.lines = b""
@@ -190,9 +190,9 @@ def test_to_stop_leaves_a_word_in_the_store(run):
     attached = Attached(run.store, 1)
     attached.begin()
     attached.stop()
-    assert run.store.size("stop")
+    assert run.store.size_or_none("stop")
     run.store.delete("stop")
     run.end("done", "")
     attached.begin()
     attached.stop()
-    assert run.store.size("stop") is None
+    assert run.store.size_or_none("stop") is None

@@ -8,13 +8,13 @@ from obstore.exceptions import NotSupportedError
 
 from ddp_hydra.errors import TakenOver
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.storage import LocalFolder, results_root
+from ddp_hydra.storage import LocalFolder, Store, results_root
 from ddp_hydra.storage.base import ObjectChangedError
 from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 
 
 @pytest.fixture(params=["disk", "bucket"])
-def there(request, tmp_path, monkeypatch, s3) -> results_root.ResultsFolder:  # noqa: F811
+def there(request, tmp_path, monkeypatch, s3) -> Store:  # noqa: F811
     if request.param == "disk":
         return results_root.open_folder(str(tmp_path / "runs"))
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3.endpoint_url}.items():
@@ -34,10 +34,6 @@ def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
             there.put_if("x", b"333", stale)
     assert there.get("x") == b"22"
     assert there.etag("x") == second
-
-
-def checkpoints_of(fenced: FencedStore) -> results_root.ResultsFolder:
-    return results_root.ResultsFolder(f"{fenced.url}/checkpoints", fenced, "checkpoints")
 
 
 def test_of_many_who_acquire_at_once_one_is_the_owner(there):
@@ -64,21 +60,20 @@ def test_of_many_who_acquire_at_once_one_is_the_owner(there):
 def test_who_was_the_owner_overwrites_and_removes_nothing(there):
     one, other = FencedStore(there), FencedStore(there)
     one.acquire(one.owner())
-    checkpoints = checkpoints_of(one)
-    checkpoints.put("manifest.json", b"one's")
+    one.put("checkpoints/manifest.json", b"one's")
     other.acquire(other.owner())
-    checkpoints_of(other).put("manifest.json", b"the other's")
+    other.put("checkpoints/manifest.json", b"the other's")
     for write in (
-        lambda: checkpoints.put("manifest.json", b"one's again"),
-        lambda: checkpoints.put("new", b"x"),
-        lambda: checkpoints.put("step", io.BytesIO(b"x"), 1),
-        lambda: checkpoints.delete("manifest.json"),
+        lambda: one.put("checkpoints/manifest.json", b"one's again"),
+        lambda: one.put("checkpoints/new", b"x"),
+        lambda: one.put("checkpoints/step", io.BytesIO(b"x"), 1),
+        lambda: one.delete("checkpoints/manifest.json"),
     ):
         with pytest.raises(TakenOver, match=r"another driver has taken over .*: this one ends"):
             write()
     assert there.get("checkpoints/manifest.json") == b"the other's"
-    checkpoints_of(other).put("manifest.json", b"the other's again")
-    assert (there.size("checkpoints/new"), there.size("checkpoints/step")) == (None, None)
+    other.put("checkpoints/manifest.json", b"the other's again")
+    assert (there.size_or_none("checkpoints/new"), there.size_or_none("checkpoints/step")) == (None, None)
 
 
 def test_what_the_one_before_put_there_late_is_replaced(there):
@@ -100,7 +95,7 @@ def test_a_store_without_conditions_is_used_and_said(tmp_path, caplog, answer):
             self.put(key, content)
             return "x"
 
-    there = results_root.ResultsFolder(str(tmp_path), Plain(tmp_path))
+    there = Plain(tmp_path, setting=None)
     one, other = FencedStore(there), FencedStore(there)
     one.acquire(one.owner())
     one.warn_if_unconditional()

@@ -15,14 +15,14 @@ from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status
-from ddp_hydra.storage import LocalFolder, results_root
+from ddp_hydra.storage import LocalFolder
 
 
-class Shaky(results_root.ResultsFolder):
+class Shaky(LocalFolder):
     """A store that is away now and then, and keeps the order of what comes."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(str(path), LocalFolder(path))
+        super().__init__(path, setting=None)
         self.away = False
         self.order: list[str] = []
 
@@ -101,7 +101,7 @@ def test_files_come_as_they_grow_and_the_summary_last(make, there, run_dir):
     assert one.finish(0, "done", "well done") == ""
     assert there.order[-2:] == ["status.json", "summary.json"]
     assert there.get("logs/rank-0.log") == b"hello again\n"
-    assert (json.loads(there.get("status.json"))["state"], there.size("logs/.part-123")) == ("done", None)
+    assert (json.loads(there.get("status.json"))["state"], there.size_or_none("logs/.part-123")) == ("done", None)
 
 
 def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypatch):
@@ -112,7 +112,7 @@ def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypat
     time.sleep(0.1)
     assert there.order.count("metrics.jsonl") == 1
     assert one.finish(0, "done", "") == ""
-    assert there.size("metrics.jsonl") == 20
+    assert there.size_or_none("metrics.jsonl") == 20
 
 
 def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
@@ -160,7 +160,7 @@ def test_what_is_missing_at_the_end_is_said(make, there, run_dir, caplog):
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
     assert one.finish(0, "done", "") == "its newest checkpoint, step-000001.pt, is not there"
-    assert there.size("summary.json") is None
+    assert there.size_or_none("summary.json") is None
 
 
 def test_somebody_asks_for_the_end_once(make, there):
@@ -171,14 +171,14 @@ def test_somebody_asks_for_the_end_once(make, there):
     time.sleep(0.05)
     assert asked == [1]
     assert one.finish(0, "interrupted", "") == ""
-    assert there.size("stop") is None
+    assert there.size_or_none("stop") is None
 
 
 def test_a_run_acquires_its_place(there, status):
     there.put("summary.json", b"of before")
     there.put("stop", b"")
     acquire_run(FencedStore(there), status, {"config.yaml": b"a: 1\n"})
-    assert (there.size("summary.json"), there.size("stop")) == (None, None)
+    assert (there.size_or_none("summary.json"), there.size_or_none("stop")) == (None, None)
     assert there.get(".hydra/config.yaml") == b"a: 1\n"
     with pytest.raises(ConfigError, match=r"another run is active in .*/store .*stop=true, or give another"):
         acquire_run(FencedStore(there), DriverStatus("tcp://scheduler:8786", "abc"), {})
@@ -214,7 +214,7 @@ def test_who_is_taken_over_stops_and_writes_nothing_more(there, run_dir, status,
     assert "another driver has taken over" in one.finish(60, "done", "")
     assert len(said) == 1
     assert there.get("metrics.jsonl") == b"of the other"
-    assert there.size("summary.json") is None
+    assert there.size_or_none("summary.json") is None
 
 
 def test_the_status_follows_the_records(status):

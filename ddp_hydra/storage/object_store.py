@@ -1,4 +1,4 @@
-"""Reads and writes objects over HTTP, with obstore."""
+"""Reads and writes objects over HTTP, with obstore: what buckets and web servers have in common."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import RangesIgnoredError, TemporaryError
-from ddp_hydra.storage.retrying import Retrying
+from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError, Store, TemporaryError
 
-PIECE_BYTES = 8 * 2**20
-"""Large objects are written, and results are read, in pieces of this size."""
 _MOST_PIECES = 9000  # S3 takes 10,000
 _STREAMED_BYTES = 2**20
 _PAGE = 1000
@@ -25,32 +22,23 @@ _used = False
 _forked = False
 
 
-class Remote(Retrying):
-    """Reads and writes objects over HTTP; see `Retrying`."""
+class ObjectStore(Store):
+    """Reads and writes objects over HTTP; see `Store`."""
 
     def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
         """Yield an object in pieces, in order, with one request for all of it: for stores without ranges.
 
         After an error the object is read from its beginning, as there is no other way; bytes that were yielded before
         are skipped.
-
-        Args:
-            key: its name.
-            size: its bytes.
-            start: how many bytes to skip; they are transferred all the same.
-
-        Raises:
-            ValueError: it has another size.
-            Exception: as `get`.
         """
         given, position = start, 0
         pieces: Iterator[Any] | None = None
 
-        def next_piece(store: Any) -> Any:
+        def next_piece(client: Any) -> Any:
             nonlocal given, position, pieces
             try:
                 if pieces is None:
-                    pieces, position = iter(store.get(key).stream(min_chunk_size=_STREAMED_BYTES)), 0
+                    pieces, position = iter(client.get(key).stream(min_chunk_size=_STREAMED_BYTES)), 0
                     self.traffic.add(requests=1)
                 for piece in pieces:
                     position += len(piece)
@@ -71,57 +59,51 @@ class Remote(Retrying):
             yield piece
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
-        """List the objects under a folder.
+        """Yield the key and the size in bytes of each object below a folder; see `Store`.
 
-        Args:
-            prefix: the folder, without the bucket; "" for all.
-
-        Yields:
-            Key and size in bytes. The key of a folder's marker comes without its last slash, and size 0.
+        The key of a folder's marker comes without its last slash, and size 0.
 
         Raises:
-            FileNotFoundError: there is no such bucket.
-            PermissionError: no credentials, or wrong ones.
-            ConnectionError: the endpoint is not reachable, is not an S3 store, or has this bucket in another region.
             ValueError: a key that is not a path.
+            Exception: as `Store.objects`.
         """
         walk = Walk(self.shown(), prefix)
         while page := self._request(walk.next_page, None, first=True):
             yield from page
 
-    def _get(self, store: Any, key: str, size: int | None) -> Any:
-        content = store.get(key).bytes()
+    def _get(self, client: Any, key: str, size: int | None) -> Any:
+        content = client.get(key).bytes()
         if size is None or len(content) == size:
             return content
         is_document = bytes(content[:1]) in (b"", b"<")  # an error document, sent with the status of a success
-        if is_document or self._size(store, key) != len(content):
+        if is_document or self._size(client, key) != len(content):
             raise self._wrong_body(key, len(content), size)
         return content
 
-    def _get_range(self, store: Any, key: str, start: int, end: int) -> Any:
-        return store.get_range(key, start=start, end=end)
+    def _get_range(self, client: Any, key: str, start: int, end: int) -> Any:
+        return client.get_range(key, start=start, end=end)
 
-    def _size(self, store: Any, key: str) -> int:
-        return int(store.head(key)["size"])
+    def _size(self, client: Any, key: str) -> int:
+        return int(client.head(key)["size"])
 
-    def _folders(self, store: Any, prefix: str) -> list[str]:
+    def _folders(self, client: Any, prefix: str) -> list[str]:
         """List the folders until two answers agree: the client takes an error document for an empty one."""
-        answers = [store.list_with_delimiter(prefix or None)["common_prefixes"] for _ in range(2)]
+        answers = [client.list_with_delimiter(prefix or None)["common_prefixes"] for _ in range(2)]
         if answers[0] != answers[1]:
             raise TemporaryError(f"{self.shown()} lists its folders differently each time: try again later")
         return sorted(folder.rsplit("/", 1)[-1] for folder in answers[0])
 
-    def _put(self, store: Any, key: str, content: Any, size: int) -> None:
+    def _put(self, client: Any, key: str, content: Any, size: int) -> None:
         if hasattr(content, "seek"):
             content.seek(0)
         piece = max(PIECE_BYTES, -(-size // _MOST_PIECES))
-        store.put(key, content, chunk_size=piece, max_concurrency=4)
+        client.put(key, content, chunk_size=piece, max_concurrency=4)
 
-    def _delete(self, store: Any, key: str) -> None:
-        store.delete(key)
+    def _delete(self, client: Any, key: str) -> None:
+        client.delete(key)
 
-    def _etag(self, store: Any, key: str) -> str:
-        return str(store.head(key)["e_tag"])
+    def _etag(self, client: Any, key: str) -> str:
+        return str(client.head(key)["e_tag"])
 
     def _explained(self, error: Exception, key: str | None) -> Exception:
         text = str(error)
@@ -139,7 +121,7 @@ class Remote(Retrying):
             )
         return super()._explained(error, key)
 
-    def _store(self) -> Any:
+    def _client(self) -> Any:
         global _used
         if _forked:
             raise RuntimeError(
@@ -148,7 +130,7 @@ class Remote(Retrying):
                 'multiprocessing_context="forkserver")'
             )
         _used = True
-        return super()._store()
+        return super()._client()
 
     def _options(self, url: str | None) -> dict[str, Any]:
         """Return how obstore connects to a URL. It does not retry by itself, as this class does that and counts it."""
@@ -188,18 +170,18 @@ class Walk:
         self._news = False  # whether it had objects after that one
         self._empty = 0
 
-    def next_page(self, store: Any) -> list[tuple[str, int]]:
+    def next_page(self, client: Any) -> list[tuple[str, int]]:
         """Return key and size of the next objects, or an empty list at the end.
 
         Args:
-            store: of obstore.
+            client: of obstore.
 
         Raises:
             TemporaryError: the answer can't be right; the next call goes on after the last object that was returned.
         """
         while True:
             if self._pages is None:
-                self._pages = self._begin(store)
+                self._pages = self._begin(client)
             try:
                 page = next(self._pages, None)
             except Exception:
@@ -212,11 +194,11 @@ class Walk:
             elif found := self._behind_last([(item["path"], item["size"]) for item in page]):
                 return found
 
-    def _begin(self, store: Any) -> Iterator[Any]:
+    def _begin(self, client: Any) -> Iterator[Any]:
         self._reached, self._news = self._last is None, False
         # A shorter key is a smaller one; the client takes none that ends with a dot or a slash.
         offset = self._last[0][:-1].rstrip("./") if self._last else ""
-        return iter(store.list(self._prefix, offset=offset or None, chunk_size=_PAGE))
+        return iter(client.list(self._prefix, offset=offset or None, chunk_size=_PAGE))
 
     def _behind_last(self, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
         """Leave out the objects that were returned before."""
