@@ -34,10 +34,10 @@ class WebServer(ObjectStore):
 
     folders = objects
 
-    def _put(self, client: Any, key: str, *_: Any) -> Any:
+    def _put(self, client: Any, key: str, *_: Any) -> None:
         raise PermissionError(f"{self.shown()} is a web server, and is only read: give a bucket or a folder")
 
-    _delete = _put_if = _put
+    _delete = _put
 
     def _open(self) -> Any:
         from obstore.store import HTTPStore
