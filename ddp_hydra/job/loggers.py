@@ -1,16 +1,22 @@
-"""Runs the loggers of a job, and keeps the ids of their runs for a resume."""
+"""Runs the loggers of a job, each in a process of its own, and keeps the ids of their runs for a resume."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing.connection import Pipe
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -19,14 +25,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+import ddp_hydra
 from ddp_hydra.config import loggers as config
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.run_dir import is_resumed
+from ddp_hydra.record import Record
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
-from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, RunInfo
-from ddp_hydra.writers.loggers.sender import LoggerProcess
+from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, Answer, RunInfo
 
 RUNS = "loggers.json"
 """The file of a run directory with the runs at the services: {"mlflow": {"id": …, "url": …}}."""
@@ -36,8 +43,186 @@ KILLED_S = 10.0
 """How long the end of a job waits after Ctrl-C, so that the services learn of it; a second Ctrl-C ends the wait."""
 NOTICE_S = 2.0
 """How long the end of a job waits for loggers before it says so."""
+JOIN_S = 5.0
+MAX_RECORDS, MAX_BYTES = 20_000, 64 * 2**20
+"""What waits for a logger; beyond it, the oldest records are dropped."""
+KINDS = ("start", "metrics", "text", "image", "file", "log")
+"""Kinds of records that loggers get."""
 
 log = logging.getLogger(__name__)
+
+
+class RecordBuffer:
+    """Holds messages for one reader, up to a limit: beyond it the oldest are dropped. `put` never waits.
+
+    Attributes:
+        dropped: how many messages were too many.
+    """
+
+    def __init__(self, max_messages: int = MAX_RECORDS, max_bytes: int = MAX_BYTES) -> None:
+        self.max_messages, self.max_bytes = max_messages, max_bytes
+        self.dropped = 0
+        self._messages: deque[bytes] = deque()
+        self._bytes = 0
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def put(self, message: bytes) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._messages.append(message)
+            self._bytes += len(message)
+            while len(self._messages) > self.max_messages or self._bytes > self.max_bytes:
+                self._bytes -= len(self._messages.popleft())
+                self.dropped += 1
+            self._changed.notify()
+
+    def take(self) -> bytes | None:
+        """Wait for the oldest message and return it; None once the buffer is closed and empty."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._is_closed)
+            if not self._messages:
+                return None
+            self._bytes -= len(self._messages[0])
+            return self._messages.popleft()
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+
+
+class LoggerProcess:
+    """Runs a logger in a process of its own. It is a writer, none of whose methods fails or waits.
+
+    Args:
+        name: of the logger, for messages.
+        order: what the process begins with, see `process.Session`.
+        log_file: gets what its libraries print.
+        on_run: called in another thread with the run's `id` and `url` at the service.
+        timeout_s: how long the process may go on after the job's process has died.
+        buffer: what waits for the process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        order: Mapping[str, Any],
+        log_file: Path,
+        on_run: Callable[[dict[str, str]], None],
+        timeout_s: float,
+        buffer: RecordBuffer | None = None,
+    ) -> None:
+        self.name, self.on_run, self.log_file = name, on_run, log_file
+        self.buffer = buffer or RecordBuffer()
+        self.has_failed = self.has_refused = self.is_away = False
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        path = [str(Path(ddp_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        incoming, self._outgoing = Pipe(duplex=False)
+        self._answers, answers = Pipe(duplex=False)
+        descriptors = incoming.fileno(), answers.fileno()
+        with log_file.open("ab") as output, incoming, answers:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "ddp_hydra.writers.loggers.process", *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=descriptors,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+                start_new_session=True,  # a Ctrl-C in the terminal is for the job
+            )
+        self._order = json.dumps({**order, "timeout_s": timeout_s}).encode()
+        self._threads = [
+            threading.Thread(target=work, name=f"{name} {work.__name__}", daemon=True)
+            for work in (self._send, self._receive)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def write(self, record: Record) -> None:
+        if record.kind in KINDS and not self.has_failed:
+            self.buffer.put(record.encode())
+
+    def close(self) -> None:
+        """Do nothing: the end of the records is not the end of the job; see `finish`."""
+
+    def finish(self, status: str) -> None:
+        """Tell the logger how the job ended, without waiting for it."""
+        self.buffer.put(json.dumps(status).encode())
+        self.buffer.close()
+
+    def has_ended(self, until: float) -> bool:
+        """Wait for the process; return whether it has ended by a time of the monotonic clock."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until - time.monotonic()))
+        return self.process.returncode is not None
+
+    def wait(self, until: float) -> str:
+        """Wait for the process until a time of the monotonic clock, and end it if it does not end by itself.
+
+        Returns:
+            Why records are missing at the service; "" if none is.
+        """
+        try:
+            is_late = not self.has_ended(until)
+        finally:
+            self.kill()
+        if self.has_failed:
+            return ""  # has been said
+        if is_late:
+            return "it had not taken everything when the job ended"
+        if self.process.returncode and not self.has_refused:
+            return f"its process ended with {self.process.returncode}"
+        dropped = self.buffer.dropped
+        return f"it was too slow, and {dropped} records were left out" if dropped else ""
+
+    def kill(self) -> None:
+        """End the process and those that it has started, if it has not ended well by itself."""
+        if self.process.poll() != 0:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.buffer.close()
+        for thread in self._threads:
+            thread.join(JOIN_S)
+        with contextlib.suppress(OSError):
+            if self.log_file.stat().st_size == 0:
+                self.log_file.unlink()
+
+    def _send(self) -> None:
+        """Give the process its messages; it blocks while the process is busy."""
+        message: bytes | None = self._order
+        with contextlib.suppress(OSError), self._outgoing:
+            while message is not None:
+                self._outgoing.send_bytes(message)
+                message = self.buffer.take()
+
+    def _receive(self) -> None:
+        with contextlib.suppress(EOFError, OSError), self._answers:
+            while True:
+                with contextlib.suppress(msgspec.DecodeError):
+                    self._on_answer(msgspec.json.decode(self._answers.recv_bytes(), type=Answer))
+
+    def _on_answer(self, answer: Answer) -> None:
+        reason = f"({answer.message}): the job goes on"
+        match answer.kind:
+            case "run" if answer.run is not None:
+                self.on_run({"id": answer.run.id, "url": answer.run.url})
+                for line in filter(None, (answer.run.url, answer.run.note)):
+                    log.info("%s: %s", self.name, line)
+            case "away":
+                self.is_away = True
+                log.warning("%s does not answer %s, and its records wait. %s", self.name, reason, answer.advice)
+            case "back":
+                self.is_away = False
+                log.warning("%s answers again", self.name)
+            case "warning":
+                self.has_refused = True
+                log.warning("%s did not take a record %s. See %s", self.name, reason, self.log_file)
+            case "error":
+                self.has_failed = True
+                log.warning("%s gets no records %s. %s", self.name, reason, answer.advice)
 
 
 @dataclass(frozen=True)
@@ -58,13 +243,7 @@ class LoggedJob:
 
 
 def describe(cfg: DictConfig, run_dir: Path, url: str = "") -> LoggedJob:
-    """Describe a job to its loggers, where the command was typed.
-
-    Args:
-        cfg: the composed config.
-        run_dir: of the job.
-        url: of its results, if they are not in the run directory.
-    """
+    """Describe a job to its loggers, where the command was typed. `url` is the place of results that go to a store."""
     is_sweep = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN
     sweep = Path(str(HydraConfig.get().sweep.dir)) if is_sweep else None
     # Several jobs of a sweep may resume from one run; they are runs of their own.
@@ -93,7 +272,6 @@ def read_runs(resume: str) -> dict[str, dict[str, str]]:
 
 
 def save_runs(run_dir: Path, runs: Mapping[str, dict[str, str]]) -> None:
-    """Write `RUNS` of a run directory."""
     try:
         write_atomic(run_dir / RUNS, (json.dumps(runs, indent=2) + "\n").encode())
     except RecordError as error:
@@ -107,16 +285,10 @@ def session(
     """Run the loggers of a job inside the block, and tell them at its end how the job ended.
 
     Args:
-        cfg: the composed config.
-        run_dir: where the results are written.
-        job: as `describe` returns it.
-        packed: the project space, if it is not that of this process.
+        packed: in a driver, the project space that its command has sent.
 
     Yields:
         The loggers, which are writers that never fail or wait.
-
-    Raises:
-        ConfigError: a logger's package is missing.
     """
     nodes = config.nodes(cfg)
     if not nodes:
@@ -169,13 +341,7 @@ def _earlier_runs(cfg: DictConfig, run_dir: Path, job: LoggedJob, in_driver: boo
 
 
 def end(senders: list[LoggerProcess], status: str, timeout_s: float) -> None:
-    """Tell all loggers how the job ended, and wait for them a limited time; one Ctrl-C ends the wait.
-
-    Args:
-        senders: the loggers.
-        status: how the job ended.
-        timeout_s: how long to wait for all of them together.
-    """
+    """Tell all loggers how the job ended, and wait a limited time for all together; one Ctrl-C ends the wait."""
     began = time.monotonic()
     for sender in senders:
         sender.finish(status)

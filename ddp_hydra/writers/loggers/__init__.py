@@ -1,10 +1,10 @@
 """Sends a job's records to tracking services: MLflow, W&B, Aim, ClearML, or a writer of one's own.
 
     base       what a logger for a service has to define
-    sender     the job's side: a bounded queue, and the logger's process
-    process    the logger's side: gives each record to the logger, and repeats what a service did not take
+    process    gives each record to the logger, and repeats what a service did not take
     mlflow, wandb, aim, clearml    one service each, imported only in the logger's process
 
-Each logger has a process of its own. So a library that blocks, crashes, installs signal handlers or waits at exit
-cannot hold up the job: a process can be ended at any time, a thread cannot.
+`job/loggers.py` starts a process for each logger. These libraries take up to 9 s of CPU and 230 MiB to import, register
+six exit handlers or more, start threads and processes, and set `sys.excepthook` (W&B, ClearML) or signal handlers
+(ClearML). One that blocks can be ended with its process; a thread cannot.
 """

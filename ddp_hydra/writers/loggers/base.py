@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from msgspec import Struct
+
 from ddp_hydra.record import Checkpoint, File, Image, Metrics, Record, Text
 
 FINISHED, FAILED, KILLED = "finished", "failed", "killed"
@@ -56,6 +58,23 @@ class StartedRun:
     id: str
     url: str = ""
     note: str = ""
+
+
+class Answer(Struct, frozen=True):
+    """What a logger's process tells the job's process.
+
+    Args:
+        kind: "run", it has begun; "away", the service does not answer; "back", it does again; "warning", a record was
+            refused; "error", it gets no records.
+        message: why.
+        advice: what to type.
+        run: with "run".
+    """
+
+    kind: str
+    message: str = ""
+    advice: str = ""
+    run: StartedRun | None = None
 
 
 class Refused(Exception):

@@ -1,8 +1,7 @@
-"""`python -m ddp_hydra.writers.loggers.process`: give the records of a job to one logger.
+"""`python -m ddp_hydra.writers.loggers.process <descriptor> <descriptor>`: give the records of a job to one logger.
 
-Lines of JSON come through stdin: first the order, then records, `flush` where nothing comes for a while, and `end` with
-the status. Answers go out as lines of JSON: `run` once it has begun, `warning`, `error` if there is no use in going on.
-What libraries print goes to the logger's log file.
+Messages of JSON come through the first: the order, then records, and at last the job's status, a string. An `Answer`
+goes back through the second when the run has begun, and where something fails.
 """
 
 from __future__ import annotations
@@ -16,13 +15,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
+
+import msgspec
 
 from ddp_hydra.config import project, redact, targets
 from ddp_hydra.console.text import message_of, plain, shorten, traceback_of
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import KILLED, Logger, Refused, RunInfo
+from ddp_hydra.writers.loggers.base import KILLED, Answer, Logger, Refused, RunInfo, StartedRun
 
 FLUSH_S = 1.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
@@ -30,25 +32,21 @@ ORPHAN_POLL_S = 0.5
 
 
 def main() -> None:
-    """Read the order, run the logger until the job ends, and exit with 0 if everything was sent."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the job decides when the logger ends
-    incoming, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    with Path(os.devnull).open("rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # a library that asks for a password would read records
-    os.dup2(2, 1)
-    output = RedactedOutput(sys.stderr)  # MLflow prints its address, which may hold a password
-    sys.stdout = sys.stderr = output
-    order = json.loads(incoming.readline())
+    incoming, answers = Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
+    for connection in (incoming, answers):
+        os.set_inheritable(connection.fileno(), False)  # a library's own process may live on
+    sys.stdout = sys.stderr = output = RedactedOutput(sys.stderr)  # MLflow prints its address, perhaps with a password
+    order = json.loads(incoming.recv_bytes())
     threading.Thread(target=_end_as_orphan, args=(os.getppid(), order["timeout_s"]), daemon=True).start()
-    is_whole = Session(order, answers).run(incoming)
+    is_whole = Session(order, incoming, answers).run()
     output.end_line()
     if not is_whole:
         os._exit(1)  # without the exit handlers of libraries, which may wait for a service that is away
 
 
 def _end_as_orphan(parent: int, timeout_s: float) -> None:
-    """End this process some time after the job's process is gone."""
     while os.getppid() == parent:
         time.sleep(ORPHAN_POLL_S)
     time.sleep(timeout_s)
@@ -56,11 +54,7 @@ def _end_as_orphan(parent: int, timeout_s: float) -> None:
 
 
 class RedactedOutput(io.TextIOBase):
-    """Writes text to a file, line by line, without secrets.
-
-    Args:
-        file: an open text file.
-    """
+    """Writes text to an open file, line by line, without secrets."""
 
     encoding = "utf-8"
 
@@ -68,7 +62,6 @@ class RedactedOutput(io.TextIOBase):
         self._file, self._rest = file, ""
 
     def write(self, text: str) -> int:
-        """Write the lines that are complete."""
         *lines, self._rest = (self._rest + text).split("\n")
         for line in lines:
             self._file.write(f"{redact.without([line])[0]}\n")
@@ -76,12 +69,10 @@ class RedactedOutput(io.TextIOBase):
         return len(text)
 
     def end_line(self) -> None:
-        """Write the last line, if it is not complete."""
         if self._rest:
             self.write("\n")
 
     def fileno(self) -> int:
-        """Return the descriptor of the file."""
         return self._file.fileno()
 
 
@@ -90,17 +81,17 @@ class Session:
 
     Args:
         order: `node`, the logger's config; `job`, fields of `RunInfo`; `roots`, the layers of the project space.
-        answers: where answers are written.
-        wait: waits some seconds before something is repeated.
+        incoming: has the records.
+        answers: goes to the job's process.
     """
 
-    def __init__(self, order: dict[str, Any], answers: IO[str], wait: Callable[[float], Any] = time.sleep) -> None:
-        self.order, self.answers, self.wait = order, answers, wait
+    def __init__(self, order: dict[str, Any], incoming: Connection, answers: Connection) -> None:
+        self.order, self.incoming, self.answers = order, incoming, answers
         self.logger: Any = None
         self.warned: set[str] = set()
         self.lost = 0
 
-    def run(self, incoming: IO[bytes]) -> bool:
+    def run(self) -> bool:
         """Begin the run, give it all records, and end it. Return whether everything was sent."""
         job = RunInfo(**{**self.order["job"], "run_dir": Path(self.order["job"]["run_dir"])})
         try:
@@ -112,14 +103,13 @@ class Session:
             self.explain("error", error)
             return False
         if started is not None:
-            self.answer("run", {"id": started.id, "url": redact.bare(started.url), "note": started.note})
-        status = self.take_all(incoming)
+            self.answer(Answer("run", run=StartedRun(str(started.id), redact.bare(started.url), started.note)))
+        status = self.take_all()
         self.do("end", status)
         self.do("close")
         return not self.lost
 
     def instantiate(self) -> Any:
-        """Build the logger from its config."""
         if self.order["roots"]:
             project.make_importable([Path(root) for root in self.order["roots"]])
         from ddp_hydra.config import hydra_compat
@@ -130,21 +120,26 @@ class Session:
             target = str(self.order["node"]["_target_"])
             raise Refused(f"{target}: {targets.explain(target, error)}") from error
 
-    def take_all(self, incoming: IO[bytes]) -> str:
+    def take_all(self) -> str:
         """Give the logger all records; return the job's status."""
         flushed = time.monotonic()
-        for line in incoming:
-            message = json.loads(line)
-            if "end" in message:
-                self.do("flush")
-                return str(message["end"])
-            if "record" in message:
-                self.do("write", Record.decode(message["record"]))
-            if "flush" in message or time.monotonic() - flushed >= FLUSH_S:
+        while True:
+            message = self.receive()
+            status = json.loads(message) if message.startswith(b'"') else ""
+            if message and not status:
+                self.do("write", Record.decode(message))
+            if status or not message or time.monotonic() - flushed >= FLUSH_S:
                 self.do("flush")
                 flushed = time.monotonic()
-        self.do("flush")
-        return KILLED  # the job's process is gone
+            if status:
+                return str(status)
+
+    def receive(self) -> bytes:
+        """Return the next message; b"" if none comes for a while, `KILLED` if the job's process is gone."""
+        try:
+            return self.incoming.recv_bytes() if self.incoming.poll(FLUSH_S) else b""
+        except EOFError:
+            return json.dumps(KILLED).encode()
 
     def do(self, method: str, *args: Any) -> None:
         """Call a method of the logger, if it has it; what the service refuses is lost, with one warning."""
@@ -173,11 +168,11 @@ class Session:
                     raise Refused(f"{type(error).__name__}: {message_of(error)}") from error
                 self.explain("away", error)
             else:
-                if wait_s > FIRST_WAIT_S and "away" in self.warned:
+                if "away" in self.warned:
                     self.warned.discard("away")
-                    self.answer("back", "")
+                    self.answer(Answer("back"))
                 return found
-            self.wait(wait_s)
+            time.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def explain(self, kind: str, error: Exception) -> None:
@@ -188,13 +183,11 @@ class Session:
             name = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
             message = redact.without([plain(message_of(error)).strip()])[0].splitlines()
             advice = getattr(self.logger, "advice", "") or "Its log has more; results.loggers=[] leaves it out"
-            self.answer(kind, [shorten(name + (message[0] if message else ""), 400), advice])
+            self.answer(Answer(kind, shorten(name + (message[0] if message else ""), 400), advice))
 
-    def answer(self, kind: str, content: Any) -> None:
-        """Send an answer to the job's process, if it is still there."""
-        with contextlib.suppress(OSError):
-            self.answers.write(json.dumps({kind: content}) + "\n")
-            self.answers.flush()
+    def answer(self, answer: Answer) -> None:
+        with contextlib.suppress(OSError):  # the job's process may be gone
+            self.answers.send_bytes(msgspec.json.encode(answer))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from ddp_hydra.config.project import starter
+from ddp_hydra.job.loggers import LoggerProcess, RecordBuffer
 from ddp_hydra.record import Beat, Checkpoint, File, Image, Log, Metrics, Record, Text
 from ddp_hydra.writers.loggers.process import RedactedOutput
-from ddp_hydra.writers.loggers.sender import LoggerProcess, RecordBuffer
 
 ROOT = Path(__file__).parents[3]
 LONG_S = 45.0
@@ -163,26 +163,27 @@ def pids(folder: Path) -> list[int]:
 
 
 def test_a_full_buffer_drops_the_oldest_and_counts_them():
-    buffer = RecordBuffer(max_lines=3, max_bytes=1000)
+    buffer = RecordBuffer(max_messages=3, max_bytes=1000)
     for number in range(5):
         buffer.put(b"%d" % number)
     buffer.close()
-    assert [buffer.take(0) for _ in range(4)] == [b"2", b"3", b"4", b""]
+    assert [buffer.take() for _ in range(4)] == [b"2", b"3", b"4", None]
     assert buffer.dropped == 2
 
 
 def test_a_buffer_is_bounded_in_bytes_too():
-    buffer = RecordBuffer(max_lines=100, max_bytes=10)
+    buffer = RecordBuffer(max_messages=100, max_bytes=10)
     for line in (b"123456", b"1234", b"12"):
         buffer.put(line)
-    assert [buffer.take(0), buffer.take(0), buffer.take(0)] == [b"1234", b"12", None]
+    buffer.close()
+    assert [buffer.take(), buffer.take(), buffer.take()] == [b"1234", b"12", None]
 
 
 def test_a_closed_buffer_takes_nothing():
     buffer = RecordBuffer()
     buffer.close()
     buffer.put(b"late")
-    assert buffer.take(0) == b""
+    assert buffer.take() is None
 
 
 # -- what a logger gets ------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def test_a_service_that_refuses_the_run_gets_nothing(started, folder, caplog):
 
 @pytest.mark.integration
 def test_a_blocked_logger_blocks_nobody(started, folder, caplog):
-    sender = started(does="blocks", buffer=RecordBuffer(max_lines=100, max_bytes=10_000))
+    sender = started(does="blocks", buffer=RecordBuffer(max_messages=100, max_bytes=10_000))
     processes = pids(folder)
     for step in range(10_000):  # more than the pipe and the buffer hold
         sender.write(metrics(step))
@@ -322,7 +323,7 @@ def test_a_logger_that_cannot_be_imported(started, caplog):
 
 @pytest.mark.integration
 def test_records_that_were_too_many_are_counted(started, folder):
-    buffer = RecordBuffer(max_lines=10)
+    buffer = RecordBuffer(max_messages=10)
     lock = buffer._changed
     with lock:  # the thread that sends takes nothing meanwhile; a condition's lock is reentrant
         sender = started(buffer=buffer)
@@ -348,7 +349,7 @@ def test_the_logger_of_a_killed_job_ends_by_itself(folder, does):
     script = f"""
 import sys, time
 from pathlib import Path
-from ddp_hydra.writers.loggers.sender import LoggerProcess
+from ddp_hydra.job.loggers import LoggerProcess
 folder = {str(folder)!r}
 node = {{"_target_": "models.my_writer.Service", "folder": folder, "does": {does!r}}}
 order = {{"node": node, "job": {{"name": "a", "run_dir": folder}}, "roots": [folder, {str(starter())!r}]}}
