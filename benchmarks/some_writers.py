@@ -14,7 +14,7 @@ from unittest import mock
 
 from ddp_hydra.cli.main import entry
 from ddp_hydra.job import local
-from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import default_writers
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are killed, stopped or hang in the middle of their exchanges, and Ctrl-C: nothing is lost."""
+"""Ranks that are killed, stopped or hang in the middle of their exchanges, and a preemption: nothing is lost."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def nccl(bench: Bench) -> Iterator[Figure]:
 
 
 def interrupt(bench: Bench) -> Iterator[Figure]:
-    """Press Ctrl-C in step 12, and go on. Steps take 50 ms, so that there is a middle."""
+    """Send SIGTERM to a worker in step 12, and go on. Steps take 50 ms, so that there is a middle."""
     folder = bench.new_folder("steps")
     folder.mkdir()
     slow = ("optimizer=traced_sgd", "optimizer.step_s=0.05", f"optimizer.folder={folder}", "trainer.max_steps=60")
     settings = (*SHORT, *SETTINGS[1:4], "model.dropout=0.1", *slow, *bench.ranks(2))
     whole = bench.job("whole", *settings)
-    stopped = bench.job("stopped", *settings, "+fault=interrupt,step=12", ends=INTERRUPTED)
+    stopped = bench.job("stopped", *settings, "+fault=term,step=12", ends=INTERRUPTED)
     resumed = bench.job("resumed", *settings, f"resume={stopped.dir}")
-    name = f"Ctrl-C and resume, by {bench.backend}"
+    name = f"a preemption and resume, by {bench.backend}"
     yield report.value(f"{name}: parts of the last checkpoint that differ", compared(whole, resumed), NONE)
     yield report.value(f"{name}: steps done again", stopped.summary["steps_lost"], NONE, "steps")
 

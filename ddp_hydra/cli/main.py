@@ -29,7 +29,7 @@ from ddp_hydra.config.hydra_compat import MAIN
 from ddp_hydra.console import output, signals
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.explain import explain
+from ddp_hydra.job.summary import explain
 from ddp_hydra.rank import garbage
 from ddp_hydra.sweep import launcher
 

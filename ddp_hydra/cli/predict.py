@@ -17,9 +17,9 @@ from omegaconf import MISSING
 from ddp_hydra.cli import overrides, run_config
 from ddp_hydra.cli.key_value import parse
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.job import prediction_files
+from ddp_hydra.job import predictions
 from ddp_hydra.job.inference import PREDICT, Inference
-from ddp_hydra.job.prediction_parts import PLAN, Parts
+from ddp_hydra.job.predictions import PLAN, Parts
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked
 
@@ -74,7 +74,7 @@ def predict(
         DdpHydraError: there is no such run, a change does not fit, or it failed.
     """
     target = Path(out).expanduser().absolute()
-    kind = prediction_files.kind_of(target)
+    kind = predictions.kind_of(target)
     is_empty = target.is_dir() and kind == "pictures" and not any(target.iterdir())
     if target.exists() and not is_empty and (target.is_dir() or not overwrite):
         instead = "another folder" if target.is_dir() else "overwrite=true, or another file"
@@ -121,7 +121,7 @@ def merge(parts: Parts, target: Path) -> list[str]:
             yield chunk
 
     assert parts.samples is not None
-    prediction_files.write(target, chunks(), parts.samples)
+    predictions.write(target, chunks(), parts.samples)
     parts.remove()
     return columns
 

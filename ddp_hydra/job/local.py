@@ -20,10 +20,8 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.fault_writer import FaultWriter, end_scheduler
 from ddp_hydra.job.global_batch import RankBatch, changed_settings, describe_change, redistribute
 from ddp_hydra.job.job_config import gang_settings, inline_settings
-from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
@@ -32,14 +30,13 @@ from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Summary
 from ddp_hydra.storage import Store
 from ddp_hydra.storage.manifest import find_checkpoint
-from ddp_hydra.writers.base import Writer
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.handler import ResultsHandler, Writer, default_writers
 from ddp_hydra.writers.run_dir import next_attempt, read_summary
 
 if TYPE_CHECKING:  # these import Dask
     from ddp_hydra.dispatch.gang import Gang
     from ddp_hydra.dispatch.torchrun_gang import TorchrunGang
+    from ddp_hydra.job.remote.start_driver import DriverSpec
 
 log = logging.getLogger(__name__)
 TRAIN = "ddp_hydra.training.loop:train"
@@ -101,16 +98,13 @@ class Job:
         self.saved = False
 
     @contextmanager
-    def handler(
-        self, fetch: Any, client: Any = None, attempts: Callable[[], list[AttemptEntry]] = list
-    ) -> Iterator[ResultsHandler]:
+    def handler(self, fetch: Any, attempts: Callable[[], list[AttemptEntry]] = list) -> Iterator[ResultsHandler]:
         """Open the writers of this job.
 
         An interrupt inside the block also ends their waiting for a full disk or a bucket that does not answer.
 
         Args:
             fetch: fetches a file that a rank has written.
-            client: of the cluster, if there is one.
             attempts: returns the attempts that have failed.
         """
         results = self.cfg.results
@@ -123,8 +117,6 @@ class Job:
         )
         writers += self.remote.writers if self.remote else ()
         writers += self.loggers
-        if faults := fault_injection.parse(self.cfg.faults):
-            writers.insert(0, FaultWriter(faults, self.run_dir, lambda: end_scheduler(client)))
         with ResultsHandler(writers, **settings) as handler:
             try:
                 yield handler
@@ -162,7 +154,7 @@ class Job:
             self.first_world_size = before[0].world_size or 0
             batch = self.rank_batch(gang.own.spec.world_size)
             gang.numbers = changed_settings(batch, self.config)
-        with self.handler(gang.fetch, attempts=lambda: self.attempts(gang)) as handler:
+        with self.handler(gang.fetch, lambda: self.attempts(gang)) as handler:
             return self.watch(gang, handler, torchrun.restart_count)
 
     def watch(self, gang: Gang, handler: ResultsHandler, restarts: Callable[[], int]) -> dict[str, Any]:
@@ -207,7 +199,7 @@ class Job:
                 **gang_settings(self.cfg),
             )
             gang.stop = stop or gang.stop
-            with self.handler(gang.fetch, client, lambda: self.attempts(gang)) as handler:
+            with self.handler(gang.fetch, lambda: self.attempts(gang)) as handler:
                 return self.watch(
                     gang, handler, lambda: gang.attempt.number - self.first_attempt if gang.attempt else 0
                 )

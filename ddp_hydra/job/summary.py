@@ -1,4 +1,4 @@
-"""Writes summary.json, and describes a job that has ended."""
+"""Writes summary.json, and describes a job that has ended, or the error that has ended it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from hydra.errors import CompactHydraException, InstantiationException
 from msgspec import Struct
 from omegaconf import DictConfig
 
 import ddp_hydra
 from ddp_hydra.checked import Count, Finite
-from ddp_hydra.config import project
-from ddp_hydra.console.text import counted, message_of, plain
-from ddp_hydra.errors import ConfigError, Failure, RankFailed, RecordError
+from ddp_hydra.config import project, unknown_keys
+from ddp_hydra.console import tracebacks
+from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, plain, shorten, traceback_of
+from ddp_hydra.errors import ConfigError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.run_state import Best, Summary
@@ -227,3 +229,20 @@ def shown_path(path: Path) -> str:
     """Return a path as the user would type it: relative if it is below the folder where the command was typed."""
     relative = os.path.relpath(path, project.typed_in())
     return str(path) if relative.startswith("..") else relative
+
+
+def explain(error: Exception) -> str:
+    """Return the message of our errors and of Hydra's with their notes; the traceback of any other error."""
+    if isinstance(error, DdpHydraError):
+        return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
+        # Hydra advises to append an unknown key, which does not help with a misspelt one.
+        return unknown_keys.explain(error.__cause__) or "\n".join(
+            str(part) for part in (error, error.__cause__) if part
+        )
+    if getattr(error, "mistake", False):  # as in `rank.process.describe`
+        return message_of(error)
+    if where := tracebacks.place(error):
+        told = tracebacks.shortened(error, others="HYDRA_FULL_ERROR=1 shows them")
+        return f"{type(error).__name__}: {message_of(error)} ({where})\n\n{shorten(told, TRACE_CHARS)}"
+    return traceback_of(error)

@@ -4,8 +4,7 @@
     ddp-hydra +fault=hang,rank=0,step=5,at=load +fault=worker,rank=1,step=30,attempt=1
     ddp-hydra debug=faults
 
-A fault is triggered on one rank, in one step, in one phase, in one attempt; or on the client, when the metrics of a
-step arrive. Faults of the network are not supported.
+A fault is triggered on one rank, in one step, in one phase, in one attempt. Faults of the network are not supported.
 """
 
 from __future__ import annotations
@@ -38,14 +37,6 @@ KINDS = {
 }
 OF_WORKERS = ("worker", "nanny", "term")
 """Faults that need a worker that is a process of its own."""
-ON_CLIENT = {
-    "interrupt": "Ctrl-C, from step=… on",
-    "client": "the process of the command is killed",
-    "scheduler": "the Dask scheduler ends (of a LocalCluster: with the client)",
-    "disk": "writing results fails for seconds=…, as on a full disk",
-    "damage": "the newest checkpoint is damaged, to be found out at the next restart",
-}
-"""Faults of the client; see `job/fault_writer.py`."""
 PLACES = (*PHASES[2:-1], "write")
 """Places where a fault can be triggered; `write` is in the middle of a checkpoint file, on rank 0."""
 
@@ -55,12 +46,12 @@ class Fault:
     """A fault, and when it is triggered.
 
     Args:
-        kind: one of `KINDS` or `ON_CLIENT`.
+        kind: one of `KINDS`.
         rank: on which it is triggered.
         step: in which it is triggered, counted from 1; 0 for the first time that the rank is at the place.
         at: one of `PLACES`.
         attempt: in which it is triggered; -1 for every attempt.
-        seconds: how long the kinds slow and disk last.
+        seconds: how long the kind slow lasts.
     """
 
     kind: str
@@ -87,7 +78,7 @@ class Fault:
             except (KeyError, ValueError):
                 raise cls.mistake(text) from None
         fault = cls(**given)
-        if fault.kind not in KINDS | ON_CLIENT or fault.at not in PLACES:
+        if fault.kind not in KINDS or fault.at not in PLACES:
             raise cls.mistake(text)
         if fault.rank < 0 or fault.step < 0 or fault.attempt < -1:
             raise cls.mistake(text)
@@ -98,7 +89,7 @@ class Fault:
         """Return the error that says what a fault looks like."""
         return ConfigError(
             f"fault={text!r} is not a fault: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind "
-            f"may be left out), with a kind of {', '.join(KINDS | ON_CLIENT)} and a place of {', '.join(PLACES)}"
+            f"may be left out), with a kind of {', '.join(KINDS)} and a place of {', '.join(PLACES)}"
         )
 
 

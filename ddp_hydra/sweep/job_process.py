@@ -25,14 +25,14 @@ from ddp_hydra.sweep.rows import State
 PRELOAD = (
     "ddp_hydra.job.run",
     "ddp_hydra.dispatch.gang",
-    "ddp_hydra.writers.checkpoints",
+    "ddp_hydra.writers.files",
     "ddp_hydra.writers.handler",
     "ddp_hydra.writers.hparams",
-    "ddp_hydra.writers.jsonl",
-    "ddp_hydra.writers.logs",
+    "ddp_hydra.writers.text_files",
+    "ddp_hydra.writers.text_files",
     "ddp_hydra.writers.progress",
     "ddp_hydra.writers.status",
-    "ddp_hydra.writers.submitted_files",
+    "ddp_hydra.writers.files",
     "ddp_hydra.writers.tensorboard",
     "tornado.platform.asyncio",
 )

@@ -35,8 +35,7 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
     def run(cfg: DictConfig) -> Any:
         from ddp_hydra.cluster import connect
         from ddp_hydra.dispatch.gang import Gang
-        from ddp_hydra.writers.default import default_writers
-        from ddp_hydra.writers.handler import ResultsHandler
+        from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
         folder = Path(HydraConfig.get().runtime.output_dir)
         call = cloudpickle.dumps(

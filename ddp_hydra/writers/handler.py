@@ -1,4 +1,4 @@
-"""Consumes a job's records; retries writes while a disk is full or away."""
+"""Gives a job's records to its writers; retries writes while a disk is full or away."""
 
 from __future__ import annotations
 
@@ -6,13 +6,35 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Iterable
-from typing import Self
+from pathlib import Path
+from typing import Protocol, Self
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record
+from ddp_hydra.run_state import AttemptEntry
+from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.files import cannot_write, passing
 from ddp_hydra.storage.retry import Backoff
-from ddp_hydra.writers.base import Writer
+
+Fetch = Callable[[Record, Path], None]
+"""Copies the content of a file record's `source` to a path that does not exist yet."""
+
+
+class Writer(Protocol):
+    """Turns records into files. A writer gets every record, and picks the kinds that it knows."""
+
+    def write(self, record: Record) -> None:
+        """Take one record that the handler has checked.
+
+        Raises:
+            OSError: it could not be written. Where that may pass, as on a full disk, the handler gives the record
+                again, so what was written of it must not count twice.
+            RecordError: it cannot be written at all.
+        """
+
+    def close(self) -> None:
+        """Finish; the handler calls this once, also after a failure."""
+
 
 LONGEST_PAUSE_S = 2.0
 _CANNOT = "cannot write "
@@ -120,3 +142,65 @@ class ResultsHandler:
         reason = (obstacle.strerror or str(obstacle)).lower()
         advice = _ADVICE.get(obstacle.errno or 0, "")
         log.warning("%s: %s; trying again for up to %g s%s", what, reason, self._retry_s, advice)
+
+
+def default_writers(
+    run_dir: str | Path,
+    fetch: Fetch | None = None,
+    *,
+    keep: int | None = 3,
+    mirror: str | None = None,
+    before_mirror: Callable[[], None] = lambda: None,
+    mirror_store: Store | None = None,
+    retry_s: float = 60.0,
+    give_up: threading.Event | None = None,
+    tensorboard: bool = True,
+    progress: bool = True,
+    attempts: Callable[[], list[AttemptEntry]] = list,
+) -> list[Writer]:
+    """Return the writers of a run directory.
+
+    Args:
+        run_dir: created if it is missing.
+        fetch: copies files from the ranks' hosts; None if every file comes inline.
+        keep: newest step checkpoints to keep; None keeps all.
+        mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
+        before_mirror: called each time before checkpoints are copied.
+        mirror_store: the mirror, if it is open already.
+        retry_s: how long to retry a failing bucket.
+        give_up: an event that ends all waiting for the bucket at once.
+        tensorboard: whether to write TensorBoard events.
+        progress: whether to show the live display.
+        attempts: returns the attempts that have failed, for status.json.
+
+    Raises:
+        RecordError: the run directory cannot be written.
+        ConfigError: `keep` or `mirror` is wrong, or the bucket refuses access.
+    """
+    from ddp_hydra.storage.files import open_run_dir
+    from ddp_hydra.writers.files import CheckpointWriter, FileWriter
+    from ddp_hydra.writers.text_files import JsonLinesWriter, LogWriter
+
+    folder = open_run_dir(run_dir)
+    writers: list[Writer] = [
+        LogWriter(folder),
+        JsonLinesWriter(folder),
+        FileWriter(folder, fetch),
+        CheckpointWriter(folder, fetch, keep),
+    ]
+    if mirror:
+        from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
+
+        writers.append(MirrorWriter(folder, mirror, retry_s, give_up, before=before_mirror, remote=mirror_store))
+    if tensorboard:
+        from ddp_hydra.writers.tensorboard import TensorBoardWriter
+
+        writers.append(TensorBoardWriter(folder))
+    from ddp_hydra.writers.status import StatusWriter
+
+    writers.append(StatusWriter(folder, attempts=attempts))
+    if progress:
+        from ddp_hydra.writers.progress import ProgressWriter
+
+        writers.append(ProgressWriter())
+    return writers

@@ -40,7 +40,7 @@ from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
 from ddp_hydra.storage.files import place, write_atomic, writing
-from ddp_hydra.writers.tfevents import encoded, file_name
+from ddp_hydra.writers.tensorboard import encoded, file_name
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ddp_hydra.console.text import plain
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.writers.progress_state import EPOCH, ProgressState
+from ddp_hydra.writers.status import EPOCH, ProgressState
 
 
 class StdoutConsole(Console):

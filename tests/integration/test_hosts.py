@@ -32,8 +32,7 @@ from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.job.run import run_job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from tests.integration.support import hosts as machines
 from tests.integration.support.hosts import ROOT, Hosts, ip, needs_hosts
 

@@ -18,8 +18,7 @@ from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.rank.outbox import CHUNK_BYTES
 from ddp_hydra.rank.record_relay import WINDOW_BYTES
 from ddp_hydra.record import File
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
 

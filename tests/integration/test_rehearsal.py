@@ -55,18 +55,6 @@ def test_the_rehearsal_of_the_readme_comes_out_of_a_crash_a_lost_worker_and_a_ha
     assert_same_weights(run, whole)
 
 
-@pytest.mark.slow
-def test_a_full_disk_is_waited_for_and_a_damaged_checkpoint_is_not_used(cli, whole):
-    run = cli.folder / "run"
-    strikes = ("+fault=disk,step=3,seconds=1.5", "+fault=damage,step=13", "+fault=kill,rank=0,step=15")
-    ended = cli.done(*TINY, "trainer.checkpoint_every_steps=4", *strikes, f"hydra.run.dir={run}")
-    said = ended.stdout + ended.stderr
-    assert "no space left on device; trying again for up to 60 s" in said
-    assert "is damaged" in said
-    assert [attempt["failure"]["kind"] for attempt in summary_of(run)["attempts"]] == ["killed"]
-    assert_same_weights(run, whole)
-
-
 def test_a_misspelt_fault_says_what_there_is(cli):
     ended = cli.run(*TINY, "+fault=explode,rank=1")
     assert ended.returncode == 1

@@ -7,6 +7,7 @@ printed or logged afterwards goes to logs/driver.log among the results.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import pickle
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,15 +30,12 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.messages import EventChannel, liveness_watched, stop_topic
-from ddp_hydra.job.remote.scratch import keep, scratch_folder
-from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec
-from ddp_hydra.job.remote.status import LOST, DriverStatus
-from ddp_hydra.job.remote.supervisor import has_ended, release, supervise
+from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, has_ended, release, supervise
+from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
-from ddp_hydra.writers.base import Writer
+from ddp_hydra.writers.handler import Writer
 from ddp_hydra.writers.run_dir import read_summary
 
 log = logging.getLogger(__name__)
@@ -185,10 +184,9 @@ class RemoteJobRunner:
 
     def run_job(self, cfg: DictConfig) -> tuple[str, str]:
         """Run the job; return its final state and a message."""
-        from ddp_hydra.job.explain import explain
         from ddp_hydra.job.local import RemoteContext
         from ddp_hydra.job.run import run_job
-        from ddp_hydra.job.summary import closing_lines
+        from ddp_hydra.job.summary import closing_lines, explain
 
         spec = self.spec
         writers: list[Writer] = [self.status, self.channel] if self.channel else [self.status]
@@ -280,6 +278,46 @@ def _client_security(security: Any) -> Any:
         tls_client_key=security.tls_worker_key,
         extra_conn_args=security.extra_conn_args,
     )
+
+
+PREFIX = "ddp_hydra-run-"
+LOCK = ".lock"
+
+
+@contextlib.contextmanager
+def scratch_folder(base: str) -> Iterator[Path]:
+    """Make a temporary folder, locked by this process, and remove it after the block; remove those of dead processes.
+
+    Args:
+        base: the folder to make it in.
+    """
+    for folder in Path(base).glob(f"{PREFIX}*"):
+        _remove_if_abandoned(folder)
+    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(handle)
+
+
+def keep(path: Path) -> str:
+    """Keep a temporary folder for the user, under a name that is never cleaned up; return its path."""
+    kept = path.with_name(path.name.replace(PREFIX, "ddp_hydra-kept-"))
+    path.rename(kept)
+    return str(kept)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # of another user, locked, or just being made or removed
+        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import pytest
 
 from ddp_hydra.data.images.bad_samples import TooManyBadSamplesError
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.explain import explain
+from ddp_hydra.job.summary import explain
 
 
 def raised_by(source: str, file: str) -> Exception:

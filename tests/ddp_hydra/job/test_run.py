@@ -34,11 +34,10 @@ from ddp_hydra.errors import (
     RecordError,
 )
 from ddp_hydra.job import job_config, summary
-from ddp_hydra.job.explain import explain
 from ddp_hydra.job.global_batch import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
-from ddp_hydra.job.summary import read_result, summarised
+from ddp_hydra.job.summary import explain, read_result, summarised
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, Best, Summary
 from ddp_hydra.storage.files import cannot_write

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.rank.fault_injection import KINDS, ON_CLIENT, PLACES, Fault, FaultInjector
+from ddp_hydra.rank.fault_injection import KINDS, PLACES, Fault, FaultInjector
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,6 @@ def armed(*texts, rank=1, attempt=0, **pids) -> FaultInjector:
         ("kill,rank=1,step=20", Fault("kill", rank=1, step=20)),
         (" hang , rank=0 ,at=load,attempt=-1", Fault("hang", at="load", attempt=-1)),
         ("slow,seconds=0.25,at=write", Fault("slow", at="write", seconds=0.25)),
-        ("disk,step=5,seconds=3", Fault("disk", step=5, seconds=3.0)),
     ],
 )
 def test_a_fault_is_read_as_it_is_typed(text, fault):
@@ -64,7 +63,7 @@ def test_a_fault_is_read_as_it_is_typed(text, fault):
 def test_what_is_no_fault_is_refused_with_what_is_allowed(text):
     with pytest.raises(ConfigError) as caught:
         Fault.parse(text)
-    assert all(word in str(caught.value) for word in (repr(text), *KINDS, *ON_CLIENT, *PLACES, "rank=<n>"))
+    assert all(word in str(caught.value) for word in (repr(text), *KINDS, *PLACES, "rank=<n>"))
 
 
 @given(st.text(max_size=30))
@@ -73,7 +72,7 @@ def test_any_text_is_a_fault_or_refused(text):
         fault = Fault.parse(text)
     except ConfigError:
         return
-    assert fault.kind in KINDS | ON_CLIENT
+    assert fault.kind in KINDS
 
 
 @given(
@@ -102,7 +101,6 @@ def test_what_is_written_is_what_is_read(kind, rank, step, at, attempt):
         ("kill,rank=1,step=5,attempt=1", False),
         ("kill,rank=1,step=5,attempt=-1", True),
         ("nan,rank=1,step=5", False),
-        ("disk,rank=1,step=5", False),
     ],
 )
 def test_a_fault_waits_for_its_rank_step_phase_and_attempt(text, strikes):

@@ -17,8 +17,7 @@ from ddp_hydra.errors import Failure, RankFailed
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.record import Checkpoint, File, Metrics, Record, Start
 from ddp_hydra.run_state import Objective
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from ddp_hydra.writers.run_dir import locked
 from tests.support.s3_server import credentials as credentials
 from tests.support.s3_server import s3 as s3

@@ -25,9 +25,8 @@ from ddp_hydra.storage.base import PIECE_BYTES
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, read_manifest_text
 from ddp_hydra.storage.run_ref import fetch_checkpoint, remove_checkpoints
 from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
-from ddp_hydra.writers.checkpoints import CheckpointWriter
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.files import CheckpointWriter
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from tests.support.s3_server import S3Server, s3  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.integration

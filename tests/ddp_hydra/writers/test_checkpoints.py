@@ -13,7 +13,7 @@ import pytest
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, write_manifest_text
-from ddp_hydra.writers.checkpoints import CheckpointWriter
+from ddp_hydra.writers.files import CheckpointWriter
 
 
 @pytest.fixture

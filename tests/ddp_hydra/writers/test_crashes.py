@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra.record import Checkpoint, File, Record
 from ddp_hydra.storage.manifest import find_checkpoint
-from ddp_hydra.writers.checkpoints import CheckpointWriter
+from ddp_hydra.writers.files import CheckpointWriter
 
 OPERATIONS = ("replace", "fsync", "link", "unlink", "mkdir", "open")
 

@@ -4,7 +4,7 @@ import pytest
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Log, Record
-from ddp_hydra.writers.submitted_files import FileWriter
+from ddp_hydra.writers.files import FileWriter
 
 
 def test_inline_and_fetched_files_arrive(tmp_path, file_record, tree):

@@ -21,9 +21,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Checkpoint, Log, Record, Text
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
-from ddp_hydra.writers import receive_file
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers import files
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
 pytestmark = pytest.mark.medium
 
@@ -173,8 +172,8 @@ def test_a_disk_that_is_never_freed_ends_in_the_sentence_and_keeps_what_was_ther
         assert ("it was tried" in str(caught.value)) == (record is coming[-1]), "it waits in vain only once"
     handler.close()
     after = snapshot(small)
-    for files in (before, after):
-        files.pop("run/status.json", None)  # comes and goes, and nothing depends on it
+    for content in (before, after):
+        content.pop("run/status.json", None)  # comes and goes, and nothing depends on it
     assert after.keys() == before.keys()
     for name, content in before.items():  # a small event may still have fit into the last page of its file
         assert after[name] == content or (name.startswith("run/tensorboard/") and after[name].startswith(content))
@@ -260,7 +259,7 @@ def test_a_failed_fsync_is_not_believed_when_it_works_later(tmp_path, monkeypatc
     (tmp_path / "run/a").mkdir(parents=True)
     with ResultsHandler(writers(tmp_path / "run"), retry_s=60.0) as handler:
         monkeypatch.setattr(os, "fsync", Failing(os.fsync, errno.EIO, 0, times=1))
-        monkeypatch.setattr(receive_file, "_rewrite", lambda part, real=receive_file._rewrite: anew.append(real(part)))
+        monkeypatch.setattr(files, "_rewrite", lambda part, real=files._rewrite: anew.append(real(part)))
         handler.handle(record)
     assert len(anew) == 1
     assert hashlib.sha256((tmp_path / "run/a/one.bin").read_bytes()).hexdigest() == record.data.sha256

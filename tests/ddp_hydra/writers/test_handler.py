@@ -11,8 +11,7 @@ import pytest
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import End, Log, Metrics, Record, Start
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
 
 class Memory:
@@ -107,7 +106,7 @@ for module in pkgutil.iter_modules(package.__path__, "ddp_hydra.writers."):
     importlib.import_module(module.name)
 head = b"\\x89PNG\\r\\n\\x1a\\n" + bytes(4) + b"IHDR" + bytes([0, 0, 0, 1] * 2)
 png = base64.b64encode(head + bytes(20)).decode()
-from ddp_hydra.writers.default import default_writers
+from ddp_hydra.writers.handler import default_writers
 from ddp_hydra.writers.handler import ResultsHandler
 with ResultsHandler(default_writers({str(tmp_path)!r})) as handler:
     handler.handle(Record(Metrics({{"train/loss": 1.0}}), step=1))

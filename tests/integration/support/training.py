@@ -16,8 +16,7 @@ from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.project import pack
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.record import Record
-from ddp_hydra.writers.default import default_writers
-from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
 CLOCKS = ("time", "samples_per_s", "slowest_rank", "data_wait", "data/bytes_per_s", "data/cache_hits")
 """Metrics that are measured by a clock, or hang on who was first."""

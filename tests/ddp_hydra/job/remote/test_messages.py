@@ -9,14 +9,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.job.remote import messages
-from ddp_hydra.job.remote.messages import delete_topics, is_connected, liveness_watched
+from ddp_hydra.job.remote import status
+from ddp_hydra.job.remote.status import delete_topics, is_connected, liveness_watched
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(messages, "POLL_S", 0.01)
-    monkeypatch.setattr(messages, "GONE_S", 0.05)
+    monkeypatch.setattr(status, "POLL_S", 0.01)
+    monkeypatch.setattr(status, "GONE_S", 0.05)
 
 
 @pytest.mark.medium
@@ -51,7 +51,7 @@ def test_topics_are_deleted_after_a_while():
     delete_topics(["a", "b", "never written"], dask_scheduler=scheduler)
     assert topics == {"a": 1, "b": 2, "c": 3}
     for delay_s, call, *args in later:
-        assert delay_s == messages.DELETE_DELAY_S
+        assert delay_s == status.DELETE_DELAY_S
         call(*args)
     assert topics == {"c": 3}
 
@@ -60,7 +60,7 @@ def test_lines_are_sent_while_the_scheduler_is_there(monkeypatch):
     sent = []
     client = SimpleNamespace(status="running", log_event=lambda topic, message: sent.append((topic, message)))
     client.run_on_scheduler = lambda call, topics: sent.append((call, topics))
-    sender = messages.EventChannel(client, "run-1")
+    sender = status.EventChannel(client, "run-1")
     sender.emit(logging.LogRecord("x", logging.WARNING, "file", 1, "rank %d", (1,), None))
     sender.delete_topics()
     monkeypatch.setattr(logging, "raiseExceptions", False)
@@ -70,4 +70,4 @@ def test_lines_are_sent_while_the_scheduler_is_there(monkeypatch):
     sender.delete_topics()
     (topic, line), (call, topics) = sent
     assert (topic, json.loads(line)) == ("run-1", {"line": "rank 1", "level": logging.WARNING})
-    assert (call, topics) == (delete_topics, ["run-1", messages.stop_topic("run-1")])
+    assert (call, topics) == (delete_topics, ["run-1", status.stop_topic("run-1")])

@@ -9,8 +9,8 @@ import pytest
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote import uploader
+from ddp_hydra.job.remote.driver import keep, scratch_folder
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.scratch import keep, scratch_folder
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.record import Metrics, Record, Start

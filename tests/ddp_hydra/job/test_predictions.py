@@ -11,11 +11,11 @@ import pytest
 from PIL import Image
 
 from ddp_hydra.errors import ConfigError, RecordError
-from ddp_hydra.job import prediction_files
-from ddp_hydra.job.prediction_parts import Parts
+from ddp_hydra.job import predictions
+from ddp_hydra.job.predictions import Parts
 from ddp_hydra.rank import rows
 from ddp_hydra.record import File, Record, Rows
-from ddp_hydra.training import predictions
+from ddp_hydra.training import predictions as outputs
 
 SCORES = np.array([0.1, 0.25, -3e-8, 1.0, 0.3], np.float32)
 NAMES = ["a", 'b "quoted", with a comma', "", "ü", "longest of all"]
@@ -54,13 +54,13 @@ def fill(parts: Parts, folder: Path, kind: str) -> None:
         if kind == "table":
             content.pop("mask")
         if kind != "arrays":
-            content = predictions.columns(content, size, kind)
+            content = outputs.columns(content, size, kind)
         parts.receive(file_record(folder, number, content), fetch)
 
 
 def write(parts: Parts, out: Path, kind: str) -> None:
     fill(parts, out.parent, kind)
-    prediction_files.write(out, parts.merged(), 5)
+    predictions.write(out, parts.merged(), 5)
 
 
 def test_csv(parts, tmp_path):
@@ -162,7 +162,7 @@ def test_the_number_of_samples_may_be_told_at_the_end(tmp_path):
 
 
 def test_parquet_is_written_in_groups_of_rows(parts, tmp_path, monkeypatch):
-    monkeypatch.setattr(prediction_files, "_GROUP_ROWS", 3)
+    monkeypatch.setattr(predictions, "_GROUP_ROWS", 3)
     write(parts, tmp_path / "out.parquet", "table")
     file = pytest.importorskip("pyarrow.parquet").ParquetFile(tmp_path / "out.parquet")
     assert [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)] == [4, 1]
@@ -172,13 +172,13 @@ def test_parquet_is_written_in_groups_of_rows(parts, tmp_path, monkeypatch):
 def test_arrays_that_fit_in_no_common_one_are_refused(tmp_path):
     chunks = [{"mask": np.zeros((2, 3))}, {"mask": np.zeros((2, 4))}]
     with pytest.raises(ConfigError, match=r"arrays float64 \(4,\) and float64 \(3,\), which fit in no common array"):
-        prediction_files.write(tmp_path / "out.npz", chunks, 4)
+        predictions.write(tmp_path / "out.npz", chunks, 4)
     assert not list(tmp_path.iterdir())
 
 
 def test_what_no_file_can_be_is_said(monkeypatch):
     with pytest.raises(ConfigError, match=r"\.csv, \.parquet or \.npz"):
-        prediction_files.kind_of(Path("out.txt"))
+        predictions.kind_of(Path("out.txt"))
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[parquet\]', or give out=predictions.csv"):
-        prediction_files.kind_of(Path("out.parquet"))
+        predictions.kind_of(Path("out.parquet"))

@@ -1,0 +1,307 @@
+"""Writes the files that ranks send: those that they submit, and checkpoints/ with last.pt, best.pt and the manifest.
+
+The order of the steps makes an interruption at any moment safe: a file is complete and verified before it gets its
+name, a step file has its name before the manifest names it, the manifest names it before last.pt and best.pt move to
+it, and only then are older files deleted.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import errno
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.record import RESERVED, File, Record, check_path
+from ddp_hydra.results import finite
+from ddp_hydra.storage.files import (
+    cannot_write,
+    link_or_copy,
+    part_of,
+    passing,
+    place,
+    remove_parts,
+    replacing,
+    sync,
+    write_atomic,
+    writing,
+)
+from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
+from ddp_hydra.writers.handler import Fetch
+
+_PIECE = 2**20
+
+
+class FileReceiver:
+    """Receives the files of records into a run directory, one after the other.
+
+    A record whose file could not be written may come again. The fetched content is kept for that, because its sender
+    may have deleted it.
+
+    Args:
+        fetch: copies content that is not inline.
+    """
+
+    def __init__(self, fetch: Fetch | None) -> None:
+        self._fetch = fetch
+        self._record: Record | None = None  # the last record
+        self._part: Path | None = None  # its content, fetched but not yet renamed
+        self._in_place = False
+
+    def receive(self, record: Record, target: Path) -> None:
+        """Write a file record's content to `target`, replacing an older file atomically.
+
+        Args:
+            record: a record of kind 'file'; if it has been received before, it is not fetched again.
+            target: destination, in a folder that exists.
+
+        Raises:
+            RecordError: the content does not arrive, differs from what the record announces, or cannot be written. An
+                older file at `target` is unchanged then.
+        """
+        if record is not self._record:
+            self.drop()
+            self._record, self._in_place = record, False
+        try:
+            if not self._in_place:
+                self._place(record, target)
+            with writing(target):
+                sync(target.parent)
+        except BaseException as error:
+            if _file(record).inline is not None or passing(error) is None:
+                self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Forget the last record, and delete its content if that is not in place."""
+        part, self._part, self._record = self._part, None, None
+        if part is not None:
+            _remove(part)
+
+    def _place(self, record: Record, target: Path) -> None:
+        if self._part is None:
+            part = part_of(target)
+            try:
+                if _file(record).inline is not None:
+                    _write_inline(record, part, target)
+                else:
+                    _fetch(record, part, target, self._fetch)
+            except BaseException:
+                _remove(part)
+                raise
+            self._part = part
+        else:  # after a failed fsync, the kernel may regard unwritten pages as written
+            with writing(target):
+                _rewrite(self._part)
+        with writing(target):
+            _verify(record, self._part)
+            sync(self._part)
+            self._part.replace(target)
+        self._part, self._in_place = None, True
+
+
+def _write_inline(record: Record, part: Path, target: Path) -> None:
+    try:
+        content = base64.b64decode(_file(record).inline or "", validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise RecordError(f"{_name(record)} did not arrive whole: its content is not base64 ({error})") from None
+    with writing(target):
+        part.write_bytes(content)
+
+
+def _fetch(record: Record, part: Path, target: Path, fetch: Fetch | None) -> None:
+    if fetch is None or _file(record).source is None:
+        raise RecordError(f"{_name(record)} came without content, and nothing here can fetch it")
+    try:
+        fetch(record, part)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            error.filename = str(target)
+            raise cannot_write(target, error) from error
+        raise RecordError(
+            f"{_name(record)} ({_file(record).size} bytes) cannot be fetched from its host: {error}"
+        ) from error
+
+
+def _remove(part: Path) -> None:
+    """Delete a file if possible: the caller has a more important error to raise."""
+    with contextlib.suppress(OSError):
+        part.unlink()
+
+
+def _rewrite(part: Path) -> None:
+    """Write a file's content over itself, so that the kernel writes it to the disk again."""
+    with part.open("r+b") as file:
+        while piece := file.read(_PIECE):
+            file.seek(-len(piece), os.SEEK_CUR)
+            file.write(piece)
+            file.seek(0, os.SEEK_CUR)  # required between a write and a read
+
+
+def _verify(record: Record, part: Path) -> None:
+    announced = _file(record)
+    try:
+        found = part.lstat()
+    except FileNotFoundError:
+        raise RecordError(f"{_name(record)} did not arrive: {announced.size} bytes were announced") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise RecordError(f"{_name(record)} is not a plain file")
+    if found.st_size != announced.size:
+        raise RecordError(
+            f"{_name(record)} did not arrive whole: {found.st_size} bytes of {announced.size}; what was "
+            "there before is kept"
+        )
+    with part.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != announced.sha256.lower():
+        raise RecordError(
+            f"{_name(record)} was changed on its way: sha256 {digest[:12]}… instead of "
+            f"{announced.sha256[:12]!a}…; what was there before is kept"
+        )
+
+
+def _name(record: Record) -> str:
+    return f"file {_file(record).path!r} of rank {record.rank}"
+
+
+def _file(record: Record) -> File:
+    assert isinstance(record.data, File)
+    return record.data
+
+
+class FileWriter:
+    """Writes each submitted file into the run directory; another writer handles checkpoints.
+
+    Args:
+        run_dir: the job's run directory.
+        fetch: copies files that are not inline.
+    """
+
+    def __init__(self, run_dir: Path, fetch: Fetch | None = None) -> None:
+        self._run_dir = run_dir
+        self._receiver = FileReceiver(fetch)
+
+    def write(self, record: Record) -> None:
+        """Receive the file of a 'file' record without a checkpoint; a later file with the same path replaces it.
+
+        Raises:
+            RecordError: its path is not allowed, or it did not arrive whole; see `FileReceiver.receive`.
+        """
+        if not isinstance(record.data, File) or record.checkpoint is not None:
+            return
+        path = check_path(record.data.path)
+        # On some file systems, Checkpoints and checkpoints are the same name.
+        if len(path.parts) < 2 or path.parts[0].casefold() in RESERVED:
+            raise RecordError(
+                f"rank {record.rank} submitted {record.data.path!r}; a submitted file goes into a folder of its "
+                f"own, for example 'samples/epoch-3.txt': {', '.join(RESERVED)} and what lies beside them belong to "
+                "the run"
+            )
+        self._receiver.receive(record, place(self._run_dir, path))
+
+    def close(self) -> None:
+        """Delete the file that was not received completely."""
+        self._receiver.drop()
+
+
+class CheckpointWriter:
+    """Keeps a run's checkpoints.
+
+    Args:
+        run_dir: the job's run directory; a manifest that is there already is continued.
+        fetch: copies files that are not inline.
+        keep: newest step files to keep, besides those that last.pt and best.pt point to; None keeps all.
+
+    Raises:
+        ConfigError: `keep` is less than 1.
+        CheckpointError: the manifest that is there already cannot be read.
+    """
+
+    def __init__(self, run_dir: Path, fetch: Fetch | None = None, keep: int | None = 3) -> None:
+        if keep is not None and keep < 1:
+            raise ConfigError(f"checkpoints to keep must be at least 1, or null for all; got {keep}")
+        self._run_dir = run_dir
+        self._receiver = FileReceiver(fetch)
+        self._keep = keep
+        self._folder = run_dir / FOLDER
+        present = self._folder.is_dir() and not self._folder.is_symlink()
+        old = read_manifest(self._folder) if present else {}
+        self._entries = {name: entry for name, entry in old.items() if (self._folder / name).is_file()}
+        self._outdated: set[str] = set()
+        if present:
+            with writing(self._folder):
+                remove_parts(self._folder)
+
+    def write(self, record: Record) -> None:
+        """Receive the checkpoint of a 'file' record that holds one. After an error, the same record may come again.
+
+        Raises:
+            RecordError: its name is not that of a step file, it did not arrive whole, or it cannot be written.
+        """
+        file, checkpoint = record.data, record.checkpoint
+        if not isinstance(file, File) or checkpoint is None:
+            return
+        name = _step_name(file.path, checkpoint.step, record.rank)
+        self._receiver.receive(record, place(self._run_dir, f"{FOLDER}/{name}"))
+        self._outdated.discard(name)
+        # After a rollback, a name may come again; then it is the newest.
+        entries = {known: entry for known, entry in self._entries.items() if known != name}
+        entries[name] = {
+            "size": file.size,
+            "sha256": file.sha256.lower(),
+            "step": checkpoint.step,
+            "epoch": checkpoint.epoch,
+            "samples": checkpoint.samples,
+            "metrics": finite(checkpoint.metrics),
+        }
+        self._save(entries)
+        for alias in ALIASES if checkpoint.best else ALIASES[:1]:
+            self._point(alias, name)
+            entries[alias] = entries[name]
+        outdated = self._too_old(entries)
+        self._save({known: entry for known, entry in entries.items() if known not in outdated})
+        self._outdated.update(outdated)
+        self._remove_outdated()
+
+    def close(self) -> None:
+        """Delete the file that was not received completely."""
+        self._receiver.drop()
+
+    def _save(self, entries: Entries) -> None:
+        write_atomic(self._folder / NAME, write_manifest_text(entries))
+        self._entries = dict(entries)
+
+    def _remove_outdated(self) -> None:
+        for name in sorted(self._outdated):
+            with writing(self._folder / name):
+                (self._folder / name).unlink(missing_ok=True)
+            self._outdated.discard(name)
+
+    def _point(self, alias: str, name: str) -> None:
+        """Make `alias` the same file as `name`, atomically."""
+        target = self._folder / alias
+        with writing(target), replacing(target) as part:
+            link_or_copy(self._folder / name, part)
+
+    def _too_old(self, entries: Entries) -> list[str]:
+        if self._keep is None:
+            return []
+        named = {entries[alias]["sha256"] for alias in ALIASES if alias in entries}
+        steps = [name for name in entries if STEP_FILE.fullmatch(name)]
+        return [name for name in steps[: -self._keep] if entries[name]["sha256"] not in named]
+
+
+def _step_name(path: str, step: int, rank: int) -> str:
+    """Return the file name; refuse a path that does not belong to the step."""
+    pure = check_path(path)
+    match = STEP_FILE.fullmatch(pure.name)
+    if pure.parts[:-1] != (FOLDER,) or match is None or match[2] or int(match[1]) != step:
+        raise RecordError(
+            f"rank {rank} sent a checkpoint of step {step} as {path!r}; it must be called '{FOLDER}/step-{step:06d}.pt'"
+        )
+    return pure.name
