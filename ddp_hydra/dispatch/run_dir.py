@@ -14,7 +14,8 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import Summary
-from ddp_hydra.writers.handler import Fetch, ResultsHandler, default_writers
+from ddp_hydra.writers.files import Fetch
+from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from ddp_hydra.writers.run_dir import add_error, locked, read_summary, write_summary
 
 ANOTHER = "give another folder, run_dir=<folder>"

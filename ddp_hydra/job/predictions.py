@@ -21,8 +21,7 @@ from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank import rows
 from ddp_hydra.record import File, Record, Rows
 from ddp_hydra.storage.files import part_of, place, remove_parts, replacing, write_atomic, writing
-from ddp_hydra.writers.files import FileReceiver
-from ddp_hydra.writers.handler import Fetch
+from ddp_hydra.writers.files import Fetch, FileReceiver
 from ddp_hydra.writers.text_files import LogWriter
 
 PLAN = "plan.json"

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, RecordError
@@ -32,8 +33,9 @@ from ddp_hydra.storage.files import (
     writing,
 )
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
-from ddp_hydra.writers.handler import Fetch
 
+Fetch = Callable[[Record, Path], None]
+"""Copies the content of a file record's `source` to a path that does not exist yet."""
 _PIECE = 2**20
 
 

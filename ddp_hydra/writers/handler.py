@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record
@@ -16,8 +16,8 @@ from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.files import cannot_write, passing
 from ddp_hydra.storage.retry import Backoff
 
-Fetch = Callable[[Record, Path], None]
-"""Copies the content of a file record's `source` to a path that does not exist yet."""
+if TYPE_CHECKING:
+    from ddp_hydra.writers.files import Fetch
 
 
 class Writer(Protocol):

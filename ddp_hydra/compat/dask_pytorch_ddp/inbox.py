@@ -17,8 +17,7 @@ from ddp_hydra.dispatch.background import Running
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.record import File, Log, Record, check_path
 from ddp_hydra.storage.files import place, writing
-from ddp_hydra.writers.files import FileReceiver
-from ddp_hydra.writers.handler import Fetch
+from ddp_hydra.writers.files import Fetch, FileReceiver
 
 log = logging.getLogger("ddp_hydra.compat.dask_pytorch_ddp")
 KEPT_BYTES = 2**30
