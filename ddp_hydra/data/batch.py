@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ddp_hydra.data.draws import Indices
-from ddp_hydra.data.wrappers import inside, own_getitems
+from ddp_hydra.data.wrappers import name_of, own_getitems
 from ddp_hydra.errors import DataError
 
 
@@ -29,17 +30,23 @@ def make_batch(
         seeded: seed the global generators for each sample, or for the batch where the data set reads it as a whole.
         progress: called before each sample that is read alone, and when all are read.
     """
-    if own_getitems(dataset):
-        if seeded:
-            indices.seed_batch()
-        samples = dataset.__getitems__(indices)
-    else:
-        samples = []
-        for place, index in enumerate(indices):
-            progress()
+    index: int | None = None
+    try:
+        if own_getitems(dataset):
             if seeded:
-                indices.seed_sample(place)
-            samples.append(dataset[index])
+                indices.seed_batch()
+            samples = dataset.__getitems__(indices)
+        else:
+            samples = []
+            for place, index in enumerate(indices):
+                progress()
+                if seeded:
+                    indices.seed_sample(place)
+                samples.append(dataset[index])
+    except (StopIteration, SystemExit) as error:  # a loop or a process would end by it, as if all were done
+        raise no_sample(
+            dataset, f"the samples {list(indices)}" if index is None else f"sample {index}", error
+        ) from error
     if seeded and hasattr(dataset, "collate"):
         indices.seed_batch()
     return collated(dataset, samples, progress)
@@ -48,19 +55,32 @@ def make_batch(
 def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: None) -> Any:
     """Return a batch of samples of any data set; call `progress` when it is made."""
     if own := getattr(dataset, "collate", None):
-        batch = own(samples)
+        try:
+            batch = own(samples)
+        except (StopIteration, SystemExit) as error:
+            raise no_sample(dataset, "a batch", error) from error
     else:
         try:
             batch = default_collate(samples)
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
             reason = unlike(samples) or f"torch says: {error}"
             raise DataError(
-                f"the samples of {type(inside(dataset)).__name__} make no batch, as {reason}. Change them in "
+                f"the samples of {name_of(dataset)} make no batch, as {reason}. Change them in "
                 "__getitem__, or give the data set a method collate(self, samples) that returns a batch, as a "
                 "collate_fn does"
             ) from error
     progress()
     return batch
+
+
+def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:
+    """Return the error for a data set that ends the reading where it is to return a sample."""
+    how = "calls sys.exit()" if isinstance(error, SystemExit) else "raises StopIteration"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return DataError(
+        f"{name_of(dataset)} {how} where it is asked for {what} ({frame.filename}, line {frame.lineno}, "
+        f"in {frame.name}): return it, or raise an error that says what is wrong"
+    )
 
 
 def unlike(samples: Any, what: str = "a sample") -> str:

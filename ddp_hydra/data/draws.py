@@ -139,7 +139,8 @@ def numbered(batches: Any, epoch: int, position: int, global_batch: int, rank: i
             if isinstance(batch, Indices):
                 yield batch
             else:
-                first = start + rank * len(batch)
-                yield Indices(batch, epoch, range(first, first + len(batch)))
+                indices = list(batch)  # it may be an iterator
+                first = start + rank * len(indices)
+                yield Indices(indices, epoch, range(first, first + len(indices)))
 
     return counted()

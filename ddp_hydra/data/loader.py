@@ -24,7 +24,7 @@ from ddp_hydra.data.batch import laid_out, make_batch, n_bytes, pin, to_device
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.thread_safe import is_thread_safe
 from ddp_hydra.data.workers import InWorkers, Refused, Workers
-from ddp_hydra.data.wrappers import inside
+from ddp_hydra.data.wrappers import name_of
 
 QUICK_S = 0.001
 """A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
@@ -193,7 +193,7 @@ class Loader:
             except Refused as refused:
                 self.uses_workers, self.workers = False, None
                 self.warn(
-                    f"{type(inside(self.source)).__name__} can't be unpickled in a worker, so the thread that trains "
+                    f"{name_of(self.source)} can't be unpickled in a worker, so the thread that trains "
                     f"makes its batches: {refused}"
                 )
         yield from (self.wait(partial(self.make, indices)) for indices in chain(pending, rest))

@@ -63,7 +63,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
-from ddp_hydra.data.workers import InWorkers, made_by
+from ddp_hydra.data.workers import InWorkers, made_by, open_files
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training import same_data
@@ -79,7 +79,7 @@ ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
 """Samplers that the config of an iterable data set may name: the default one, which is not used."""
 
 
-def dataset(node: DictConfig | None, seed: int) -> Any:
+def dataset(node: DictConfig | None, seed: int, key: str = "data.train") -> Any:
     """Build a data set; return None for none. If its class has `built_once`, only rank 0 builds it. A collective.
 
     The global generators are seeded before, so that it is split in the same way each time that it is built.
@@ -87,6 +87,7 @@ def dataset(node: DictConfig | None, seed: int) -> Any:
     Args:
         node: of the config.
         seed: of the run.
+        key: of the node.
     """
     if node is None:
         return None
@@ -95,12 +96,12 @@ def dataset(node: DictConfig | None, seed: int) -> Any:
         with draws.Kept():
             draws.seed_all(seed)
             made = make(node)
-        _check_kind(made)
+        _check_kind(made, key)
         return made
 
     if ranks_in_group() > 1 and built_once(node):
-        return wrappers.opened(from_rank_0(build))
-    return wrappers.opened(build())
+        return wrappers.look_into(from_rank_0(build))
+    return wrappers.look_into(build())
 
 
 @contextmanager
@@ -120,14 +121,16 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
     node, workers = cfg.data.get(split), cfg.data.get("workers")
     if node is not None and like is not None:
         fill_features(node, DataDescription.of(like))
-    built = kept = dataset(node, cfg.seed)
+    before = open_files()
+    built = kept = dataset(node, cfg.seed, f"data.{split}")
+    files = open_files() - before
     if streams.is_stream(built) and workers:
         raise ConfigError(
             f"data.workers={workers} needs a data set with a length and __getitem__, and {name_of(built)} is iterable: "
             "leave data.workers out"
         )
     if built is not None and not streams.is_stream(built):
-        kept = made_by(workers, built, device.type == "cuda", results.warn)
+        kept = made_by(workers, built, device.type == "cuda", results.warn, files)
     try:
         if built is not None and ranks_in_group() > 1 and not built_once(node) and not streams.is_stream(built):
             same_data.check(built, f"data.{split}", cfg.seed)
@@ -139,11 +142,15 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
             kept.close()
 
 
-def _check_kind(data: Any) -> None:
+def _check_kind(data: Any, key: str) -> None:
     """Refuse what makes no samples.
 
+    Args:
+        data: as it was built.
+        key: of its node in the config.
+
     Raises:
-        ConfigError: it is several data sets, a `DataLoader` that makes batches, or has no length.
+        ConfigError: it is several data sets, a `DataLoader` that makes batches, or has no length or no samples.
     """
     name = name_of(data)
     if isinstance(data, (list, tuple)) and data and all(isinstance(part, Dataset) for part in data):
@@ -160,6 +167,8 @@ def _check_kind(data: Any) -> None:
         raise ConfigError(
             f"{name} has no length: give it __len__, which returns the number of samples, or make it an IterableDataset"
         )
+    if length(data) == 0:
+        raise ConfigError(f"{name} ({key}) has no samples: check its arguments, or type {key}=null if none are meant")
 
 
 def built_once(node: DictConfig) -> bool:
@@ -259,7 +268,7 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
 
 def name_of(data: Any) -> str:
     """Return the name of a data set's class."""
-    return type(wrappers.inside(data.dataset if isinstance(data, InWorkers) else data)).__name__
+    return wrappers.name_of(data.dataset if isinstance(data, InWorkers) else data)
 
 
 def fill_features(node: DictConfig, trained: DataDescription) -> None:

@@ -30,7 +30,7 @@ def check(data: Any, key: str, seed: int) -> None:
         DataError: the ranks have different data.
     """
     lengths: list[int] = gather_objects(len(data))
-    name = type(wrappers.inside(data)).__name__
+    name = wrappers.name_of(data)
     how = "build it from the arguments and the global random generators alone, which all ranks have alike"
     if len(set(lengths)) > 1:
         raise DataError(f"{key}: {name} has {', '.join(f'{n:,}' for n in lengths)} samples on the ranks: {how}")

@@ -56,6 +56,8 @@ class ProgressState:
     def update(self, record: Record, logged: Metrics) -> None:
         """Take a metrics record."""
         self.epoch = self.epoch_of(logged)
+        if self.epochs is not None and self.epoch is not None and self.epoch > self.epochs:
+            self.epochs = None  # a stream has fewer samples than it says, and the run more epochs
         values = logged.metrics
         self.epoch_means |= {n.replace(EPOCH, "train/", 1): value for n, value in values.items() if n.startswith(EPOCH)}
         self.metrics |= {name: value for name, value in values.items() if not name.startswith(EPOCH)}

@@ -68,9 +68,9 @@ def test_draws_do_not_depend_on_the_split(ranks, batch, micro, epoch, stop):
     right = trained_on(Drawing(), 1, 48, 1, epoch, 0)
     assert trained_on(Drawing(), ranks, batch, micro, epoch, stop) == right
     assert len({row[1:] for row in right}) == N
-    nested = wrappers.opened(Subset(Subset(Drawing(2 * N), range(N, 2 * N)), range(N)))
+    nested = wrappers.look_into(Subset(Subset(Drawing(2 * N), range(N, 2 * N)), range(N)))
     assert [row[1:] for row in trained_on(nested, ranks, batch, micro, epoch, stop)] == [row[1:] for row in right]
-    two = wrappers.opened(ConcatDataset([Drawing(N // 2), Drawing(N // 2)]))
+    two = wrappers.look_into(ConcatDataset([Drawing(N // 2), Drawing(N // 2)]))
     assert [row[1:] for row in trained_on(two, ranks, batch, micro, epoch, stop)] == [row[1:] for row in right]
 
 
@@ -127,7 +127,7 @@ def test_a_stream_draws_by_position(ranks, batch, epoch):
 
 def test_loading_and_training_do_not_disturb_each_other():
     draw = lambda: (torch.rand(()).item(), float(np.random.rand()), random.random())  # noqa: E731
-    for data in (Drawing(), wrappers.opened(Subset(Drawing(), range(N)))):
+    for data in (Drawing(), wrappers.look_into(Subset(Drawing(), range(N)))):
         for seed in (torch.manual_seed, np.random.seed, random.seed):
             seed(5)
         expected = [draw() for _ in range(4)]

@@ -18,6 +18,7 @@ from ddp_hydra.data.streams.ahead import Ahead
 from ddp_hydra.data.streams.part import Part
 from ddp_hydra.data.streams.sampler import Numbers, StreamSampler
 from ddp_hydra.data.summary import alike
+from ddp_hydra.data.wrappers import name_of
 from ddp_hydra.errors import ConfigError
 
 
@@ -155,7 +156,7 @@ class StreamLoader(Loader):
         self.wait(lambda: ahead.wait_for(1))
         firsts, self.gather = self.gather(list(part.first)), None
         if any(not all(map(alike, firsts[0], other)) for other in firsts[1:]):
-            name = type(self.dataset).__name__
+            name = name_of(self.dataset)
             raise ConfigError(
                 f"{name} gives each rank samples of its own, and each would take its share of them again. If it looks "
                 "at RANK and WORLD_SIZE itself, type +data.shard_by=itself; predict on one rank, dispatch.ranks=1. If "

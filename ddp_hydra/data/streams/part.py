@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ddp_hydra.data import draws, wrappers
+from ddp_hydra.data.batch import no_sample
 from ddp_hydra.data.summary import summary
 
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor)
@@ -69,15 +70,13 @@ class Part:
             state: of the data set at this position; None to read again what lies before it.
         """
         self.stopped, self.n_read, self.first = False, 0, []
-        for data in (self.dataset, *wrappers.held(self.dataset)):
+        for data in (self.dataset, *wrappers.inner_sets(wrappers.unwrapped(self.dataset))):
             draws.tell_epoch(data, epoch, self.seed)
         if state is not None:
             self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
         key = epoch if self.training else draws.EVALUATION
-        if self.seed is not None:
-            draws.seed_by(self.seed, key)  # alike on all ranks, as they may share an order that is drawn here
         read_before = position * self.shares // self.world_size
-        self.samples = self._watched(iter(self.dataset), key, read_before if state is not None else 0)
+        self.samples = self._watched(key, read_before if state is not None else 0)
         if state is None:
             self._leave_out(read_before)
 
@@ -112,18 +111,25 @@ class Part:
         """End reading after the sample under way; called from another thread."""
         self.stopped = True
 
-    def _watched(self, samples: Iterator[Any], key: int, number: int) -> Iterator[Any]:
-        for sample in samples:
-            if self.stopped:
-                return
-            self.progress()
-            self.n_read += 1
-            if len(self.first) < COMPARED:
-                self.first.append(summary(sample))
-            yield sample
-            number += 1
-            if self.seed is not None:  # for the next sample; the first one may still draw the order
-                draws.seed_by(self.seed, key, number if self.dealt else number * self.world_size + self.rank)
+    def _watched(self, key: int, number: int) -> Iterator[Any]:
+        if self.seed is not None:
+            draws.seed_by(self.seed, key)  # alike on all ranks, as they may share an order that is drawn here
+        # The iterator begins here, as the generators are seeded only while samples are read: `__iter__` and the first
+        # `__next__` may both draw the order, as those of a DataLoader do.
+        try:
+            for sample in self.dataset:
+                if self.stopped:
+                    return
+                self.progress()
+                self.n_read += 1
+                if len(self.first) < COMPARED:
+                    self.first.append(summary(sample))
+                yield sample
+                number += 1
+                if self.seed is not None:  # for the next sample; the first one may still draw the order
+                    draws.seed_by(self.seed, key, number if self.dealt else number * self.world_size + self.rank)
+        except SystemExit as error:
+            raise no_sample(self.dataset, f"sample {number}", error) from error
 
     def _leave_out(self, n: int) -> bool:
         """Read so many samples and drop them; return whether there were as many."""

@@ -7,21 +7,13 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from torch.utils.data import IterableDataset
-
 from ddp_hydra.data.streams.part import Part, plain
 from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.wrappers import name_of, unwrapped
 from ddp_hydra.errors import ConfigError
 
 WAYS = ("samples", "itself")
 """The values of `data.shard_by`, besides null."""
-
-
-def is_stream(dataset: Any) -> bool:
-    """Return whether a data set is iterable and not map-style: an `IterableDataset`, or without `__getitem__`."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 def split(
@@ -83,8 +75,8 @@ def whole(
     """
     if world_size > 1 and (way == "itself" or "split_by_node" in _webdataset_stages(dataset)):
         raise ConfigError(
-            f"{type(dataset).__name__} gives each rank samples of its own, so they have no common order: take one "
-            "rank (dispatch.ranks=1 or cluster=inline), or a data set that gives each rank all samples "
+            f"{name_of(dataset)} gives each rank samples of its own, so they have no common order: take "
+            "one rank (dispatch.ranks=1 or cluster=inline), or a data set that gives each rank all samples "
             "(nodesplitter=None of a webdataset pipeline)"
         )
     seeded = None if is_thread_safe(dataset) else seed
@@ -97,7 +89,7 @@ def _by_kind(dataset: Any, rank: int, world_size: int) -> tuple[Iterable[Any], b
         own = dataset.of_rank(rank, world_size)
         if own is not None:
             return own, False, False, "each rank reads its own part"
-    elif type(dataset).__module__ == "datasets.iterable_dataset":
+    elif type(unwrapped(dataset)).__module__ == "datasets.iterable_dataset":
         found = HuggingFacePart(dataset, rank, world_size)
         n = dataset.num_shards
         if n % world_size == 0:
@@ -178,6 +170,7 @@ def _stages(stage: Any) -> Iterator[Any]:
 
 def _webdataset_stages(dataset: Any) -> list[str]:
     """Return the names of the functions in a pipeline of webdataset; an empty list for other data sets."""
+    dataset = unwrapped(dataset)
     if not any(base.__module__ == "webdataset.pipeline" for base in type(dataset).__mro__):
         return []
     stages = [stage.func if isinstance(stage, partial) else stage for stage in dataset.pipeline]

@@ -8,7 +8,7 @@ any of these, or is a program of its own that has imported torch, and forks the 
 `loader.py` the DataLoader.
 """
 
-from ddp_hydra.data.workers.helper import take_helper
+from ddp_hydra.data.workers.helper import open_files, take_helper
 from ddp_hydra.data.workers.loader import InWorkers, Refused, Workers, made_by
 
-__all__ = ["InWorkers", "Refused", "Workers", "made_by", "take_helper"]
+__all__ = ["InWorkers", "Refused", "Workers", "made_by", "open_files", "take_helper"]

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from multiprocessing import context, process, reduction
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,9 @@ class Popen:
 
     def __init__(self, process_obj: process.BaseProcess) -> None:
         self.returncode: int | None = None
-        self.fds: list[int] = []
+        self.fds: list[int] = list(process_obj.files)  # type: ignore[attr-defined]
         buffer = io.BytesIO()
-        prepared = {"path": sys.path, "environment": dict(os.environ), "cwd": str(Path.cwd())}
+        prepared = {"path": sys.path, "environment": dict(os.environ), "cwd": str(Path.cwd()), "files": self.fds[:]}
         set_spawning_popen(self)
         try:
             reduction.dump(prepared, buffer)
@@ -284,6 +285,7 @@ class WorkerProcess(process.BaseProcess):
 
     _start_method = None
     helper: helper.Helper
+    files: Sequence[int]
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:  # noqa: N802  as multiprocessing calls it
@@ -298,6 +300,7 @@ class HelperContext(context.BaseContext):
 
     Args:
         forked_from: the helper.
+        files: descriptors that the processes have, too, under the same numbers.
 
     Attributes:
         started: the processes that were started.
@@ -305,15 +308,15 @@ class HelperContext(context.BaseContext):
 
     _name = "helper"
 
-    def __init__(self, forked_from: helper.Helper) -> None:
-        self.helper = forked_from
+    def __init__(self, forked_from: helper.Helper, files: Sequence[int] = ()) -> None:
+        self.helper, self.files = forked_from, files
         self.started: list[WorkerProcess] = []
         _allow_many_files()
 
     def Process(self, *args: Any, **options: Any) -> WorkerProcess:  # noqa: N802
         """Return a process to be started."""
         made = WorkerProcess(*args, **options)
-        made.helper = self.helper
+        made.helper, made.files = self.helper, self.files
         self.started.append(made)
         return made
 

@@ -7,6 +7,7 @@ of the object itself. The answer is the worker's process id. It ends when its so
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import pickle
 import select
@@ -17,12 +18,15 @@ import subprocess
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra import forked
 
 MOST_FDS = 64
 """Descriptors of one request."""
+MOST_FILES = 40
+"""Files among them that a data set has open."""
 _PID = struct.Struct("<q")
 _inherited: list[int] = []
 _current: Helper | None = None
@@ -114,6 +118,17 @@ def release(helper: Helper) -> None:
             _current = None
 
 
+def open_files() -> set[int]:
+    """Return the descriptors of the files of the file system that this process has open."""
+    found = set()
+    with contextlib.suppress(FileNotFoundError):  # a system without /proc
+        for path in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if path.is_file() and not str(path.readlink()).startswith("/memfd:"):
+                    found.add(int(path.name))
+    return found
+
+
 def inherited(number: int) -> int:
     """Return a descriptor that came with the request for this worker."""
     return _inherited[number]
@@ -201,8 +216,20 @@ def _run(payload: int) -> int:
         os.environ.update(prepared["environment"])
         with contextlib.suppress(OSError):
             os.chdir(prepared["cwd"])
-        process = pickle.load(file)  # noqa: S301
-    return int(process._bootstrap())
+        process = file.read()
+    if prepared["files"]:
+        _place(prepared["files"])
+    return int(pickle.loads(process)._bootstrap())  # noqa: S301
+
+
+def _place(numbers: list[int]) -> None:
+    """Give the first of the inherited files these numbers, by which the data set knows them."""
+    for place, fd in enumerate(_inherited):
+        _inherited[place] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
+        os.close(fd)
+    for number, fd in zip(numbers, _inherited, strict=False):
+        os.dup2(fd, number, inheritable=False)
+        os.close(fd)
 
 
 def _reap(exit_codes: dict[int, int]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import cloudpickle
@@ -59,13 +59,16 @@ class InWorkers:
         data: a map-style data set.
         number: of workers.
         asked: the config says the number; else a data set whose batches take no time has none.
+        files: descriptors of files that the data set has open; its copies have them under the same numbers.
 
     Attributes:
         pickled: the data set.
     """
 
-    def __init__(self, data: Any, number: int, asked: bool) -> None:
-        self.dataset, self.number, self.asked = data, number, asked
+    def __init__(self, data: Any, number: int, asked: bool, files: Collection[int] = ()) -> None:
+        self.dataset, self.number, self.asked, self.files = data, number, asked, sorted(files)
+        if len(files) > helper.MOST_FILES:
+            raise ValueError(f"it has {len(files)} files open, and a worker takes {helper.MOST_FILES}")
         self.thread_safe = is_thread_safe(data)
         self.pickled: bytes = cloudpickle.dumps(data)
         self._workers: list[Workers] = []
@@ -141,7 +144,7 @@ class Workers:
         affordable = max(1, int(memory_mb * 2**20 // max(1, batch_bytes)))
         self.data, self.number = data, min(data.number, affordable)
         self.helper = helper.acquire()
-        self.context = HelperContext(self.helper)
+        self.context = HelperContext(self.helper, data.files)
         self.requests = _Requests()
         dataset: Any = WorkerSet(data.pickled, not data.thread_safe, self.number)
         requests: Any = self.requests
@@ -240,7 +243,7 @@ def _gone(code: int) -> ConnectionError:
     return ConnectionError(f"a worker that makes batches for this rank (data.workers) has ended {how}; {advice}")
 
 
-def made_by(workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None]) -> Any:
+def made_by(workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None], files: Collection[int] = ()) -> Any:
     """Return a data set whose batches workers make; the data set itself where there are none.
 
     Args:
@@ -248,6 +251,7 @@ def made_by(workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None]) 
         data: a map-style data set.
         to_gpu: batches go to a GPU.
         warn: gets a sentence if the data set can't be pickled.
+        files: see `InWorkers`.
 
     Raises:
         ConfigError: see `number_of`.
@@ -255,8 +259,8 @@ def made_by(workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None]) 
     if not (number := number_of(workers, data, to_gpu)):
         return data
     try:
-        return InWorkers(data, number, asked=workers is not None)
+        return InWorkers(data, number, asked=workers is not None, files=files)
     except Exception as error:
-        name = type(wrappers.inside(data)).__name__
+        name = wrappers.name_of(data)
         warn(f"{name} can't be pickled, so the thread that trains makes its batches: {type(error).__name__}: {error}")
         return data

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from ddp_hydra import heartbeat
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import make_batch
 from ddp_hydra.data.draws import EVALUATION, Indices
 from ddp_hydra.data.workers.shared_batch import SharedBatch, pinned
+from ddp_hydra.data.wrappers import unwrapped
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,8 @@ class WorkerSet:
                 self.pickled = b""
             except Exception as error:
                 return Result(None, refused=f"{type(error).__name__}: {error}")
+            if (info := get_worker_info()) is not None:  # the user's code may ask it for the data set
+                object.__setattr__(info, "dataset", unwrapped(self.dataset))
             if hasattr(self.dataset, "share"):
                 self.dataset.share(self.workers)
         try:
@@ -134,8 +139,6 @@ def as_it_is(result: Result) -> Result:
 
 
 def _number() -> int:
-    from torch.utils.data import get_worker_info
-
     info = get_worker_info()
     return info.id if info else 0
 

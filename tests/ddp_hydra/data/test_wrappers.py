@@ -17,7 +17,7 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.streams import Part
 from ddp_hydra.data.thread_safe import is_thread_safe
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
-from ddp_hydra.data.wrappers import opened, own_getitems
+from ddp_hydra.data.wrappers import look_into, own_getitems
 from ddp_hydra.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def folder(photos: Path, transform=None, **options) -> S3ImageFolder:
 def test_a_subset_offers_what_is_inside(photos, nested):
     inside = folder(photos, TrainTransform(16))
     data = Subset(inside, [7, 1, 4])
-    data = opened(Subset(data, [0, 1, 2]) if nested else data)
+    data = look_into(Subset(data, [0, 1, 2]) if nested else data)
     data.set_epoch(3)
     (x, y), *_ = Loader(data, CPU).load([[0, 1, 2]])
     (right, targets), *_ = Loader(inside, CPU).load([[7, 1, 4]])
@@ -65,7 +65,7 @@ def test_a_subset_offers_what_is_inside(photos, nested):
 
 def test_a_concatenation_offers_what_its_parts_have_alike(photos):
     parts = [folder(photos), Subset(folder(photos), [6, 2])]
-    data = opened(ConcatDataset(parts))
+    data = look_into(ConcatDataset(parts))
     (x, y), *_ = Loader(data, CPU).load([[9, 0, 8, 7]])
     assert x.dtype == torch.float32
     assert y.tolist() == [0, 0, 1, 1]
@@ -74,7 +74,7 @@ def test_a_concatenation_offers_what_its_parts_have_alike(photos):
     assert data.sample_id(9) == "all/cats/2.png"
     data.close()
     with pytest.raises(ConfigError, match=r"the parts of this ConcatDataset \(S3ImageFolder\) make their batches by"):
-        opened(ConcatDataset([folder(photos), folder(photos, mean=[0, 0, 0])]))
+        look_into(ConcatDataset([folder(photos), folder(photos, mean=[0, 0, 0])]))
 
 
 class Rows(Dataset):
@@ -90,15 +90,15 @@ class Rows(Dataset):
 
 
 def test_shards_of_a_subset_are_the_runs_in_one_shard():
-    assert opened(Subset(Rows(), [0, 1, 4, 5, 2])).shard_lengths == [2, 2, 1]
-    assert opened(ConcatDataset([Rows(2), Rows(4)])).shard_lengths == [1, 1, 2, 2]
+    assert look_into(Subset(Rows(), [0, 1, 4, 5, 2])).shard_lengths == [2, 2, 1]
+    assert look_into(ConcatDataset([Rows(2), Rows(4)])).shard_lengths == [1, 1, 2, 2]
 
 
 def test_what_the_user_sets_on_a_wrapper_goes_before():
     first, _ = random_split(Rows(), [4, 2])
     first.num_classes = 7
     first.collate = lambda samples: ("mine", len(samples))
-    data = opened(first)
+    data = look_into(first)
     assert data.num_classes == 7
     assert list(Loader(data, CPU).load([[0, 1]])) == [("mine", 2)]
     assert not hasattr(data, "prepare")
@@ -110,11 +110,11 @@ def test_a_batch_is_the_data_sets_own_where_it_makes_one():
         def __getitems__(self, indices):
             return [-index for index in indices]
 
-    assert own_getitems(opened(Subset(Whole(), [3, 5])))
-    assert not own_getitems(opened(Subset(Rows(), [3])))
+    assert own_getitems(look_into(Subset(Whole(), [3, 5])))
+    assert not own_getitems(look_into(Subset(Rows(), [3])))
     assert not own_getitems(StackDataset(Rows(), Rows()))
-    assert not own_getitems(opened(Subset(StackDataset(Rows(), Rows()), [1])))
-    assert [x.tolist() for x in Loader(opened(Subset(Whole(), [3, 5])), CPU).load([[1, 0]])] == [[-5, -3]]
+    assert not own_getitems(look_into(Subset(StackDataset(Rows(), Rows()), [1])))
+    assert [x.tolist() for x in Loader(look_into(Subset(Whole(), [3, 5])), CPU).load([[1, 0]])] == [[-5, -3]]
 
 
 def test_a_wrapper_that_a_user_has_changed_is_left_as_it_is():
@@ -126,7 +126,7 @@ def test_a_wrapper_that_a_user_has_changed_is_left_as_it_is():
             return [self[index] for index in indices]
 
     data = Mine(Rows(), [3, 5])
-    assert opened(data) is data
+    assert look_into(data) is data
 
 
 def test_thread_safe_is_what_says_so_itself(photos):
@@ -182,7 +182,7 @@ class Flipped(Dataset):
 @pytest.mark.parametrize("split", [False, True])
 def test_a_users_wrapper_passes_on_what_a_data_set_inside_is_told_and_counts(photos, split):
     inside = folder(photos, TrainTransform(16))
-    data = opened(Flipped(Subset(inside, list(range(8))) if split else inside))
+    data = look_into(Flipped(Subset(inside, list(range(8))) if split else inside))
     for epoch in (0, 1):
         data.set_epoch(epoch)
         (x, y), *_ = Loader(data, CPU).load([[7, 1, 4]])
@@ -215,27 +215,27 @@ def test_a_users_wrapper_that_hides_how_batches_are_made_is_refused(photos):
     with pytest.raises(
         ConfigError, match=r"Flipped holds Scaled, whose prepare\(\) is hidden by it: define it in Flipped"
     ):
-        opened(Flipped(Scaled()))
+        look_into(Flipped(Scaled()))
 
     class Open(Flipped):
         def prepare(self, batch):
             return self.inner.prepare(batch)
 
-    data = opened(Open(Scaled()))
+    data = look_into(Open(Scaled()))
     data.set_epoch(3)
     assert data.parts[0].seen == 3
     ((x, _),) = Loader(data, CPU).load([[0, 5]])
     assert x.flatten().tolist() == pytest.approx([0, 5 / 255])
     paired = StackDataset(folder(photos), folder(photos))
     with pytest.raises(ConfigError, match=r"StackDataset holds S3ImageFolder, whose prepare\(\) is hidden by it"):
-        opened(paired)
+        look_into(paired)
 
     class Numbered(Flipped):
         def __getitem__(self, index):
             return *super().__getitem__(index), index
 
     with pytest.raises(ConfigError, match=r"whose prepare\(\) can't take its batches \(ValueError: .*return batch"):
-        list(Loader(opened(Numbered(folder(photos))), CPU).load([[2, 3]]))
+        list(Loader(look_into(Numbered(folder(photos))), CPU).load([[2, 3]]))
 
     class Streamed(IterableDataset):
         def __init__(self, inner):
@@ -245,7 +245,7 @@ def test_a_users_wrapper_that_hides_how_batches_are_made_is_refused(photos):
             return map(self.inner.__getitem__, range(len(self.inner)))
 
     with pytest.raises(ConfigError, match=r"Streamed holds S3ImageFolder, whose prepare\(\) is hidden"):
-        opened(Streamed(folder(photos)))
+        look_into(Streamed(folder(photos)))
 
 
 def test_what_a_data_set_inside_does_for_itself_stays_there():
@@ -256,7 +256,7 @@ def test_what_a_data_set_inside_does_for_itself_stays_there():
     data = Flipped(Own())
     data.me = data
     data.others = [data, Rows()]
-    assert opened(data) is data
+    assert look_into(data) is data
 
 
 def test_streams_inside_a_chain_are_told_the_epoch():
@@ -300,8 +300,20 @@ class Taken(Dataset):
 
 @pytest.mark.parametrize("around", [lambda data: data, lambda data: Subset(data, range(4))])
 def test_names_that_a_data_set_uses_in_another_way_are_left_to_it(around):
-    data = pickle.loads(pickle.dumps(opened(around(Taken()))))
+    data = pickle.loads(pickle.dumps(look_into(around(Taken()))))
     for name in ("stats", "bad", "labelled", "skipped", "collate", "prepare", "set_epoch", "close"):
         assert not hasattr(data, name), name
     (x, y) = next(Loader(data, CPU).load([[1, 3]]))
     assert (x.tolist(), y.tolist(), data.classes, len(data)) == ([0.5, 1.5], [1, 1], 3, 4)
+
+
+def test_a_wrapper_of_a_user_may_use_our_names_too(photos):
+    class Own(Flipped):
+        stats = (0.5, 0.2)
+
+        def close(self, at: float) -> None:
+            raise AssertionError("it is no close of ours")
+
+    data = look_into(Own(folder(photos)))
+    assert data.stats()["samples"] == 0
+    data.close()

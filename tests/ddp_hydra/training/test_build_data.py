@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset, TensorDataset, random_split
 
+from ddp_hydra.data import draws
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.training import build_data
@@ -124,6 +126,10 @@ def two() -> Any:
     return random_split(points(), [4, 2])
 
 
+def none() -> TensorDataset:
+    return TensorDataset(torch.ones(0, 2))
+
+
 def batches() -> Any:
     return DataLoader(points(), batch_size=2)
 
@@ -134,11 +140,20 @@ def batches() -> Any:
         (two, r"2 data sets were built, as random_split returns them.* chosen by an argument"),
         (batches, r"the DataLoader makes batches.*: give it batch_size=None, or give its data set, TensorDataset"),
         (Lengthless, "Lengthless has no length: give it __len__"),
+        (none, r"TensorDataset \(data.val\) has no samples: check its arguments, or type data.val=null"),
     ],
 )
 def test_what_makes_no_samples_is_refused(target, said):
     with pytest.raises(ConfigError, match=said):
-        build_data.dataset(OmegaConf.create({"_target_": f"{__name__}.{target.__name__}"}), 0)
+        build_data.dataset(OmegaConf.create({"_target_": f"{__name__}.{target.__name__}"}), 0, "data.val")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter, np.array, torch.tensor])
+def test_a_sampler_may_give_its_batches_as_any_sequence_or_iterator(kind):
+    made = draws.numbered(map(kind, ([3, 1], [2, 0])), epoch=1, position=8, global_batch=4, rank=1)
+    (first, second) = made
+    assert (first, second) == ([3, 1], [2, 0])
+    assert (list(first.positions), list(second.positions)) == ([10, 11], [14, 15])
 
 
 def test_an_iterator_that_is_used_up_is_told():

@@ -97,6 +97,14 @@ def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock,
     assert output.getvalue().splitlines()[2:] == told
 
 
+def test_a_run_with_more_epochs_than_were_planned_shows_no_total(plain_writer, output, start, metrics_record):
+    """A stream gave fewer samples than its length said."""
+    plain_writer.write(start)
+    plain_writer.write(metrics_record(50, epoch=6, train__loss=1.0))
+    plain_writer.close()
+    assert output.getvalue().splitlines()[2:] == ["epoch 6  train/loss 1"]
+
+
 def test_without_totals(plain_writer, output, clock):
     clock.now += 11
     plain_writer.write(Record(Metrics({"train/loss": float("nan")}), step=7))

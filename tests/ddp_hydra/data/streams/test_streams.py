@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ddp_hydra.data.streams import RepeatedPart, StreamLoader, StreamSampler, is_stream, split, whole
 from ddp_hydra.data.streams.part import plain
+from ddp_hydra.data.wrappers import look_into
 from ddp_hydra.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
@@ -360,3 +362,69 @@ def test_a_data_set_that_gives_each_rank_samples_of_its_own_has_no_order_but_for
     part = whole(make(), 1, way)
     part.open(0)
     assert [int(sample) for sample in part.samples] == [0, 1, 2]
+
+
+class Shuffled(IterableDataset):
+    """Draws its order when it is first asked for a sample."""
+
+    def __init__(self, exits: bool = False) -> None:
+        self.exits = exits
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(24).tolist()
+        if self.exits:
+            sys.exit(0)
+
+
+def order(make: Callable[[], Any], rank: int = 0, world_size: int = 1, epoch: int = 0) -> list[int]:
+    """Return the order of an epoch, where the model has drawn something else on each rank."""
+    torch.manual_seed(rank)
+    data = make()
+    sampler = StreamSampler(split(data, rank, world_size, seed=3), 24 // world_size, 24)
+    loader = StreamLoader(data, CPU, seed=3)
+    (micro_batches,) = loader.steps(sampler.batches(epoch), 1)
+    return [number for micro_batch in micro_batches for number in micro_batch.batch.tolist()]
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_order_of_a_users_dataloader_depends_on_seed_and_epoch_alone(workers):
+    make = lambda: DataLoader(range(24), batch_size=None, shuffle=True, num_workers=workers)  # noqa: E731
+    expected = order(lambda: DataLoader(range(24), batch_size=None, shuffle=True))
+    assert order(make) == expected != list(range(24))
+    assert sorted(order(make, epoch=1)) == list(range(24)) != order(make, epoch=1) != expected
+
+
+def test_ranks_share_an_order_that_an_iterator_draws_at_its_first_sample():
+    assert order(Shuffled, 0, 2) + order(Shuffled, 1, 2) == order(Shuffled)
+
+
+def test_a_stream_that_calls_exit_is_an_error():
+    part = split(Shuffled(exits=True), 0, 1)
+    part.open(0)
+    said = r"Shuffled calls sys\.exit\(\) where it is asked for sample 24 \(.*, line \d+, in __iter__\)"
+    with pytest.raises(DataError, match=said):
+        list(part.once())
+
+
+class Clashing(IterableDataset):
+    """Uses names of ours for something else."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.close, self.stats, self.bad = inner, [1.5, 2.5], {"mean": 0}, [3]
+        self.of_rank, self.state_dict, self.set_epoch, self.classes = 1, {}, 7, 2.5
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+    def collate(self) -> None:
+        raise AssertionError("it is no collate of ours")
+
+
+def test_names_that_a_stream_uses_in_another_way_are_left_to_it():
+    data = look_into(Clashing(Counted(8)))
+    assert is_stream(data)
+    for name in ("close", "stats", "bad", "of_rank", "state_dict", "set_epoch", "classes", "collate"):
+        assert not hasattr(data, name), name
+    part = split(data, 0, 1, seed=0)
+    part.open(1)
+    assert part.take(4) == [1000, 1001, 1002, 1003]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import get_worker_info
 
 from ddp_hydra.data import draws
 from ddp_hydra.data.draws import Indices
@@ -27,7 +29,7 @@ from ddp_hydra.data.workers import InWorkers, helper, made_by
 from ddp_hydra.data.workers.context import Queue
 from ddp_hydra.data.workers.loader import number_of
 from ddp_hydra.data.workers.shared_batch import SharedBatch
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")
 Row = namedtuple("Row", "row pid epoch told text")
@@ -230,6 +232,61 @@ def test_an_error_has_the_frames_of_the_user(loader):
     assert "raise KeyError(f" in (last.line or "")
     assert "in a worker of the DataLoader (data.workers)" in caught.value.__notes__
     assert len(list(one.load(batches(4)))) == 2
+
+
+class Ends(Rows):
+    """Ends the reading at its fifth sample."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def __getitem__(self, index: int) -> Row:
+        if index == 4 and self.how == "exits":
+            sys.exit(0)
+        return super().__getitem__(next(iter([]) if index == 4 else iter([index])))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("how", "said"), [("exits", r"calls sys\.exit\(\)"), ("stops", "raises StopIteration")])
+def test_a_data_set_that_ends_the_reading_is_named_with_the_sample_and_its_own_line(loader, workers, how, said):
+    one = loader(Ends(how), workers)
+    with pytest.raises(
+        DataError, match=rf"Ends {said} where it is asked for sample 4 \(.*test_workers\.py, line \d+, in"
+    ):
+        list(one.load(batches(8)))
+
+
+class RawFile(Rows):
+    """Reads a file by the number of its descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        path.write_bytes(bytes(range(100)))
+        self.files = [os.open(path, os.O_RDONLY) for _ in range(12)]
+
+    def __getitem__(self, index: int) -> tuple[int, bool]:
+        (read,) = os.pread(self.files[index % 12], 1, index)
+        info = get_worker_info()
+        return read, info is not None and isinstance(info.dataset, RawFile)
+
+
+def test_workers_have_the_files_that_a_data_set_has_opened_and_are_told_of_it(tmp_path):
+    before = helper.open_files()
+    data = RawFile(tmp_path / "file")
+    assert helper.open_files() - before == set(data.files)
+    kept = made_by(2, data, False, print, data.files)
+    try:
+        first, *others = Loader(kept, CPU).load(batches(24))
+    finally:
+        kept.close()
+    assert [part.tolist() for part, _ in (first, *others)] == [[n, n + 1] for n in range(0, 24, 2)]
+    assert all(told.all() for _, told in others)
+    said: list[str] = []
+    assert made_by(2, data, False, said.append, range(100, 150)) is data
+    assert "it has 50 files open, and a worker takes 40" in said[0]
+    for fd in data.files:
+        os.close(fd)
 
 
 def test_a_worker_that_is_killed_is_named(loader):
