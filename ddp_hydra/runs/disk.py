@@ -115,6 +115,8 @@ def remove(run: str) -> int:
     freed = sum(LocalRun(folder).sizes().values())
     try:
         for one in reversed(runs):  # those inside another one first
+            if (one / OWNER).is_file():
+                _acquire(str(one.absolute()))
             with locked(one, "end it first"):  # one at a time: a sweep may have more jobs than a process may open files
                 _remove_run(one)
         if folder not in runs:
@@ -154,24 +156,38 @@ def _stored_run(url: str) -> StoredRun:
 def _remove_stored(url: str) -> int:
     """Remove a run from a store, and return the bytes that are freed.
 
-    This process becomes the owner of the run, so that no driver writes there meanwhile or later.
-
     Raises:
         ConfigError: as `_stored_run`, the run is running or was resumed meanwhile, or an object can't be removed.
     """
-    run = _stored_run(url)
-    store, sizes = FencedStore(results_root.open_folder(url)), run.sizes()
+    sizes = _stored_run(url).sizes()
     with reachable():
-        owner = store.owner()
-        if is_active(store):
-            raise ConfigError(f"{url} is running: end it first, with ddp-hydra attach run={url} stop=true")
+        store = _acquire(url)
         try:
-            store.acquire(owner)
             for name in sorted({*sizes, OWNER}, key=_removal_order):
                 store.delete(name)
         except TakenOver:
-            raise ConfigError(f"{url}: another driver has resumed the run meanwhile") from None
+            raise _resumed(url) from None
     return sum(sizes.values())
+
+
+def _acquire(place: str) -> FencedStore:
+    """Become the owner of a run that drivers write, so that none writes there meanwhile or later.
+
+    The clock of a driver's host may be wrong, and its file system slow: so it is watched for some seconds.
+    """
+    store = FencedStore(results_root.open_folder(place))
+    owner = store.owner()
+    if is_active(store):
+        raise ConfigError(f"{place} is running: end it first, with ddp-hydra attach run={place} stop=true")
+    try:
+        store.acquire(owner)
+    except TakenOver:
+        raise _resumed(place) from None
+    return store
+
+
+def _resumed(place: str) -> ConfigError:
+    return ConfigError(f"{place}: another driver has resumed the run meanwhile")
 
 
 def _removal_order(name: str) -> tuple[int, str]:

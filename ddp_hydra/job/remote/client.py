@@ -24,7 +24,7 @@ from ddp_hydra.config import checkpoint_config, objective, schema
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import plain
 from ddp_hydra.dispatch import file_transfer
-from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Interrupted, RecordError, RunFailed
+from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.start_driver import DriverSpec
@@ -81,9 +81,7 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
     """
     if cfg.detach:
         with started_driver(cfg, run_dir, overrides) as (_, driver):
-            print(f"the run goes on by itself; results: {driver.url}")  # noqa: T201
-            print(f"look at it:  ddp-hydra attach run={driver.url}")  # noqa: T201
-            print(f"end it:      ddp-hydra attach run={driver.url} stop=true")  # noqa: T201
+            _print_commands("the run goes on by itself", driver.url)
         return None
     messages: Messages = queue.SimpleQueue()
     with summarised(run_dir, cfg) as summary, started_driver(cfg, run_dir, overrides, messages) as (client, driver):
@@ -140,17 +138,29 @@ def started_driver(
             resume=_send_checkpoint(client, worker, name, cfg.resume),
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
         )
+        run_dir.mkdir(parents=True, exist_ok=True)
+        pointer = run_dir / results_root.POINTER
+        pointer.write_text(url + "\n")
         try:
             driver = _start(client, worker, spec)
-        except DdpHydraError:
+        except ConfigError:  # nothing has started
+            pointer.unlink()
             with contextlib.suppress(OSError):
                 file_transfer.call(client, worker, outbox.clear, name)
             raise
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / results_root.POINTER).write_text(url + "\n")
+        except (ClusterError, KeyboardInterrupt):
+            if cfg.detach:
+                _print_commands("the run may have started, and goes on by itself then", url)
+            raise
         yield client, driver
         if messages is not None and client.status == "running":
             client.unsubscribe_topic(name)
+
+
+def _print_commands(what: str, url: str) -> None:
+    print(f"{what}; results: {url}")  # noqa: T201
+    print(f"look at it:  ddp-hydra attach run={url}")  # noqa: T201
+    print(f"end it:      ddp-hydra attach run={url} stop=true")  # noqa: T201
 
 
 def check(cfg: DictConfig) -> None:
@@ -201,7 +211,7 @@ def _start(client: Any, worker: str, spec: DriverSpec) -> StartedDriver:
     except (OSError, TimeoutError, KeyError) as error:
         raise ClusterError(f"worker {worker} did not start the run: {str(error) or type(error).__name__}") from None
     except (ImportError, AttributeError) as error:
-        raise ClusterError(
+        raise ConfigError(
             f"worker {worker} does not support results.handler=cluster ({error}): install there the "
             "version of ddp-hydra that this machine has"
         ) from None

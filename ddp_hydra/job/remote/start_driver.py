@@ -191,24 +191,19 @@ def release(client: str, dask_scheduler: Any = None) -> None:
 
 
 def has_ended(store: Store, silence_s: float) -> bool:
-    """Return whether a run has ended and needs no other driver.
+    """Return whether a run has ended, or was removed, and needs no other driver.
 
-    The previous driver may only have lost the scheduler, so this waits until it has been silent for a while.
-
-    Args:
-        store: the run's folder.
-        silence_s: how long it has to be silent, in seconds.
+    The previous driver may only have lost the scheduler, so this waits until it has been silent for `silence_s`.
     """
     last_update: float | None = None
     updated = time.monotonic()
     while time.monotonic() - updated < max(silence_s, 2.5 * HEARTBEAT_S):
         status = read(store)
-        state, at = (None, None) if status is None else (status.state, status.time)
-        if state in ENDED:
+        if status is None or status.state in ENDED:
             return True
-        if state == LOST:
+        if status.state == LOST:
             return False
-        if at != last_update:
-            last_update, updated = at, time.monotonic()
+        if status.time != last_update:
+            last_update, updated = status.time, time.monotonic()
         time.sleep(HEARTBEAT_S / 4)
     return False

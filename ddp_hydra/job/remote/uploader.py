@@ -62,6 +62,7 @@ class Uploader:
     ) -> None:
         self.folder, self.store, self.status, self.on_stop, self.on_lost = folder, store, status, on_stop, on_lost
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
+        self._known = set(status.files)  # a driver that took the run over has more
         self._failures: dict[str, str] = {}
         self._is_stopping = False
         self._lock = threading.Lock()
@@ -201,7 +202,9 @@ class Uploader:
                     failure = failure or str(error)
                     continue
                 self._uploaded[name] = state, time.monotonic() + state[0] / BYTES_PER_S
-                self.status.files = sorted({*self.status.files, *self._uploaded})
+            if not self._uploaded.keys() <= self._known:
+                self._known |= self._uploaded.keys()
+                self.status.files = sorted(self._known)
         return failure
 
     def _note_failure(self, work: str, failure: str) -> None:

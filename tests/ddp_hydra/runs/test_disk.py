@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, TakenOver
+from ddp_hydra.job.remote import uploader
+from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.run_state import Status, encode
 from ddp_hydra.runs import disk, tags
 from ddp_hydra.runs.run_files import LocalRun
+from ddp_hydra.storage import results_root
 from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.rows import Objective, Row, State
 from ddp_hydra.sweep.summary_files import json_text
@@ -64,6 +70,30 @@ def test_a_running_run_is_refused_and_a_killed_one_is_not(make_run, process_of):
     kill(process)
     disk.remove(str(run_dir))
     assert not run_dir.exists()
+
+
+def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(uploader, "WATCH_S", 2.0)
+    run_dir = tmp_path / "run"
+    store = FencedStore(results_root.open_folder(str(run_dir)))
+    store.acquire(None)
+    old = time.time() - 100
+    store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old)))
+    written = threading.Event()
+
+    def write():
+        written.wait(0.5)
+        store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old + 1)))
+
+    driver = threading.Thread(target=write)
+    driver.start()
+    with pytest.raises(ConfigError, match=r"is running: end it first, with ddp-hydra attach run="):
+        disk.remove(str(run_dir))
+    driver.join()
+    assert disk.remove(str(run_dir)) > 0  # its driver is gone
+    assert not run_dir.exists()
+    with pytest.raises(TakenOver):
+        store.put("status.json", b"{}")
 
 
 def test_what_is_no_run_is_refused(make_run, tmp_path):

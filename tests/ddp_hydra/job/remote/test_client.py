@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import queue
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from ddp_hydra.api.compose import Composed
 from ddp_hydra.cli import init
+from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.job.remote import client as remote
 from ddp_hydra.job.remote.client import DriverReport, Follower, StartedDriver
 from ddp_hydra.run_state import Summary
+from ddp_hydra.storage.results_root import POINTER
+from ddp_hydra.storage.run_ref import RunRef
 
 pytestmark = pytest.mark.medium
 DRIVER = StartedDriver("run-1", "s3://bucket/run-1", "client-9", "tcp://10.0.0.2:5")
@@ -60,7 +65,7 @@ def test_a_driver_starts_on_a_worker_that_runs():
     [
         (TimeoutError(), ClusterError, "worker w did not start the run: TimeoutError"),
         (OSError("lost"), ClusterError, "worker w did not start the run: lost"),
-        (ImportError("no module"), ClusterError, r"worker w does not support results.handler=cluster \(no module\)"),
+        (ImportError("no module"), ConfigError, r"worker w does not support results.handler=cluster \(no module\)"),
         ({"error": "no room\x1b[31m"}, ConfigError, r"^on worker w: no room[^\x1b]*$"),
     ],
 )
@@ -73,6 +78,44 @@ def test_a_worker_that_does_not_start_it(error, kind, said):
     client = SimpleNamespace(sync=sync, _run=None)
     with pytest.raises(kind, match=said):
         remote._start(client, "w", SimpleNamespace(name="run-1", url="s3://bucket/run-1"))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("error", "detach", "is_told"),
+    [
+        (KeyboardInterrupt(), True, True),
+        (ClusterError("worker w did not start the run"), True, True),
+        (KeyboardInterrupt(), False, False),
+        (ConfigError("on worker w: no room"), True, False),
+    ],
+)
+def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, tmp_path, monkeypatch, capsys):
+    def start(*_: object) -> None:
+        raise error
+
+    cfg = OmegaConf.create(
+        {
+            "cluster": {}, "detach": detach, "resume": None, "tags": [], "dispatch": {"max_restarts": 3},
+            "results": {"root": f"{tmp_path}/store", "loggers": [], "new_logger_runs": False},
+        }
+    )  # fmt: skip
+    monkeypatch.setattr(remote, "check", lambda _: None)
+    monkeypatch.setattr(remote.schema, "resolved", lambda _: {})
+    monkeypatch.setattr(remote.checkpoint_config, "of", lambda _: {})
+    monkeypatch.setattr(remote.job_config, "packed_project", lambda *_: Project("abc", b""))
+    monkeypatch.setattr(remote.connect, "connect", lambda *_: nullcontext(SimpleNamespace(id="client-1")))
+    monkeypatch.setattr(remote, "_choose_worker", lambda _: "w")
+    monkeypatch.setattr(remote.file_transfer, "call", lambda *_: None)
+    monkeypatch.setattr(remote, "_start", start)
+    run_dir = tmp_path / "run"
+    with pytest.raises(type(error)), remote.started_driver(cfg, run_dir, []):
+        pass
+    said = capsys.readouterr().out
+    assert ("end it:      ddp-hydra attach run=" in said) is is_told
+    if is_told:
+        assert RunRef.of(str(run_dir)).place.startswith(f"{tmp_path}/store")
+    if isinstance(error, ConfigError):
+        assert not (run_dir / POINTER).exists()
 
 
 def test_lines_are_logged_and_the_last_message_is_the_end(follower, caplog):

@@ -106,8 +106,9 @@ def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_ends(runner, spec, t
     assert runner.spec.resume == str(sent)
 
 
-def test_a_run_that_has_ended_needs_no_other_driver(spec):
+def test_a_run_that_has_ended_or_was_removed_needs_no_other_driver(spec):
     store = results_root.open_folder(spec.url)
+    assert has_ended(store, 100)
     status = DriverStatus("tcp://scheduler:8786", "abc")
     status.state = "done"
     store.put("status.json", encode(status.content()))
