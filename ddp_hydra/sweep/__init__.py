@@ -12,7 +12,8 @@
     cluster_process  run a cluster for all jobs in such a process
     job_returns      how the result of a job comes from its process
     job_status       read the status and the summary of a job
-    stopping         stop jobs early: hydra.launcher.stop
+    stopping         stop jobs early, and let paused ones go on: hydra.launcher.stop
+    stop_rules       decide which, by what the jobs have reported
     other_apps       run the task of another Hydra app on the ranks of a gang
     rows             the table of all jobs
     summary_files    sweep.json, sweep.csv, sweep.md

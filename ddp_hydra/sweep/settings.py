@@ -2,18 +2,39 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import objective
+from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours
 from ddp_hydra.sweep.pruning import number_kept
 from ddp_hydra.sweep.rows import Objective
+from ddp_hydra.sweep.stop_rules import (
+    Halving,
+    Median,
+    OptunaRule,
+    Patient,
+    ReportPolicy,
+    Rule,
+    Rungs,
+    StopPolicy,
+    Threshold,
+)
 
 DIRECTIONS = ("maximize", "minimize")
+STOP = "hydra.launcher.stop"
+REPORT_RULES: dict[str, Callable[..., Rule]] = {"median": Median, "patient": Patient, "threshold": Threshold}
+RULES = ("asha", "hyperband", *REPORT_RULES)
+COUNTS = ("first", "reduction", "brackets", "after", "trials", "patience")
+"""Options of rules that are whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +51,7 @@ class Settings:
         direction: only for other apps: maximize or minimize the return value; None for the sweeper's direction.
         keep: the jobs that keep their checkpoints: all, none or best:5, of those that have ended. Of a population, the
             last generation counts.
-        stop: the rule that stops jobs early, see `stopping.settings`; None for none.
+        stop: the rule that stops jobs early, see `stop_policy`; None for none.
     """
 
     max_jobs: int | None = None
@@ -142,3 +163,103 @@ def _maximizes(direction: object) -> bool | None:
     """Return whether a direction is "maximize"; None if there is no direction, or one for each of several values."""
     name = getattr(direction, "name", direction)
     return name == "maximize" if name in DIRECTIONS else None
+
+
+def stop_policy(given: Any, objective: Objective, config: DictConfig, ranks: int | None) -> StopPolicy | None:
+    """Return what decides which jobs of a sweep are stopped; None: no job is.
+
+    Args:
+        given: a rule by its name, a rule with options, a pruner of Optuna by `_target_`, or None.
+        objective: of the sweep.
+        config: of the sweep, without the swept overrides.
+        ranks: of the tasks of another app.
+
+    Raises:
+        ConfigError: there is no such rule or option, or the jobs have nothing that a rule could go by.
+    """
+    if given is None or config.get("dry_run"):
+        return None
+    options: dict[str, Any] = {"rule": given} if isinstance(given, str) else _options(given)
+    check_objective(objective, config, ranks)
+    assert objective.maximize is not None
+    if "_target_" in options:
+        return ReportPolicy(_pruner(options, objective.maximize))
+    name = options.pop("rule", None)
+    if name not in RULES:
+        raise ConfigError(
+            f"{STOP}: there is no rule {name!r}: give {', '.join(RULES)}, or a pruner of Optuna by _target_"
+        )
+    if name in REPORT_RULES or not is_ours(config):
+        if name == "hyperband":
+            raise ConfigError(f"{STOP}=hyperband needs jobs that can pause, and those of other apps can't: give asha")
+        return ReportPolicy(_make(name, REPORT_RULES.get(name, Halving), options, objective.maximize))
+    if name == "hyperband":
+        options.setdefault("brackets", 3)
+    elif "brackets" in options:
+        raise ConfigError(f"{STOP}: asha has no option 'brackets': give rule: hyperband")
+    policy: Rungs = _make(name, Rungs, options, objective.maximize)
+    return policy
+
+
+def check_objective(objective: Objective, config: DictConfig, ranks: int | None) -> None:
+    """Refuse a sweep whose jobs report nothing that a rule could go by.
+
+    Raises:
+        ConfigError: the message says what to give.
+    """
+    if objective.maximize is None:
+        raise ConfigError(
+            f"{STOP} needs to know whether a higher {objective.metric} is better: give "
+            "hydra.launcher.direction=maximize or minimize"
+        )
+    if not is_ours(config):
+        if ranks is None:
+            raise ConfigError(
+                f"{STOP} reads what tasks report by ddp_hydra.results.log, for which they need a rank: give "
+                "hydra.launcher.ranks=1"
+            )
+        return
+    if objective.metric.startswith("train/"):
+        raise ConfigError(
+            f"{STOP} goes by validations, and {objective.metric} is reported between them, too: give data.val and an "
+            "objective.metric of the validation, as val/loss"
+        )
+    handler = config.results.handler
+    if getattr(handler, "value", handler) == "cluster":
+        raise ConfigError(f"{STOP} reads the results of jobs here: give results.handler=client")
+
+
+def _options(given: Any) -> dict[str, Any]:
+    found = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{STOP}={given}: give {', '.join(RULES)}, or {{rule: asha, reduction: 3}}")
+    return {str(name): value for name, value in found.items()}
+
+
+def _make(name: str, kind: Callable[..., Any], options: Mapping[str, Any], maximize: bool) -> Any:
+    """Make a rule, unless it has no such option, lacks one, or can't have such a value."""
+    known = {key: part for key, part in inspect.signature(kind).parameters.items() if key != "maximize"}
+    if name == "asha":
+        known.pop("brackets", None)
+    for key, value in options.items():
+        if key not in known:
+            raise ConfigError(f"{STOP}: {name} has no option {key!r}: there are {', '.join(known)}")
+        least = 2 if key == "reduction" else 1
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+        if not is_number or (key in COUNTS and (not isinstance(value, int) or value < least)):
+            wanted = f"a whole number of at least {least}" if key in COUNTS else "a number"
+            raise ConfigError(f"{STOP}: {key}={value}: give {wanted}")
+    for key, part in known.items():
+        if part.default is inspect.Parameter.empty and key not in options:
+            raise ConfigError(f"{STOP}: {name} needs {key}: give {{rule: {name}, {key}: <number>}}")
+    return kind(maximize, **options)
+
+
+def _pruner(options: Mapping[str, Any], maximize: bool) -> OptunaRule:
+    try:
+        pruner = instantiate(OmegaConf.create(dict(options)))
+    except (HydraException, ImportError, TypeError, ValueError) as error:
+        hint = "" if is_installed("optuna") else " (pip install 'ddp-hydra[optuna]')"
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{STOP}: {options['_target_']} can't be made: {reason}{hint}") from None
+    return OptunaRule(maximize, pruner)

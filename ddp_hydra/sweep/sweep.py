@@ -34,8 +34,8 @@ from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import State, describe_counts
 from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
-from ddp_hydra.sweep.settings import Settings, objective_of
-from ddp_hydra.sweep.stopping import settings as stopping
+from ddp_hydra.sweep.settings import Settings, objective_of, stop_policy
+from ddp_hydra.sweep.stopping import JobStopper
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,8 @@ class Sweep:
         self.objective = objective_of(config, settings.direction)
         mirror = str((config.get("results") or {}).get("mirror") or "")
         self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
-        self.stopping = stopping.start(settings.stop, self.objective, self.queue, self.running, config, settings.ranks)
+        policy = stop_policy(settings.stop, self.objective, config, settings.ranks)
+        self.stopping = JobStopper(policy, self.queue, self.running, self.objective, config)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.rows = earlier or []
         for row in self.rows:

@@ -1,4 +1,4 @@
-"""The jobs of a sweep that a rule stops: what happens to them, and what a sweep knows of them that goes on."""
+"""What the jobs of a sweep report, and what becomes of the jobs that are stopped, pause or go on."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import Objective, Row, State
 from ddp_hydra.sweep.scheduler import RunningJob
-from ddp_hydra.sweep.stopping.decisions import Rule
-from ddp_hydra.sweep.stopping.interrupting import WAITS, Interrupting
-from ddp_hydra.sweep.stopping.rules import Median, Threshold
+from ddp_hydra.sweep.stop_rules import Median, ReportPolicy, Rule, Rungs, Threshold
+from ddp_hydra.sweep.stopping import WAITS, JobStopper, ReportFile
 from ddp_hydra.writers.run_dir import read_summary
 
 LOSS = Objective("val/loss", maximize=False)
 OURS = {
     "cluster": {"_target_": "distributed.LocalCluster"},
     "dispatch": {},
-    "trainer": {"epochs": 4, "max_steps": None},
+    "trainer": {"epochs": 4, "max_steps": None, "pause_after_validations": None},
 }
 
 
@@ -45,7 +45,7 @@ class Sweep:
         config = OmegaConf.create(OURS if ours else {"lr": 1})
         self.folder, self.running = folder, []
         self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
-        self.stopping = Interrupting(rule, self.queue, self.running, LOSS, config)
+        self.stopping = JobStopper(ReportPolicy(rule), self.queue, self.running, LOSS, config)
         self.ours = ours
 
     def add(self, count: int) -> list[PlannedJob]:
@@ -195,6 +195,15 @@ class TestKilled:
         sweep.stopping.poll()
         assert process.sent == [signal.SIGINT]
 
+    def test_a_job_that_was_done_keeps_nobody_waiting(self, tmp_path):
+        report(tmp_path / "0", 0.5)
+        sweep = Sweep(tmp_path, Median(False, trials=1), [Row(0, ["lr=0"], "0", State.done, 0.5, value=0.5)])
+        _, new = sweep.add(2)
+        sweep.start(new)
+        report(new.folder, 0.4, 0.3)
+        sweep.end(new, State.done)
+        assert new.row.state == State.done
+
     def test_a_job_that_had_ended_is_not_run_again(self, tmp_path):
         report(tmp_path / "1", 0.9, 0.8, 0.7)
         earlier = [
@@ -214,10 +223,182 @@ class TestKilled:
     @pytest.mark.parametrize(("step", "is_stopped"), [(10, True), (5, False), (None, False)])
     def test_what_was_reported_before_the_last_checkpoint_counts(self, step, is_stopped, tmp_path, monkeypatch):
         """A job that would be stopped at such a report is not started."""
-        monkeypatch.setattr("ddp_hydra.sweep.stopping.reports.saved_step", lambda run_dir: step)
+        monkeypatch.setattr("ddp_hydra.sweep.stopping.saved_step", lambda run_dir: step)
         report(tmp_path / "0", 0.9, 0.8)
         earlier = [Row(0, ["lr=0"], "0", State.interrupted, 0.8, step=10)]
         sweep = Sweep(tmp_path, Threshold(False, bound=0.5, after=2), earlier)
         (job,) = sweep.add(1)
         assert bool(sweep.queue) != is_stopped
         assert (job.row.state == State.stopped) == is_stopped
+
+
+NINE_EPOCHS = {"epochs": 9, "max_steps": None, "pause_after_validations": None}
+PAUSING = {**OURS, "trainer": NINE_EPOCHS}
+
+
+class RungSweep:
+    """The parts of a sweep that rungs need. Jobs report their lr as the loss, less a hundredth for each epoch."""
+
+    def __init__(self, folder: Path, earlier: list[Row] | None = None) -> None:
+        self.folder, config = folder, OmegaConf.create(PAUSING)
+        self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
+        self.stopping = JobStopper(Rungs(maximize=False), self.queue, [], LOSS, config)
+
+    def add(self, *lrs: float) -> list[PlannedJob]:
+        jobs = [self.queue.add([f"optimizer.lr={lr}"], number) for number, lr in enumerate(lrs)]
+        self.stopping.add(jobs)
+        return jobs
+
+    def run_next(self, *, fails: bool = False) -> tuple[int, int]:
+        """Run the first job of the queue to its goal; return its number and the goal."""
+        job = self.queue.jobs.popleft()
+        job.config, job.is_ours, job.folder = OmegaConf.create(PAUSING), True, self.folder / job.row.folder
+        self.stopping.before_start(job)
+        goal = job.config.trainer.pause_after_validations
+        if not fails:
+            report_epochs(job.folder, float(job.row.overrides[0].partition("=")[2]), min(goal, 9))
+        job.row.state = State.failed if fails else State.done if goal >= 9 else State.paused
+        self.stopping.on_end(job)
+        return job.row.number, goal
+
+
+def report_epochs(folder: Path, lr: float, epochs: int) -> None:
+    folder.mkdir(exist_ok=True)
+    lines = [{"step": 5 * n, "epoch": float(n), "val/loss": lr - n / 100} for n in range(1, epochs + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def row(number: int, lr: float, state: State, epochs: int) -> Row:
+    return Row(number, [f"optimizer.lr={lr}"], str(number), state, lr, step=5 * epochs, value=lr)
+
+
+def test_the_best_third_goes_on_and_the_others_are_stopped_at_the_end(tmp_path, caplog):
+    caplog.set_level("INFO")
+    sweep = RungSweep(tmp_path)
+    jobs = sweep.add(0.3, 0.1, 0.2)
+    assert [sweep.run_next() for _ in jobs] == [(0, 1), (1, 1), (2, 1)]
+    assert [job.row.number for job in sweep.queue.jobs] == [1]
+    assert "job 1 goes on to report 3: rung 0: place 1 of 3, and the best 1 go on" in caplog.text
+    assert sweep.run_next() == (1, 3)
+    assert not sweep.queue
+    assert sweep.stopping.end_batch()  # so that one is trained
+    assert "job 1 goes on to report 9: rung 1: no job has come to its end" in caplog.text
+    assert sweep.run_next() == (1, 9)
+    assert not sweep.stopping.end_batch()
+    assert [job.row.state for job in jobs] == [State.stopped, State.done, State.stopped]
+    message = "stopped at 1 of 9 epochs: rung 0: place 3 of 3, and the best 1 go on"
+    assert (jobs[0].row.message, jobs[0].row.objective) == (message, 0.29)
+    assert f"job 0 is {message}" in caplog.text
+
+
+def test_one_that_goes_on_starts_before_those_that_have_not_begun(tmp_path):
+    sweep = RungSweep(tmp_path)
+    sweep.add(0.3, 0.1, 0.2, 0.4, 0.5)
+    assert [sweep.run_next() for _ in range(5)] == [(0, 1), (1, 1), (2, 1), (1, 3), (3, 1)]
+
+
+def test_a_job_that_fails_holds_up_nobody(tmp_path):
+    sweep = RungSweep(tmp_path)
+    jobs = sweep.add(0.3, 0.1, 0.2)
+    sweep.run_next()
+    assert sweep.run_next(fails=True) == (1, 1)
+    jobs[2].fail(ValueError("no such key"))
+    sweep.stopping.poll()
+    assert [job.row.number for job in sweep.queue.jobs] == [0]
+    assert sweep.run_next() == (0, 3)
+
+
+def test_a_killed_sweep_goes_on_where_each_job_stands(tmp_path):
+    for number, lr, epochs in ((0, 0.3, 1), (1, 0.1, 3), (2, 0.2, 1)):
+        report_epochs(tmp_path / str(number), lr, epochs)
+    earlier = [row(0, 0.3, State.paused, 1), row(1, 0.1, State.paused, 3), row(2, 0.2, State.paused, 1)]
+    sweep = RungSweep(tmp_path, earlier)
+    jobs = sweep.add(0.3, 0.1, 0.2, 0.05)
+    assert [job.row.state for job in jobs[:3]] == [State.paused] * 3
+    assert [job.row.number for job in sweep.queue.jobs] == [3]
+    assert jobs[1].row is earlier[1]
+    assert sweep.run_next() == (3, 1)
+    assert sweep.stopping.end_batch()
+    assert sweep.run_next() == (1, 9)
+
+
+def test_a_job_that_was_promoted_when_the_sweep_was_killed_is_promoted_again(tmp_path):
+    for number, lr in enumerate((0.3, 0.1, 0.2)):
+        report_epochs(tmp_path / str(number), lr, 1)
+    sweep = RungSweep(tmp_path, [row(number, lr, State.paused, 1) for number, lr in enumerate((0.3, 0.1, 0.2))])
+    sweep.add(0.3, 0.1, 0.2)
+    assert sweep.run_next() == (1, 3)
+
+
+def test_jobs_that_pause_by_themselves_are_refused(tmp_path):
+    sweep = RungSweep(tmp_path)
+    job = sweep.queue.add(["trainer.pause_after_validations=2"], 0)
+    with pytest.raises(ConfigError, match="asha and hyperband pause jobs themselves"):
+        sweep.stopping.add([job])
+    config = OmegaConf.create({**PAUSING, "trainer": {**NINE_EPOCHS, "pause_after_validations": 2}})
+    with pytest.raises(ConfigError, match="asha and hyperband pause jobs themselves"):
+        JobStopper(Rungs(maximize=False), sweep.queue, [], LOSS, config)
+
+
+def line(step: int | None, **metrics: Any) -> str:
+    return json.dumps({"time": 1.0, "attempt": 0, "step": step, "epoch": 1, "samples": 8, **metrics}) + "\n"
+
+
+def values(file: ReportFile) -> list[float]:
+    return [report.value for report in file.reports]
+
+
+def write(folder: Path, *lines: str, mode: str = "a") -> None:
+    with (folder / "metrics.jsonl").open(mode) as file:
+        file.write("".join(lines))
+
+
+def test_lines_with_the_metric_are_reports_and_know_what_else_was_measured(tmp_path):
+    file = ReportFile(tmp_path, "val/loss")
+    assert not file.read()
+    write(tmp_path, line(3, lr=0.1), line(4, **{"val/loss": 0.5}), line(6, lr=0.2))
+    assert file.read()
+    assert not file.read()
+    write(tmp_path, line(8, **{"val/loss": None}), line(8, **{"val/loss": 9.0, "rank": 1}))
+    assert file.read()
+    assert [(report.step, report.epoch) for report in file.reports] == [(4, 1.0), (8, 1.0)]
+    assert values(file)[0] == 0.5
+    assert math.isnan(values(file)[1])
+    assert [report.metrics["lr"] for report in file.reports] == [0.1, 0.2]
+
+
+def test_a_line_counts_when_it_is_whole(tmp_path):
+    file, text = ReportFile(tmp_path, "loss"), line(1, loss=0.5)
+    write(tmp_path, text[:20])
+    assert not file.read()
+    write(tmp_path, text[20:], "garbage\n", "[1]\n", line(2, loss=True))
+    assert file.read()
+    assert values(file)[0] == 0.5
+    assert len(values(file)) == 2
+
+
+def test_steps_that_are_done_again_are_not_counted_twice(tmp_path):
+    file = ReportFile(tmp_path, "loss")
+    write(tmp_path, *(line(step, loss=step / 10) for step in (1, 2, 3)))
+    file.read()
+    other = tmp_path / "new"
+    other.write_text(line(1, loss=0.1) + line(2, loss=0.2))
+    other.replace(tmp_path / "metrics.jsonl")  # as a resumed job does
+    assert not file.read()
+    write(tmp_path, line(3, loss=0.3), line(4, loss=0.4))
+    assert file.read()
+    assert values(file) == [0.1, 0.2, 0.3, 0.4]
+
+
+def test_without_steps_each_line_counts(tmp_path):
+    file = ReportFile(tmp_path, "loss")
+    write(tmp_path, line(None, loss=1.0), line(None, loss=1.0))
+    file.read()
+    assert values(file) == [1.0, 1.0]
+
+
+def test_what_follows_the_last_checkpoint_may_be_left_out(tmp_path):
+    file = ReportFile(tmp_path, "loss")
+    write(tmp_path, *(line(step, loss=step / 10) for step in (1, 2, 3)))
+    file.read(last_step=2)
+    assert values(file) == [0.1, 0.2]

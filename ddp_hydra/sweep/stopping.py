@@ -1,0 +1,356 @@
+"""Stops the jobs of a sweep early, and lets paused ones go on: applies a policy of `stop_rules` to what jobs report.
+
+A job reports by the lines of its metrics.jsonl that have the metric of the objective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+from omegaconf import DictConfig, open_dict
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.run_dir import saved_step
+from ddp_hydra.sweep import planned_job
+from ddp_hydra.sweep.job_status import number as number_in
+from ddp_hydra.sweep.planned_job import PlannedJob
+from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.rows import Objective, State
+from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
+from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
+from ddp_hydra.writers.run_dir import read_summary, write_summary
+
+log = logging.getLogger(__name__)
+WAITS = "ended; the jobs before it have to come as far, to decide whether it counts to its end"
+PAUSES_ITSELF = (
+    "hydra.launcher.stop=asha and hyperband pause jobs themselves: leave out trainer.pause_after_validations and "
+    "hydra/sweeper=pbt, or give another rule"
+)
+_ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed", State.stopped: "stopped"}
+"""The end of a job, in the words of the policies."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """One reported value.
+
+    Args:
+        value: of the objective; NaN if it was not finite.
+        step: the step it was reported at; None if the app gives none.
+        epoch: of the step.
+        metrics: the last value of each metric up to here.
+    """
+
+    value: float
+    step: int | None
+    epoch: float | None
+    metrics: dict[str, float | None]
+
+
+class ReportFile:
+    """Reads a metrics.jsonl while it grows.
+
+    A job that starts again from a checkpoint removes the lines after it and writes them again, with the same values.
+    They are not counted twice.
+
+    Args:
+        run_dir: the job's run directory.
+        metric: the objective's metric.
+        is_ours: the job's config is one of ours: then what it reports before its first step does not count.
+
+    Attributes:
+        reports: those read so far.
+    """
+
+    def __init__(self, run_dir: Path, metric: str, is_ours: bool = False) -> None:
+        self.is_ours = is_ours
+        self.path, self.metric = run_dir / "metrics.jsonl", metric
+        self.reports: list[Report] = []
+        self._metrics: dict[str, float | None] = {}
+        self._known: tuple[int, int] = (0, 0)
+        self._offset = 0
+
+    def read(self, last_step: int | None = None) -> bool:
+        """Read the new lines, up to a step; return whether there are new reports."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_ino != self._known[0] or found.st_size < self._offset:
+                    self._offset, self._metrics = 0, {}
+                if (found.st_ino, found.st_size) == self._known:
+                    return False
+                file.seek(self._offset)
+                content = file.read()
+        except OSError:
+            return False
+        self._known = found.st_ino, found.st_size
+        whole = content[: content.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        before = len(self.reports)
+        for line in whole.splitlines():
+            self._take(line, last_step)
+        return len(self.reports) > before
+
+    def _take(self, line: bytes, last_step: int | None) -> None:
+        try:
+            found: dict[str, Any] = json.loads(line)
+            if "rank" in found:  # of another rank than 0
+                return
+            step, epoch = number_in(found.get("step"), int), number_in(found.get("epoch"))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            return
+        if self.is_ours and step == 0:  # trainer.validate_first
+            return
+        if last_step is not None and step is not None and step > last_step:
+            return
+        own = {"time", "attempt", "step", "epoch", "samples"}
+        self._metrics |= {str(name): number_in(value) for name, value in found.items() if name not in own}
+        last = self.reports[-1].step if self.reports else None
+        is_known = step is not None and last is not None and step <= last
+        if self.metric in found and not is_known:
+            value = number_in(found[self.metric])
+            self.reports.append(Report(math.nan if value is None else value, step, epoch, dict(self._metrics)))
+
+
+class JobStopper:
+    """Reads what the jobs of a sweep report, lets a policy decide, and does what it has decided.
+
+    A job that has ended before all is decided about it is shown as paused until then: it may yet be stopped at an
+    earlier report.
+
+    Args:
+        policy: decides; None stops no job.
+        queue: of the sweep; jobs that go on are put at its front.
+        running: the jobs that have started.
+        objective: of the sweep.
+        config: of the sweep, without the swept overrides.
+
+    Attributes:
+        state_at_end: of a job that has ended well, before anything is decided about it.
+        jobs: those that were taken over, by number.
+        reports: what they have reported, by number.
+
+    Raises:
+        ConfigError: the jobs pause by themselves, and the policy pauses them, too.
+    """
+
+    def __init__(
+        self,
+        policy: StopPolicy | None,
+        queue: JobQueue,
+        running: Sequence[RunningJob],
+        objective: Objective,
+        config: DictConfig,
+    ) -> None:
+        self.policy, self.queue, self.running, self.objective, self.config = policy, queue, running, objective, config
+        self.pauses = policy is not None and policy.pauses
+        if self.pauses and config.trainer.pause_after_validations is not None:
+            raise ConfigError(PAUSES_ITSELF)
+        self.is_ours = planned_job.is_ours(config)
+        self.state_at_end = State.done if policy is None or self.pauses else State.paused
+        self.jobs: dict[int, PlannedJob] = {}
+        self.reports: dict[int, list[Report]] = {}
+        self.files: dict[int, ReportFile] = {}
+        self.waiting: set[int] = set()
+        self.stops: dict[int, Verdict] = {}
+
+    def add(self, jobs: Sequence[PlannedJob]) -> None:
+        """Take over the jobs of a batch, and decide about what they have reported in an earlier run of the sweep.
+
+        Raises:
+            ConfigError: the jobs pause by themselves, and the policy pauses them, too.
+        """
+        if self.policy is None:
+            return
+        if self.pauses and any("pause_after_validations" in override for job in jobs for override in job.overrides):
+            raise ConfigError(PAUSES_ITSELF)
+        for job in sorted(jobs, key=lambda job: job.row.number):
+            number, earlier = job.row.number, job.earlier
+            self.jobs[number], self.reports[number] = job, self._saved_reports(job)
+            self.policy.add(number, self._values(number), self._end_of(job))
+            if job.row is earlier or earlier is None or self.pauses:
+                continue
+            if earlier.state == State.paused and earlier.value is not None:  # it had ended, but was not decided upon
+                self._take_from_queue(job)
+                self.waiting.add(number)
+                self._update(job, "done")
+            else:
+                self._update(job, "")
+        self._decide()
+        for job in jobs if self.pauses else ():
+            if job.row.state not in _ENDS and not self.policy.must_run(job.row.number):
+                self._take_from_queue(job)
+
+    def before_start(self, job: PlannedJob) -> None:
+        """Read the reports of a job from now on, and tell it where to pause; one that has paused resumes."""
+        if self.policy is None:
+            return
+        if (goal := self.policy.goal(job.row.number)) is not None:
+            with open_dict(job.config):
+                job.config.trainer.pause_after_validations = goal
+            if job.row.state == State.paused:
+                planned_job.resume(job, job.row.wall_s)
+        self._set_length(job)
+        self.files[job.row.number] = ReportFile(job.folder, self.objective.metric, job.is_ours)
+
+    def poll(self) -> None:
+        """Read what running jobs have reported, and decide."""
+        if self.policy is None:
+            return
+        for running in () if self.pauses else self.running:
+            self._read(running.planned)
+        for number, job in self.jobs.items():
+            if job.row.state == State.failed and not self.policy.trials[number].end:  # it failed before it began
+                self.queue.remove(job)
+                self._update(job, "failed")
+        self._decide()
+
+    def on_end(self, job: PlannedJob) -> None:
+        """Decide about a job whose process has ended; it counts only up to the report at which it was stopped, if any.
+
+        Its row says how it has ended. Not called when the sweep is being stopped.
+        """
+        if self.policy is None:
+            return
+        number = job.row.number
+        self._read(job)
+        if number in self.stops:
+            self._stop(job, self.stops[number])
+            return
+        self._update(job, self._end_of(job))
+        if job.row.state == State.done and not self.pauses:
+            self.waiting.add(number)
+            job.row.state, job.row.message = State.paused, WAITS
+        self._decide()
+
+    def end_batch(self) -> bool:
+        """Settle the jobs of a batch when nothing is left to run; return whether some have to run on first."""
+        while self.policy is not None and (verdicts := self.policy.finish()):
+            for verdict in verdicts:
+                self._apply(verdict)
+            if self.queue:
+                return True
+        return False
+
+    def _take_from_queue(self, job: PlannedJob) -> None:
+        """Let a job that has reports, and so an earlier run, stay as it was there."""
+        self.queue.remove(job)
+        self.queue.keep_earlier(job)
+        job.row.state, job.result = State.paused, job.value_return()
+
+    def _saved_reports(self, job: PlannedJob) -> list[Report]:
+        """Return what a job has reported in an earlier run of the sweep.
+
+        What it has done after its last checkpoint does not count, because it will be done again, unless it has paused:
+        then it had come to its end.
+        """
+        if job.earlier is None:
+            return []
+        run_dir = self.queue.folder / job.earlier.folder
+        file = ReportFile(run_dir, self.objective.metric, job.is_ours)
+        if job.row.state in (State.done, State.failed) or job.earlier.state == State.paused:
+            file.read()
+        else:
+            step = job.row.step if job.row.state == State.stopped else saved_step(run_dir)
+            file.read(-1 if step is None else step)
+        return file.reports
+
+    def _end_of(self, job: PlannedJob) -> str:
+        if job.row.state == State.paused and not self.pauses:
+            return "done"  # by its own trainer.pause_after_validations
+        return _ENDS.get(job.row.state, "")
+
+    def _set_length(self, job: PlannedJob) -> None:
+        """Note in the row how many epochs a job of ours has."""
+        trainer = (job.config if job.is_composed else self.config).get("trainer")
+        is_known = job.row.epochs is not None and not job.is_composed
+        if job.is_ours and not is_known and trainer is not None and trainer.epochs is not None:
+            job.row.epochs = float(trainer.epochs)
+
+    def _describe(self, job: PlannedJob, count: int) -> str:
+        """Return where a job is stopped, as "3 of 12 epochs", by the number of its last report that counts, from 1."""
+        self._set_length(job)
+        report = self.reports[job.row.number][count - 1]
+        if report.epoch is not None and job.row.epochs:
+            return f"{report.epoch:g} of {job.row.epochs:g} epochs"
+        if job.is_ours and report.step is not None:
+            return f"step {report.step}"
+        return f"report {count}"
+
+    def _values(self, number: int) -> list[float]:
+        return [report.value for report in self.reports[number]]
+
+    def _read(self, job: PlannedJob) -> None:
+        number = job.row.number
+        if number not in self.stops and self.files[number].read():
+            if len(self.files[number].reports) > len(self.reports[number]):
+                self.reports[number] = list(self.files[number].reports)
+            self._update(job, "")
+
+    def _update(self, job: PlannedJob, end: str) -> None:
+        assert self.policy is not None
+        number = job.row.number
+        self.policy.update(number, self._values(number), end, self._is_complete(job))
+
+    def _is_complete(self, job: PlannedJob) -> bool:
+        """Return whether the last report of a job of ours is that of the whole run."""
+        trainer = (job.config if job.is_composed else self.config).get("trainer")
+        reports = self.reports[job.row.number]
+        if not self.is_ours or trainer is None or not reports:
+            return False
+        step, epoch = reports[-1].step or 0, reports[-1].epoch or 0
+        return step >= (trainer.max_steps or step + 1) or epoch >= (trainer.epochs or epoch + 1)
+
+    def _decide(self) -> None:
+        assert self.policy is not None
+        for verdict in self.policy.decide():
+            self._apply(verdict)
+        for number in [number for number in self.waiting if self.policy.is_settled(number)]:
+            self.waiting.remove(number)
+            if number not in self.stops:
+                self.jobs[number].row.state, self.jobs[number].row.message = State.done, ""
+
+    def _apply(self, verdict: Verdict) -> None:
+        assert self.policy is not None
+        job = self.jobs[verdict.number]
+        if verdict.goes_on:
+            if self.policy.must_run(verdict.number):
+                self.queue.put_first(job, verdict.report)
+                log.info("job %d goes on to report %d: %s", verdict.number, verdict.report, verdict.reason)
+            return
+        self.stops[verdict.number] = verdict
+        log.info("job %d is stopped at %s: %s", verdict.number, self._describe(job, verdict.report), verdict.reason)
+        running = next((one for one in self.running if one.planned is job), None)
+        if running is None:
+            self._stop(job, verdict)
+            return
+        running.process.signal(signal.SIGINT)
+        if not job.is_ours:  # it may not heed the signal, and has nothing to save
+            running.kill_at = time.monotonic() + STOP_S
+
+    def _stop(self, job: PlannedJob, verdict: Verdict) -> None:
+        """Let a job count as stopped at a report, whatever it has done since; its sweeper gets the report's value."""
+        if job in self.queue.jobs:
+            self._take_from_queue(job)
+        message = f"stopped at {self._describe(job, verdict.report)}: {verdict.reason}"
+        row, report = job.row, self.reports[job.row.number][verdict.report - 1]
+        row.state, row.message, row.eta_s = State.stopped, message, None
+        row.total_steps = None  # only known where the status was read in time, and tables are to be repeatable
+        row.step, row.epoch, row.objective = report.step, report.epoch, report.value
+        row.metrics, row.value = dict(report.metrics), report.value
+        job.result = job.value_return()
+        if job.is_ours:
+            with contextlib.suppress(ConfigError):  # the sweep's own table says it, too
+                if (summary := read_summary(job.folder)) is not None:
+                    write_summary(job.folder, replace(summary, status="stopped", stopped=message))
