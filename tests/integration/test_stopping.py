@@ -67,7 +67,7 @@ def test_asha_stops_most_jobs_and_their_checkpoints_stay(undisturbed, module_cli
         if row["state"] == "stopped":
             epochs, rung = row["step"] // STEPS, {STEPS: 0, 3 * STEPS: 1}[row["step"]]
             assert row["message"] == summary["stopped"]
-                assert row["message"].startswith(f"stopped at {epochs} of 9 epochs: rung {rung}: place ")
+            assert row["message"].startswith(f"stopped at {epochs} of 9 epochs: rung {rung}: place ")
     best = max(found, key=lambda row: row["objective"])
     assert best["state"] == "done"
     listed = module_cli.done("runs", "ls", str(undisturbed[ASHA]), "status=stopped").stdout.splitlines()
