@@ -2,12 +2,71 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
+import io
+import logging
 import os
+import signal
 import sys
+import threading
 import traceback
+import weakref
 from collections.abc import Callable
 from typing import NoReturn
+
+END_S = 60
+"""How long the threads and exit handlers of user code may take, in seconds."""
+
+
+def begin() -> None:
+    """Forget what the parent wants to be done at its end. Called first in a fork that runs user code."""
+    gc.freeze()  # also tells the objects of the parent from those that are made from now on
+    atexit._clear()
+    weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
+def end() -> None:
+    """Do what Python does at its end for what has been opened, started and registered since `begin`.
+
+    Join the threads that are no daemons, call the exit handlers, and close the open files. What takes longer than
+    `END_S` is given up with a message.
+    """
+
+    def give_up(*_: object) -> NoReturn:
+        names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]
+        waits = f"threads that still run: {', '.join(names)}" if names else "an exit handler that still runs"
+        os.write(2, f"this process ends after {END_S} s without {waits}\n".encode(errors="replace"))
+        os._exit(1)
+
+    signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(END_S)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    standard = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
+    files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase) and one not in standard]
+    for file in sorted(files, key=_depth):
+        try:
+            file.close()
+        except Exception as error:
+            print(f"{getattr(file, 'name', file)} was not written to its end: {error}", file=sys.stderr)  # noqa: T201
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    signal.alarm(0)
+
+
+def _depth(file: io.IOBase) -> int:
+    """Return a number that is lower for a file that writes into others: it is closed before them."""
+    if isinstance(file, io.TextIOBase):
+        return 0
+    if isinstance(file, io.RawIOBase):
+        return 3
+    return 2 if isinstance(file, io.BufferedWriter | io.BufferedRandom | io.BytesIO) else 1
 
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:

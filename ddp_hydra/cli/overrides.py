@@ -8,13 +8,14 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.errors import ConfigError
 
 
 def read(arguments: list[str]) -> list[str]:
     """Return the arguments for Hydra, from those that were typed."""
-    return with_faults(with_resumed_sweep(with_resumed_overrides(with_search(arguments))))
+    return with_faults(with_params(with_resumed_sweep(with_resumed_overrides(with_search(arguments)))))
 
 
 def with_search(arguments: list[str]) -> list[str]:
@@ -95,6 +96,25 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
         _refuse_hidden(kept, f"{saved.parent}: the sweep", beside=" with the other words of the sweep")
         given += kept
     return [*given, f"hydra.sweep.dir='{folders[0]}'"]
+
+
+def with_params(arguments: list[str]) -> list[str]:
+    """Give sweepers `hydra.sweeper.params={optimizer.lr: '0.1,0.01'}` as `optimizer.lr=0.1,0.01`, which is the same.
+
+    Hydra reads such a dict from a file only.
+    """
+    words: list[str] = []
+    for word in arguments:
+        if _key(word) != "hydra.sweeper.params":
+            words.append(word)
+            continue
+        found = parse_override(word).value()
+        if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+            raise ConfigError(
+                f"{word}: give hydra.sweeper.params={{optimizer.lr: '0.1,0.01'}}, or optimizer.lr=0.1,0.01"
+            )
+        words += [f"{key}={value}" for key, value in found.items()]
+    return words
 
 
 def with_faults(arguments: list[str]) -> list[str]:

@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra import forked
 from ddp_hydra.console.signals import SIGNALS, held_back
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.processes import die_with_parent, kill_group
@@ -67,11 +68,15 @@ class ForkedProcess:
             self._run(work, pipe, parent)
         except KeyboardInterrupt:
             sys.exit(130)  # without a traceback: it was asked to end
+        finally:
+            for number in SIGNALS:
+                signal.signal(number, signal.SIG_IGN)  # Python tidies up from here on, and must not be interrupted
+            forked.end()
 
     def _run(self, work: Callable[[Connection], Any], pipe: Connection, parent: int) -> None:
         # A garbage collection would touch, and so copy, all memory that is shared with the parent. The parent freezes
         # only what it has imported: what it made since would never be collected there.
-        gc.freeze()
+        forked.begin()
         gc.enable()
         os.setpgid(0, 0)  # Ctrl-C is handled by the parent
         for number in SIGNALS:
@@ -86,7 +91,7 @@ class ForkedProcess:
             redirect(self.output)
         result = work(pipe)
         for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)  # Python tidies up from here on, and must not be interrupted
+            signal.signal(number, signal.SIG_IGN)  # the result must arrive
         pipe.send(result)
 
     @property

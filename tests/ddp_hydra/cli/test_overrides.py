@@ -163,3 +163,11 @@ def test_the_faults_of_a_resumed_run_do_not_strike_again(run):
     found = typed.with_faults(typed.with_resumed_overrides([f"resume={run}", "+fault=hang,step=30"]))
     assert [word for word in found if word.startswith("faults=")] == ["faults=['hang,step=30']"]
     assert {"experiment=digits", f"resume={run}"} <= set(found)
+
+
+def test_keys_to_search_may_be_given_as_a_dict():
+    arguments = ["-m", "hydra.sweeper.params={optimizer.lr: 'choice(0.1,0.2)', seed: 3}", "seed=1"]
+    assert typed.with_params(arguments) == ["-m", "optimizer.lr=choice(0.1,0.2)", "seed=3", "seed=1"]
+    for wrong in ("{optimizer: {lr: 1}}", "3"):
+        with pytest.raises(ConfigError, match=r"give hydra\.sweeper\.params=\{optimizer\.lr: '0\.1,0\.01'\}"):
+            typed.with_params(["-m", f"hydra.sweeper.params={wrong}"])
