@@ -11,7 +11,7 @@ from distributed import get_worker
 from ddp_hydra import results
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.rank.record_relay import RecordSender
-from ddp_hydra.rank.spec import LaunchSpec
+from ddp_hydra.rank.spec import JobSpec
 from ddp_hydra.record import Beat, End, Metrics, Record, Up
 
 
@@ -19,27 +19,28 @@ def records(n: int) -> None:
     """Stand for a function that sends `n` records; `run_ranks` reads `n` from the call."""
 
 
-def run_ranks(launch_spec: LaunchSpec) -> None:
+def run_ranks(data: bytes) -> None:
     """Stand in for `task.run_ranks`: come up, receive the rendezvous address, send beats and records, end."""
-    worker, ranks = get_worker(), [spec.rank for spec in launch_spec.specs]
-    box = inbox.of_task(launch_spec.owner, worker.address)
-    sender = RecordSender(worker, launch_spec.gang, launch_spec.attempt)
+    job, worker = JobSpec.decode(data), get_worker()
+    ranks = [spec.rank for spec in job.ranks]
+    box = inbox.of_task(job.gang, worker.address)
+    sender = RecordSender(worker, job.topic, job.attempt)
     try:
         for rank in ranks:
             sender.say(rank, Up(None if rank else ("127.0.0.1", 1)))
         sender.flush(at_once=True)
-        while ranks[-1] and not any("rendezvous" in message for _, message in box.take(launch_spec.attempt)):
+        while ranks[-1] and not any("rendezvous" in message for _, message in box.take(job.attempt)):
             select.select([box], [], [], 1.0)
-        _, (n,), _ = cloudpickle.loads(launch_spec.call)
+        _, (n,), _ = cloudpickle.loads(job.call)
         for rank in ranks:
             sender.say(rank, Beat(phase="start", first=True))
         for step in range(n):
             metrics = Metrics({"train/loss": 0.5, "lr": 0.1}, 0, 32 * step)
             for rank in ranks:
-                sender.add(Record(metrics, rank, step, time.time(), launch_spec.attempt).encode())
+                sender.add(Record(metrics, rank, step, time.time(), job.attempt).encode())
             sender.flush()
         for rank in ranks:
             sender.say_end(rank, End(results.file_of("value", return_values.encode(rank))))
         sender.flush(at_once=True)
     finally:
-        inbox.remove(launch_spec.owner, worker.address, launch_spec.attempt)
+        inbox.remove(job.gang, worker.address, job.attempt)

@@ -16,6 +16,10 @@ OF_TERMINALS = (signal.SIGINT, signal.SIGHUP)
 SECOND = "A second one ends at once"
 
 
+def default_notice() -> str:
+    return f"ending, once all is saved. {SECOND}"
+
+
 class Interrupts:
     """Notes the signals by which the user asks this process to end.
 
@@ -30,7 +34,7 @@ class Interrupts:
 
     reason = "interrupt"
 
-    def __init__(self, notice: Callable[[], str] = lambda: f"ending, once all is saved. {SECOND}") -> None:
+    def __init__(self, notice: Callable[[], str] = default_notice) -> None:
         self.notice = notice
         self.wanted = False
         self.is_deferring = False

@@ -1,6 +1,6 @@
 """Runs a function on all ranks of a gang: `dispatch.run(client, fn, …)`.
 
-    gang            starts the ranks together, and again after failures (restarts); settings: how
+    gang            starts the ranks together, and again after failures (restarts)
     call            the function and its arguments; user_script: a script in its place
     background      a gang in a thread, with futures
     attempt         one start of a gang, from its tasks to their ends

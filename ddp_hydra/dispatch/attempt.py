@@ -6,12 +6,14 @@ import contextlib
 import logging
 import pickle
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed import Future
+from distributed import Client, Future
+from msgspec import structs
 
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
@@ -20,12 +22,11 @@ from ddp_hydra.dispatch.health import HealthMonitor
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import RecordQueue
-from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.workers import WorkerClient
 from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
-from ddp_hydra.rank.spec import LaunchSpec, RankSpec
+from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.record import Beat, End, Notice, Preempted, Record, Stack, Up
 from ddp_hydra.storage import retry
 
@@ -43,14 +44,12 @@ class Attempt:
     """One start of a gang, as the client sees it.
 
     Args:
-        settings: of the gang.
-        number: of the attempt.
-        name: of the attempt; also the topic of its records.
-        specs: the ranks' places.
+        client: of the Dask cluster.
+        job: what the workers are sent, without the call.
         interrupts: says whether the user wants to end.
         read: called with this attempt and each record that is not for it, on another thread.
-        launch_spec: returns the launch spec of a worker for (number, name, its ranks' places, the pickled call).
-        gang: name of the gang, without its attempt.
+        stop: asks a gang that runs in the background to end.
+        on_give_up: called when the user ends the job at once.
         waiting: the tasks of the attempt before that wait for this one, by their workers' addresses.
     """
 
@@ -58,40 +57,42 @@ class Attempt:
 
     def __init__(
         self,
-        settings: Settings,
-        number: int,
-        name: str,
-        specs: list[RankSpec],
+        client: Client,
+        job: JobSpec,
         interrupts: Interrupts,
         read: Callable[[Attempt, Record], None],
-        launch_spec: Callable[[int, str, Sequence[RankSpec], bytes], LaunchSpec],
-        gang: str,
+        stop: threading.Event,
+        on_give_up: Callable[[], None],
         waiting: Mapping[str, Future],
     ) -> None:
-        self.settings, self.number, self.name, self.specs, self.gang = settings, number, name, specs, gang
-        self.interrupts, self.read, self.launch_spec = interrupts, read, launch_spec
-        self.client, self.workers = settings.client, self.reach_workers()
-        self.stays = settings.max_restarts > 0
+        self.client, self.job, self.settings, self.specs = client, job, job.settings, list(job.ranks)
+        self.number, self.name = job.attempt, job.topic
+        self.interrupts, self.read, self.on_give_up = interrupts, read, on_give_up
+        self.workers, settings = self.reach_workers(), job.settings
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures, self.waiting = dict[str, Future](), dict(waiting)
         self.values: dict[int, Any] = {}
         self.is_stopping = False
         self.begun_at, self.checked_at = time.monotonic(), 0.0
         self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
-        self.rank_states = RankStates(specs, number, self.health)
+        self.rank_states = RankStates(self.specs, job.attempt, self.health)
         self.watchdog = self.watchdog_class(
-            settings, self.workers, self.rank_states, interrupts, self.futures, self.events, self.handle_next
+            settings, self.workers, self.rank_states, interrupts, stop, self.futures, self.events, self.handle_next
         )
-        self.unacknowledged = dict.fromkeys(range(len(specs)), 0)
+        self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
         wake_up = lambda: self.events.put(None)  # noqa: E731
         self.records = RecordQueue(lambda record: self.read(self, record), self.acknowledge, wake_up)
 
     def reach_workers(self) -> WorkerClient:
         """Return what reaches the workers."""
-        return WorkerClient(self.settings.client, self.gang, self.name, self.number, self.specs)
+        return WorkerClient(self.client, self.job)
 
-    def run(self, call: bytes) -> list[Any]:
+    def run(self, call: bytes, is_script: bool = False) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.
+
+        Args:
+            call: see `JobSpec`.
+            is_script: it makes the process group itself.
 
         Returns:
             The ranks' return values, in order of rank.
@@ -99,9 +100,11 @@ class Attempt:
         Raises:
             RankFailed: at least one rank did not end well.
         """
+        settings = structs.replace(self.settings, group=self.settings.group and not is_script)
+        job = structs.replace(self.job, call=call, settings=settings)
         self.records.start()
         try:
-            with self.submitted(call):
+            with self.submitted(job):
                 try:
                     self.watch()
                 except RankFailed as failed:
@@ -111,13 +114,13 @@ class Attempt:
                     self.check_reading()
             return [self.values[spec.rank] for spec in self.specs]
         except KeyboardInterrupt:
-            self.settings.on_give_up()
+            self.on_give_up()
             raise
         finally:
             self.records.close()
 
     @contextlib.contextmanager
-    def submitted(self, call: bytes) -> Iterator[None]:
+    def submitted(self, job: JobSpec) -> Iterator[None]:
         """Submit one task for each worker, where none waits for this attempt; leave no rank behind."""
         with contextlib.ExitStack() as stack:
             self.client.subscribe_topic(self.name, self.events.put)
@@ -125,27 +128,26 @@ class Attempt:
             stack.callback(self.end_all)
             workers = placement.by_worker(self.specs)
             if self.waiting:
-                self.launch_again(workers, call)
+                self.launch_again(workers, job)
             for worker, specs in workers.items():
                 if worker not in self.futures:
-                    self.futures[worker] = self.submit(worker, specs, call)
+                    self.futures[worker] = self.submit(worker, structs.replace(job, ranks=tuple(specs)))
             yield
 
-    def launch_again(self, workers: Mapping[str, Sequence[RankSpec]], call: bytes) -> None:
+    def launch_again(self, workers: Mapping[str, Sequence[RankSpec]], job: JobSpec) -> None:
         """Have the tasks that wait for this attempt start its ranks; end those that have none."""
-        again = [spec for worker, specs in workers.items() if worker in self.waiting for spec in specs]
-        launch_spec = self.launch_spec(self.number, self.name, again, call)
-        reached = self.workers.launch({spec.worker for spec in again}, launch_spec)
+        again = tuple(spec for worker, specs in workers.items() if worker in self.waiting for spec in specs)
+        reached = self.workers.launch({spec.worker for spec in again}, structs.replace(job, ranks=again))
         self.futures.update({worker: self.waiting.pop(worker) for worker in reached})
         self.release(self.waiting.values())
         self.waiting.clear()
 
-    def submit(self, worker: str, specs: Sequence[RankSpec], call: bytes) -> Future:
+    def submit(self, worker: str, job: JobSpec) -> Future:
         """Submit the task of one worker."""
         return self.client.submit(
             pickle.loads,
-            pickle.dumps(task.PickledTask(self.launch_spec(self.number, self.name, specs, call))),
-            key=f"{self.name}-rank-{ranges(spec.rank for spec in specs)}",
+            pickle.dumps(task.PickledTask(job.encode())),
+            key=f"{self.name}-rank-{ranges(spec.rank for spec in job.ranks)}",
             workers=[worker],
             allow_other_workers=False,  # Dask would move the task from a busy worker to one of another job
             pure=False,
@@ -167,7 +169,7 @@ class Attempt:
             self.waiting = {
                 worker: future
                 for worker, future in self.futures.items()
-                if self.stays and worker not in self.workers.lost and future.status == "pending"
+                if self.settings.max_restarts and worker not in self.workers.lost and future.status == "pending"
                 if any(spec.worker == worker and spec.rank not in self.values for spec in self.specs)
             }
             self.release([future for worker, future in self.futures.items() if worker not in self.waiting])
@@ -244,7 +246,7 @@ class Attempt:
         """Raise the error of a record; after the ranks' end, the first Ctrl-C ends the wait for a full disk."""
         self.watchdog.check_records(self.records)
         if self.interrupts.wanted:
-            self.settings.on_give_up()
+            self.on_give_up()
 
     # -- events --------------------------------------------------------------------------------------------
 

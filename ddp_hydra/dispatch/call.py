@@ -7,7 +7,7 @@ import inspect
 import io
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import cloudpickle
 
 from ddp_hydra.console.text import plain
-from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import Log, Record
 
 
@@ -67,8 +67,8 @@ def check_arguments(call: Call) -> None:
         signature.bind(*call.args, **given)
     except TypeError as error:
         name = getattr(call.fn, "__name__", type(call.fn).__name__)
-        settings = [field.name for field in fields(Settings) if field.init and field.name in given]
-        mine = [setting for setting in settings if setting not in signature.parameters]
+        settings = (*GangSettings.__struct_fields__, "on_record", "run_dir", "files", "project")
+        mine = [setting for setting in settings if setting in given and setting not in signature.parameters]
         advice = f"{name}{signature} is what it takes"
         if mine:
             typed = ", ".join(f"{setting}=..." for setting in mine)

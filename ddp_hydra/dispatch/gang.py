@@ -15,27 +15,27 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from distributed import Client, Future
+from msgspec import structs
 
 from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
-from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.config.project import Project
+from ddp_hydra.console.signals import Interrupts, default_notice
 from ddp_hydra.dispatch import placement, run_dir, slots
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, check_arguments, pickled, show, signature_of
 from ddp_hydra.dispatch.record_queue import UnreadRecords
 from ddp_hydra.dispatch.restarts import Ended, Restarts
-from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
-from ddp_hydra.rank.spec import LaunchSpec, RankSpec
+from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import File, Notice, Record
 from ddp_hydra.writers.run_dir import next_attempt
 
@@ -52,7 +52,7 @@ def run(
         client: of the Dask cluster.
         fn: the function, "module:name" to import it on the ranks only, or a `script`.
         args: passed to it.
-        run_dir: folder for what it sends with `results.*` and prints, see `Settings`; a function that has a parameter
+        run_dir: folder for what it sends with `results.*` and prints, see `Gang`; a function that has a parameter
             of this name is run by `Gang(client, run_dir=...).run(...)`.
         kwargs: passed to it.
 
@@ -95,42 +95,73 @@ def _gang(client: Client, fn: Callable[..., Any] | str, run_dir: str | Path | No
     return Gang(client, run_dir=run_dir, on_record=show if isinstance(fn, Script) else None)
 
 
-@dataclass
-class Gang(Settings):
-    """Starts the ranks of one job, watches them, and starts them again after failures; see `Settings`."""
+class Gang:
+    """Starts the ranks of one job, watches them, and starts them again after failures.
 
-    lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    attempt: Attempt | None = field(default=None, init=False, repr=False)
-    read_from: Attempt | None = field(default=None, init=False, repr=False)
-    fetched: bool = field(default=False, init=False, repr=False)
-    unread: UnreadRecords = field(default_factory=UnreadRecords, init=False, repr=False)
-    interrupts: Interrupts = field(default_factory=Interrupts, init=False, repr=False)
-    restarts: Restarts = field(default_factory=lambda: Restarts(0), init=False, repr=False)
-    world_size: int = field(default=0, init=False, repr=False)
-    workers_on_host: Counter[str] = field(default_factory=Counter, init=False, repr=False)
-    slots: int = field(default=1, init=False, repr=False)
-    grouped: bool = field(default=True, init=False, repr=False)
-    unique_name: str = field(default="", init=False, repr=False)
-    in_use: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
-    record: Callable[[Record], None] | None = field(default=None, init=False, repr=False)
+    Args:
+        client: of the Dask cluster.
+        ranks: how many; None for as many as the workers take.
+        on_record: called with each record, on a thread of its own, in each rank's order; a file that it does not
+            `fetch` is dropped. Without it, records are counted, and a warning says that they were dropped.
+        run_dir: a folder of this machine for what the function prints and sends with `results.*`. It becomes what a job
+            leaves: metrics.jsonl, tensorboard/, checkpoints/, submitted files, logs/rank-<r>.log, and at the end
+            summary.json. It holds one run; after a failure or an interruption, it may be given again.
+        project: packed project space that the ranks import from.
+        files: files of this machine that rank 0 needs, see `Call`.
+        stop: asks a gang that runs in the background to end.
+        settings: all others.
+        changes: those that differ from `settings`, by name.
+
+    Raises:
+        ConfigError: there is no such setting, or its value is of another type.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        ranks: int | None = None,
+        *,
+        on_record: Callable[[Record], None] | None = None,
+        run_dir: str | Path | None = None,
+        project: Project | None = None,
+        files: Mapping[str, Path] | None = None,
+        stop: threading.Event | None = None,
+        settings: GangSettings | None = None,
+        **changes: Any,
+    ) -> None:
+        given = {} if settings is None else structs.asdict(settings)
+        self.settings = GangSettings.make(given | ({} if ranks is None else {"ranks": ranks}) | changes)
+        self.client, self.on_record, self.run_dir, self.project = client, on_record, run_dir, project
+        self.files, self.stop = files or {}, stop or threading.Event()
+        self.lock, self.in_use = threading.Lock(), threading.Lock()
+        self.readers: list[Callable[[Record], None]] = [] if on_record is None else [on_record]
+        self.read_from: Attempt | None = None
+        self.is_fetched = False
+        self.unread = UnreadRecords()
+        self.notice: Callable[[], str] | None = None
+        self.interrupts = Interrupts(self.end_notice)
+        self.attempt: Attempt | None = None
+        self.restarts = Restarts(0)
+        self.world_size, self.slots = 0, 1
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`. All arguments are the function's."""
-        call = Call(fn, args, kwargs, self.files)
-        check_arguments(call)
-        self.stop.clear()
-        return self.run_recorded(call)
+        return self.run_recorded(self.checked_call(fn, args, kwargs))
 
     def start(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Running:
         """Start `fn(*args, **kwargs)` on each rank, and return at once; see `dispatch.start`."""
+        call = self.checked_call(fn, args, kwargs)
+        workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
+        slots_of_each = slots.of_workers(self.client, self.settings.ranks_per_worker)
+        folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
+        ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
+        return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
+
+    def checked_call(self, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         call = Call(fn, args, kwargs, self.files)
         check_arguments(call)
         self.stop.clear()
-        workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
-        slots_of_each = slots.of_workers(self.client, self.ranks_per_worker)
-        folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
-        ranks = self.ranks or max(1, workers) * slots_of_each
-        return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, self.grace_s > 0, folder)
+        return call
 
     def run_recorded(self, call: Call) -> list[Any]:
         """Run a call on each rank; write what the ranks send into `run_dir`, if there is one.
@@ -144,11 +175,12 @@ class Gang(Settings):
             if self.run_dir is None:
                 return self.run_attempts(lambda number, world_size: call)
             folder, give_up = run_dir.local_path(self.run_dir), threading.Event()
-            self.on_give_up, self.first_attempt = give_up.set, next_attempt(folder)
-            with run_dir.recorded(folder, self.fetch, self.retry_s, give_up, self.summary) as self.record:
-                return self.run_attempts(lambda number, world_size: call)
+            first = next_attempt(folder)
+            with run_dir.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
+                return self.run_attempts(
+                    lambda number, world_size: call, write, first_attempt=first, on_give_up=give_up.set
+                )
         finally:
-            self.record = None
             self.in_use.release()
 
     def summary(self) -> dict[str, Any]:
@@ -159,51 +191,76 @@ class Gang(Settings):
             "attempts": [attempt.entry() for attempt in self.restarts.ended],
         }
 
-    def run_attempts(self, call_of: Callable[[int, int], Call]) -> list[Any]:
+    def run_attempts(
+        self,
+        call_of: Callable[[int, int], Call],
+        write: Callable[[Record], None] | None = None,
+        *,
+        first_attempt: int = 0,
+        notice: Callable[[], str] | None = None,
+        goes_on: Callable[[int], str] = lambda done: "",
+        on_give_up: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
         """Start the ranks, and start them again after failures.
 
         Args:
             call_of: returns what an attempt runs, for its number and world size; called before each attempt.
+            write: called with each record, before `on_record`.
+            first_attempt: number of the first attempt; the others count on from it.
+            notice: returns what is printed when the user wants to end.
+            goes_on: returns, in words, where a new attempt begins, given the steps that the last attempt has done.
+            on_give_up: called when the user ends the job at once: `write` should stop waiting for anything.
         """
-        self.unique_name = name = f"{self.name}-{secrets.token_hex(4)}"
-        self.restarts, self.unread = Restarts(self.max_restarts), UnreadRecords()
-        self.attempt = None
+        self.readers = [read for read in (write, self.on_record) if read is not None]
+        self.notice, self.attempt = notice, None
+        settings, name = self.settings, f"{self.settings.name}-{secrets.token_hex(4)}"
+        self.restarts, self.unread = Restarts(settings.max_restarts), UnreadRecords()
         with ExitStack() as stack:
             stack.callback(self.report_dropped)
-            stack.enter_context(self.interrupts.caught(self.grace_s > 0))
+            stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
             stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
-            self.slots = slots.of_workers(self.client, self.ranks_per_worker)
-            wanted = self.workers_for(self.ranks)
-            reservation = Reservation(self.client, name, wanted, self.sweep, self.check_stop, self.slots)
+            self.slots = slots.of_workers(self.client, settings.ranks_per_worker)
+            wanted = self.workers_for(settings.ranks)
+            reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
             stack.callback(self.release_tasks)
-            number, topic = self.first_attempt, name
-            workers = reservation.reserve(topic, self.queue_timeout_s)
-            preflight.check_workers(self.client, workers, self.pip, self.interface)
+            settings = structs.replace(settings, cwd=settings.cwd or str(Path.cwd()))
+            job = JobSpec(gang=name, attempt=first_attempt, ranks=(), project=self.project, settings=settings)
+            workers = reservation.reserve(job.topic, settings.queue_timeout_s)
+            preflight.check_workers(self.client, workers, settings.pip, settings.interface)
             while True:
-                if self.sweep:  # those of its other jobs count, too
-                    known = self.client.scheduler_info(n_workers=-1)["workers"].values()
-                    self.workers_on_host = Counter(worker["host"] for worker in known)
-                specs = placement.plan(workers, self.slots, self.ranks)
-                waiting: Mapping[str, Future] = {} if self.attempt is None else self.attempt.waiting
-                self.attempt = Attempt(
-                    self, number, topic, specs, self.interrupts, self.read, self.launch_spec, name, waiting
+                job = structs.replace(
+                    job,
+                    ranks=tuple(placement.plan(workers, self.slots, settings.ranks)),
+                    ranks_on_host=self.ranks_on_host(),
                 )
+                waiting: Mapping[str, Future] = {} if self.attempt is None else self.attempt.waiting
+                self.attempt = Attempt(self.client, job, self.interrupts, self.read, self.stop, on_give_up, waiting)
                 try:
-                    return self.run_attempt(self.attempt, call_of(number, len(specs)))
+                    return self.run_attempt(self.attempt, call_of(job.attempt, len(job.ranks)))
                 except RankFailed as error:
                     silent = self.attempt.watchdog.silent
-                    self.decide_restart(error)
+                    self.decide_restart(error, goes_on)
                     self.attempt.clean_up()
-                    number, topic = number + 1, f"{name}-{number + 1}"
+                    job = structs.replace(job, attempt=job.attempt + 1)
                     try:
                         workers = reservation.renew(
-                            topic, silent, self.workers_for(self.min_ranks), self.restart_wait_s
+                            job.topic, silent, self.workers_for(settings.min_ranks), settings.restart_wait_s
                         )
-                        preflight.check_workers(self.client, workers, self.pip, self.interface)
+                        preflight.check_workers(self.client, workers, settings.pip, settings.interface)
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None
+
+    def ranks_on_host(self) -> dict[str, int]:
+        """Return host -> ranks of all jobs of the sweep; {} outside of a sweep."""
+        if not self.settings.sweep:
+            return {}
+        known = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        return {host: n * self.slots for host, n in Counter(worker["host"] for worker in known).items()}
+
+    def end_notice(self) -> str:
+        return (self.notice or default_notice)()
 
     def check_stop(self) -> None:
         """Raise KeyboardInterrupt if a gang that runs in the background is to end."""
@@ -238,14 +295,13 @@ class Gang(Settings):
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
         self.world_size = len(attempt.specs)
-        self.grouped = self.group and not isinstance(call.fn, Script)
         kwargs = dict(call.kwargs)
         if call.files:
             kwargs["files"] = attempt.send_files(call.files)
         with self.interrupts.deferred():
-            return attempt.run(pickled((call.fn, call.args, kwargs)))
+            return attempt.run(pickled((call.fn, call.args, kwargs)), is_script=isinstance(call.fn, Script))
 
-    def decide_restart(self, error: RankFailed) -> None:
+    def decide_restart(self, error: RankFailed, goes_on: Callable[[int], str] = lambda done: "") -> None:
         """Raise the error again unless there is another attempt."""
         assert self.attempt is not None
         done = max(self.attempt.health.steps_done, error.failure.step - 1)
@@ -257,19 +313,18 @@ class Gang(Settings):
                 error.add_reason(why_not)
             raise error
         cause, count = explain(error.failure).partition("\n")[0], len(self.restarts.ended)
-        log.warning("restart %d of %d%s: %s", count, self.max_restarts, self.goes_on(done), cause)
+        log.warning("restart %d of %d%s: %s", count, self.restarts.most, goes_on(done), cause)
 
     def read(self, attempt: Attempt, record: Record) -> None:
         """Pass on one record at a time: those of a failed attempt may still be read when the next one begins."""
         if isinstance(record.data, Notice):
             return  # the attempt has logged it already
         with self.lock:
-            self.read_from, self.fetched = attempt, False
-            for read in (self.record, self.on_record):
-                if read is not None:
-                    read(record)
-            is_unfetched = isinstance(record.data, File) and record.data.source is not None and not self.fetched
-            if is_unfetched or (self.record is None and self.on_record in (None, show)):
+            self.read_from, self.is_fetched = attempt, False
+            for read in self.readers:
+                read(record)
+            is_unfetched = isinstance(record.data, File) and record.data.source is not None and not self.is_fetched
+            if is_unfetched or self.readers in ([], [show]):
                 self.unread.note(record)
             if is_unfetched:  # the rank may be waiting for room in its outbox
                 attempt.workers.drop(record)
@@ -277,28 +332,5 @@ class Gang(Settings):
     def fetch(self, record: Record, target: Path) -> None:
         """Fetch the file of a record; only `on_record` may call it."""
         assert self.read_from is not None, "fetch is for on_record"
-        self.fetched = True
+        self.is_fetched = True
         self.read_from.workers.fetch(record, target)
-
-    def launch_spec(self, number: int, name: str, specs: Sequence[RankSpec], call: bytes) -> LaunchSpec:
-        """Return the launch spec of some ranks, of one worker or of several."""
-        return LaunchSpec(
-            gang=name,
-            attempt=number,
-            specs=tuple(specs),
-            call=call,
-            project=self.project,
-            backend=self.backend,
-            timeout_s=self.timeout_s,
-            retry_s=self.retry_s,
-            group=self.grouped,
-            threads=self.threads,
-            data_workers=self.data_workers,
-            ports=self.port_range,
-            interface=self.interface,
-            cwd=self.cwd or str(Path.cwd()),
-            owner=self.unique_name,
-            keep_warm_s=self.keep_warm_s or 0.0,
-            ranks_on_host={host: workers * self.slots for host, workers in self.workers_on_host.items()},
-            stays=self.max_restarts > 0,
-        )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import File, Notice, Record
 
 if TYPE_CHECKING:
@@ -45,12 +46,9 @@ def run(
     fn: Callable[..., Any] | str,
     *args: Any,
     on_record: Callable[[Record], None],
-    threads: int = 0,
-    backend: str = "auto",
-    timeout_s: float = 1800.0,
+    settings: GangSettings | None = None,
     notice: Callable[[], str] = str,
     attempt: int = 0,
-    retry_s: float = 60.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Run a function as the only rank of a process group.
@@ -59,12 +57,9 @@ def run(
         fn: the function, or "module:name".
         args: passed to it.
         on_record: called with each record.
-        threads: CPU threads; 0 leaves the number as it is.
-        backend: gloo, nccl or auto.
-        timeout_s: of collectives.
+        settings: threads (0 leaves their number as it is), backend, timeout_s and retry_s.
         notice: returns the text that is printed when the user wants to end; "" for none.
         attempt: number of this start, in its records.
-        retry_s: how long to wait for room if the disk for temporary files is full.
         kwargs: passed to the function.
 
     Returns:
@@ -75,17 +70,18 @@ def run(
     from ddp_hydra.rank import process
     from ddp_hydra.rank.process_group import leave_process_group, process_group
 
+    settings = settings or GangSettings()
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
-        if threads:
-            process.set_threads(threads, 1)
-        results.connect(DirectSender(on_record, Path(folder)), 0, attempt, retry_s)
+        if settings.threads:
+            process.set_threads(settings.threads, 1)
+        results.connect(DirectSender(on_record, Path(folder)), 0, attempt, settings.retry_s)
         fault_injection.install(0, attempt, {})
         heartbeat.connect(None)
         try:
             with FinishOnInterrupt(notice).caught():
-                store = meet_nobody(timeout_s)
+                store = meet_nobody(settings.timeout_s)
                 call = cloudpickle.dumps((fn, args, kwargs))
-                with process_group(store, 0, 1, backend, timeout_s):
+                with process_group(store, 0, 1, settings.backend, settings.timeout_s):
                     return [process.perform(call)]
         except Exception:
             heartbeat.await_saved()

@@ -19,7 +19,7 @@ from ddp_hydra.dispatch.watchdog import Watchdog
 from ddp_hydra.dispatch.workers import WorkerClient
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import inbox, outbox
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG
 from ddp_hydra.rank.torchrun_task import TorchrunTask
 from ddp_hydra.record import End, Preempted, Record
@@ -113,36 +113,41 @@ class TorchrunAttempt(Attempt):
     Args:
         gang: its settings.
         own: the task of rank 0.
-        job: how the ranks work, see `torchrun_rank.run`.
-        run_dir: the path of the run directory.
+        attempt: number of the gang's start.
+        numbers, run_dir: see `TorchrunGang`.
+        on_give_up: called when the user ends the job at once.
     """
 
     watchdog_class = TorchrunWatchdog
 
-    def __init__(self, gang: Gang, own: TorchrunTask, job: Mapping[str, Any], run_dir: str) -> None:
-        self.own, self.job, self.run_dir = own, job, run_dir
-        first = own.spec
+    def __init__(
+        self,
+        gang: Gang,
+        own: TorchrunTask,
+        attempt: int,
+        numbers: Mapping[str, int],
+        run_dir: str,
+        on_give_up: Callable[[], None],
+    ) -> None:
+        self.own, self.numbers, self.run_dir, first = own, numbers, run_dir, own.spec
         specs = [replace(first, rank=rank, worker=f"rank {rank}", host="a host") for rank in range(first.world_size)]
         specs[0] = first
         self.server = Server(first, self.put, self.note_host, self.note_loss)
-        super().__init__(gang, gang.first_attempt, GANG, specs, gang.interrupts, gang.read, gang.launch_spec, GANG, {})
+        job = JobSpec(gang=GANG, attempt=attempt, ranks=tuple(specs), settings=gang.settings)
+        super().__init__(gang.client, job, gang.interrupts, gang.read, gang.stop, on_give_up, {})
 
     def reach_workers(self) -> WorkerClient:
         """Return the processes that torchrun has started."""
         return TorchrunWorkers(self.server, self.own, self.specs)
 
     @contextmanager
-    def submitted(self, call: bytes) -> Iterator[None]:
-        """Have rank 0 make its call, and listen to all ranks inside the block; after it, none of them trains.
-
-        Args:
-            call: encoded by `return_values`.
-        """
+    def submitted(self, job: JobSpec) -> Iterator[None]:
+        """Have rank 0 make its call, and listen to all ranks inside the block; after it, none of them trains."""
         own = Thread(target=self.own.run_to_end, name="ddp_hydra-rank-task", daemon=True)
         self.own.own_worker.send_by(self.put)
         self.server.thread.start()
         server = self.server.describe() | {"run_dir": self.run_dir}
-        self.own.give(call, attempt=self.number, server=server, **self.job)
+        self.own.give(job.settings, job.call, self.number, server=server, numbers=dict(self.numbers))
         own.start()
         try:
             yield

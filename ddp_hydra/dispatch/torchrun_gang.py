@@ -11,50 +11,62 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
-from ddp_hydra.console.signals import handled
+from ddp_hydra.console.signals import Interrupts, handled
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.call import Call
 from ddp_hydra.dispatch.gang import Gang
+from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.dispatch.torchrun_attempt import TorchrunAttempt, TorchrunInterrupts, reason_of
 from ddp_hydra.errors import ClusterError, DdpHydraError, RankFailed, explain
 from ddp_hydra.rank import inbox, return_values
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import GangSettings, RankSpec
 from ddp_hydra.rank.torchrun_channel import GANG, Channel, Outcome, connect
 from ddp_hydra.rank.torchrun_task import TorchrunTask, TorchrunWorker
-from ddp_hydra.record import End
+from ddp_hydra.record import End, Record
 
 
 class TorchrunGang(Gang):
     """The ranks that torchrun has started, as the process of rank 0 sees them; torchrun starts them again.
 
-    Attributes:
+    Args:
         own: the task of rank 0, which has forked it.
-        job: how the ranks work; see `torchrun_rank.run`.
+        settings: of the gang.
         run_dir_path: the run directory, for the next start; see `torchrun.remember`.
+
+    Attributes:
         numbers: that replace those of the config on all ranks, by dotted keys.
     """
 
-    own: TorchrunTask
-    run_dir_path: str
-    numbers: Mapping[str, int] = {}
-    job: Mapping[str, Any]
+    def __init__(self, own: TorchrunTask, settings: GangSettings, run_dir_path: str) -> None:
+        super().__init__(cast(Any, None), settings=settings)
+        self.interrupts: Interrupts = TorchrunInterrupts(self.end_notice)
+        self.own, self.run_dir_path = own, run_dir_path
+        self.numbers: Mapping[str, int] = {}
 
-    def run_attempts(self, call_of: Callable[[int, int], Call]) -> list[Any]:
-        """Run the one attempt that torchrun has started.
-
-        Args:
-            call_of: returns what it runs, for its number and world size.
-        """
-        job = {**self.job, "numbers": self.numbers}
-        with self.interrupts.caught(self.grace_s > 0):
-            self.attempt = attempt = TorchrunAttempt(self, self.own, job, self.run_dir_path)
+    def run_attempts(
+        self,
+        call_of: Callable[[int, int], Call],
+        write: Callable[[Record], None] | None = None,
+        *,
+        first_attempt: int = 0,
+        notice: Callable[[], str] | None = None,
+        goes_on: Callable[[int], str] = lambda done: "",
+        on_give_up: Callable[[], None] = lambda: None,
+    ) -> list[Any]:
+        """Run the one attempt that torchrun has started; see `Gang.run_attempts`."""
+        self.readers, self.notice = [read for read in (write,) if read is not None], notice
+        self.restarts = Restarts(self.settings.max_restarts)
+        with self.interrupts.caught(self.settings.grace_s > 0):
+            self.attempt = attempt = TorchrunAttempt(
+                self, self.own, first_attempt, self.numbers, self.run_dir_path, on_give_up
+            )
             try:
-                return self.run_attempt(attempt, call_of(self.first_attempt, len(attempt.specs)))
+                return self.run_attempt(attempt, call_of(attempt.number, len(attempt.specs)))
             except RankFailed as error:
                 self.decide_restart(error)  # which notes the attempt, and raises
                 raise
@@ -74,18 +86,16 @@ class TorchrunGang(Gang):
 
 
 @contextmanager
-def rank_0(spec: RankSpec, job: Mapping[str, Any], run_dir: str, **settings: Any) -> Iterator[TorchrunGang]:
+def rank_0(spec: RankSpec, settings: GangSettings, run_dir: str) -> Iterator[TorchrunGang]:
     """Start rank 0 below this process; after the block, all processes know how the job has ended.
 
     Args:
         spec: its place.
-        job: how the ranks work; see `torchrun_rank.run`.
-        run_dir: absolute path of the run directory.
         settings: of the gang.
+        run_dir: absolute path of the run directory.
     """
     with forked(spec, lambda server: None) as task:
-        gang = TorchrunGang(client=None, **settings)  # type: ignore[arg-type]
-        gang.own, gang.job, gang.run_dir_path, gang.interrupts = task, job, run_dir, TorchrunInterrupts()
+        gang = TorchrunGang(task, settings, run_dir)
         outcome = Outcome("done")
         try:
             yield gang
@@ -99,22 +109,21 @@ def rank_0(spec: RankSpec, job: Mapping[str, Any], run_dir: str, **settings: Any
             write_error_file(spec.rank, outcome)
 
 
-def run_other_rank(spec: RankSpec, call: Callable[[], bytes], job: Mapping[str, Any], lost_timeout_s: float) -> Outcome:
+def run_other_rank(spec: RankSpec, call: Callable[[], bytes], settings: GangSettings) -> Outcome:
     """Run a rank other than 0 below this process, and return how the job has ended.
 
     Args:
         spec: its place.
         call: returns what it runs, encoded by `return_values`.
-        job: how it works; see `torchrun_rank.run`.
-        lost_timeout_s: for how long the process of rank 0 may be silent.
+        settings: of the gang.
 
     Raises:
         DdpHydraError: the process of rank 0 could not be told how this rank failed, or is gone.
     """
-    other = OtherRank(spec, lost_timeout_s)
+    other = OtherRank(spec, settings.lost_timeout_s)
     with forked(spec, other.meet) as other.task, handled(other.on_signal):
         try:
-            other.task.give(call(), attempt=0, server={}, numbers={}, **job)
+            other.task.give(settings, call())
             end = other.task.run_to_end()
             outcome = other.outcome(end)
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,10 +18,10 @@ from ddp_hydra.dispatch.health import Hang, waits
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import RecordQueue
-from ddp_hydra.dispatch.settings import Settings
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
-from ddp_hydra.errors import SchedulerLost
+from ddp_hydra.errors import ConfigError, SchedulerLost
 from ddp_hydra.rank import rank_process
+from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import Record
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Watchdog:
         workers: of the attempt.
         rank_states: of the attempt.
         interrupts: says whether the user wants to end.
+        stop: asks a gang that runs in the background to end.
         futures: the Dask tasks that run the ranks, by their workers' addresses.
         events: that wait to be handled.
         handle_next: handles the next event; takes the seconds to wait for it.
@@ -56,16 +58,17 @@ class Watchdog:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: GangSettings,
         workers: WorkerClient,
         rank_states: RankStates,
         interrupts: Interrupts,
+        stop: threading.Event,
         futures: Mapping[str, Future],
         events: queue.SimpleQueue[Any],
         handle_next: Callable[[float], bool],
     ) -> None:
         self.settings, self.workers, self.rank_states, self.interrupts = settings, workers, rank_states, interrupts
-        self.futures, self.events, self.handle_next = futures, events, handle_next
+        self.stop, self.futures, self.events, self.handle_next = stop, futures, events, handle_next
         self.health, self.specs = rank_states.health, rank_states.specs
         self.silent: set[str] = set()
         self.stacks: dict[int, str] = {}
@@ -128,7 +131,7 @@ class Watchdog:
         Raises:
             KeyboardInterrupt: the ranks are not in their loop, or did not finish in time.
         """
-        self.interrupts.wanted |= self.settings.stop.is_set()
+        self.interrupts.wanted |= self.stop.is_set()
         if not self.interrupts.wanted:
             return
         if self.finish_by is None:
@@ -151,7 +154,7 @@ class Watchdog:
         running = [self.specs[rank] for rank in self.rank_states.running]
         futures = {spec.worker: self.futures[spec.worker] for spec in running}
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
-        is_closed = self.settings.client.status == "closed"
+        is_closed = self.workers.client.status == "closed"
         if is_closed or any(future.status in ("cancelled", "lost") for future in futures.values()):
             how = "is lost, or was restarted"
             if self.health.away_s > SUSPENDED_S:
@@ -160,7 +163,9 @@ class Watchdog:
         failed = {address: future for address, future in futures.items() if future.status == "error"}
         for spec in running:
             if spec.worker in failed:
-                reason = repr(failed[spec.worker].exception())[:MESSAGE_CHARS]
+                if isinstance(error := failed[spec.worker].exception(), ConfigError):  # another version of ddp_hydra
+                    raise error
+                reason = repr(error)[:MESSAGE_CHARS]
                 message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
                 self.rank_states.fail(spec, "start", message)
         self.check_pending()
@@ -176,7 +181,7 @@ class Watchdog:
         if not late or now - self.asked_at < PENDING_S:
             return
         self.asked_at = now
-        known = self.settings.client.scheduler_info(n_workers=-1)["workers"]
+        known = self.workers.client.scheduler_info(n_workers=-1)["workers"]
         for address in {self.specs[rank].worker for rank in late} - known.keys() - self.workers.lost:
             self.lose_worker(address, self.left.format(worker=address))
 

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import inbox, outbox, return_values
-from ddp_hydra.rank.spec import LaunchSpec, RankSpec
+from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.record import File, Record
 
 CALL_S = 2.0
@@ -30,17 +30,15 @@ class WorkerClient:
 
     Args:
         client: of the Dask cluster.
-        gang: name of the gang, without its attempt.
-        name: of the attempt.
-        number: of the attempt.
-        specs: the ranks' places.
+        job: of the attempt.
     """
 
-    def __init__(self, client: Client, gang: str, name: str, number: int, specs: list[RankSpec]) -> None:
-        self.client, self.gang, self.name, self.number, self.specs = client, gang, name, number, specs
+    def __init__(self, client: Client, job: JobSpec) -> None:
+        self.client, self.gang, self.name, self.number = client, job.gang, job.topic, job.attempt
+        self.specs: Sequence[RankSpec] = job.ranks
         scheduler = client.scheduler_info(n_workers=-1)
         self.scheduler, workers = scheduler["address"], scheduler["workers"]
-        self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in specs}
+        self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in self.specs}
         self.lost: set[str] = set()
         self.is_cut_off = False
 
@@ -76,9 +74,9 @@ class WorkerClient:
         workers = dict.fromkeys(self.specs[rank].worker for rank in ranks)
         self.call(list(workers), inbox.deliver, self.gang, self.number, None, dict(message))
 
-    def launch(self, workers: Iterable[str], launch_spec: LaunchSpec) -> set[str]:
+    def launch(self, workers: Iterable[str], job: JobSpec) -> set[str]:
         """Have tasks that wait for another attempt start its ranks; return the workers whose tasks will."""
-        message = {"launch": launch_spec}
+        message = {"job": job.encode()}
         answers = self.call(list(workers), inbox.deliver, self.gang, self.number, None, message)
         return {address for address, is_there in answers.items() if is_there is True}
 

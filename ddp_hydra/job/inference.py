@@ -13,7 +13,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, validate
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.job.job_config import gang_settings, inline_settings
+from ddp_hydra.job.job_config import gang_settings
 from ddp_hydra.record import Record
 
 EVALUATE = "ddp_hydra.training.inference:evaluate"
@@ -98,7 +98,7 @@ class Inference:
             self.arguments(more()),
             on_record=on_record,
             files={"checkpoint": str(self.checkpoint)},
-            **inline_settings(self.cfg),
+            settings=gang_settings(self.cfg),
         )
 
     def run_on_dask(self, fn: str, more: Any, receive: Any, packed: project.Project) -> list[Any]:
@@ -110,7 +110,7 @@ class Inference:
             from ddp_hydra.dispatch.call import Call
             from ddp_hydra.dispatch.gang import Gang
 
-            gang = Gang(client, name="inference", project=packed, pip=pip, **gang_settings(self.cfg))
+            gang = Gang(client, project=packed, settings=gang_settings(self.cfg, name="inference", pip=pip))
 
             def on_record(record: Record) -> None:
                 if receive is not None:
@@ -119,8 +119,7 @@ class Inference:
             def call(number: int, world_size: int) -> Call:
                 return Call(fn, (self.arguments(more()),), files={"checkpoint": self.checkpoint})
 
-            gang.on_record = on_record
-            return gang.run_attempts(call)
+            return gang.run_attempts(call, on_record)
 
 
 def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:

@@ -12,6 +12,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.storage.run_ref import RunRef
 
 KEEP_WARM_S = 300.0
@@ -72,12 +73,6 @@ def weights_path(cfg: DictConfig) -> str | None:
     return given if is_path else None
 
 
-def inline_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return the arguments of `inline.run` that come from the config; torchrun's ranks take the same."""
-    settings = {"threads": cfg.trainer.threads, "backend": backend(cfg)}
-    return {**settings, "timeout_s": cfg.dispatch.timeout_s, "retry_s": cfg.results.retry_s}
-
-
 def backend(cfg: DictConfig) -> str:
     """Return the backend of the process group: gloo for ranks that compute on the CPU, so that they use no GPU."""
     # A remote job's config has texts instead of enums.
@@ -85,13 +80,17 @@ def backend(cfg: DictConfig) -> str:
     return "gloo" if given == "auto" and device == "cpu" else str(given)
 
 
-def gang_settings(cfg: DictConfig) -> dict[str, Any]:
-    """Return the settings of a gang that come from the config."""
+def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
+    """Return the settings of a gang that come from the config.
+
+    Args:
+        cfg: the composed config.
+        more: settings that don't.
+    """
     settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
     assert isinstance(settings, dict)
-    ports, each = settings["port_range"], settings["ranks_per_worker"]
-    return {
-        **{str(name): value for name, value in settings.items()},
+    each = settings["ranks_per_worker"]
+    own = {
         "ranks_per_worker": 1 if each == "auto" and connect.is_local(cfg.cluster) else each,
         "keep_warm_s": keep_warm_s(cfg),
         "threads": cfg.trainer.threads,
@@ -99,8 +98,8 @@ def gang_settings(cfg: DictConfig) -> dict[str, Any]:
         "sweep": connect.sweep(),
         "retry_s": cfg.results.retry_s,
         "backend": backend(cfg),
-        "port_range": (ports[0], ports[1]) if ports else None,
     }
+    return GangSettings.make({str(name): value for name, value in settings.items()} | own | more)
 
 
 def keep_warm_s(cfg: DictConfig) -> float:

@@ -21,7 +21,7 @@ from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.job.global_batch import RankBatch, changed_settings, describe_change, redistribute
-from ddp_hydra.job.job_config import gang_settings, inline_settings
+from ddp_hydra.job.job_config import gang_settings
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
@@ -138,7 +138,7 @@ class Job:
                 files={name: str(path) for name, path in self.files.items()},
                 kept=self.saved_config,
                 attempt=self.first_attempt,
-                **inline_settings(self.cfg),
+                settings=gang_settings(self.cfg),
             )[0]
 
     def run_on_torchrun(self, gang: TorchrunGang) -> dict[str, Any]:
@@ -147,8 +147,7 @@ class Job:
         Args:
             gang: the ranks.
         """
-        gang.first_attempt = self.first_attempt = max(self.first_attempt, torchrun.restart_count())
-        gang.on_give_up = self.give_up.set
+        self.first_attempt = max(self.first_attempt, torchrun.restart_count())
         if before := self.earlier_attempts[-torchrun.restart_count() :] if torchrun.restart_count() else []:
             self.steps_before = [before[-1].steps_done]
             self.first_world_size = before[0].world_size or 0
@@ -165,10 +164,15 @@ class Job:
             handler: writes the records.
             restarts: returns how many times the ranks were started again.
         """
-        gang.on_record = lambda record: self.on_record(record, handler, gang)
-        gang.interrupts.notice = lambda: self.interrupt_notice(gang.trains)
         try:
-            value: dict[str, Any] = gang.run_attempts(self.call)[0]
+            value: dict[str, Any] = gang.run_attempts(
+                self.call,
+                lambda record: self.on_record(record, handler, gang),
+                first_attempt=self.first_attempt,
+                notice=lambda: self.interrupt_notice(gang.trains),
+                goes_on=self.describe_restart,
+                on_give_up=self.give_up.set,
+            )[0]
             return value
         finally:
             self.summary.world_size, self.summary.restarts = gang.world_size, restarts()
@@ -187,18 +191,9 @@ class Job:
         with connect.connect(self.cluster_config, self.run_dir / "logs") as client:
             from ddp_hydra.dispatch.gang import Gang
 
-            gang = Gang(
-                client,
-                name="job",
-                project=packed,
-                pip=pip,
-                on_give_up=self.give_up.set,
-                first_attempt=self.first_attempt,
-                goes_on=self.describe_restart,
-                cwd=self.remote.spec.cwd if self.remote else "",
-                **gang_settings(self.cfg),
-            )
-            gang.stop = stop or gang.stop
+            cwd = self.remote.spec.cwd if self.remote else ""
+            settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd)
+            gang = Gang(client, project=packed, stop=stop, settings=settings)
             with self.handler(gang.fetch, lambda: self.attempts(gang)) as handler:
                 return self.watch(
                     gang, handler, lambda: gang.attempt.number - self.first_attempt if gang.attempt else 0

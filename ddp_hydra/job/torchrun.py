@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from ddp_hydra.config import schema
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.dispatch.restarts import repeated
 from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
-from ddp_hydra.job.job_config import check, gang_settings, inline_settings, weights_path
+from ddp_hydra.job.job_config import check, gang_settings, weights_path
 from ddp_hydra.job.local import TRAIN
 from ddp_hydra.job.summary import why_stopped
 from ddp_hydra.rank import return_values
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import GangSettings, RankSpec
 from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.run_dir import read_summary
 
@@ -25,14 +25,10 @@ if TYPE_CHECKING:  # it imports Dask
     from ddp_hydra.dispatch.torchrun_gang import TorchrunGang
 
 
-def rank_job(cfg: DictConfig) -> dict[str, Any]:
-    """Return how a rank works; see `torchrun_rank.run`."""
-    return {
-        **inline_settings(cfg),
-        "wait_s": cfg.cluster.get("wait_timeout_s") or cfg.dispatch.timeout_s,
-        "interface": cfg.dispatch.interface,
-        "data_workers": OmegaConf.select(cfg, "data.workers"),
-    }
+def torchrun_settings(cfg: DictConfig) -> GangSettings:
+    """Return how the ranks work, and for how long they wait for each other."""
+    wait_s = cfg.cluster.get("wait_timeout_s") or cfg.dispatch.timeout_s
+    return gang_settings(cfg, name="job", start_timeout_s=wait_s)
 
 
 @contextmanager
@@ -67,9 +63,7 @@ def started(cfg: DictConfig, run_dir: Path) -> Iterator[TorchrunGang | None]:
 
     folder = str(run_dir.absolute())
     torchrun.remember(folder)
-    job = rank_job(cfg)
-    settings = gang_settings(cfg) | {"name": "job", "start_timeout_s": job["wait_s"]}
-    with rank_0(spec, job, folder, **settings) as gang:
+    with rank_0(spec, torchrun_settings(cfg), folder) as gang:
         yield gang
 
 
@@ -116,7 +110,7 @@ def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
     from ddp_hydra.dispatch.torchrun_gang import run_other_rank
 
     try:
-        outcome = run_other_rank(spec, call, rank_job(cfg), cfg.dispatch.lost_timeout_s)
+        outcome = run_other_rank(spec, call, torchrun_settings(cfg))
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     if outcome.exit_code:

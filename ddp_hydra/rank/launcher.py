@@ -10,12 +10,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 from distributed import Worker
+from msgspec.structs import replace
 
+from ddp_hydra.config.project import Project
 from ddp_hydra.rank import (
     dask_preload,
     device_leases,
@@ -28,7 +31,7 @@ from ddp_hydra.rank import (
     preemption,
 )
 from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
-from ddp_hydra.rank.spec import LaunchSpec, RankSpec
+from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
 from ddp_hydra.record import Up
 
 
@@ -38,7 +41,7 @@ class RankContext:
 
     Args:
         worker: the Dask worker.
-        launch_spec: of the ranks.
+        job: of the ranks.
         sender: of their records.
         selector: waits for what they send.
         is_cancelled: returns whether the client is gone, or gave up.
@@ -46,7 +49,7 @@ class RankContext:
     """
 
     worker: Worker
-    launch_spec: LaunchSpec
+    job: JobSpec
     sender: RecordSender
     selector: selectors.BaseSelector
     is_cancelled: Callable[[], bool]
@@ -70,7 +73,7 @@ class Launcher:
 
     def __init__(self, context: RankContext, spec: RankSpec, stack: ExitStack, relay: RecordRelay) -> None:
         self.context, self.spec, self.stack, self.relay = context, spec, stack, relay
-        self.worker, self.launch_spec = context.worker, context.launch_spec
+        self.worker, self.job = context.worker, context.job
 
     def start(self, shared_status_fd: int) -> None:
         """Have the fork server fork the process, and pass it its descriptors."""
@@ -103,31 +106,31 @@ class Launcher:
 
     def bind_rendezvous(self) -> tuple[socket.socket, Up]:
         """Listen for the other ranks; return the socket, and its address."""
-        interface = self.launch_spec.interface
+        interface = self.job.settings.interface
         host = network.address_of(interface) if interface else self.spec.host
-        listener = self.stack.enter_context(network.bind(host, self.launch_spec.ports))
+        listener = self.stack.enter_context(network.bind(host, self.job.settings.port_range))
         return listener, Up((host, listener.getsockname()[1]))
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         """Return the request to the fork server."""
-        spec, launch_spec = self.spec, self.launch_spec
+        spec, job, settings = self.spec, self.job, self.job.settings
         local, project = self.worker.local_directory, self.context.project
         return {
-            "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {launch_spec.gang}",
+            "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {job.topic}",
             "environment": environment.of_rank(
-                spec, self.interface(), launch_spec.gang, launch_spec.attempt, launch_spec.group, share.position
+                spec, self.interface(), job.topic, job.attempt, settings.group, share.position
             ),
-            "cwd": launch_spec.cwd if os.access(f"{launch_spec.cwd}/", os.X_OK) else local,
+            "cwd": settings.cwd if os.access(f"{settings.cwd}/", os.X_OK) else local,
             "path": [*([str(project)] if project else []), *(str(Path(entry).absolute()) for entry in sys.path)],
             "affinity": environment.cores(),
-            "keep_warm_s": launch_spec.keep_warm_s,
+            "keep_warm_s": settings.keep_warm_s or 0.0,
         }
 
     def interface(self) -> str | None:
         """Return the network interface by which the ranks reach each other."""
-        if self.launch_spec.interface:
-            network.address_of(self.launch_spec.interface)  # raises, with the known interfaces, if it is unknown
-            return self.launch_spec.interface
+        if self.job.settings.interface:
+            network.address_of(self.job.settings.interface)  # raises, with the known interfaces, if it is unknown
+            return self.job.settings.interface
         # An address that is not of this machine leads here through a port mapping.
         host = self.spec.host
         return network.interface_of(host) or network.interface_towards(self.worker.scheduler.addr)
@@ -139,7 +142,7 @@ class Launcher:
         if environment.is_placed():
             seen = seen[:1]
         share = self.stack.enter_context(
-            device_leases.acquire(self.launch_spec.owner, spec.local_world_size, self.cores(), seen, wanted)
+            device_leases.acquire(self.job.gang, spec.local_world_size, self.cores(), seen, wanted)
         )
         if share.others_on_gpu and share.position is not None:
             self.relay.log_sentence(
@@ -151,31 +154,31 @@ class Launcher:
         """Return the cores that the ranks of this host share."""
         return environment.shared_cores(os.getppid() if self.worker.nanny else None)
 
+    def launch(self, share: device_leases.Share) -> RankLaunch:
+        """Return what the process reads when it starts."""
+        spec, job = self.spec, self.job
+        ranks = max(spec.local_world_size + share.other_ranks, job.ranks_on_host.get(spec.host, 0))
+        threads = job.settings.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks)
+        own = replace(
+            job,
+            ranks=(spec,),
+            project=job.project and Project(job.project.sha256, b""),
+            settings=replace(job.settings, threads=threads),
+        )
+        return RankLaunch(
+            job=own,
+            outbox=str(outbox.path(self.worker.local_directory, job.topic, spec.rank)),
+            worker_pid=0 if dask_preload.in_client else os.getpid(),
+            nanny_pid=os.getppid() if self.worker.nanny else 0,
+        )
+
     def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
-        """Write a line of JSON and the pickled call into a file without a name, which nobody else can write to."""
-        spec, launch_spec = self.spec, self.launch_spec
-        ranks = max(spec.local_world_size + share.other_ranks, launch_spec.ranks_on_host.get(spec.host, 0))
-        header = {
-            "spec": asdict(spec),
-            "attempt": launch_spec.attempt,
-            "backend": launch_spec.backend,
-            "timeout_s": launch_spec.timeout_s,
-            "group": launch_spec.group,
-            "threads": launch_spec.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks),
-            "data_workers": launch_spec.data_workers,
-            "project": launch_spec.project.sha256 if launch_spec.project else "",
-            "retry_s": launch_spec.retry_s,
-            "outbox": str(outbox.path(self.worker.local_directory, launch_spec.gang, spec.rank)),
-            "pids": {
-                "worker": 0 if dask_preload.in_client else os.getpid(),
-                "nanny": os.getppid() if self.worker.nanny else 0,
-            },
-        }
+        """Write the launch into a file without a name, which nobody else can write to."""
         file: IO[bytes]
         if hasattr(os, "memfd_create"):
             file = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-launch"), "w+b"))
         else:
             file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        file.write(json.dumps(header).encode() + b"\n" + launch_spec.call)
+        file.write(msgspec.msgpack.encode(self.launch(share)))
         file.flush()
         return file

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import msgspec
 import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
@@ -31,6 +32,7 @@ from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import DdpHydraError, Failure
 from ddp_hydra.rank import fault_injection, gpus, return_values
 from ddp_hydra.rank.process_group import meet, process_group
+from ddp_hydra.rank.spec import RankLaunch
 from ddp_hydra.record import End, Record
 
 MAX_FILES = 4
@@ -42,7 +44,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
 
     Args:
         title: of the process, as `ps` shows it.
-        launch_fd: a file with a line of JSON and the pickled call, see `launcher.write_launch_file`.
+        launch_fd: a file with a `RankLaunch`.
         control_fd: socket to the worker's task: records go out, the rendezvous comes in.
         shared_status_fd: the page of memory in which this rank writes where it is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
@@ -64,24 +66,25 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with os.fdopen(launch_fd, "rb") as launch_file:
         launch_file.seek(0)  # its position is at the end
-        header, _, call = launch_file.read().partition(b"\n")
-    job = json.loads(header)
-    take_helper(job["data_workers"])
-    spec = job["spec"]
+        launch = msgspec.msgpack.decode(launch_file.read(), type=RankLaunch)
+    job, spec, settings = launch.job, launch.spec, launch.job.settings
+    take_helper(settings.data_workers)
     control = socket.socket(fileno=control_fd)
-    sender = SocketSender(control, Path(job["outbox"]))
-    results.connect(sender, spec["rank"], job["attempt"], job["retry_s"])
-    fault_injection.install(spec["rank"], job["attempt"], job["pids"])
+    sender = SocketSender(control, Path(launch.outbox))
+    results.connect(sender, spec.rank, job.attempt, settings.retry_s)
+    fault_injection.install(spec.rank, job.attempt, {"worker": launch.worker_pid, "nanny": launch.nanny_pid})
 
     def work() -> Any:
-        set_threads(job["threads"], spec["local_world_size"])
+        set_threads(settings.threads, spec.local_world_size)
         with control.makefile("rb") as lines:  # the worker's task sends where rank 0 listens
             host, port = json.loads(lines.readline())["rendezvous"]
-        store = meet(spec["rank"], host, port, job["timeout_s"], listener_fd)
-        with process_group(store, spec["rank"], spec["world_size"], job["backend"], job["timeout_s"], job["group"]):
-            print(f"rank {spec['rank']} of {spec['world_size']}: {describe_place(job['project'])}")  # noqa: T201
+        store = meet(spec.rank, host, port, settings.timeout_s, listener_fd)
+        place = store, spec.rank, spec.world_size
+        with process_group(*place, settings.backend, settings.timeout_s, settings.group):
+            project = job.project.sha256 if job.project else ""
+            print(f"rank {spec.rank} of {spec.world_size}: {describe_place(project)}")  # noqa: T201
             heartbeat.at("run", 0)
-            value = perform(call)
+            value = perform(job.call)
             heartbeat.at("end", shared_status.step)
         return value
 

@@ -1,13 +1,22 @@
-"""Describes a rank: its place in its gang, and all that a worker needs to run its ranks."""
+"""Describes a job to those who run it: the same struct on the client, in the workers' tasks and in the ranks."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from ddp_hydra.config.project import Project
+import msgspec
+from msgspec import Struct
+
+import ddp_hydra
+from ddp_hydra.config.project import Project
+from ddp_hydra.errors import ConfigError
+
+FORMAT = 1
+"""Grows with each change of the structs below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,47 +44,155 @@ class RankSpec:
     nodes: int = 1
 
 
-@dataclass(frozen=True)
-class LaunchSpec:
-    """Holds all that a worker needs to run its ranks.
+class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a gang is dispatched, watched and restarted, and how its ranks work.
+
+    The arguments that are not listed here mean what the comments in conf/dispatch/default.yaml say, with None for null.
 
     Args:
-        gang: the gang's name, with its attempt; also the topic of its records.
+        name: name that Dask's dashboard and `ps` show; it is made unique.
+        group: whether to initialise the process group for functions; if False, they do it themselves, as scripts do.
+        threads: CPU threads per rank; 0 shares each host's cores among all ranks.
+        data_workers: processes that make the batches of each rank: it takes their helper when it starts; None: on GPUs.
+        retry_s: how long to wait for space where a worker's temporary folder is full.
+        pip: requirements that each worker must have, in pip's syntax.
+        grace_s: 0 ends the ranks at once.
+        keep_warm_s: None is 0.
+        sweep: the sweep that this job belongs to, where several wait for workers.
+        cwd: working folder of the ranks, where their host has it; "" for this process's.
+    """
+
+    name: str = "gang"
+    ranks: int | None = None
+    ranks_per_worker: int | str = 1
+    backend: str = "auto"
+    group: bool = True
+    threads: int = 0
+    data_workers: int | None = 0
+    timeout_s: float = 1800.0
+    retry_s: float = 60.0
+    queue_timeout_s: float = 86400.0
+    start_timeout_s: float = 300.0
+    port_range: tuple[int, int] | None = None
+    interface: str | None = None
+    pip: tuple[str, ...] = ()
+    max_restarts: int = 0
+    min_ranks: int | None = None
+    restart_wait_s: float = 60.0
+    lost_timeout_s: float = 15.0
+    hang_timeout_s: float = 300.0
+    first_step_timeout_s: float = 1800.0
+    grace_s: float = 0.0
+    keep_warm_s: float | None = None
+    sweep: str = ""
+    cwd: str = ""
+
+    @classmethod
+    def make(cls, settings: Mapping[str, Any]) -> GangSettings:
+        """Check settings by name.
+
+        Raises:
+            ConfigError: there is no such setting, or its value is of another type.
+        """
+        if unknown := [name for name in settings if name not in cls.__struct_fields__]:
+            raise ConfigError(
+                f"a gang has no setting {unknown[0]!r}: give some of {', '.join(sorted(cls.__struct_fields__))}"
+            )
+        try:
+            return msgspec.convert(dict(settings), cls)
+        except msgspec.ValidationError as error:
+            what, _, where = str(error).partition(" - at `$.")
+            raise ConfigError(
+                f"the setting {where.rstrip('`') or '?'} of a gang: {what[:1].lower()}{what[1:]}"
+            ) from None
+
+
+class JobSpec(Struct, frozen=True, kw_only=True):
+    """What each host is sent of a gang's attempt, and what its ranks read.
+
+    Args:
+        gang: the gang's name, the same in all attempts.
         attempt: number of the gang's start.
-        specs: the places of ranks; each worker starts its own.
+        ranks: the places of the ranks; each worker starts its own.
         call: cloudpickle of (function or "module:name", args, kwargs).
         project: the packed project space, or None.
-        backend: gloo, nccl or auto.
-        timeout_s: of collectives.
-        retry_s: how long to wait for room if the worker's temporary folder is full.
-        group: whether to make the process group before the call.
-        threads: CPU threads of each rank, 0 for its share of the host.
-        data_workers: processes that make a rank's batches; None: the rank decides, if it has a GPU.
-        ports: first and last port allowed for the rendezvous, None for any free one.
-        interface: network interface by which the ranks reach each other, None for that of the workers' addresses.
-        cwd: the client's folder, so that relative paths mean the same where the host has it too.
-        owner: the gang's name, without its attempt.
-        keep_warm_s: how long the host's fork server stays after its last rank.
+        settings: of the gang.
         ranks_on_host: host -> how many ranks the sweep runs there at once; it shares the cores among as many, so that
             all its jobs get equally many threads. Empty outside of a sweep.
-        stays: after a failure, the task waits for the launch of another attempt.
+        format, version: of the ddp_hydra that has made this.
     """
 
     gang: str
     attempt: int
-    specs: tuple[RankSpec, ...]
-    call: bytes
+    ranks: tuple[RankSpec, ...]
+    call: bytes = b""
     project: Project | None = None
-    backend: str = "auto"
-    timeout_s: float = 1800.0
-    retry_s: float = 60.0
-    group: bool = True
-    threads: int = 0
-    data_workers: int | None = 0
-    ports: tuple[int, int] | None = None
-    interface: str | None = None
-    cwd: str = ""
-    owner: str = ""
-    keep_warm_s: float = 0.0
-    ranks_on_host: Mapping[str, int] = field(default_factory=dict)
-    stays: bool = False
+    settings: GangSettings = GangSettings()
+    ranks_on_host: dict[str, int] = {}
+    format: int = FORMAT
+    version: str = ddp_hydra.__version__
+
+    @property
+    def topic(self) -> str:
+        """The name of the attempt at the scheduler and in the workers' folders."""
+        return f"{self.gang}-{self.attempt}" if self.attempt else self.gang
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> JobSpec:
+        """Read what a client has sent.
+
+        Raises:
+            ConfigError: the client has another version of ddp_hydra.
+        """
+        sender = Sender()
+        with contextlib.suppress(msgspec.MsgspecError):
+            sender = msgspec.msgpack.decode(data, type=Sender)
+            if sender.format == FORMAT:
+                return msgspec.msgpack.decode(data, type=cls)
+        raise ConfigError(
+            f"the client has ddp_hydra {sender.version}, and worker host {socket.gethostname()} has "
+            f"{ddp_hydra.__version__}, which can't read its jobs (format {sender.format}, not {FORMAT}): install the "
+            "same version on both"
+        )
+
+
+class Sender(Struct):
+    """What any version can read of a job: which version has sent it."""
+
+    format: int = 0
+    version: str = "of an unknown version"
+
+
+class RankLaunch(Struct, frozen=True, kw_only=True):
+    """What a rank reads when its process starts.
+
+    Args:
+        job: with this rank alone, its own number of threads, and the project's hash without its archive.
+        outbox: folder for files on their way to the client.
+        worker_pid: process id of its Dask worker; 0 where that is the client's own process.
+        nanny_pid: of the worker's nanny; 0 without one.
+    """
+
+    job: JobSpec
+    outbox: str
+    worker_pid: int = 0
+    nanny_pid: int = 0
+
+    @property
+    def spec(self) -> RankSpec:
+        return self.job.ranks[0]
+
+
+class TorchrunLaunch(RankLaunch, frozen=True, kw_only=True):
+    """What a rank of torchrun reads; its call is encoded by `return_values`.
+
+    Args:
+        server: where the processes of the other ranks find that of rank 0; see `torchrun_channel.connect`.
+        numbers: by dotted keys, what replaces numbers of the config on all ranks.
+    """
+
+    server: dict[str, Any] = {}
+    numbers: dict[str, int] = {}

@@ -24,7 +24,7 @@ from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.launcher import RankContext
 from ddp_hydra.rank.rank_process import TICK_S, RankProcess
 from ddp_hydra.rank.record_relay import FLUSH_S, RecordSender
-from ddp_hydra.rank.spec import LaunchSpec, RankSpec
+from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.record import Beat, End, Notice
 from ddp_hydra.storage import retry
 
@@ -43,59 +43,63 @@ class PickledTask:
     scheduler needs no ddp_hydra.
 
     Args:
-        launch_spec: all that the worker needs.
+        job: a `JobSpec`, encoded.
     """
 
-    launch_spec: LaunchSpec
+    job: bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return run_ranks, (self.launch_spec,)
+        return run_ranks, (self.job,)
 
 
-def run_ranks(launch_spec: LaunchSpec) -> None:
-    """Run the ranks of one worker to their ends; after a failure, those of the gang's next attempts, too."""
-    worker = get_worker()
-    box = inbox.of_task(launch_spec.owner, worker.address)
+def run_ranks(data: bytes) -> None:
+    """Run the ranks of one worker to their ends; after a failure, those of the gang's next attempts, too.
+
+    Args:
+        data: a `JobSpec`, encoded.
+    """
+    job: JobSpec | None = JobSpec.decode(data)
+    assert job is not None
+    worker, gang, attempt = get_worker(), job.gang, job.attempt
+    box = inbox.of_task(gang, worker.address)
     is_cancelled = partial(_is_cancelled, worker, worker.get_current_task())
-    launch: LaunchSpec | None = launch_spec
-    attempt = launch_spec.attempt
     try:
-        while launch is not None:
-            attempt = launch.attempt
-            waits = run_launch(worker, launch, box, is_cancelled)
-            launch = next_launch(box, attempt, is_cancelled) if waits else None
+        while job is not None:
+            attempt = job.attempt
+            waits = run_attempt(worker, job, box, is_cancelled)
+            job = next_attempt(box, attempt, is_cancelled) if waits else None
     finally:
         # After the last record: a worker that closes waits for this.
-        inbox.remove(launch_spec.owner, worker.address, attempt)
+        inbox.remove(gang, worker.address, attempt)
 
 
-def run_launch(worker: Worker, launch_spec: LaunchSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> bool:
+def run_attempt(worker: Worker, job: JobSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> bool:
     """Run the ranks of one attempt; return whether the task waits for another one."""
-    sender = RecordSender(worker, launch_spec.gang, launch_spec.attempt)
-    own, is_closing = [spec for spec in launch_spec.specs if spec.worker == worker.address], False
+    sender = RecordSender(worker, job.topic, job.attempt)
+    own, is_closing = [spec for spec in job.ranks if spec.worker == worker.address], False
     try:
         with ExitStack() as stack:
-            task = WorkerTask(worker, launch_spec, own, sender, box, is_cancelled, stack)
+            task = WorkerTask(worker, job, own, sender, box, is_cancelled, stack)
             task.run()
             is_closing = task.is_closing
     except Exception as error:  # of ours, or of the host
         for spec in own:
             sender.say_end(spec.rank, not_started(error))
     sender.flush(at_once=True)
-    return launch_spec.stays and not is_closing and any(end.value is None for end in sender.ended.values())
+    is_over = job.settings.max_restarts == 0 or all(end.value is not None for end in sender.ended.values())
+    return not is_over and not is_closing
 
 
-def next_launch(box: inbox.Inbox, attempt: int, is_cancelled: Callable[[], bool]) -> LaunchSpec | None:
-    """Wait for the launch of the gang's next attempt; return None if there is none, or if the worker closes."""
+def next_attempt(box: inbox.Inbox, attempt: int, is_cancelled: Callable[[], bool]) -> JobSpec | None:
+    """Wait for the gang's next attempt; return None if there is none, or if the worker closes."""
     while not is_cancelled():
         messages = box.take(attempt + 1)
         for _, message in messages:
-            if "launch" in message:
+            if "job" in message:
                 for rank, other in messages:
                     if other is not message:  # for the ranks that are started now
                         box.put(other, rank, attempt + 1)
-                launch: LaunchSpec = message["launch"]
-                return launch
+                return JobSpec.decode(message["job"])
             if "preempted" in message or "stop" in message:  # the worker closes
                 return None
         select.select([box], [], [], TICK_S)
@@ -123,7 +127,7 @@ class WorkerTask:
 
     Args:
         worker: the Dask worker.
-        launch_spec: of its ranks.
+        job: of its ranks.
         specs: the places of its ranks.
         sender: of their records.
         box: messages of the client.
@@ -139,19 +143,19 @@ class WorkerTask:
     def __init__(
         self,
         worker: Worker,
-        launch_spec: LaunchSpec,
+        job: JobSpec,
         specs: Sequence[RankSpec],
         sender: RecordSender,
         box: inbox.Inbox,
         is_cancelled: Callable[[], bool],
         stack: ExitStack,
     ) -> None:
-        self.worker, self.launch_spec, self.specs, self.sender, self.box = worker, launch_spec, specs, sender, box
+        self.worker, self.job, self.specs, self.sender, self.box = worker, job, specs, sender, box
         self.is_cancelled = is_cancelled
         self.selector = stack.enter_context(selectors.DefaultSelector())
         self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
         self.ranks: dict[int, RankProcess] = {}
-        self.context = RankContext(worker, launch_spec, sender, self.selector, is_cancelled)
+        self.context = RankContext(worker, job, sender, self.selector, is_cancelled)
         self.is_closing = False
 
     def run(self) -> None:
@@ -167,7 +171,7 @@ class WorkerTask:
             for rank in self.ranks.values():
                 rank.close()
         if self.is_cancelled():  # nobody will fetch the ranks' files
-            outbox.clear(self.launch_spec.gang, self.worker)
+            outbox.clear(self.job.topic, self.worker)
 
     def start(self, spec: RankSpec) -> None:
         """Start one rank; one that can't be started ends at once."""
@@ -200,7 +204,7 @@ class WorkerTask:
 
     def on_inbox(self) -> None:
         """Act on the messages of the client."""
-        for number, message in self.box.take(self.launch_spec.attempt):
+        for number, message in self.box.take(self.job.attempt):
             self.is_closing |= "preempted" in message
             for rank in self.ranks.values() if number is None else filter(None, [self.ranks.get(number)]):
                 rank.on_message(message)
@@ -209,11 +213,11 @@ class WorkerTask:
 
     def make_room(self) -> None:
         """Unpack the project, and make the folders of the ranks, before any of the ranks has to be served."""
-        local, packed = Path(self.worker.local_directory), self.launch_spec.project
+        local, packed = Path(self.worker.local_directory), self.job.project
         if packed is not None:
             self.context.project = self.with_room(lambda: packed.unpack(local))
         for spec in self.specs:
-            self.with_room(partial(outbox.folder, self.worker, self.launch_spec.gang, spec.rank))
+            self.with_room(partial(outbox.folder, self.worker, self.job.topic, spec.rank))
 
     def with_room(self, action: Callable[[], T]) -> T:
         """Write into the worker's folder; if the disk is full, send heartbeats and try again.
@@ -228,7 +232,7 @@ class WorkerTask:
             self.sender.say(first, Notice(sentence))
 
         return retry.retry_while_full(
-            action, lambda: retry.describe_full_folder(folder), self.launch_spec.retry_s, warn, self.wait
+            action, lambda: retry.describe_full_folder(folder), self.job.settings.retry_s, warn, self.wait
         )
 
     def wait(self, seconds: float) -> None:
@@ -241,8 +245,8 @@ class WorkerTask:
             self.sender.say(spec.rank, Beat(phase="join", first=True))
         self.sender.flush(at_once=True)
         time.sleep(seconds)
-        messages = self.box.take(self.launch_spec.attempt)
+        messages = self.box.take(self.job.attempt)
         if self.is_cancelled() or any("stop" in message for _, message in messages):
             raise Stopped
         for rank, message in messages:  # for later
-            self.box.put(message, rank, self.launch_spec.attempt)
+            self.box.put(message, rank, self.job.attempt)

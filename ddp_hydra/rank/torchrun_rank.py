@@ -6,9 +6,7 @@ sends and prints, and says how it ended.
 
 from __future__ import annotations
 
-import base64
 import faulthandler
-import json
 import os
 import signal
 import socket
@@ -17,11 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from ddp_hydra import forked, heartbeat, results
 from ddp_hydra.console.signals import SIGNALS
 from ddp_hydra.rank import environment, fault_injection, network, return_values, torchrun_meeting
 from ddp_hydra.rank.processes import die_with_parent
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import RankSpec, TorchrunLaunch
 from ddp_hydra.record import Up
 
 
@@ -67,27 +67,26 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
     with control.makefile("rb") as lines:
         if not (line := lines.readline()).endswith(b"\n"):
             raise EOFError("the process of torchrun has ended")
-    job = json.loads(line)
-    process.take_helper(job["data_workers"])
-    sender = process.SocketSender(control, Path(job["outbox"]))
-    results.connect(sender, spec.rank, job["attempt"], job["retry_s"])
+    launch = msgspec.json.decode(line, type=TorchrunLaunch)
+    job, settings = launch.job, launch.job.settings
+    process.take_helper(settings.data_workers)
+    sender = process.SocketSender(control, Path(launch.outbox))
+    results.connect(sender, spec.rank, job.attempt, settings.retry_s)
 
     def work() -> Any:
-        process.set_threads(job["threads"], spec.local_world_size)
-        os.environ.update(variables(spec, job["interface"]))
-        fn, args, kwargs = return_values.decode(base64.b64decode(job["call"]))
+        process.set_threads(settings.threads, spec.local_world_size)
+        os.environ.update(variables(spec, settings.interface))
+        fn, args, kwargs = return_values.decode(job.call)
         compared = comparable(args) if spec.world_size > 1 else {}
-        mine = torchrun_meeting.Choices(
-            kwargs.get("files", {}), compared, job["attempt"], job["server"], job["numbers"]
-        )
-        store = torchrun_meeting.meet(spec, job["wait_s"], job["timeout_s"])
-        first = torchrun_meeting.agree(store, spec, mine, job["wait_s"])
+        mine = torchrun_meeting.Choices(kwargs.get("files", {}), compared, job.attempt, launch.server, launch.numbers)
+        store = torchrun_meeting.meet(spec, settings.start_timeout_s, settings.timeout_s)
+        first = torchrun_meeting.agree(store, spec, mine, settings.start_timeout_s)
         if spec.rank:
             results.emit(Up(server=dict(first.server)))
-            results.connect(sender, spec.rank, first.attempt, job["retry_s"])
+            results.connect(sender, spec.rank, first.attempt, settings.retry_s)
         fault_injection.install(spec.rank, first.attempt, {})
         signal.signal(signal.SIGTERM, lambda *_: process.on_sigterm(shared_status))
-        with process_group.process_group(store, spec.rank, spec.world_size, job["backend"], job["timeout_s"]):
+        with process_group.process_group(store, spec.rank, spec.world_size, settings.backend, settings.timeout_s):
             torchrun_meeting.check_same(mine.arguments, first.arguments, spec)
             print(f"rank {spec.rank} of {spec.world_size}: {process.describe_place('')}")  # noqa: T201
             heartbeat.at("run", 0)

@@ -6,7 +6,6 @@ somebody is left to say what it was.
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
 import signal
@@ -17,12 +16,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, cast
 
+import msgspec
+
 from ddp_hydra.console.signals import SIGNALS, held_back
 from ddp_hydra.rank import inbox, outbox, torchrun_rank
 from ddp_hydra.rank.processes import kill_group
 from ddp_hydra.rank.rank_process import RankProcess
 from ddp_hydra.rank.record_relay import RecordSender
-from ddp_hydra.rank.spec import LaunchSpec, RankSpec
+from ddp_hydra.rank.spec import GangSettings, JobSpec, RankSpec, TorchrunLaunch
 from ddp_hydra.rank.task import WorkerTask, not_started
 from ddp_hydra.rank.torchrun_channel import GANG
 from ddp_hydra.record import End, Preempted, Up
@@ -157,9 +158,9 @@ class TorchrunTask(WorkerTask):
         self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self.was_given_up = False
         stands_in = cast(Any, worker)
-        launch_spec, sender = LaunchSpec(GANG, 0, (spec,), b""), RecordSender(stands_in, GANG, 0)
+        job, sender = JobSpec(gang=GANG, attempt=0, ranks=(spec,)), RecordSender(stands_in, GANG, 0)
         box = inbox.of_task(GANG, spec.worker)
-        super().__init__(stands_in, launch_spec, (spec,), sender, box, self.is_useless, stack)
+        super().__init__(stands_in, job, (spec,), sender, box, self.is_useless, stack)
         self.spec, self.own_worker = spec, worker
         self.rank = TorchrunRank(self.context, spec)
         stack.callback(self.rank.close)
@@ -169,16 +170,20 @@ class TorchrunTask(WorkerTask):
         self.has_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self.was_given_up = False
 
-    def give(self, call: bytes, **settings: Any) -> None:
+    def give(self, settings: GangSettings, call: bytes, attempt: int = 0, **more: Any) -> None:
         """Give the rank its job.
 
         Args:
+            settings: of the gang.
             call: "module:name", arguments and keyword arguments, encoded by `return_values`.
-            settings: see `torchrun_rank.run`.
+            attempt: number of the gang's start.
+            more: see `TorchrunLaunch`.
         """
         folder = outbox.folder(self.own_worker, GANG, self.spec.rank)
+        job = JobSpec(gang=GANG, attempt=attempt, ranks=(self.spec,), call=call, settings=settings)
+        line = msgspec.json.encode(TorchrunLaunch(job=job, outbox=str(folder), **more)) + b"\n"
         with contextlib.suppress(OSError):  # it has ended, and that will be said
-            self.rank.launcher.send({"call": base64.b64encode(call).decode(), "outbox": str(folder), **settings})
+            self.rank.launcher.control.sendall(line)
 
     def run_to_end(self) -> End:
         """Pass on what the rank sends until it has ended, and then how it ended; return that."""

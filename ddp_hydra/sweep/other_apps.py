@@ -42,9 +42,10 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
             (task, cfg, HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context))
         )
         with connect.connect(DictConfig({})) as client:
-            gang = Gang(client, ranks, name="task", sweep=connect.sweep())
+            gang = Gang(
+                client, ranks, on_record=lambda record: handler.handle(record), name="task", sweep=connect.sweep()
+            )
             with ResultsHandler(default_writers(folder, gang.fetch, tensorboard=False)) as handler:
-                gang.on_record = handler.handle
                 return gang.run("ddp_hydra.sweep.other_apps:run_task", call, sys.path)[0]
 
     return run

@@ -42,9 +42,8 @@ def run(
     """
     local = {"local_rank": 0} if pass_local_rank else {}
     check_arguments(Call(pytorch_function, args, {**kwargs, **local}))
-    gang = Gang(client, name="dask-pytorch-ddp", backend=backend)
+    gang = Gang(client, on_record=lambda record: files.receive(record), name="dask-pytorch-ddp", backend=backend)
     files = inbox.Inbox(gang.fetch)
-    gang.on_record = files.receive
     running = gang.start(partial(_call, pytorch_function, pass_local_rank), *args, **kwargs)
     inbox.add(running, files)
     return running.futures
