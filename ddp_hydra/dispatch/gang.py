@@ -158,6 +158,7 @@ class Gang:
         return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
 
     def checked_call(self, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """Return the call of a function that takes these arguments."""
         call = Call(fn, args, kwargs, self.files)
         check_arguments(call)
         self.stop.clear()
@@ -260,6 +261,7 @@ class Gang:
         return {host: n * self.slots for host, n in Counter(worker["host"] for worker in known).items()}
 
     def end_notice(self) -> str:
+        """Return what is printed when the user wants to end."""
         return (self.notice or default_notice)()
 
     def check_stop(self) -> None:

@@ -102,9 +102,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             return msgspec.convert(dict(settings), cls)
         except msgspec.ValidationError as error:
             what, _, where = str(error).partition(" - at `$.")
-            raise ConfigError(
-                f"the setting {where.rstrip('`') or '?'} of a gang: {what[:1].lower()}{what[1:]}"
-            ) from None
+            raise ConfigError(f"a gang's setting {where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from None
 
 
 class JobSpec(Struct, frozen=True, kw_only=True):

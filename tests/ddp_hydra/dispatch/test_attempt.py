@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from msgspec.structs import replace
 
 from ddp_hydra import dispatch
@@ -25,6 +26,7 @@ from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.errors import ClusterError, Failure, RankFailed, RecordError
 from ddp_hydra.rank import inbox, return_values
+from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import Beat, End, File, Log, Notice, Preempted, Record, Stack, Up
 
 DONE = return_values.encode("done")
@@ -94,19 +96,14 @@ class Client:
         return [rank for _, rank, message in self.sent if what in message]
 
 
-class Gang:
-    """Its settings, short enough for tests."""
+SETTINGS = GangSettings(hang_timeout_s=60.0, first_step_timeout_s=60.0, start_timeout_s=60.0, retry_s=0.0)
 
-    lost_timeout_s, hang_timeout_s, first_step_timeout_s, start_timeout_s, grace_s = 15.0, 60.0, 60.0, 60.0, 0.0
-    retry_s, max_restarts = 0.0, 0
+
+class Gang:
+    """What an attempt calls of its gang."""
 
     def __init__(self, client: Client) -> None:
-        self.client, self.interrupts, self.records = client, Interrupts(), []
-        self.gave_up = 0
-        self.stop = threading.Event()
-
-    def launch_spec(self, number: int, name: str, specs: Any, call: bytes) -> str:
-        return name
+        self.client, self.records, self.gave_up = client, [], 0
 
     def read(self, attempt: Attempt, record: Record) -> None:
         self.records.append(record)
@@ -116,7 +113,14 @@ class Gang:
 
 
 def attempt_of(gang: Gang, number: int, specs: list[Any]) -> Attempt:
-    return Attempt(gang, number, "topic", specs, gang.interrupts, gang.read, gang.launch_spec, "topic", {})
+    job = JobSpec(gang="topic", attempt=number, ranks=tuple(specs), settings=SETTINGS)
+    one = Attempt(gang.client, job, Interrupts(), gang.read, threading.Event(), gang.on_give_up, {})
+    one.gang = gang
+    return one
+
+
+def change(one: Attempt, **settings: Any) -> None:
+    one.settings = one.watchdog.settings = structs.replace(one.settings, **settings)
 
 
 @pytest.fixture
@@ -146,7 +150,7 @@ def is_cleared_up(one: Attempt) -> bool:
 def test_an_attempt_ends_when_all_ranks_have_and_leaves_nothing_behind(make):
     one = make(Record(Log("x"), 1), end(1), end(0))
     assert one.run(b"") == ["done", "done"]
-    assert [record.data for record in one.settings.records] == [Log("x")]
+    assert [record.data for record in one.gang.records] == [Log("x")]
     assert is_cleared_up(one)
     assert one.client.sent == []
 
@@ -182,7 +186,7 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
     one.client.on_sent = finish_saving
     with pytest.raises(RankFailed, match="rank 1 on h: ValueError: bad"):
         one.run(b"")
-    assert [record.kind for record in one.settings.records] == ["file"]
+    assert [record.kind for record in one.gang.records] == ["file"]
     assert "rank 0 is writing a checkpoint: it gets up to 30 s more for it" in caplog.text
     assert one.client.sent_to("stop") == [0]  # and not again
 
@@ -191,7 +195,8 @@ def test_a_checkpoint_under_way_is_heard_of_when_another_rank_fails(make, monkey
 def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_meanwhile(make, caplog):
     stuck = Beat(3, "save", age_s=1000.0)
     one = make(Record(Log("x"), 0))
-    one.health.hang_timeout_s = one.settings.hang_timeout_s = 0.1
+    change(one, hang_timeout_s=0.1)
+    one.health.hang_timeout_s = 0.1
     said = r"busy with one record of rank 0 \(log\) for \d+ s, in on_record"
 
     def take_time(attempt, record):
@@ -201,12 +206,12 @@ def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_
         deadline = time.monotonic() + 20
         while not re.search(said, caplog.text) and time.monotonic() < deadline:
             time.sleep(0.01)
-        one.settings.records.append(record)
+        one.gang.records.append(record)
 
     one.read = take_time
     with pytest.raises(RankFailed, match=r"hangs: no progress for \d{1,2} s in saving a checkpoint"):
         one.run(b"")
-    assert len(one.settings.records) == 1
+    assert len(one.gang.records) == 1
     assert len(re.findall(said, caplog.text)) == 1
 
 
@@ -251,13 +256,13 @@ def test_before_the_loop_an_interrupt_ends_an_attempt_at_once(phase, make):
         one.run(b"")
     assert one.client.sent_to("finish") == []
     assert one.client.sent_to("stop") == [0, 1]
-    assert one.settings.gave_up == 1
+    assert one.gang.gave_up == 1
     assert is_cleared_up(one)
 
 
 def test_in_the_loop_ranks_are_asked_to_finish_once_and_what_they_return_counts(make):
     one = in_loop(make())
-    one.settings.grace_s = 60.0
+    change(one, grace_s=60.0)
     one.client.on_sent = lambda rank, message: one.client.publish(end(rank)) if "finish" in message else None
     assert one.run(b"") == ["done", "done"]
     assert [message for _, _, message in one.client.sent] == [{"finish": 1}] * 2
@@ -265,7 +270,7 @@ def test_in_the_loop_ranks_are_asked_to_finish_once_and_what_they_return_counts(
 
 def test_a_loop_that_begins_just_as_the_user_interrupts_is_asked_to_finish_too(make):
     one = make(beat(0, "load"))
-    one.settings.grace_s = 60.0
+    change(one, grace_s=60.0)
     one.interrupts.wanted = True
     one.client.on_sent = lambda rank, message: one.client.publish(end(rank)) if "finish" in message else None
     timer = threading.Timer(0.2, one.client.publish, (beat(1, "load"),))
@@ -387,7 +392,7 @@ def test_tasks_that_are_cancelled_mean_that_the_scheduler_is_lost(status, make, 
 
 def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):
     one = make(beat(0, "load"))
-    one.settings.lost_timeout_s = one.health.lost_timeout_s = 0.05
+    change(one, lost_timeout_s=0.05)
     with pytest.raises(RankFailed, match="nothing was heard from its worker") as caught:
         one.run(b"")
     assert caught.value.failure.kind == "lost"

@@ -216,8 +216,7 @@ def test_a_file_that_a_reader_leaves_is_dropped_and_one_that_it_fetches_is_not(a
     gang = hear(attempt, lambda record: None)
     assert (attempt.dropped, gang.unread.counts) == ([FILE], {"file": 1})
     attempt.dropped.clear()
-    gang = Gang(None)
-    gang.on_record = lambda record: gang.fetch(record, tmp_path) if getattr(record.data, "source", None) else None
+    gang = Gang(None, on_record=lambda record: getattr(record.data, "source", None) and gang.fetch(record, tmp_path))
     for record in SENT:
         gang.read(attempt, record)
     assert (attempt.dropped, attempt.fetched, gang.unread.counts) == ([], [FILE], {})

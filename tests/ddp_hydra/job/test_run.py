@@ -101,7 +101,7 @@ def test_torch_stays_imported_on_this_machine_only_unless_it_is_asked_for(
     if variable:
         monkeypatch.setenv("DDP_HYDRA_KEEP_WARM_S", variable)
     cfg = config(cluster___target_=target, dispatch__keep_warm_s=given)
-    assert job_config.gang_settings(cfg)["keep_warm_s"] == seconds
+    assert job_config.gang_settings(cfg).keep_warm_s == seconds
 
 
 def test_a_variable_that_is_no_number_is_a_mistake(monkeypatch):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import math
 import os
 import selectors
@@ -13,6 +12,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from ddp_hydra.rank import (
@@ -28,10 +28,16 @@ from ddp_hydra.rank import (
     record_relay,
     task,
 )
-from ddp_hydra.rank.spec import LaunchSpec, RankSpec
+from ddp_hydra.rank.spec import GangSettings, JobSpec, RankLaunch, RankSpec
 from ddp_hydra.record import End, Record
 
 SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
+
+
+def job(*ranks: RankSpec, gang: str = "gang", attempt: int = 0, **settings: Any) -> JobSpec:
+    """A job of some ranks, of `SPEC` if none are given."""
+    places = ranks or (SPEC,)
+    return JobSpec(gang=gang, attempt=attempt, ranks=places, call=b"the call", settings=GangSettings(**settings))
 
 
 def descriptors() -> set[tuple[str, str]]:
@@ -87,7 +93,7 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(what, worker, monkeypatch):
     BREAKS[what](monkeypatch)
     before = descriptors()
-    task.run_ranks(LaunchSpec("gang", 0, (SPEC,), b""))
+    task.run_ranks(job().encode())
     assert descriptors() == before
     end = worker.said[-1]
     assert (end.kind, end.data.failure.kind) == ("end", "start")
@@ -112,7 +118,7 @@ def full_disk(monkeypatch, tmp_path) -> list[float]:
 
 def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_path):
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
-    task.run_ranks(LaunchSpec("gang", 0, (SPEC,), b"", retry_s=3.0))
+    task.run_ranks(job(retry_s=3.0).encode())
     assert sum(full_disk) == pytest.approx(3.0)
     (warning,) = (record.data.text for record in worker.said if record.kind == "notice")
     assert f"the worker's temporary folder {tmp_path} on host " in warning
@@ -129,7 +135,7 @@ def test_a_full_temporary_folder_is_waited_for_and_named(worker, full_disk, tmp_
 def test_a_task_waits_for_room_for_its_own_ranks_alone(worker, full_disk):
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
     elsewhere = replace(SPEC, rank=1, worker="tcp://127.0.0.1:2")
-    task.run_ranks(LaunchSpec("gang", 0, (SPEC, elsewhere), b"", retry_s=1.0))
+    task.run_ranks(job(SPEC, elsewhere, retry_s=1.0).encode())
     assert {record.rank for record in worker.said} == {0}
     inbox._ended.clear()
 
@@ -137,11 +143,11 @@ def test_a_task_waits_for_room_for_its_own_ranks_alone(worker, full_disk):
 def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, full_disk, monkeypatch):
     def send(seconds: float) -> None:
         full_disk.append(seconds)
-        inbox.deliver("", 0, None, {"stop": True} if len(full_disk) == 3 else {"n": 1}, worker)
+        inbox.deliver("gang", 0, None, {"stop": True} if len(full_disk) == 3 else {"n": 1}, worker)
 
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
     monkeypatch.setattr(task.time, "sleep", send)
-    task.run_ranks(LaunchSpec("gang", 0, (SPEC,), b""))
+    task.run_ranks(job().encode())
     assert len(full_disk) == 3
     assert worker.said[-1].data.stopped
     inbox._ended.clear()
@@ -155,16 +161,18 @@ def one(worker) -> Iterator[rank_process.RankProcess]:
 
 
 @contextmanager
-def rank_of(worker, number: int = 0, **launch: Any) -> Iterator[rank_process.RankProcess]:
+def rank_of(
+    worker, number: int = 0, gang: str = "gang", attempt: int = 0, **settings: Any
+) -> Iterator[rank_process.RankProcess]:
     """A rank of a worker's task."""
     spec = replace(SPEC, rank=number)
-    launch_spec = LaunchSpec(**{"gang": "gang", "attempt": 0, "specs": (spec,), "call": b"the call", **launch})
+    one = job(spec, gang=gang, attempt=attempt, **settings)
     with ExitStack() as stack:
         stack.callback(inbox._ended.clear)
-        stack.callback(inbox.remove, launch_spec.owner, worker.address, 0)
-        sender = record_relay.RecordSender(worker, launch_spec.gang, 0)
-        box = inbox.of_task(launch_spec.owner, worker.address)
-        served = task.WorkerTask(worker, launch_spec, (spec,), sender, box, lambda: False, stack)
+        stack.callback(inbox.remove, gang, worker.address, 0)
+        sender = record_relay.RecordSender(worker, one.topic, attempt)
+        box = inbox.of_task(gang, worker.address)
+        served = task.WorkerTask(worker, one, (spec,), sender, box, lambda: False, stack)
         rank = rank_process.RankProcess(served.context, spec)
         stack.callback(rank.close)
         rank.task, served.ranks[number] = served, rank
@@ -175,9 +183,9 @@ def rank_of(worker, number: int = 0, **launch: Any) -> Iterator[rank_process.Ran
 def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_under(one, tmp_path):
     with one.launcher.write_launch_file(device_leases.Share(None, 0, 0)) as launch_file:
         launch_file.seek(0)
-        header, _, call = launch_file.read().partition(b"\n")
+        launch = msgspec.msgpack.decode(launch_file.read(), type=RankLaunch)
         assert os.fstat(launch_file.fileno()).st_nlink == 0
-    assert (json.loads(header)["spec"]["world_size"], call) == (2, b"the call")
+    assert (launch.spec, launch.job.call) == (SPEC, b"the call")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
@@ -200,17 +208,15 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
             if job == "beside":
                 stack.enter_context(device_leases.acquire("other", 4, range(12), [], 0))
             stack.enter_context(device_leases.acquire("mine", 2, range(12), [], 0))  # of the attempt before
-            one = stack.enter_context(rank_of(worker, gang="mine-1", attempt=1, owner="mine"))
-            with one.launcher.write_launch_file(one.launcher.share()) as launch_file:
-                launch_file.seek(0)
-                threads.append(json.loads(launch_file.readline())["threads"])
+            one = stack.enter_context(rank_of(worker, gang="mine", attempt=1))
+            threads.append(one.launcher.launch(one.launcher.share()).job.settings.threads)
     assert threads == [6, 2]
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="gives folders away, which only root can")
 def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, tmp_path):
     os.chown(tmp_path, 65534, 65534)
-    task.run_ranks(LaunchSpec("gang", 0, (SPEC,), b""))
+    task.run_ranks(job().encode())
     inbox._ended.clear()
     failure = worker.said[-1].data.failure
     assert failure.mistake
@@ -332,11 +338,11 @@ def test_a_rank_is_looked_at_seldom_while_it_trains_and_often_otherwise(one):
 
 def test_after_a_failure_the_task_waits_for_the_next_attempt_and_gets_all_its_messages(worker):
     box = inbox.of_task("mine", worker.address)
-    first, second = (LaunchSpec(f"mine-{n}", n, (SPEC,), b"", owner="mine", stays=True) for n in (1, 2))
+    second = job(gang="mine", attempt=2, max_restarts=1)
     inbox.deliver("mine", 1, None, {"stop": True}, worker)  # too late
-    for message in ({"launch": second}, {"rendezvous": ["h", 1]}):
+    for message in ({"job": second.encode()}, {"rendezvous": ["h", 1]}):
         assert inbox.deliver("mine", 2, None, message, worker)
-    assert task.next_launch(box, first.attempt, lambda: False) is second
+    assert task.next_attempt(box, 1, lambda: False) == second
     assert box.take(2) == [(None, {"rendezvous": ["h", 1]})]
     inbox.remove("mine", worker.address, 0)
     inbox._ended.clear()
@@ -347,6 +353,6 @@ def test_a_task_that_waits_ends_with_its_worker_or_its_client(worker, end):
     box = inbox.of_task("mine", worker.address)
     if end == "closed":
         inbox.send_to_worker(worker.address, {"preempted": True})
-    assert task.next_launch(box, 1, lambda: end == "cancelled") is None
+    assert task.next_attempt(box, 1, lambda: end == "cancelled") is None
     inbox.remove("mine", worker.address, 0)
     inbox._ended.clear()

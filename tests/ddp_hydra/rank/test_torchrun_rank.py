@@ -1,16 +1,16 @@
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 
+import msgspec
 import pytest
 
 from ddp_hydra import heartbeat
 from ddp_hydra.data.workers import helper
 from ddp_hydra.rank import process, torchrun_rank
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import GangSettings, JobSpec, RankSpec, TorchrunLaunch
 
 
 class FullDisk:
@@ -25,6 +25,8 @@ class FullDisk:
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_rank_takes_the_helper_of_its_workers_before_it_has_threads():
     """So their progress within a batch reaches the page that the parent watches."""
+    spec = RankSpec(0, 1, 0, 1, 0, "", "")
+    job = JobSpec(gang="g", attempt=0, ranks=(spec,), settings=GangSettings(data_workers=2))
     here, control = socket.socketpair()
     with here, control:
         pid = os.fork()
@@ -33,11 +35,11 @@ def test_a_rank_takes_the_helper_of_its_workers_before_it_has_threads():
                 here.close()
                 process.report_end = lambda work: 7 if helper._current and helper._current.owner == os.getpid() else 8
                 status = heartbeat.SharedStatus(bytearray(128))
-                os._exit(torchrun_rank.run(RankSpec(0, 1, 0, 1, 0, "", ""), control, status))
+                os._exit(torchrun_rank.run(spec, control, status))
             finally:
                 os._exit(99)
         control.close()
-        here.sendall(json.dumps({"data_workers": 2, "outbox": "", "attempt": 0, "retry_s": 1}).encode() + b"\n")
+        here.sendall(msgspec.json.encode(TorchrunLaunch(job=job, outbox="")) + b"\n")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
