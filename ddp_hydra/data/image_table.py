@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -173,16 +174,17 @@ def _check_slashes(paths: Sequence[str], table: str) -> None:
 def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
     try:
         text = (gzip.decompress(content) if table.endswith(".gz") else bytes(content)).decode("utf-8-sig")
-        rows = csv.reader(io.StringIO(text, newline=""), strict=True)
-        header = next(rows, [])
-        _check_commas(header, columns)
+        file = io.StringIO(text, newline="")
+        before, header, rows = _header(file, columns)
         places = [_place(column, header, table) for column in columns]
         found: list[list[str]] = [[] for _ in columns]
         for row in rows:
             if not row:
                 continue
             if len(row) != len(header):
-                raise ValueError(f"line {rows.line_num} has {len(row)} fields, and the first line {len(header)}")
+                raise ValueError(
+                    f"line {before + rows.line_num} has {len(row)} fields, and the names of the columns {len(header)}"
+                )
             for column, place in zip(found, places, strict=True):
                 column.append(row[place])
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
@@ -190,6 +192,25 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
     except ValueError as error:
         raise ValueError(f"{shown(table)}: {error}: check data.table=...") from None
     return found
+
+
+def _header(file: io.StringIO, columns: Sequence[str]) -> tuple[int, list[str], Any]:
+    """Return the lines before the names of the columns, the names, and a reader of the rows below.
+
+    Excel separates fields by semicolons in many countries, and may say so in a line of its own, `sep=;`. Lines before
+    the names that begin with # are comments.
+    """
+    before, start, first = 0, 0, file.readline()
+    while re.match("(sep=.|#)", first, re.IGNORECASE) and not set(columns) <= set(next(csv.reader([first]))):
+        before, start, first = before + 1, file.tell(), file.readline()
+    for separator in (",", ";", "\t"):
+        file.seek(start)
+        rows = csv.reader(file, delimiter=separator, strict=True)
+        if set(columns) <= set(header := next(rows, [])):
+            return before, header, rows
+    file.seek(start)
+    rows = csv.reader(file, strict=True)
+    return before, next(rows, []), rows
 
 
 def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
@@ -213,20 +234,6 @@ def _text(value: Any) -> str:
     if value is None or value != value:
         return ""
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
-
-
-def _check_commas(header: Sequence[str], columns: Sequence[str]) -> None:
-    """Refuse a table whose fields are separated by something else than commas, as Excel writes it in many countries.
-
-    Raises:
-        ValueError: it is.
-    """
-    for name, separator in (("semicolons", ";"), ("tabs", "\t")):
-        if len(header) == 1 and separator in header[0] and not set(columns) <= set(header):
-            raise ValueError(
-                f"its fields are separated by {name}: write it with commas, as "
-                f"pd.read_csv(file, sep={separator!r}).to_csv(file, index=False) does"
-            )
 
 
 def _place(column: str, header: Sequence[str], table: str) -> int:

@@ -98,12 +98,12 @@ def numbers(column: Any, name: str, width: int, fill: float | None, where: str, 
         first_row: of the column in its file.
 
     Raises:
-        DataError: a cell is empty or NaN, or holds more or fewer numbers than others.
+        DataError: a cell is empty or NaN, too large, or holds more or fewer numbers than others.
     """
     column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if is_vector(column.type):
         column = _flat(column, name, width, where, first_row)
-    values = _floats(column)
+    values = _floats(column, name, where, first_row, width)
     if fill is not None:
         values = np.nan_to_num(values, nan=fill, posinf=np.inf, neginf=-np.inf)
     elif (missing := np.isnan(values)).any():
@@ -130,8 +130,8 @@ def _flat(column: Any, name: str, width: int, where: str, first_row: int) -> Any
     return column.flatten()
 
 
-def _floats(column: Any) -> np.ndarray:
-    """Return numbers as float32; NaN for empty cells."""
+def _floats(column: Any, name: str, where: str, first_row: int, width: int = 1) -> np.ndarray:
+    """Return numbers as float32; NaN for empty cells; raises and arguments as `numbers`."""
     import pyarrow
 
     column = _plain(column)
@@ -139,7 +139,16 @@ def _floats(column: Any) -> np.ndarray:
         if pyarrow.types.is_boolean(column.type):
             column = column.cast(pyarrow.uint8())
         column = column.cast(pyarrow.float64(), safe=False)
-    return np.asarray(column.to_numpy(zero_copy_only=False), np.float32)
+    values = np.asarray(column.to_numpy(zero_copy_only=False))
+    with np.errstate(over="ignore"):
+        floats = values.astype(np.float32, copy=False)
+    if values.itemsize > 4 and (large := np.isinf(floats) & np.isfinite(values)).any():
+        place = int(large.argmax())
+        raise DataError(
+            f"{where}: column {name} has {values[place]:g} in row {first_row + place // width}, and the largest number "
+            f"of float32 is {np.finfo(np.float32).max:.2g}: scale it, as df[{name!r}] / df[{name!r}].abs().max() does"
+        )
+    return floats
 
 
 def _plain(column: Any) -> Any:
@@ -171,7 +180,7 @@ def targets(column: Any, name: str, whole: bool, where: str, first_row: int) -> 
             f"{first_row + int(empty.argmax())}: write the file without these rows, by df.dropna(subset=[{name!r}])"
         )
     if not whole:
-        return _floats(column)
+        return _floats(column, name, where, first_row)
     return np.asarray(column.cast(pyarrow.int64(), safe=False).to_numpy(zero_copy_only=False))
 
 

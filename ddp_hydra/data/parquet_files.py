@@ -193,8 +193,13 @@ def _typed(files: Sequence[Mapping[str, str | None]]) -> list[dict[str, Any]]:
         values = [value for file in files if (value := file.get(name)) is not None]
         whole = all(re.fullmatch(r"[+-]?\d+", value) for value in values)
         number = all(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) for value in values)
-        types[name] = int if whole else float if number else str
+        truth = all(value.lower() in ("true", "false") for value in values)
+        types[name] = int if whole else float if number else _truth if truth else str
     return [{name: None if value is None else types[name](value) for name, value in file.items()} for file in files]
+
+
+def _truth(value: str) -> int:
+    return int(value.lower() == "true")
 
 
 class StoredFile(io.RawIOBase):

@@ -41,6 +41,8 @@ class DataDescription:
         number = getattr(data, "num_classes", None) or (names if isinstance(names, int) else 0)
         names = _names(names)
         columns = tuple(features) if isinstance(features, (list, tuple)) else ()
+        if len(columns) == length(data):  # a user's own list of samples, not names of columns
+            columns = ()
         return cls(
             names,
             int(number or len(names)),

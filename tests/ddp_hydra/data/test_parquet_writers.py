@@ -87,6 +87,20 @@ def test_values_of_partitions(tmp_path):
         ParquetRows(str(tmp_path), "y")
 
 
+def test_partitions_of_true_and_false_are_numbers(tmp_path):
+    for number, value in enumerate(("true", "false", "True")):
+        write(tmp_path / f"seen={value}/{number}.parquet", a=[float(number)], y=[0])
+    assert rows(ParquetRows(str(tmp_path), "y", ["a", "seen"])) == [(0, 1, 0), (1, 0, 0), (2, 1, 0)]
+    assert ParquetRows(str(tmp_path), "seen", ["a"]).num_classes == 2
+
+
+@pytest.mark.parametrize("target", [None, "b"])
+def test_numbers_that_float32_can_not_hold_are_refused_by_file_row_and_column(tmp_path, target):
+    write(tmp_path / "0.parquet", a=[1.0, 2.0, 3.0], b=[1.0, float("inf"), -1e39])
+    with pytest.raises(DataError, match=r"0\.parquet: column b has -1e\+39 in row 2, and the largest .* is 3\.4e\+38"):
+        rows(ParquetRows(str(tmp_path), target))
+
+
 def test_leftovers_are_not_read(tmp_path):
     for place in ("x.parquet/a.parquet", "x.parquet/.ipynb_checkpoints/a-checkpoint.parquet"):
         write(tmp_path / place, a=[1.0], y=[0])

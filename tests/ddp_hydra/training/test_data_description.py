@@ -231,3 +231,11 @@ def test_a_number_of_classes_has_no_names():
     data = Numbers(4)
     data.classes = 5
     assert (DataDescription.of(data).classes, DataDescription.of(data).num_classes) == ((), 5)
+
+
+def test_features_that_are_samples_are_no_names_of_columns():
+    class Texts(list):
+        features = ("a good film", "a bad one")
+
+    assert DataDescription.of(Texts([0, 1])).features == ()
+    assert DataDescription.of(Texts([0, 1, 2])).features == Texts.features
