@@ -20,6 +20,12 @@ def check(cfg: DictConfig) -> None:
     """
     if expected_ranks(cfg) > 1:
         check_static_graph(cfg)
+    backend, device = (getattr(one, "name", one) for one in (cfg.dispatch.backend, cfg.trainer.device))
+    if (backend, device) == ("nccl", "cpu"):
+        raise ConfigError(
+            "dispatch.backend=nccl does not go with trainer.device=cpu, whose tensors NCCL does not take: give "
+            "dispatch.backend=auto"
+        )
     classes = cfg.trainer.activation_checkpointing
     if classes and str(OmegaConf.select(cfg, "parallel._target_")).endswith(".parallel.dp"):
         raise ConfigError(
@@ -31,6 +37,12 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError(
             f"loss.reduction=none of {loss.rpartition('.')[2]} gives a loss for each sample: give loss.reduction=mean "
             "or sum"
+        )
+    ignored = OmegaConf.select(cfg, "loss.ignore_index")
+    if isinstance(ignored, int) and ignored >= 0 and OmegaConf.select(cfg, "mix._target_"):
+        raise ConfigError(
+            f"loss.ignore_index={ignored} does not go with {OmegaConf.select(cfg, 'mix._target_')}, which makes shares "
+            "of classes of the targets: type mix=none, or '~loss.ignore_index'"
         )
     for target in _targets(OmegaConf.select(cfg, "optimizer")):
         if target.rpartition(".")[2] in CLOSURES:

@@ -54,8 +54,8 @@ class Classification(Task):
         return self._counted(self.validation_criterion, model(x), y)
 
     def _counted(self, criterion: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, y: Tensor) -> Step:
-        loss = criterion(prediction, y)
         counting = self.counting if criterion is self.criterion else self.validation_counting
+        loss = counting.loss(prediction, y)
         with torch.no_grad():
             n = counting.n(prediction, y)
             sums: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,7 @@ class Counting:
     def __init__(self, criterion: Callable[..., Any]) -> None:
         function: Any = criterion
         self.options: dict[str, Any] = {}
+        self.whole = criterion
         while isinstance(function, partial):
             function, self.options = function.func, {**function.keywords, **self.options}
         self.criterion: Any = function
@@ -65,7 +66,7 @@ class Counting:
         self.reduction = self._option("reduction", "mean")
         self.summed = self.reduction == "sum"
         name = getattr(function, "__name__", type(function).__name__)
-        if self.reduction == "none":
+        if self.reduction == "none" and (self.kind or not isinstance(function, tuple(_modules()))):
             raise ConfigError(f"loss.reduction=none of {name} gives a loss for each sample: give mean or sum")
         smoothing, weight = self._option("label_smoothing", 0.0), self.weight
         if weight is not None and smoothing and not self.summed and bool((weight == 0).any()):
@@ -73,8 +74,9 @@ class Counting:
                 f"{name} with label_smoothing={smoothing} and a class of weight 0 has no mean over a batch of "
                 "that class alone: leave the class out by ignore_index, or give label_smoothing=0"
             )
-        known = self.kind or self.summed
-        self.note = "" if known else f"{name} by samples; a method n(prediction, target) of it may say otherwise"
+        how = "as a sum, by its reduction" if self.summed else "by samples"
+        is_known = self.kind or (self.summed and not isinstance(function, tuple(_modules())))
+        self.note = "" if is_known else f"{name} {how}; a method n(prediction, target) of it may say otherwise"
 
     def _option(self, name: str, default: Any) -> Any:
         found = self.options.get(name, getattr(self.criterion, name, None))
@@ -85,6 +87,69 @@ class Counting:
         """The weights of the classes, (classes,), by whose sum the loss is divided; None for none."""
         found = self._option("weight", None) if self.kind == "classes" else None
         return found if isinstance(found, Tensor) else None
+
+    def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of a batch.
+
+        Raises:
+            ConfigError: the criterion of torch can't take these targets; it says how they have to be.
+        """
+        try:
+            found: Tensor = self.whole(prediction, target)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if reason := self._mistake(prediction, target):
+                raise ConfigError(f"{reason} ({type(error).__name__}: {str(error).splitlines()[0]:.100})") from error
+            raise
+        return found
+
+    def _mistake(self, prediction: Any, target: Any) -> str:
+        """Return what is wrong with targets that the criterion has refused, and what to type; "" if it isn't known."""
+        if not isinstance(prediction, Tensor) or not isinstance(target, Tensor) or prediction.ndim < 2:
+            return ""
+        name = getattr(self.criterion, "__name__", type(self.criterion).__name__)
+        given = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (target, prediction))
+        found = "{} is given targets of {} and outputs of {}".format(name, *given)
+        if self.kind == "elements" and not target.is_floating_point():
+            return f"{found}: it takes floats, so let the data set return y.float()"
+        if self.kind == "elements" and target.shape != prediction.shape:
+            how = ", so let the data set return y.unsqueeze(-1)" if target.numel() == prediction.numel() else ""
+            return f"{found}: both must have the same shape{how}"
+        if self.kind != "classes":
+            return ""
+        axis = getattr(self.criterion, "class_axis", 1)
+        n_classes, wanted = prediction.shape[axis], list(prediction.shape)
+        del wanted[axis]
+        number = "a number for each, int64 " + f"({', '.join(map(str, wanted))}{',' if len(wanted) == 1 else ''})"
+        if target.is_floating_point() and target.shape == prediction.shape:
+            if self.ignore >= 0:
+                return (
+                    f"loss.ignore_index={self.ignore} does not go with targets that are shares of the classes: leave "
+                    "it out, or let the data set return class numbers (and type mix=none)"
+                )
+            return f"{found}, shares of the classes: it takes {number}; loss=cross_entropy takes both"
+        if list(target.shape) != wanted:
+            if target.ndim != prediction.ndim:
+                return ""
+            how = "y.squeeze(-1)" if list(target.shape) == [*wanted, 1] else "y.argmax(-1)"
+            how = f"{how}.long()" if target.is_floating_point() else how
+            return f"{found}: it takes {number}, so let the data set return {how}"
+        if target.is_floating_point():
+            return (
+                f"{found}: it takes the number of a class, int64, so let the data set return y.long(); for numbers "
+                "that are to be predicted, type task=regression"
+            )
+        if target.dtype != torch.int64:
+            return f"{found}: it takes class numbers of int64, so let the data set return y.long()"
+        if target.device.type != "cpu":  # after an error, nothing more can be read from the device
+            return ""
+        wrong = target[((target < 0) | (target >= n_classes)) & (target != self.ignore)]
+        return (
+            f"the targets hold class {int(wrong.flatten()[0])}, and the model's output has {n_classes} classes, 0 to "
+            f"{n_classes - 1}: give the model more classes (model.num_classes=<n>), or leave this one out with "
+            "+loss.ignore_index=<class>"
+            if wrong.numel()
+            else ""
+        )
 
     def n(self, prediction: Tensor, target: Tensor) -> int | Tensor | None:
         """Return the number of things that the loss is a mean over; None for the samples."""
@@ -116,12 +181,23 @@ class Counting:
         return weight.double()[target.long().where(counted, 0)].where(counted, 0.0)
 
 
+def takes_class_numbers(criterion: Any) -> bool:
+    """Return whether the targets of a criterion are the numbers of classes, which its own forward may change."""
+    return callable(criterion) and Counting(criterion).kind == "classes"
+
+
+def _modules() -> Iterator[type]:
+    """Yield torch's losses that are known. A subclass may take their arguments for a loss of its own."""
+    yield from (*_CLASSES, *_ELEMENTS, *_ROWS)
+
+
 def _kind(criterion: Any, options: dict[str, Any]) -> str:
     """Return what a criterion is a mean over: "own", "classes", "elements", "rows"; "" if that is unknown."""
     if callable(getattr(criterion, "n", None)):
         return "own"
-    if getattr(criterion, "counts_classes", False):
-        return "classes"
+    for base in type(criterion).__mro__:
+        if vars(base).get("counts_classes"):
+            return "classes" if type(criterion).forward is base.forward else ""  # another loss of a subclass
     for name, known in (("classes", _CLASSES), ("elements", _ELEMENTS), ("rows", _ROWS)):
         for module, function in known.items():
             if criterion is function:

@@ -49,7 +49,12 @@ class CrossEntropy(nn.Module):
         Args:
             logits: (batch, [time,] classes).
             target: (batch, [time]) class numbers, or (batch, [time,] classes) shares, as mixup and cutmix make them.
+
+        Raises:
+            ValueError: class numbers have an axis too many.
         """
+        if target.ndim == logits.ndim and not target.is_floating_point():
+            raise ValueError("class numbers have the shape of the logits without the classes' axis")
         options: dict[str, Any] = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
         weight = self.weight
         if weight is not None and logits.dtype == torch.float64:

@@ -33,7 +33,7 @@ class Regression(Task):
         if prediction.dtype in (torch.bfloat16, torch.float16):  # of autocast, which would round the targets
             prediction = prediction.float()
         y = y.to(prediction.dtype)
-        loss = self.criterion(prediction, y)
+        loss = self.counting.loss(prediction, y)
         with torch.no_grad():
             error, truth = (part.reshape(len(y), -1).double() for part in (prediction - y, y))
             counted = ~truth.isnan()

@@ -47,7 +47,7 @@ class Segmentation(Task):
             )
         counted, n_classes = masks != self.ignore, max(logits.shape[1], 2)
         prediction, target = self._pair(logits, masks, counted)
-        loss = self.criterion(prediction, target)
+        loss = self.counting.loss(prediction, target)
         with torch.no_grad():
             guess, truth = self._classes(logits)[counted], masks[counted]
             own, guessed = (torch.bincount(part, minlength=n_classes) for part in (truth, guess))

@@ -57,7 +57,6 @@ from typing import Any
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_hydra import heartbeat, results
@@ -65,7 +64,7 @@ from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, made_by, open_files
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks.losses import CrossEntropy
+from ddp_hydra.tasks.counting import takes_class_numbers
 from ddp_hydra.training import same_data
 from ddp_hydra.training.consensus import from_rank_0, gather_objects
 from ddp_hydra.training.consensus import world_size as ranks_in_group
@@ -73,8 +72,6 @@ from ddp_hydra.training.data_description import DataDescription, length
 from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
-CLASSIFYING = (CrossEntropy, nn.CrossEntropyLoss, nn.NLLLoss)
-"""Losses whose targets are the numbers of classes."""
 ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
 """Samplers that the config of an iterable data set may name: the default one, which is not used."""
 
@@ -297,7 +294,7 @@ def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> No
         ConfigError: they can't.
     """
     criterion = getattr(task, "criterion", None)
-    if not hasattr(data, "check_classes") or not isinstance(criterion, CLASSIFYING):
+    if not hasattr(data, "check_classes") or not takes_class_numbers(criterion):
         return
     given = cfg.model.get("num_classes", sys.maxsize)
     data.check_classes(given or num_classes or None, getattr(criterion, "ignore_index", None))
@@ -310,7 +307,7 @@ def only_class(task: Any, description: DataDescription) -> str:
         task: that computes the loss.
         description: of the training data.
     """
-    if description.num_classes != 1 or not isinstance(getattr(task, "criterion", None), CLASSIFYING):
+    if description.num_classes != 1 or not takes_class_numbers(getattr(task, "criterion", None)):
         return ""
     name = "".join(f" ({name})" for name in description.classes)
     return (

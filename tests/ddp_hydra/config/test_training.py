@@ -31,6 +31,11 @@ ACCUMULATES = ("parallel.static_graph=true", "trainer.gradient_accumulation_step
             ("loss._target_=torch.nn.CrossEntropyLoss", "+loss.reduction=none"),
             "^loss.reduction=none of CrossEntropyLoss gives a loss for each sample: give loss.reduction=mean or sum",
         ),
+        (("dispatch.backend=nccl", "trainer.device=cpu"), "^dispatch.backend=nccl does not go with trainer.device=cpu"),
+        (
+            ("mix=mixup", "model.num_classes=3", "+loss.ignore_index=1"),
+            "^loss.ignore_index=1 does not go with .*type mix=none, or '~loss.ignore_index'",
+        ),
         (
             ("parallel=dp", "trainer.activation_checkpointing=[Block]"),
             r"^trainer.activation_checkpointing=\['Block'\] does not go with parallel=dp",

@@ -75,7 +75,7 @@ def test_a_segmentation_works():
     ("given", "error", "said"),
     [
         ({"model": {"_target_": f"{__name__}.Detached"}}, ConfigError, "depends on none of the weights"),
-        ({"val_set": NoSuchClass(5)}, IndexError, "7"),
+        ({"val_set": NoSuchClass(5)}, ConfigError, "hold class 7, and the model's output has 3 classes"),
         (
             {"objective": {"metric": "val/acc"}}, ConfigError,
             r"objective\.metric=val/acc: .* there are train/accuracy.* Give objective\.metric=val/accuracy$",
