@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.data.batch import described
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
@@ -21,8 +23,11 @@ from ddp_hydra.tasks.classification import is_samplewise
 from ddp_hydra.training import buffers
 from ddp_hydra.training.consensus import gather_objects, world_size
 from ddp_hydra.training.metrics import Meter, count, named
+from ddp_hydra.training.parameter_groups import restored_buffers
 from ddp_hydra.training.train_step import as_step, explained
 
+FEW = 8
+"""Samples of each rank with which metrics are tried."""
 MAX_LABELS = 20
 """A picture shows names and numbers of up to so many classes."""
 
@@ -45,8 +50,20 @@ class Evaluation:
     task: Task
     metrics: EvalMetrics
 
+    def try_metrics(self, model: nn.Module) -> None:
+        """Compute the additional metrics of a few samples, so that mistakes show before the first step. A collective.
+
+        Raises:
+            ConfigError: one can't be computed.
+        """
+        if self.metrics.metrics:
+            few = replace(self, batch_size=min(self.batch_size, FEW))
+            with warnings.catch_warnings(action="ignore"), restored_buffers(model):
+                few.run(model, stop=lambda: True, are_few=True)
+            self.metrics.matrices.clear()
+
     @torch.no_grad()
-    def run(self, model: nn.Module, stop: Callable[[], Any]) -> dict[str, float]:
+    def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
         """Return the metrics of the task, and the additional ones. A collective.
 
         The ranks' shares of the samples may differ in size.
@@ -54,6 +71,10 @@ class Evaluation:
         Args:
             model: not wrapped in DDP.
             stop: returns whether to end early; then the numbers mean nothing.
+            are_few: some metrics may need more samples than there are.
+
+        Raises:
+            ConfigError: an additional metric can't be computed, or has a name of the task's own.
         """
         rank, ranks = 0, world_size()
         if ranks > 1:
@@ -71,7 +92,7 @@ class Evaluation:
                 break
         sums = meter.result()
         own = named("val", self.task.metrics(sums)) if sums else {}
-        more = self.metrics.result()
+        more = self.metrics.result(are_few)
         if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
             name = taken[0].removeprefix("val/").partition("/")[0]
             raise ConfigError(
@@ -158,16 +179,39 @@ class EvalMetrics:
 
     @torch.no_grad()
     def add(self, task: Task, step: Step) -> None:
-        """Count one batch."""
-        for metric in self.metrics.values():
-            task.update_metric(metric, step)
+        """Count one batch.
 
-    def result(self) -> dict[str, float]:
-        """Return the metrics that are numbers, over all ranks since the last call. A collective."""
+        Raises:
+            ConfigError: a metric of torchmetrics doesn't take what the task predicts.
+        """
+        for name, metric in self.metrics.items():
+            try:
+                task.update_metric(metric, step)
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+                if not type(metric).__module__.startswith("torchmetrics."):
+                    raise
+                raise ConfigError(
+                    f"metrics.{name} ({type(metric).__name__}) does not take what {type(task).__name__} predicts, "
+                    f"{described(step.prediction)}, with targets of {described(step.target)} ({type(error).__name__}: "
+                    f"{str(error).splitlines()[0]:.200}): give it other arguments, another metric, or leave it out "
+                    f"with '~metrics.{name}'"
+                ) from error
+
+    def result(self, are_few: bool = False) -> dict[str, float]:
+        """Return the metrics that are numbers, over all ranks since the last call. A collective.
+
+        Args:
+            are_few: leave out metrics that can't be computed of so few samples.
+        """
         numbers: dict[str, float] = {}
         self.matrices.clear()
         for name, metric in self.metrics.items():
-            found = metric.compute()
+            try:
+                found = metric.compute()
+            except Exception:
+                if not are_few:
+                    raise
+                found = {}
             metric.reset()
             several = found.items() if isinstance(found, Mapping) else [("", found)]
             for key, value in several:

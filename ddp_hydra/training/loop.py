@@ -57,6 +57,8 @@ def train(
 
 def fit(run: Run) -> None:
     """Train until the run is over. If it should stop early, save first; `run.stop` then holds the reason."""
+    if run.validation is not None:
+        run.validation.try_metrics(run.model)
     validate_first(run)
     run.callbacks.call("start")
     run.pause_if_due()

@@ -80,14 +80,14 @@ def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:
         layer.eval()
 
 
-def parameters(model: nn.Module, decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
+def parameters(given: Iterable[nn.Parameter], decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
     """Return the trained parameters, or groups of them, for the optimizer.
 
     Args:
-        model: the model.
+        given: parameters, also frozen ones.
         decay_all: all parameters decay; otherwise biases and scales, which have one dimension, do not.
     """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trained = [parameter for parameter in given if parameter.requires_grad]
     return iter(trained) if decay_all else grouped(trained, decay_all)
 
 
@@ -129,13 +129,13 @@ def _checkpointed(forward: Callable[..., Any], /, *inputs: Any, **options: Any) 
         return checkpoint(forward, *inputs, use_reentrant=False, **options)
     part = forward.__self__  # type: ignore[attr-defined]
     return checkpoint(
-        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), _restored_buffers(part)), **options
+        forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), restored_buffers(part)), **options
     )
 
 
 @contextmanager
-def _restored_buffers(part: nn.Module) -> Iterator[None]:
-    """Leave buffers as they are: BatchNorm has counted this batch already."""
+def restored_buffers(part: nn.Module) -> Iterator[None]:
+    """Leave buffers as they are: a batch counts once in BatchNorm."""
     kept = [(buffer, buffer.clone()) for buffer in part.buffers()]
     try:
         yield

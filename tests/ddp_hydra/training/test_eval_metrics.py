@@ -11,8 +11,9 @@ import torch.multiprocessing as mp
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Classification, Step, Task
+from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.evaluation import EvalMetrics
-from tests.ddp_hydra.training.loop_runs import Numbers
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, flat
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -120,9 +121,74 @@ def test_a_metric_of_another_name_stands_beside_those_of_the_task(train):
     assert run.metrics("val/accuracy")
 
 
-def test_a_name_that_the_task_turns_out_to_log_is_refused_at_the_first_validation(train):
+def test_a_name_that_the_task_turns_out_to_log_is_refused_before_the_first_step(train):
+    found: list[Any] = []
     with pytest.raises(ConfigError, match=r"metrics.accuracy: the task logs val/accuracy itself"):
-        train(parts={**chosen("accuracy", "MulticlassAccuracy"), "task": {"metric": None}})
+        train(parts={**chosen("accuracy", "MulticlassAccuracy"), "task": {"metric": None}}, into=found)
+    assert not [record for record in found[0].records if record.kind in ("metrics", "file")]
+
+
+PERPLEXITY = {"metrics": {"perplexity": {"_target_": "torchmetrics.text.Perplexity"}}}
+REGRESSION = {
+    "task": {"_target_": "ddp_hydra.tasks.Regression", "metric": "loss"},
+    "loss": {"_target_": "torch.nn.MSELoss"},
+}
+
+
+class Values(Numbers):
+    def __getitem__(self, index):
+        return self.x[index], self.x[index, :3] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"whole": REGRESSION, "data": Values, "parts": {**PERPLEXITY, **BY_LOSS}},
+            r"metrics.perplexity \(Perplexity\) does not take what Regression predicts, \(2, 3\) float32.*"
+            r"'~metrics.perplexity'",
+        ),
+        ({"parts": PERPLEXITY}, r"metrics.perplexity \(Perplexity\) does not take what Classification predicts"),
+        (
+            {
+                "parts": {
+                    "metrics": {"f1": {"_target_": "torchmetrics.classification.MulticlassF1Score", "num_classes": 2}}
+                }
+            },
+            r"metrics.f1 \(MulticlassF1Score\) does not take.*\(ValueError: ",
+        ),
+    ],
+    ids=["a regression", "no time axis", "two classes of three"],
+)
+def test_a_metric_that_can_not_be_computed_is_refused_before_the_first_step(train, options, said):
+    found: list[Any] = []
+    with pytest.raises(ConfigError, match=said):
+        train(**options, into=found)
+    assert not [record for record in found[0].records if record.kind in ("metrics", "file")]
+
+
+class Counting(torch.nn.Linear):
+    """Counts its batches in a buffer, also in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("batches", torch.zeros(()))
+
+    def forward(self, x):
+        self.batches += 1
+        return super().forward(x)
+
+
+def test_trying_the_metrics_changes_nothing_of_the_training(train):
+    model = {"model": {"_target_": f"{__name__}.Counting"}}
+    saved = [read(train(whole=model, parts=parts).last) for parts in ({}, chosen("recall", "MulticlassRecall"))]
+    assert flat(saved[0]["model"]) == flat(saved[1]["model"])
+
+
+def test_a_metric_that_needs_more_samples_than_it_is_tried_with_is_not_refused(train):
+    metric = {"metrics": {"my_r2": {"_target_": "torchmetrics.regression.R2Score"}}}
+    parts = {**metric, **BY_LOSS, "data": {"batch_size": 1}}
+    assert train(whole=REGRESSION, data=Values, parts=parts, epochs=1).metrics("val/my_r2")
 
 
 def test_top_5_of_three_classes_is_left_out(train, capsys):
