@@ -44,7 +44,8 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     given |= {"results.root"} if "results.handler=client" in arguments else set()
     kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
     _refuse_hidden(kept, f"resume={resumed}: the run")
-    return kept + arguments
+    first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
+    return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
 
 
 def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:

@@ -129,6 +129,9 @@ class Job:
     def run_here(self) -> dict[str, Any]:
         """Run the only rank in this process, and return what `train` returns."""
         self.summary.world_size = 1
+        for key in ("ranks", "ranks_per_worker"):
+            if (given := self.cfg.dispatch[key]) not in (None, 1, "auto"):
+                log.warning("dispatch.%s=%s has no effect with cluster=inline, which has one rank", key, given)
         with self.handler(inline.fetch) as handler:
             return inline.run(
                 TRAIN,

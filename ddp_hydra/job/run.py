@@ -19,7 +19,7 @@ from ddp_hydra.errors import Interrupted
 from ddp_hydra.job import loggers, torchrun
 from ddp_hydra.job.job_config import check, find_resume, find_weights, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
-from ddp_hydra.job.run_dir import best_checkpoint, keep_project, refuse_other_run, saved_metrics
+from ddp_hydra.job.run_dir import best_checkpoint, keep_project, metrics_at, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
 from ddp_hydra.record import Record, Start
 from ddp_hydra.results import finite
@@ -112,6 +112,8 @@ def train(
             result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
+        if cfg.resume and not before and not result.metrics:  # nothing was left to train
+            before = metrics_at(cfg.resume, result.steps)
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
         summary.best = best_checkpoint(run_dir, config["objective"]["metric"])

@@ -13,10 +13,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra.config import project, redact
-from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
+from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
 from ddp_hydra.run_state import Best
 from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
-from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest
+from ddp_hydra.storage.manifest import FOLDER, NAME, newest_first, read_manifest, read_manifest_text
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked, read_summary
 
 
@@ -156,7 +157,19 @@ def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float]:
     """
     if not is_resumed(run_dir, resume):
         return {}
-    metrics = (_newest_checkpoint(run_dir) or {}).get("metrics")
+    return _metrics_of(_newest_checkpoint(run_dir) or {})
+
+
+def metrics_at(resume: str, step: int) -> dict[str, float]:
+    """Return the metrics of a run's checkpoint after a step; {} if they are not known."""
+    with contextlib.suppress(OSError, ValueError, DdpHydraError):
+        entries = read_manifest_text(RunRef.of(resume).read(f"{FOLDER}/{NAME}"))
+        return next((_metrics_of(entry) for entry in entries.values() if entry.get("step") == step), {})
+    return {}
+
+
+def _metrics_of(entry: dict[str, Any]) -> dict[str, float]:
+    metrics = entry.get("metrics")
     known = metrics.items() if isinstance(metrics, dict) else ()
     return {key: value for key, value in known if isinstance(value, float)}
 

@@ -100,11 +100,16 @@ def choose_backend(store: dist.Store, rank: int, world_size: int) -> str:
 
 
 def check_gpu_is_own(store: dist.Store, rank: int, world_size: int) -> None:
-    """Check that no other rank has the same GPU. NCCL's error would not say so, and would cause another attempt.
+    """Check that a rank has a GPU that no other has. NCCL's error would not say so, and would cause another attempt.
 
     Raises:
-        ConfigError: another rank has it; says what to give instead.
+        ConfigError: there is none, or another rank has it; says what to give instead.
     """
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            f"dispatch.backend=nccl, but {socket.gethostname()}, where rank {rank} is, has no GPU that torch can use: "
+            "give dispatch.backend=auto"
+        )
     uuid = gpu_uuid()
     if world_size == 1 or uuid is None or store.add(f"ddp_hydra/gpu/{uuid}", 1) == 1:
         return

@@ -35,6 +35,12 @@ def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, 
     assert typed.with_resumed_overrides(arguments) == kept + arguments
 
 
+def test_the_words_of_a_resumed_run_stand_after_flags(run):
+    found = typed.with_resumed_overrides(["-m", f"resume={run}", "optimizer.lr=0.1,0.2"])
+    assert found == ["-m", "experiment=digits", "cluster.n_workers=4", "+model.extra=1", *found[4:]]
+    assert len(found) == 6
+
+
 def test_a_checkpoint_file_brings_the_overrides_of_its_run(run):
     arguments = [f"resume={run}/checkpoints/last.pt"]
     assert len(typed.with_resumed_overrides(arguments)) == 5

@@ -32,8 +32,15 @@ def test_groups_made_beside_the_main_one_have_its_timeout():
     assert distributed_c10d.default_pg_timeout == usual
 
 
+def test_nccl_without_a_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"has no GPU that torch can use: give dispatch.backend=auto"):
+        module.check_gpu_is_own(dist.HashStore(), 0, 2)
+
+
 def test_two_ranks_on_one_gpu_are_told_what_to_give_before_nccl_starts(monkeypatch):
     store = dist.HashStore()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for number, uuid in enumerate(("a", "b", None)):
