@@ -17,7 +17,7 @@ from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import FactorLR
 from ddp_hydra.training.run import check_updates
 from ddp_hydra.training.schedule_progress import ScheduleProgress
-from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.train_step import TrainStep, trained_loss
 from ddp_hydra.training.update import OptimizerStep, Update
 from ddp_hydra.training.weighing import Weighing
 
@@ -62,7 +62,10 @@ class BuildUpdates:
         """
         cfg = self.cfg
         parts = {name: self.task.part(self.model, name) if name else self.model for name in self.names}
-        optimizers = {name: builders.optimizer(cfg, part, self.global_batch, name) for name, part in parts.items()}
+        loss = trained_loss(self.task)
+        optimizers = {
+            name: builders.optimizer(cfg, part, self.global_batch, name, loss) for name, part in parts.items()
+        }
         for stage in unfrozen:
             unfreeze(cfg, self.model, [(part, optimizers[name]) for name, part in parts.items()], stage)
         updates = {}

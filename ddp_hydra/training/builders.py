@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,11 @@ from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.consensus import world_size
-from ddp_hydra.training.data_description import DataDescription
+from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
 from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters, without
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.train_step import TrainStep, trained_loss
 
 WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors."""
@@ -112,10 +112,28 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         raise ConfigError(
             f"task._target_={node['_target_']} is not a subclass of ddp_hydra.tasks.Task, but a {type(built).__name__}"
         )
-    for part in vars(built).values():
-        if isinstance(part, nn.Module):
-            part.to(device)
+    modules = {name: part for name, part in vars(built).items() if isinstance(part, nn.Module)}
+    trained = set(loss.parameters()) if (loss := trained_loss(built)) is not None else set()
+    for name, part in modules.items():
+        part.to(device)
+        for parameter in set(part.parameters()) - trained:
+            if parameter.requires_grad:
+                parameter.register_hook(partial(_refuse_gradient, type(built).__name__, name))
     return built
+
+
+def _refuse_gradient(task: str, name: str, gradient: torch.Tensor) -> None:
+    raise ConfigError(
+        f"{task}.{name} has parameters that get gradients, but no optimizer trains them and no checkpoint holds them: "
+        "make it a part of the model, name it `criterion` if it is the loss, or freeze it, as by "
+        f"self.{name}.requires_grad_(False)"
+    )
+
+
+def loss_state(task: Task) -> nn.Module | None:
+    """Return the loss of a task if it has parameters or buffers, which checkpoints hold; else None."""
+    criterion = getattr(task, "criterion", None)
+    return criterion if isinstance(criterion, nn.Module) and criterion.state_dict() else None
 
 
 def criterion(cfg: DictConfig) -> Any:
@@ -207,32 +225,73 @@ def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, cha
     )
 
 
-def optimizer(cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "") -> torch.optim.Optimizer:
+def optimizer(
+    cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "", loss: nn.Module | None = None
+) -> torch.optim.Optimizer:
     """Build the optimizer over the parameters of a model, or of a part of it.
+
+    A function that has an argument `model`, and `loss` for that of the loss, makes parameter groups of its own.
 
     Args:
         cfg: the config.
         model: the model, or its part; frozen parameters are left out.
         global_batch: samples in a step; with trainer.base_batch_size, lr grows with it.
         update: name of the part; "" for the whole model.
+        loss: that has parameters; None for none.
+
+    Raises:
+        ConfigError: the optimizer needs a closure, or does not train what is to be trained.
     """
     node = of_update(cfg.optimizer, update, "optimizer")
     if cfg.trainer.base_batch_size is not None and global_batch:
         node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
-    groups = parameter_groups.parameters(model, decay_all=cfg.trainer.decay_all)
-    built: torch.optim.Optimizer = make(node, groups, **fused(node, model))
+    weights = [*model.parameters(), *(loss.parameters() if loss is not None else ())]
+    if makes_groups(node["_target_"]):
+        own = {"model": model, **({"loss": loss} if "loss" in parameters(node["_target_"]) else {})}
+        built: torch.optim.Optimizer = make(node, **own)
+        check_groups(built, str(node["_target_"]), model, weights)
+    else:
+        groups = parameter_groups.parameters(weights, decay_all=cfg.trainer.decay_all)
+        built = make(node, groups, **fused(node, weights))
     if needed := needed_arguments(built.step):
         raise training.needs_closure(str(node["_target_"]), ", ".join(needed))
     return built
 
 
-def fused(node: DictConfig, model: nn.Module) -> dict[str, bool]:
+def makes_groups(target: str) -> bool:
+    """Return whether an optimizer's function takes the model, of which it makes parameter groups."""
+    taken = parameters(target)
+    return "model" in taken and "params" not in taken
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, target: str, model: nn.Module, weights: Iterable[nn.Parameter]
+) -> None:
+    """Take frozen parameters out of the groups that a function has made, and refuse groups that leave others out.
+
+    Raises:
+        ConfigError: they do, or have parameters of something else.
+    """
+    given = [one for group in optimizer.param_groups for one in group["params"]]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    left_out = [names.get(one, "one of the loss") for one in weights if one.requires_grad and one not in set(given)]
+    if left_out or set(given) - set(weights):
+        what = f"leaves out {shown(left_out, 6)}" if left_out else "has parameters of something else than the model"
+        raise ConfigError(
+            f"optimizer._target_={target}: its groups must have all parameters of the model that it is given, each "
+            f"once, but it {what}: to train a part only, give trainer.freeze"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if one.requires_grad]
+
+
+def fused(node: DictConfig, weights: Iterable[nn.Parameter]) -> dict[str, bool]:
     """Return the argument that lets an optimizer of torch update all weights on a GPU in one pass.
 
     torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
     takes are left to it, and so is what the config says itself.
     """
-    can_be = all(one.is_cuda and one.is_floating_point() for one in model.parameters()) and node["_target_"] in FUSED
+    can_be = all(one.is_cuda and one.is_floating_point() for one in weights) and node["_target_"] in FUSED
     return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 
 

@@ -75,7 +75,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     for update in updates_of(task):
         step = TrainStep(task, model, update)
         parallel = make(cfg.parallel, step)
-        optimizer = builders.optimizer(cfg, step.part, sampler.global_batch, update)
+        optimizer = builders.optimizer(cfg, step.part, sampler.global_batch, update, step.criterion)
         scheduler = builders.schedule(cfg, optimizer, epoch_steps or 1, epoch_steps or 1, update)
         scaler = builders.scaler(cfg, device)
         optimizer_step = OptimizerStep(parallel, optimizer, scaler, cfg.trainer.clip_norm, update)
@@ -94,7 +94,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         optimizers[update], schedulers[update] = optimizer, scheduler
     if average is not None:
         average.update(model)
-    extras: dict[str, Any] = {"ema": average}
+    extras: dict[str, Any] = {"ema": average, "loss": builders.loss_state(task)}
     state = State(model, together(optimizers), together(schedulers), Position(), {}, extras)
     if callbacks:
         extras["callbacks"] = Callbacks(callbacks, state)

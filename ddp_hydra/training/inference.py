@@ -78,7 +78,9 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
     build_data.fill_features(cfg.data[split], trained.data)
     with build_data.opened(cfg, split, trained.device) as data:
         check_data(trained.data, DataDescription.of(data), f"data.{split}")
-        yield Opened(trained, builders.task(cfg, trained.data, trained.device), data)
+        task = builders.task(cfg, trained.data, trained.device)
+        load_run.restore_loss(task, content, cfg)
+        yield Opened(trained, task, data)
 
 
 def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:

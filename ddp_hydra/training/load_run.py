@@ -15,7 +15,8 @@ from torch import nn
 
 from ddp_hydra.config import checkpoint_config, project
 from ddp_hydra.storage.run_ref import RunRef
-from ddp_hydra.training import build_data, builders
+from ddp_hydra.tasks import Task
+from ddp_hydra.training import build_data, builders, plain_state, resume
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.state import load_weights
@@ -74,7 +75,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), sp
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     """Return what a model needs of a checkpoint: its weights, or their moving average, and no optimizer."""
     weights = content["ema"] if content.get("ema") else content
-    kept = {name: content.get(name) for name in ("config", "data", "position")}
+    kept = {name: content.get(name) for name in ("config", "data", "loss", "position")}
     return {**kept, "model": weights["model"]}
 
 
@@ -96,3 +97,17 @@ def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
     load_weights(model, content)
     step, config = content["position"]["step"], content["config"]
     return Trained(cfg, model.eval(), data, device, channels_last, step, config)
+
+
+def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
+    """Give the loss of a task what it has learned.
+
+    Args:
+        task: of the run.
+        content: see `needed`.
+        cfg: the checkpoint's config with changes, resolved.
+    """
+    if (loss := builders.loss_state(task)) is not None:
+        before = OmegaConf.to_container(OmegaConf.create(content["config"]).loss, resolve=True)
+        saved = resume.fitting_loss(loss, content["loss"], before, OmegaConf.to_container(cfg.loss))
+        loss.load_state_dict(plain_state.decode(saved) if saved else loss.state_dict())

@@ -90,7 +90,7 @@ class OneRank(Parallel):
 
     def __init__(self, step: TrainStep, uses_all: bool) -> None:
         super().__init__(step, step)
-        self.needed = trained_parameters(step.part) if uses_all else []
+        self.needed = trained_parameters(step) if uses_all else []
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         """Return a context that looks for parameters without a gradient at the end of a step."""
@@ -102,7 +102,7 @@ class DDP(Parallel):
 
     def __init__(self, step: TrainStep, wrapped: DistributedDataParallel, batchnorm: str, uses_all: bool) -> None:
         super().__init__(step, wrapped)
-        self.needed = trained_parameters(step.part) if uses_all else []
+        self.needed = trained_parameters(step) if uses_all else []
         self.averager: Any = None
         self.compression: Any = None
         self.shared: SharedGradients | None = None
@@ -125,7 +125,7 @@ class DDP(Parallel):
     def after_step(self) -> None:
         """Average the weights if the gradients are not averaged over all ranks."""
         if self.averager is not None:
-            self.averager.average_parameters(self.part.parameters())
+            self.averager.average_parameters(self.step.parameters())
 
     def discard_gradients(self) -> None:
         """Clear the errors and factors that gradient compression keeps from former steps."""
@@ -136,16 +136,16 @@ class DDP(Parallel):
     @torch.no_grad()
     def synchronise(self, *averages: nn.Module) -> None:
         """Average the weights and statistics that differ between ranks."""
-        for model in (self.part, *averages):
+        for model in (self.step, *averages):
             if self.averager is not None:
                 average(model.parameters())
             if self.own_statistics:
                 average(statistics(model))
 
 
-def trained_parameters(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def trained_parameters(step: TrainStep) -> list[tuple[str, nn.Parameter]]:
     """Return names and parameters that are not frozen."""
-    return [(name, parameter) for name, parameter in part.named_parameters() if parameter.requires_grad]
+    return [(name, parameter) for parameter, name in step.names().items() if parameter.requires_grad]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
@@ -41,6 +42,8 @@ def restore(state: State, content: dict[str, Any]) -> str:
     settings = [_Settings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)]
     if any(before.get(part) != now.get(part) for part in ("task", "loss")):
         content = {**content, "epoch_means": None}  # sums of what another task has counted
+    if (loss := state.extras.get("loss")) is not None:
+        content = {**content, "loss": fitting_loss(loss, content.get("loss"), before.get("loss"), now.get("loss"))}
     progress = state.extras.get("progress")
     if progress is not None and progress.total != (content.get("progress") or {}).get("total"):
         for one in settings:  # what a schedule of torch was told of the run's length is in its state
@@ -65,6 +68,24 @@ def restore(state: State, content: dict[str, Any]) -> str:
     changes = checkpoint_config.changes(before, now)
     more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
     return ", ".join(changes[:SHOWN]) + more
+
+
+def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
+    """Return what a loss takes of its saved state: all of it, or its parameters alone where the config has changed.
+
+    Args:
+        loss: as the new config builds it.
+        saved: its state in the checkpoint, or None.
+        before: the node `loss` of the checkpoint's config.
+        now: that of the new config.
+    """
+    if not saved or (before or {}).get("_target_") != (now or {}).get("_target_"):
+        return None
+    if before == now:
+        return saved
+    trained = {name for name, _ in loss.named_parameters(remove_duplicate=False)}
+    own = plain_state.encode(loss.state_dict(), "loss")
+    return {name: saved[name] if name in trained and name in saved else value for name, value in own.items()}
 
 
 def _with_plateaus(fresh: Any, saved: Any, scheduler: Any) -> Any:
@@ -109,7 +130,12 @@ class _Settings:
         self.is_other_optimizer = "_target_" in self.changed
         # If trainer.base_batch_size is set, the learning rate depends on the global batch.
         by_batch = any((config.get("trainer") or {}).get("base_batch_size") for config in (before, now))
-        self.has_other_rates = "lr" in self.changed or by_batch
+        node = now.get("optimizer") or {}
+        node = node if "_target_" in node else node.get(name) or {}
+        # A function that makes parameter groups may take its arguments for anything.
+        makes_groups = bool(self.changed) and builders.makes_groups(str(node.get("_target_")))
+        self.is_other_optimizer |= makes_groups
+        self.has_other_rates = "lr" in self.changed or by_batch or makes_groups
 
     def put_back(self) -> None:
         """Replace the checkpoint's settings by those that changed."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import checkpoint_config
+from ddp_hydra.console.text import counted
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
@@ -36,6 +37,7 @@ from ddp_hydra.training.nonfinite import NonFinite
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
 from ddp_hydra.training.state import Position, State, together
+from ddp_hydra.training.train_step import trained_loss
 from ddp_hydra.training.update import Update
 
 
@@ -93,14 +95,10 @@ def build(
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = build_data.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None
-    nonfinite = NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state)
 
     if rank == 0:
         header = describe(cfg, bare, train_set, val_set, sampler, total_steps, position, device)
-        header.lines.extend([f"changed   {changed}"] if changed else [])
-        header.lines.extend([f"weighs    {task.note}"] if task.note else [])
-        if "weights" in files:
-            header.lines.append(f"weights   from a file, all but {', '.join(untouched) or 'none'}")
+        header.lines.extend(more_lines(task, changed, untouched if "weights" in files else None))
         results.emit(header, position.step)
 
     profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision, total_steps)
@@ -124,7 +122,7 @@ def build(
         validation=validation,
         cadence=Cadence.from_config(cfg.trainer, total_steps),
         consensus=consensus,
-        nonfinite=nonfinite,
+        nonfinite=NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state),
         checkpoints=CheckpointWriter(),
         monitor=Monitor(
             consensus, task, loader, updates.values(), profiler, position.samples, state.extras["epoch_means"]
@@ -137,6 +135,27 @@ def build(
     )
     callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
     return run
+
+
+def more_lines(task: Task, changed: str, untouched: list[str] | None) -> list[str]:
+    """Return lines of the header on what has changed since the checkpoint, on the loss and on a file of weights.
+
+    Args:
+        task: of the run.
+        changed: settings that differ from the checkpoint's.
+        untouched: tensors that the file of weights left as they were; None without a file.
+    """
+    loss = trained_loss(task)
+    number = sum(one.numel() for one in loss.parameters() if one.requires_grad) if loss is not None else 0
+    lines = {
+        "changed": changed,
+        "weighs": task.note,
+        "loss": f"{type(loss).__name__}, {counted(number, 'parameter')}, trained with the model"
+        if loss is not None
+        else "",
+        "weights": f"from a file, all but {', '.join(untouched) or 'none'}" if untouched is not None else "",
+    }
+    return [f"{name:10}{text}" for name, text in lines.items() if text]
 
 
 def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> Any:
@@ -201,6 +220,7 @@ def build_state(
         "ema": Ema(model, cfg.trainer.ema_decay, build_again) if cfg.trainer.ema_decay else None,
         "early_stopping": EarlyStopping.from_config(cfg),
         "epoch_means": EpochMeans(task),
+        "loss": builders.loss_state(task),
         "progress": progress,
         "stream": progress.sampler if isinstance(progress.sampler, StreamSampler) else None,
     }

@@ -36,12 +36,21 @@ class TrainStep(nn.Module):
 
     Attributes:
         part: what the update trains: the model, or a part of it.
+        criterion: the task's loss, where it has parameters that are trained with the model; else None.
+
+    Raises:
+        ConfigError: the loss has parameters, and the task has several updates.
     """
 
     def __init__(self, task: Task, model: nn.Module, update: str = "") -> None:
         super().__init__()
         self.part = task.part(model, update) if update else model
-        self.update = update
+        self.update, self.criterion = update, trained_loss(task)
+        if self.criterion is not None and update:
+            raise ConfigError(
+                f"the loss {type(self.criterion).__name__} has parameters, and it is not known which of the task's "
+                f"updates trains them: make the loss a module of the model's part {update}, and call it in the task"
+            )
         # No children of this module: DDP has to see the parameters of the part only.
         self._others: tuple[Task, nn.Module, Any] = (task, model, model)
 
@@ -49,6 +58,13 @@ class TrainStep(nn.Module):
         """Give the task a wrapper of its model. A method, since a module makes a child of any module that it is set."""
         task, model, _ = self._others
         self._others = (task, model, wrapper(model))
+
+    def names(self) -> dict[nn.Parameter, str]:
+        """Return all parameters of the part and of the loss, also the frozen ones, with their names."""
+        found = {parameter: name for name, parameter in self.part.named_parameters(prefix=self.update)}
+        for name, parameter in self.criterion.named_parameters(prefix="loss") if self.criterion is not None else ():
+            found.setdefault(parameter, name)
+        return found
 
     def forward(self, batch: Any) -> Step:
         """Compute the loss of a micro-batch."""
@@ -80,12 +96,17 @@ class TrainStep(nn.Module):
                 "Step(loss, n=0)"
             )
         sparse = {
-            id(one.weight)
-            for one in self.part.modules()
-            if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
+            id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
         }
-        trained = [one for one in self.part.parameters() if one.requires_grad]
+        trained = [one for one in self.parameters() if one.requires_grad]
         return sum((nothing_of(one, id(one) in sparse).to(step.loss.dtype) for one in trained), step.loss * 0)
+
+
+def trained_loss(task: Task) -> nn.Module | None:
+    """Return the loss of a task, its `criterion`, if it has parameters to train; else None."""
+    criterion = getattr(task, "criterion", None)
+    has_own = isinstance(criterion, nn.Module) and any(one.requires_grad for one in criterion.parameters())
+    return criterion if has_own else None
 
 
 def as_step(result: Any, task: Task | None = None) -> Step:

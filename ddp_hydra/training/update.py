@@ -143,7 +143,7 @@ class OptimizerStep:
     ) -> None:
         self.parallel, self.optimizer = parallel, optimizer
         self.scaler, self.clip_norm, self.update, self.in_place = scaler, clip_norm, update, in_place
-        names = {parameter: name for name, parameter in parallel.part.named_parameters(prefix=update)}
+        names = parallel.step.names()
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.trained = [(names[parameter], parameter) for parameter in trained]
         self.gradients: GradientNorms | None = None

@@ -51,12 +51,14 @@ class Case:
         kind: of the data and the model.
         loss: (model, x, y) -> the loss of all samples together, and metrics.
         parts: of the model that are trained one after the other.
+        criterion: class of a loss that is trained with the model, which `loss` is given as its last argument.
     """
 
     words: tuple[str, ...]
     kind: str
     loss: Loss
     parts: tuple[str, ...] = ("",)
+    criterion: str = ""
 
 
 def classes(**options: Any) -> Loss:
@@ -113,6 +115,10 @@ def two_parts(model: Any, x: Tensor, y: Tensor, update: str = "one") -> tuple[Te
     return (losses if update == "one" else losses[y == 0]).mean(), {}
 
 
+def trained_loss(model: Any, x: Tensor, y: Tensor, criterion: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    return criterion(model(x), y), {}
+
+
 WEIGHTS = torch.tensor([1.0, 5.0, 0.5], dtype=torch.float64)
 CASES = {
     "classification": Case(("task=classification",), "classes", classes()),
@@ -127,6 +133,9 @@ CASES = {
         ("task=classification", "loss=several", "task.metric=loss", "task.direction=minimize"),
         "several",
         several,
+    ),
+    "trained loss": Case(
+        ("task=classification", "loss=centres", "optimizer.lr=0.05"), "classes", trained_loss, criterion="Centres"
     ),
     "regression": Case(("task=regression",), "numbers", numbers),
     "segmentation": Case(("task=segmentation", "task.ignore=255"), "pixels", pixels),
@@ -153,8 +162,10 @@ def loop(case: Case, module: Any, clip: float | None) -> ByHand:
     model, data, held_out = module.exact(kind), module.Exact(case.kind, 40, 0), module.Exact(case.kind, 17, 1)
     rate = next((float(word.partition("=")[2]) for word in case.words if word.startswith("optimizer.lr=")), RATE)
     parts = {part: model.get_submodule(part) for part in case.parts}
+    criterion = getattr(module, case.criterion)() if case.criterion else None
+    more = list(criterion.parameters()) if criterion is not None else []
     optimizers = {
-        part: torch.optim.SGD(trained.parameters(), rate, MOMENTUM, weight_decay=DECAY)
+        part: torch.optim.SGD([*trained.parameters(), *more], rate, MOMENTUM, weight_decay=DECAY)
         for part, trained in parts.items()
     }
     sums: list[Tensor] = []
@@ -163,19 +174,20 @@ def loop(case: Case, module: Any, clip: float | None) -> ByHand:
         batch = slice(step % epoch * BATCH, (step % epoch + 1) * BATCH)
         sums = [] if step % epoch == 0 else sums
         for part, optimizer in optimizers.items():
-            loss, _ = case.loss(model, data.x[batch], data.y[batch], *([part] if part else []))
+            loss, _ = case.loss(model, data.x[batch], data.y[batch], *([part] if part else [criterion] if more else []))
             optimizer.zero_grad()
             loss.backward()
             if clip is not None:
-                nn.utils.clip_grad_norm_(parts[part].parameters(), clip)
+                nn.utils.clip_grad_norm_([*parts[part].parameters(), *more], clip)
             optimizer.step()
             if part in ("", "one"):
                 sums.append(loss.detach())
     with torch.no_grad():
-        loss, metrics = case.loss(model, held_out.x, held_out.y)
-    return ByHand(
-        model.state_dict(), float(sums[-1]), {"loss": float(loss)} | {k: float(v) for k, v in metrics.items()}
-    )
+        loss, metrics = case.loss(model, held_out.x, held_out.y, *([criterion] if more else []))
+    weights = model.state_dict() | {
+        f"loss.{name}": value for name, value in (criterion or nn.Module()).state_dict().items()
+    }
+    return ByHand(weights, float(sums[-1]), {"loss": float(loss)} | {k: float(v) for k, v in metrics.items()})
 
 
 splits = st.fixed_dictionaries(
@@ -204,7 +216,7 @@ def test_any_split_of_the_same_samples_comes_to_what_plain_torch_does(case, run,
         wanted = loop(case, by_hand, how["clip"])
         found = trained(case, run, how)
         for name, value in wanted.weights.items():
-            assert torch.allclose(found["model"][name], value, rtol=1e-9, atol=1e-9), (name, how)
+            assert torch.allclose(found["weights"][name], value, rtol=1e-9, atol=1e-9), (name, how)
         for name, value in wanted.val.items():
             assert math.isclose(found["metrics"][f"val/{name}"], value, rel_tol=1e-9, abs_tol=1e-9), (name, how)
         means, whole = found["epoch_means"]["last"], found["whole"]
@@ -228,7 +240,8 @@ def trained(case: Case, run: Any, how: Mapping[str, Any]) -> dict[str, Any]:
     content = torch.load(last.dir / "checkpoints" / "last.pt", weights_only=True)
     assert content["position"]["step"] == STEPS
     whole = torch.load(folder / "last.pt", weights_only=True)["epoch_means"]["last"]
-    return content | {"metrics": last.summary["metrics"], "whole": whole}
+    weights = content["model"] | {f"loss.{name}": value for name, value in content.get("loss", {}).items()}
+    return content | {"weights": weights, "metrics": last.summary["metrics"], "whole": whole}
 
 
 def split(how: tuple[int, int, int]) -> tuple[str, ...]:

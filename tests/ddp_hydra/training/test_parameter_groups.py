@@ -4,10 +4,15 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
+from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import parameter_groups
+from ddp_hydra.training.checkpoint import read
+from tests.ddp_hydra.training.loop_runs import Numbers, flat
+from tests.ddp_hydra.training.plain_torch import CONSTANT, begin_alike
 
 
 def network() -> nn.Module:
@@ -81,7 +86,9 @@ def test_something_must_be_left():
 
 def test_biases_and_scales_may_be_spared_from_decay():
     model = network()
-    optimizer = torch.optim.SGD(parameter_groups.parameters(model, decay_all=False), lr=0.1, weight_decay=0.3)
+    optimizer = torch.optim.SGD(
+        parameter_groups.parameters(model.parameters(), decay_all=False), lr=0.1, weight_decay=0.3
+    )
     groups = [(len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
     assert groups == [(2, 0.3), (4, 0.0)]
 
@@ -89,8 +96,11 @@ def test_biases_and_scales_may_be_spared_from_decay():
 def test_frozen_parameters_are_not_the_optimizers():
     model = network()
     parameter_groups.freeze(model, ["*", "!head.*"])
-    assert len(list(parameter_groups.parameters(model, decay_all=True))) == 2
-    assert [len(group["params"]) for group in parameter_groups.parameters(model, decay_all=False)] == [1, 1]
+    assert len(list(parameter_groups.parameters(model.parameters(), decay_all=True))) == 2
+    assert [len(group["params"]) for group in parameter_groups.parameters(model.parameters(), decay_all=False)] == [
+        1,
+        1,
+    ]
 
 
 def test_what_is_recomputed_keeps_no_activations_and_gives_the_same_gradients():
@@ -164,3 +174,67 @@ def test_a_copy_of_what_is_recomputed_computes_with_its_own_weights():
         model[0][0].weight.zero_()
     assert torch.equal(copied(x), before)
     assert not torch.equal(model(x), before)
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 5), nn.Linear(5, 3)
+        begin_alike(self)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.body(x)))
+
+
+def layerwise(model, lr, body_lr=0.01):
+    return torch.optim.SGD(
+        [{"params": model.head.parameters()}, {"params": model.body.parameters(), "lr": body_lr}], lr
+    )
+
+
+def headless(model, lr):
+    return torch.optim.SGD(model.body.parameters(), lr)
+
+
+def strange(model, lr):
+    return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(1))], lr)
+
+
+def by_function(name, **options):
+    optimizer = {"_target_": f"{__name__}.{name}", "lr": 0.1, **options}
+    return {"model": {"_target_": f"{__name__}.Halves"}, "optimizer": optimizer, "scheduler": CONSTANT}
+
+
+def test_a_function_of_the_model_makes_groups_as_by_hand(train):
+    model, data, sampler = Halves(), Numbers(9), Distributed(9, 2)
+    optimizer = layerwise(model, 0.1)
+    for epoch in range(2):
+        for indices in sampler.batches(epoch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(data.x[list(indices)]), data.y[list(indices)]).backward()
+            optimizer.step()
+    assert flat(read(train(whole=by_function("layerwise")).last)["model"]) == flat(model.state_dict())
+
+
+def test_an_argument_of_such_a_function_may_change_in_a_resume(train):
+    first = train(whole=by_function("layerwise"), stop_at=("update", 3))
+    resumed = train(whole=by_function("layerwise", body_lr=0.0), resume=first.last)
+    for name, value in read(first.last)["model"].items():
+        assert torch.equal(value, read(resumed.last)["model"][name]) == name.startswith("body.")
+
+
+def test_frozen_parameters_are_taken_out_of_such_groups(train):
+    saved = read(train(whole=by_function("layerwise"), freeze=["body.*"]).last)["optimizer"]
+    assert [len(group["params"]) for group in saved["param_groups"]] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("headless", r"but it leaves out head.weight, head.bias: to train a part only, give trainer.freeze"),
+        ("strange", "has parameters of something else than the model"),
+    ],
+)
+def test_such_a_function_gives_all_that_is_trained(train, name, said):
+    with pytest.raises(ConfigError, match=said):
+        train(whole=by_function(name))

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks import Step
+from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.train_step import as_step
+from ddp_hydra.training.train_step import TrainStep, as_step
 from ddp_hydra.training.update import OptimizerStep, Update
 from ddp_hydra.training.weighing import Weighing, zero
 
@@ -93,8 +93,7 @@ def test_scaled_gradients_are_unscaled_before_the_factor(clip_norm):
     def trained(scaler, counts):
         torch.manual_seed(0)
         model, x = nn.Linear(3, 2), torch.randn(8, 3)
-        step = nn.Module()
-        step.part = model
+        step = TrainStep(Task(), model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         wrapped = Parallel(step, step)
         update = Update(
