@@ -22,9 +22,7 @@
     seeds            mean and spread of the jobs that differ in their seed only
     live_table       the table on the terminal
     pruning          removes the checkpoints of jobs that are not among the best
-    plot             sweep.png, sweep.svg
-    plotter          draws it in a process beside the sweep
-    pictures         the look, the axes and the files of pictures
+    plot             sweep.png
     pbt/             population-based training, a sweeper
 
 Hydra imports every plugin when any app starts, so `launcher` imports little.

@@ -1,49 +1,129 @@
-"""Draws sweep.png and sweep.svg: the objective over the swept values."""
+"""Draws sweep.png, the objective over the swept values, in a process beside the sweep: nothing waits for it."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
+import logging
 import math
+import os
+import time
+import warnings
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra.sweep import pictures
-from ddp_hydra.sweep.pictures import BEST, FAILED, HUGE, JOB, Scale, shown, spans
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
+from ddp_hydra.console.text import plain
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank import garbage
+from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.sweep.forked_process import ForkedProcess
+from ddp_hydra.sweep.rows import Objective, Row, State, best_first, comparable, describe_counts, swept
 from ddp_hydra.sweep.seeds import Repeated, is_seed, repeated
+from ddp_hydra.sweep.summary_files import read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+log = logging.getLogger(__name__)
+PAUSE_S = 20.0
+"""Minimum seconds between two pictures. The last batch of jobs is always drawn."""
+DRAW_S = 30.0
+"""How long a picture may take."""
+NICE = 10
+"""Niceness of the process that imports matplotlib: jobs go first."""
+HUGE = 1e30
+"""Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
 _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _MAX_GRID = 12, 3, 8, 24
-_MAX_LINE, _MAX_LETTERS = 12, 40
-_NEARLY_FULL = 0.75
+_MAX_LINE, _MAX_LETTERS, _MAX_LABEL = 12, 40, 18
+_NEARLY_FULL, _LOG_FROM = 0.75, 100
+JOB, BEST, FAILED, GREY = "#2f6db3", "#f2a900", "#c8372d", "#5c6570"
+STYLE: dict[Any, Any] = {
+    "font.family": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#b8bec6", "axes.labelcolor": "#20262d",
+    "axes.spines.right": False, "axes.spines.top": False, "axes.grid": True, "axes.axisbelow": True,
+    "grid.color": "#e8ebee", "xtick.color": GREY, "ytick.color": GREY, "text.color": "#20262d",
+    "text.parse_math": False, "figure.facecolor": "white",
+}  # fmt: skip
+
+
+class Plotter:
+    """Has sweep.json drawn after batches of jobs; sweepers may have hundreds of them."""
+
+    def __init__(self, folder: Path, objective: Objective) -> None:
+        self.folder, self.objective = folder, objective
+        self.process: ForkedProcess | None = None
+
+    def prepare(self) -> None:
+        """Start the process that will draw. It imports matplotlib while the first jobs wait for the import of torch."""
+        self.process = self.process or ForkedProcess(self._serve)
+
+    def draw(self) -> None:
+        self.prepare()
+        self._send(is_last=False)
+
+    def finish(self) -> None:
+        """Wait until all is drawn."""
+        if self.process is not None:
+            self._send(is_last=True)
+            self.process.process.join(DRAW_S)
+            self.process.end()
+
+    def _send(self, is_last: bool) -> None:
+        assert self.process is not None
+        with contextlib.suppress(OSError):  # it has ended
+            self.process.pipe.send(is_last)
+
+    def _serve(self, pipe: Connection) -> None:
+        os.nice(NICE)
+        garbage.pause()
+        with contextlib.suppress(Exception):  # `draw` says what is wrong
+            for name in ("figure", "backends.backend_agg"):
+                importlib.import_module(f"matplotlib.{name}")
+        garbage.resume()
+        drawn, is_wanted, is_last = -math.inf, False, False
+        while is_wanted or not is_last:
+            if is_wanted and (is_last or time.monotonic() - drawn >= PAUSE_S):
+                is_wanted = False
+                with contextlib.suppress(ConfigError):  # the disk is full, and the sweep has said so
+                    draw(read(self.folder), self.objective, self.folder)
+                drawn = time.monotonic()
+            elif pipe.poll(1.0):
+                is_last = pipe.recv()
+                is_wanted |= not is_last
 
 
 def draw(rows: Sequence[Row], objective: Objective, folder: Path) -> bool:
-    """Draw the objective over each swept key, and as a map over two of them.
+    """Draw the objective over each swept key, and as a map over two of them; return whether there is a picture.
 
-    If the sweep repeats seeds, a line from the mean by one standard deviation up and down shows each config.
-    The same rows give the same files.
-
-    Args:
-        rows: of a sweep.
-        objective: the metric that jobs are compared by.
-        folder: gets sweep.png and sweep.svg.
-
-    Returns:
-        Whether it was drawn: there are values, and matplotlib is installed.
+    If the sweep repeats seeds, a line from the mean by one standard deviation up and down shows each config. The same
+    rows give the same file. An error, such as that matplotlib is missing, is logged, and ends no sweep.
     """
     keys = list(dict.fromkeys(key for values in swept(rows).values() for key in values))
     if repeated(rows, objective):
         keys = [key for key in keys if not is_seed(key)] or keys
     if len(rows) < 2 or not keys or not any(map(_has_value, rows)):
         return False
-    return pictures.draw(partial(_figure, rows, objective, keys), folder, "sweep")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about letters that the font lacks
+            from matplotlib import rc_context
+
+            content = io.BytesIO()
+            with rc_context(STYLE):
+                _figure(rows, objective, keys).savefig(content, format="png")
+            write_atomic(folder / "sweep.png", content.getvalue())
+    except ImportError:
+        log.warning("there is no picture of the sweep without matplotlib: pip install 'ddp-hydra[plot]'")
+        return False
+    except Exception as error:  # an error of matplotlib
+        log.warning("there is no picture of the sweep: %s", error)
+        return False
+    return True
 
 
 def _figure(rows: Sequence[Row], objective: Objective, keys: list[str]) -> Figure:
@@ -66,7 +146,7 @@ def _figure(rows: Sequence[Row], objective: Objective, keys: list[str]) -> Figur
         _panel(axes, scale, rows, objective, over_seeds)
     for number, axes in enumerate(every[: panels - has_map]):
         if number % columns == 0:
-            axes.set_ylabel(shown(objective.metric, 40))
+            axes.set_ylabel(short_text(objective.metric, 40))
         else:
             axes.tick_params(labelleft=False)
     if has_map:
@@ -78,12 +158,12 @@ def _figure(rows: Sequence[Row], objective: Objective, keys: list[str]) -> Figur
 
 
 def _title(rows: Sequence[Row], objective: Objective, keys: int, over_seeds: Sequence[Repeated]) -> str:
-    best, metric = _good(rows, objective)[0], shown(objective.metric, 40)
+    best, metric = _good(rows, objective)[0], short_text(objective.metric, 40)
     verdict = f"best: job {best.number} with {metric} {best.objective:.5g} ({objective.better})"
     if over_seeds and over_seeds[0].mean is not None:
         first = over_seeds[0]
         spread = "" if first.sd is None else f" ± {first.sd:.2g}"
-        verdict = f"best mean over seeds: {shown(_words(first), 60)} with {metric} {first.mean:.5g}{spread}"
+        verdict = f"best mean over seeds: {short_text(_words(first), 60)} with {metric} {first.mean:.5g}{spread}"
     if not objective.ranks(rows):
         verdict = f"no best: {'no direction was given' if objective.maximize is None else 'jobs have other data'}"
     omitted = f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else ""
@@ -130,8 +210,8 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, 
     axes.margins(y=0.14)
     if _log_values(good, objective):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_plainly)
-    axes.set_xlabel(shown(scale.name, 40))
+        axes.yaxis.set_major_formatter(_format_number)
+    axes.set_xlabel(short_text(scale.name, 40))
     _mark(axes, scale)
     axes.tick_params(which="both", length=0)
 
@@ -142,12 +222,12 @@ def _mark(axes: Axes, scale: Scale) -> None:
     if not numbers:
         _mark_texts(axes, scale)
         return
-    is_log = spans(numbers)
+    is_log = needs_logarithm(numbers)
     places = [math.log(number) for number in numbers] if is_log else numbers
     margin = 0.08 * (places[-1] - places[0]) or 0.5
     if is_log:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(_plainly)
+        axes.xaxis.set_major_formatter(_format_number)
         axes.xaxis.set_minor_formatter(lambda *_: "")
         axes.set_xlim(math.exp(places[0] - margin), math.exp(places[-1] + margin))
     else:
@@ -184,7 +264,7 @@ def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Object
         cells, cmap="viridis_r" if objective.maximize is False else "viridis", origin="lower", aspect="auto", zorder=1,
         norm="log" if _log_values(rows, objective) else "linear",
     )  # fmt: skip
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, format=_plainly)
+    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, format=_format_number)
     bar.outline.set_visible(False)
     bar.ax.tick_params(which="both", length=0)
     norm: Any = image.norm
@@ -201,8 +281,8 @@ def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Object
     _mark_texts(axes, across)
     axes.set_yticks(range(len(lines)), up.labels)
     axes.set_ylim(-0.5, len(lines) - 0.5)
-    axes.set_xlabel(shown(across.name, 40))
-    axes.set_ylabel(shown(up.name, 40))
+    axes.set_xlabel(short_text(across.name, 40))
+    axes.set_ylabel(short_text(up.name, 40))
     axes.grid(visible=False)
     axes.tick_params(which="both", length=0)
 
@@ -254,8 +334,62 @@ def _value(row: Row) -> float:
 
 def _log_values(rows: Sequence[Row], objective: Objective) -> bool:
     """Return whether to use a logarithmic axis: on a linear one, a very high loss would flatten the others."""
-    return objective.maximize is False and spans([_value(row) for row in rows if _has_value(row)])
+    return objective.maximize is False and needs_logarithm([_value(row) for row in rows if _has_value(row)])
 
 
-def _plainly(value: float, _: Any = None) -> str:
+def _format_number(value: float, _: Any = None) -> str:
     return f"{value:g}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Places the values of one key on an axis: numbers by value, texts side by side.
+
+    Args:
+        name: the key.
+        values: by job number; None if a job has none.
+    """
+
+    name: str
+    values: dict[int, str | None]
+
+    @property
+    def numbers(self) -> dict[int, float]:
+        """Return the numbers by job number; {} if not all values are numbers."""
+        numbers = {job: _number(value) for job, value in self.values.items()}
+        found = {job: number for job, number in numbers.items() if number is not None}
+        return found if len(found) == len(numbers) else {}
+
+    @property
+    def categories(self) -> list[str | None]:
+        """Return all values: numbers in order, texts as they were given."""
+        numbers = self.numbers
+        jobs = sorted(self.values, key=lambda job: numbers.get(job, 0.0))
+        return list(dict.fromkeys(self.values[job] for job in jobs))
+
+    @property
+    def positions(self) -> dict[int, float]:
+        """Return the position on the axis by job number."""
+        places = {value: float(place) for place, value in enumerate(self.categories)}
+        return self.numbers or {job: places[value] for job, value in self.values.items()}
+
+    @property
+    def labels(self) -> list[str]:
+        """Return the labels of the categories."""
+        return ["none" if value is None else short_text(value) for value in self.categories]
+
+
+def needs_logarithm(numbers: Sequence[float]) -> bool:
+    """Return whether numbers are better placed by their logarithms."""
+    return min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_FROM
+
+
+def short_text(text: str, most: int = _MAX_LABEL) -> str:
+    """Return a text as one line of at most so many letters."""
+    text = " ".join(plain(text).split()) or "''"
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _number(value: str | None) -> float | None:
+    number = comparable(value)
+    return number if isinstance(number, float) and (number == 0 or 1 / HUGE < abs(number) < HUGE) else None

@@ -29,7 +29,7 @@ from ddp_hydra.sweep.job_process import preload, run_planned_job
 from ddp_hydra.sweep.job_returns import CompactReturn, with_trace
 from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.planned_job import PlannedJob
-from ddp_hydra.sweep.plotter import Plotter
+from ddp_hydra.sweep.plot import Plotter
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import State, describe_counts
@@ -264,8 +264,6 @@ class Sweep:
         """End all, also the cluster, which is kept up between batches."""
         self.end_all()
         self.scheduler.close_cluster()
-        if self.plotter.has_news:
-            self.plotter.draw(self.rows, is_last=True)
         self.plotter.finish()
         unlock(self.lock)
 
@@ -274,7 +272,7 @@ class Sweep:
     def write_summary(self) -> None:
         """Write the files of the sweep, and print the table and the errors."""
         self.files.write(self.rows, now=True)
-        self.plotter.draw(self.rows)
+        self.plotter.draw()
         lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == State.failed]
         self.table.close(self.rows, [*lines, self.closing_line])
 

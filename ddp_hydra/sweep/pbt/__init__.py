@@ -3,7 +3,6 @@
     sweeper     the class that Hydra calls: a batch of jobs for each generation
     space       the values that a key may have: draw one, change one
     population  the options; who goes on, who copies whom, with which values
-    lineage     lineage.csv, lineage.md and the picture
 
 Members of a generation wait for each other, so that everything is repeatable from the seed.
 """

@@ -20,7 +20,6 @@ from omegaconf import DictConfig
 from ddp_hydra.errors import ConfigError, SweepFailed
 
 if TYPE_CHECKING:
-    from ddp_hydra.sweep.pbt.lineage import Entry
     from ddp_hydra.sweep.pbt.population import Member
     from ddp_hydra.sweep.pbt.space import Dimension
 
@@ -35,11 +34,16 @@ class PopulationSweeper(Sweeper):
         direction: maximize or minimize; None for that of the objective.
         params: the keys to search, in Hydra's syntax for sweeps.
         options: see `population.Settings`.
+
+    Attributes:
+        scores: objectives of the members of the last generation, by their place; None for one that has failed.
+        folders: their run directories.
     """
 
     def __init__(self, params: Mapping[str, Any] | None = None, **options: Any) -> None:
         self.params, self.options = params, options
-        self.entries: list[list[Entry]] = []
+        self.scores: list[float | None] = []
+        self.folders: list[str] = []
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Check the options, and make the launcher. Called by Hydra."""
@@ -76,8 +80,7 @@ class PopulationSweeper(Sweeper):
             SweepFailed: all members of a generation have failed.
         """
         from ddp_hydra.config import redact
-        from ddp_hydra.sweep.pbt import lineage
-        from ddp_hydra.sweep.pbt.population import first_generation, next_generation
+        from ddp_hydra.sweep.pbt.population import first_generation, next_generation, ranked
 
         fixed, space = self.read(arguments)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
@@ -87,15 +90,17 @@ class PopulationSweeper(Sweeper):
         returns: list[Sequence[JobReturn]] = []
         for generation in range(self.settings.generations):
             if generation:
-                scores = [entry.score for entry in self.entries[-1]]
                 try:
-                    members = next_generation(generation, members, scores, maximize, space, self.settings)
+                    members = next_generation(generation, members, self.scores, maximize, space, self.settings)
                 except ValueError as error:
                     raise SweepFailed(f"generation {generation - 1}: {error}; see {folder}/sweep.md") from None
-            returns.append(self.train(generation, members, fixed, folder))
-            lineage.write(folder, self.entries, self.objective)
-        lineage.draw(folder, self.entries, self.objective)
-        log.info("%s", lineage.describe_best(self.entries, self.objective, os.path.relpath(folder)))
+            returns.append(self.train(generation, members, fixed))
+        best = ranked(self.scores, maximize)[0]
+        if (score := self.scores[best]) is None:
+            log.warning("all members of the last generation have failed: see %s/sweep.md", os.path.relpath(folder))
+            return returns
+        checkpoint = Path(os.path.relpath(self.folders[best]), "checkpoints", "last.pt")
+        log.info("best: member %d with %s %.5g  ->  %s", best, self.objective.metric, score, checkpoint)
         return returns
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:
@@ -115,20 +120,8 @@ class PopulationSweeper(Sweeper):
             raise ConfigError("resume can't be searched: hydra/sweeper=pbt sets it itself")
         return fixed, searched
 
-    def train(
-        self, generation: int, members: Sequence[Member], fixed: Sequence[str], folder: Path
-    ) -> Sequence[JobReturn]:
-        """Train one generation, and add its entries.
-
-        Args:
-            generation: its number.
-            members: its members.
-            fixed: overrides of all jobs.
-            folder: of the sweep.
-        """
-        from ddp_hydra.sweep.pbt.lineage import Entry
-
-        before = self.entries[-1] if self.entries else []
+    def train(self, generation: int, members: Sequence[Member], fixed: Sequence[str]) -> Sequence[JobReturn]:
+        """Train one generation; `fixed` are overrides of all its jobs."""
         pause = self.settings.pause_after(generation)
         batch = []
         for member in members:
@@ -137,7 +130,7 @@ class PopulationSweeper(Sweeper):
             others = list(fixed)
             if member.parent is not None:
                 others = [word for word in fixed if not word.startswith("resume=")]
-                own.append(f"resume={quoted(os.path.relpath(before[member.parent].folder))}")
+                own.append(f"resume={quoted(os.path.relpath(self.folders[member.parent]))}")
             batch.append([*others, *own])
         if isinstance(getattr(self.launcher, "labels", None), list):  # our launcher shows them in its tables
             self.launcher.labels = [  # type: ignore[attr-defined]
@@ -150,12 +143,7 @@ class PopulationSweeper(Sweeper):
             ]
         self.validate_batch_is_legal(batch)
         results = self.launcher.launch(batch, initial_job_idx=generation * len(members))
-        self.entries.append(
-            [
-                Entry(generation, place, member.parent, dict(member.values), score_of(result), folder_of(result))
-                for place, (member, result) in enumerate(zip(members, results, strict=True))
-            ]
-        )
+        self.scores, self.folders = list(map(score_of, results)), list(map(folder_of, results))
         return results
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ddp_hydra.sweep import plot
-from ddp_hydra.sweep.pictures import Scale, shown
-from ddp_hydra.sweep.plot import draw
+from ddp_hydra.sweep.plot import Plotter, Scale, draw, short_text
 from ddp_hydra.sweep.rows import Objective, Row, State, swept
+from ddp_hydra.sweep.summary_files import json_text
+from tests.support.warm_server import wait_for
 
 ACCURACY = Objective("val/accuracy", maximize=True)
 LOSS = Objective("val/loss", maximize=False)
@@ -41,8 +41,7 @@ def shapes(monkeypatch) -> list[Any]:
 
     def save(figure: Figure, *args: Any, **kwargs: Any) -> None:
         savefig(figure, *args, **kwargs | {"dpi": 20})
-        if kwargs["format"] == "png":
-            figures.append(figure)
+        figures.append(figure)
 
     monkeypatch.setattr(Figure, "savefig", save)
     return figures
@@ -79,7 +78,7 @@ def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
 
 
 @pytest.mark.medium
-def test_the_same_rows_give_the_same_files_without_a_date(tmp_path):
+def test_the_same_rows_give_the_same_file(tmp_path):
     rows = grid(lambda lr, size: 0.9 - lr - size / 1000, lr=[0.001, 0.1], size=[16, 32])
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
@@ -87,9 +86,7 @@ def test_the_same_rows_give_the_same_files_without_a_date(tmp_path):
         assert draw(rows, ACCURACY, folder)
     first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
     assert first == second
-    assert set(first) == {"sweep.png", "sweep.svg"}
-    assert first["sweep.svg"].startswith(b"<?xml")
-    assert b"dc:date" not in first["sweep.svg"]
+    assert set(first) == {"sweep.png"}
 
 
 @pytest.mark.medium
@@ -249,20 +246,61 @@ def test_numbers_lie_where_they_are_and_texts_side_by_side(given, positions, lab
     scale = Scale("a", dict(enumerate(given)))
     assert list(scale.positions.values()) == positions
     assert scale.labels == labels
-    assert shown("key") == "key"
+    assert short_text("key") == "key"
+
+
+@pytest.fixture
+def pictures(tmp_path, monkeypatch):
+    """A folder, in which each drawing appends a line instead: how many rows it shows."""
+
+    def append(rows, objective, folder):
+        with (folder / "drawn").open("a") as file:
+            file.write(f"{len(rows)}\n")
+
+    monkeypatch.setattr(plot, "draw", append)
+    return tmp_path
+
+
+def save(folder, count: int) -> None:
+    (folder / "sweep.json").write_text(json_text(grid(float, a=list(range(count))), ACCURACY))
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("kind", ["png", "svg"])
-def test_a_file_that_cannot_be_drawn_ends_no_sweep(tmp_path, monkeypatch, caplog, capfd, kind):
-    from matplotlib.figure import Figure
+def test_a_process_that_was_prepared_draws_what_is_saved_later(pictures):
+    plotter = Plotter(pictures, ACCURACY)
+    plotter.prepare()
+    process = plotter.process
+    save(pictures, 3)
+    plotter.draw()
+    plotter.finish()
+    assert plotter.process is process
+    assert (pictures / "drawn").read_text() == "3\n"
+    assert not process.process.is_alive()
 
-    def save(self, file, **options):
-        if options["format"] == kind:
-            raise ValueError("no room")
 
-    monkeypatch.setattr(Figure, "savefig", save)
-    assert not draw(grid(lambda a: a, a=[1, 2]), ACCURACY, tmp_path)
-    assert re.search("there is no picture of the sweep: .*no room", caplog.text)
-    assert capfd.readouterr().err == ""
-    assert not list(tmp_path.iterdir())
+@pytest.mark.medium
+def test_batches_soon_after_each_other_are_drawn_once_and_the_last_one_always(pictures):
+    plotter = Plotter(pictures, ACCURACY)
+    save(pictures, 1)
+    plotter.draw()
+    wait_for((pictures / "drawn").exists, 30, "a picture")
+    save(pictures, 2)
+    for _ in range(3):
+        plotter.draw()
+    plotter.finish()
+    assert (pictures / "drawn").read_text() == "1\n2\n"
+
+
+@pytest.mark.medium
+def test_a_process_without_work_or_that_was_killed_ends_silently(pictures, capfd):
+    for is_killed in (False, True):
+        plotter = Plotter(pictures, ACCURACY)
+        plotter.prepare()
+        if is_killed:
+            plotter.process.process.kill()
+            plotter.process.process.join()
+            plotter.draw()
+        plotter.finish()
+        assert not plotter.process.process.is_alive()
+    assert not (pictures / "drawn").exists()
+    assert capfd.readouterr() == ("", "")
