@@ -193,4 +193,4 @@ class TorchrunLaunch(RankLaunch, frozen=True, kw_only=True):
     """
 
     server: dict[str, Any] = {}
-    numbers: dict[str, int] = {}
+    numbers: dict[str, bool | int] = {}

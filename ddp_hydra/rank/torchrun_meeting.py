@@ -44,7 +44,7 @@ class Choices:
     arguments: dict[str, str] = field(default_factory=dict)
     attempt: int = 0
     server: dict[str, Any] = field(default_factory=dict)
-    numbers: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, bool | int] = field(default_factory=dict)
 
 
 def meet(spec: RankSpec, wait_s: float, timeout_s: float) -> Store:

@@ -163,6 +163,13 @@ def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global
     assert json.dumps(made.call(0, 4).args) == before
 
 
+@pytest.mark.parametrize(("now", "static"), [(4, True), (2, False)])
+def test_an_attempt_with_micro_batches_gives_up_the_static_graph(now, static, tmp_path, caplog):
+    call = make(tmp_path, first_world_size=4, parallel={"static_graph": True}).call(1, now)
+    parallel = call.args[0]["parallel"]
+    assert (parallel["static_graph"], parallel.get("find_unused_parameters", False)) == (static, not static)
+
+
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_will_do(tmp_path, caplog):
     checkpoint(tmp_path, 10, 20, damaged=(20,))
     call = make(tmp_path, first_world_size=4).call(1, 4)

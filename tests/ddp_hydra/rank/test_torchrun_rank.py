@@ -11,6 +11,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.data.workers import helper
 from ddp_hydra.rank import process, torchrun_rank
 from ddp_hydra.rank.spec import GangSettings, JobSpec, RankSpec, TorchrunLaunch
+from ddp_hydra.rank.torchrun_meeting import Choices
 
 
 class FullDisk:
@@ -58,3 +59,12 @@ def test_a_rank_ends_also_where_its_output_cannot_be_written_instead_of_going_on
         os.close(write)
         os.close(read)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def test_a_rank_reads_the_switches_and_numbers_that_a_restart_changes():
+    changed = {"trainer.gradient_accumulation_steps": 2, "parallel.static_graph": False}
+    spec = RankSpec(0, 1, 0, 1, 0, "", "")
+    launch = TorchrunLaunch(job=JobSpec(gang="g", attempt=1, ranks=(spec,)), outbox="", numbers=changed)
+    assert msgspec.json.decode(msgspec.json.encode(launch), type=TorchrunLaunch).numbers == changed
+    choices = Choices(numbers=changed)
+    assert msgspec.json.decode(msgspec.json.encode(choices), type=Choices).numbers == changed
