@@ -1,4 +1,4 @@
-"""Keeps printing harmless after the reader of standard output or error has gone: `| head`, a closed terminal."""
+"""Keeps printing harmless where nobody reads any more (`| head`, a closed terminal), or the encoding lacks a character."""
 
 from __future__ import annotations
 
@@ -28,9 +28,15 @@ class LastingFile(io.FileIO):
             return memoryview(data).nbytes
 
 
+def printed(text: str) -> None:
+    """Print to a standard output that may be the user's own, which may lack characters."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)  # noqa: T201
+
+
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Let nothing inside the block fail because nobody reads what it prints.
+    """Let nothing inside the block fail because nobody reads what it prints, or the encoding lacks a character.
 
     Streams that a test or a notebook uses instead of the standard ones are not changed.
     """
@@ -54,7 +60,7 @@ def _lasting(stream: Any) -> TextIO:
     return io.TextIOWrapper(
         raw if stream.write_through else io.BufferedWriter(raw),
         encoding=stream.encoding,
-        errors=stream.errors,
+        errors="backslashreplace",  # what the terminal's encoding lacks
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )

@@ -14,6 +14,7 @@ from typing import Any
 
 import cloudpickle
 
+from ddp_hydra.console.output import printed
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.spec import GangSettings
@@ -23,7 +24,7 @@ from ddp_hydra.record import Log, Record
 def show(record: Record) -> None:
     """Print the output of rank 0."""
     if isinstance(record.data, Log) and record.rank == 0:
-        print(plain(record.data.text), end="", flush=True)  # noqa: T201
+        printed(plain(record.data.text))
 
 
 @dataclass(frozen=True)

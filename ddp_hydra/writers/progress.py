@@ -27,8 +27,8 @@ class ProgressWriter:
     """Shows a job while it runs: a header, the current step, and a permanent line per validation or epoch.
 
     A terminal gets a live bar, and so does a notebook that has ipywidgets. Other outputs get lines without control
-    characters, and between the permanent lines at most one line per `interval_s`. A closed output (`| head`) ends the
-    display, not the job.
+    characters, and between the permanent lines at most one line per `interval_s`. A closed output (`| head`), or one
+    whose encoding lacks a character, ends the display, not the job.
 
     Args:
         console: console to print to; None: stdout.
@@ -71,7 +71,7 @@ class ProgressWriter:
                 self._start(record, record.data)
             elif isinstance(record.data, Metrics):
                 self._metrics(record, record.data)
-        except OSError:
+        except (OSError, UnicodeError):
             self._is_closed = True
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class ProgressWriter:
             is_missing = step not in (None, self._line_step) and self._reported != self._state.mark()
             if not self._is_closed and is_missing and self._state.numbers(validation=True):
                 self._permanent_line()
-        except OSError:
+        except (OSError, UnicodeError):
             self._is_closed = True
         finally:
             self._stop_bar()
@@ -154,5 +154,5 @@ class ProgressWriter:
             return
         try:
             bar.stop()
-        except OSError:
+        except (OSError, UnicodeError):
             self._is_closed = True

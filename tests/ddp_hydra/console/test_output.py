@@ -53,6 +53,14 @@ def test_all_is_written_where_somebody_reads():
     assert (ended.returncode, ended.stdout.decode(), ended.stderr) == (1, "é" * 100_000 + "\n", b"bye\n")
 
 
+@pytest.mark.parametrize("call", ["with lasting(): print(text)", "printed(text + chr(10))"])
+def test_a_character_that_the_terminal_lacks_is_written_by_its_number(call):
+    program = f"text = 'pr\\u00e9cision \\u00b1 0.1 \\u2026'\nfrom ddp_hydra.console.output import *\n{call}"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
+    assert ended.stdout == b"pr\\xe9cision \\xb1 0.1 \\u2026\n", ended.stderr
+
+
 def test_what_a_test_has_put_in_the_place_of_stdout_stays_there(capsys):
     from ddp_hydra.console.output import lasting
 

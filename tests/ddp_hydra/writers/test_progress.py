@@ -150,6 +150,13 @@ def test_a_terminal_has_a_bar_and_is_left_clean(output, start, metrics_record, f
     assert "epoch 1/5  train/loss 0.5  val/loss 0.1  val/accuracy 0.972  100 samples/s\n" in bare
 
 
+def test_a_character_that_the_output_lacks_does_not_end_the_job():
+    writer = ProgressWriter(Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii")))
+    for step in (1, 2):
+        writer.write(Record(Metrics({"val/précision": 1.0}), step=step))
+    writer.close()
+
+
 @pytest.mark.integration
 def test_a_closed_output_does_not_end_the_job():
     code = """
