@@ -1,4 +1,4 @@
-"""Keeps printing harmless where nobody reads any more (`| head`, a closed terminal), or the encoding lacks a character."""
+"""Keeps printing harmless where nobody reads any more (`| head`, a closed terminal), or characters are lacking."""
 
 from __future__ import annotations
 

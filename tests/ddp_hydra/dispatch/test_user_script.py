@@ -1,33 +1,49 @@
 from __future__ import annotations
 
 import sys
+import traceback
 
 import pytest
 
 from ddp_hydra.dispatch import user_script
 
 
-@pytest.mark.parametrize("here", [b"\xff", b"of somebody else", None], ids=repr)
-def test_the_text_that_was_sent_runs_where_the_host_has_another_file_or_none(here, tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def restored(monkeypatch):
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.parametrize("here", [b"\xff", b"of somebody else", None], ids=repr)
+def test_the_text_that_was_sent_runs_where_the_host_has_another_file_or_none(here, tmp_path):
     path, out = tmp_path / "train.py", tmp_path / "out"
     path.write_text("import pathlib, sys\npathlib.Path(sys.argv[1]).write_text('it ran')")
     script = user_script.script(path, out)
     path.unlink() if here is None else path.write_bytes(here)
     script()
     assert out.read_text() == "it ran"
-    assert sys.argv[0] != str(path)
+    assert (sys.argv[0] == str(path)) is (here is not None)
 
 
-def test_a_script_that_this_user_cannot_read_is_not_here(tmp_path, monkeypatch):
-    path = tmp_path / "train.py"
-    path.write_text("1")
+def test_a_script_that_is_edited_finds_what_is_beside_it(tmp_path):
+    path, main = tmp_path / "train.py", sys.modules["__main__"]
+    (tmp_path / "beside_the_script.py").write_text("X = 5")
+    path.write_text(
+        "import beside_the_script, sys\nsys.modules['__main__'].beside_the_script\nraise ValueError(__file__)"
+    )
     script = user_script.script(path)
-    assert script.is_here()
+    path.write_text("edited")
+    with pytest.raises(ValueError, match=r"train\.py") as caught:
+        script()
+    assert str(caught.value) == str(path)
+    assert "raise ValueError(__file__)" in "".join(traceback.format_exception(caught.value))
+    assert sys.modules["__main__"] is main
 
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(user_script.Path, "read_text", refuse)
-    assert not script.is_here()
+def test_a_script_has_the_encoding_that_it_names(tmp_path):
+    path, out = tmp_path / "train.py", tmp_path / "out"
+    path.write_bytes(
+        b"# -*- coding: latin-1 -*-\nimport pathlib, sys\npathlib.Path(sys.argv[1]).write_text(ascii('\xe9'))"
+    )
+    user_script.script(path, out)()
+    assert out.read_text() == r"'\xe9'"
