@@ -143,9 +143,13 @@ def text(name: str, text: str, step: int | None = None) -> None:
 
     Args:
         name: TensorBoard's tag.
-        text: the Markdown.
+        text: the Markdown, at most 512 KiB.
         step: optimizer steps done.
+
+    Raises:
+        RecordError: it is larger.
     """
+    _check_size("text", name, len(str(text).encode(errors="replace")))
     emit(Text(name, text), step)
 
 
@@ -160,9 +164,13 @@ def image(name: str, png: bytes, step: int | None = None) -> None:
     Raises:
         RecordError: it is larger.
     """
-    if len(png) > 512 * 1024:
-        raise RecordError(f"image {name!r} has {len(png)} bytes; at most 512 KiB fit: submit() it as a file")
+    _check_size("image", name, len(png))
     emit(Image(name, base64.b64encode(png).decode()), step)
+
+
+def _check_size(kind: str, name: str, size: int) -> None:
+    if size > 512 * 1024:
+        raise RecordError(f"{kind} {name!r} has {size} bytes; at most 512 KiB fit: submit() it as a file")
 
 
 def histogram(name: str, edges: Sequence[float], counts: Sequence[float], step: int | None = None) -> None:

@@ -100,10 +100,12 @@ def test_records_say_who_and_when(sent, monkeypatch):
     ]
 
 
-def test_an_image_too_large_for_an_event_is_refused(sent):
+def test_an_image_or_a_text_too_large_for_an_event_is_refused(sent):
     with pytest.raises(RecordError, match=r"'big' has 524289 bytes; at most 512 KiB fit: submit\(\) it"):
         results.image("big", b"x" * (512 * 1024 + 1))
     assert sent == []
+    with pytest.raises(RecordError, match=r"text 'big' has 1048578 bytes; at most 512 KiB fit: submit\(\) it"):
+        results.text("big", "é" * (512 * 1024 + 1))
 
 
 @pytest.mark.parametrize("data", ["é", b"\x00\xff", bytearray(b"x"), memoryview(b"xy"), b"", b"x" * INLINE_BYTES])
