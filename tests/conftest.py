@@ -41,7 +41,8 @@ LIBRARY_FILES = ("dask-scratch-space", "torchinductor_", ".tensorboard-info", ".
 LEASE = ".lease"
 """A worker that is killed leaves it, unlocked; whoever takes one next removes it."""
 IMPORT_FOLDER = "ddp_hydra-import-"
-"""A command that is killed leaves it. One that ends removes it, which tests/integration/test_job.py looks at."""
+"""A command that is killed leaves it, until the next one removes it. One that ends removes its own, which
+tests/integration/test_job.py looks at."""
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,16 +15,17 @@ import functools
 import hashlib
 import io
 import os
-import shutil
 import sys
 import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage.files import scratch_folder
 
 PACKAGES = ("models", "data")
 FOLDERS = (*PACKAGES, "conf")
@@ -207,8 +208,9 @@ def make_importable(roots: Sequence[Path]) -> None:
 @functools.cache
 def _spanning_folder(roots: tuple[Path, ...]) -> Path:
     """Return a folder, removed when this process ends, with packages that span the layers."""
-    folder = Path(tempfile.mkdtemp(prefix="ddp_hydra-import-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    stack = ExitStack()
+    folder = stack.enter_context(scratch_folder("ddp_hydra-import-", tempfile.gettempdir()))
+    atexit.register(stack.close)
     for name in PACKAGES:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(_spanning_package([root / name for root in roots]))

@@ -15,6 +15,8 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.storage.run_ref import RunRef
 
+DOWNLOADS = ".resume"
+"""The folder of a run directory for checkpoints of a store that it begins with, until it ends."""
 KEEP_WARM_S = 300.0
 WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
 """Environment variable that replaces `KEEP_WARM_S`, for machines where nothing may stay behind a command."""
@@ -46,7 +48,7 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
     """Return the checkpoint file that `resume` names, downloaded into the run directory if it is in a bucket."""
-    return RunRef.of(cfg.resume).checkpoint("last", run_dir / ".resume", cfg.results.retry_s)
+    return RunRef.of(cfg.resume).checkpoint("last", run_dir / DOWNLOADS, cfg.results.retry_s)
 
 
 def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
@@ -63,7 +65,7 @@ def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
     ref = RunRef.of(os.path.expanduser(given))  # noqa: PTH111, a path would make one slash of the two of a URL
     if not ref.is_stored and not Path(ref.place).exists():
         raise CheckpointError(f"model.weights={given}: there is no such file, nor a run directory")
-    return ref.checkpoint("best", run_dir / ".resume", cfg.results.retry_s)
+    return ref.checkpoint("best", run_dir / DOWNLOADS, cfg.results.retry_s)
 
 
 def weights_path(cfg: DictConfig) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -17,7 +18,7 @@ from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import Interrupted
 from ddp_hydra.job import loggers, torchrun
-from ddp_hydra.job.job_config import check, find_resume, find_weights, packed_project
+from ddp_hydra.job.job_config import DOWNLOADS, check, find_resume, find_weights, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, metrics_at, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
@@ -95,6 +96,7 @@ def train(
         config = remote.spec.config if remote else schema.resolved(cfg)
         saved_config = remote.spec.saved_config if remote else checkpoint_config.of(cfg)
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
+        stack.callback(shutil.rmtree, run_dir / DOWNLOADS, ignore_errors=True)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if (weights := find_weights(cfg, run_dir)) is not None:
             files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -30,7 +32,7 @@ _PASSING = frozenset(
     )
     if hasattr(errno, name)
 )  # fmt: skip
-_PART = ".part-"
+_PART, _LOCK = ".part-", ".lock"
 
 
 def cannot_write(what: str | Path, error: OSError) -> RecordError:
@@ -138,6 +140,40 @@ def write_atomic(target: Path, content: bytes, *, durable: bool = True) -> None:
     """
     with writing(target), replacing(target, durable=durable) as part:
         part.write_bytes(content)
+
+
+@contextmanager
+def scratch_folder(prefix: str, base: str) -> Iterator[Path]:
+    """Make a temporary folder, locked by this process, and remove it after the block.
+
+    Folders of processes that were killed before they could remove theirs are removed, too.
+
+    Args:
+        prefix: of the folder's name.
+        base: the folder to make it in.
+    """
+    for folder in Path(base).glob(f"{prefix}*"):
+        _remove_if_abandoned(folder)
+    path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+    new = path / f"{_LOCK}-new"
+    handle = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        new.rename(path / _LOCK)  # has its name only once it is locked
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(handle)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # of another user, locked, or just being made or removed
+        handle = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(handle)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -265,7 +265,7 @@ class CheckpointWriter:
         for alias in ALIASES if checkpoint.best else ALIASES[:1]:
             self._point(alias, name)
             entries[alias] = entries[name]
-        outdated = self._too_old(entries)
+        outdated = self._outdated_by(checkpoint.step, entries)
         self._save({known: entry for known, entry in entries.items() if known not in outdated})
         self._outdated.update(outdated)
         self._remove_outdated()
@@ -290,12 +290,14 @@ class CheckpointWriter:
         with writing(target), replacing(target) as part:
             link_or_copy(self._folder / name, part)
 
-    def _too_old(self, entries: Entries) -> list[str]:
+    def _outdated_by(self, step: int, entries: Entries) -> list[str]:
+        """Return step files that are too many, or of later steps: an attempt that was given up has made them."""
         if self._keep is None:
             return []
         named = {entries[alias]["sha256"] for alias in ALIASES if alias in entries}
         steps = [name for name in entries if STEP_FILE.fullmatch(name)]
-        return [name for name in steps[: -self._keep] if entries[name]["sha256"] not in named]
+        old = [name for name in steps if name in steps[: -self._keep] or entries[name]["step"] > step]
+        return [name for name in old if entries[name]["sha256"] not in named]
 
 
 def _step_name(path: str, step: int, rank: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RunFailed
 from ddp_hydra.run_state import FailureEntry, Summary, decode, encode
+from ddp_hydra.storage.files import replacing
 
 LOCK = ".lock"
 SUMMARY = "summary.json"
@@ -167,14 +168,11 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    draft = run_dir / f".{SUMMARY}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        draft.write_bytes(encode(summary, indent=2))
-        draft.replace(run_dir / SUMMARY)
+        with replacing(run_dir / SUMMARY) as part:
+            part.write_bytes(encode(summary, indent=2))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
         raise cannot_be_written(run_dir, error) from error
 
 

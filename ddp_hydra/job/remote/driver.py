@@ -7,7 +7,6 @@ printed or logged afterwards goes to logs/driver.log among the results.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -15,7 +14,6 @@ import pickle
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,10 +33,12 @@ from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, livene
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
+from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.writers.handler import Writer
 from ddp_hydra.writers.run_dir import read_summary
 
 log = logging.getLogger(__name__)
+SCRATCH = "ddp_hydra-run-"
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def open_runner(spec: DriverSpec, context: DriverContext) -> Iterator[RemoteJobR
         acquire_run(store, status, spec.hydra_files)
     elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):
         raise AlreadyEnded
-    with scratch_folder(context.scratch) as scratch, scheduler.client() as client:
+    with scratch_folder(SCRATCH, context.scratch) as scratch, scheduler.client() as client:
         connect.use_existing(scheduler)
         runner = RemoteJobRunner(spec, scratch, store, status, client)
         if spec.is_restart:
@@ -280,44 +280,11 @@ def _client_security(security: Any) -> Any:
     )
 
 
-PREFIX = "ddp_hydra-run-"
-LOCK = ".lock"
-
-
-@contextlib.contextmanager
-def scratch_folder(base: str) -> Iterator[Path]:
-    """Make a temporary folder, locked by this process, and remove it after the block; remove those of dead processes.
-
-    Args:
-        base: the folder to make it in.
-    """
-    for folder in Path(base).glob(f"{PREFIX}*"):
-        _remove_if_abandoned(folder)
-    path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))
-    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(handle)
-
-
 def keep(path: Path) -> str:
     """Keep a temporary folder for the user, under a name that is never cleaned up; return its path."""
-    kept = path.with_name(path.name.replace(PREFIX, "ddp_hydra-kept-"))
+    kept = path.with_name(path.name.replace(SCRATCH, "ddp_hydra-kept-"))
     path.rename(kept)
     return str(kept)
-
-
-def _remove_if_abandoned(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # of another user, locked, or just being made or removed
-        handle = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(handle)
 
 
 if __name__ == "__main__":

@@ -64,24 +64,33 @@ class FencedStore(Store):
         Raises:
             TakenOver: another process has acquired it since.
         """
-        content = f"{self.token}\n".encode()
+        content = self.token.encode()
         try:
-            self.store.put_if(OWNER, content, owner)
-            self.store.put_if(OWNER, content, None)  # fails in a store that respects conditions
+            outdated = self.store.put_if(OWNER, content, owner)
+            content += b"\n"  # another content, and so another tag
+            self.store.put_if(OWNER, content, outdated)
+            self._conditional = self._refuses(None, content) and self._refuses(outdated, content)
         except ObjectChangedError:
-            if self.store.get(OWNER) == content:
-                return
-            raise self._taken_over() from None
+            if self._token() != self.token:
+                raise self._taken_over() from None
         except NotImplementedError:
             self.store.put(OWNER, content)
-        self._conditional = False
+            self._conditional = False
+
+    def _refuses(self, etag: str | None, content: bytes) -> bool:
+        """Return whether the store refuses to write an object that hasn't this ETag any more."""
+        try:
+            self.store.put_if(OWNER, content, etag)
+        except ObjectChangedError:
+            return True
+        return False
 
     def warn_if_unconditional(self) -> None:
         """Log that the store does not enforce that only its owner writes, if it doesn't."""
         if not self._conditional:
             log.warning(
-                "%s takes no conditional writes (If-None-Match): that only one driver writes there is looked up before "
-                "each write, but not enforced by the store",
+                "%s takes no conditional writes (If-Match, If-None-Match): that only one driver writes there is looked "
+                "up before each write, but not enforced by the store",
                 self.url,
             )
 

@@ -61,6 +61,18 @@ def test_keep_all_and_a_bad_keep(tmp_path, folder, checkpoint_record):
         CheckpointWriter(tmp_path, keep=0)
 
 
+def test_checkpoints_of_later_steps_go_where_a_run_begins_again(tmp_path, folder, checkpoint_record):
+    writer = CheckpointWriter(tmp_path, keep=3)
+    writer.write(checkpoint_record(20))
+    writer.write(checkpoint_record(40, b"weights 40", best=True))
+    writer.write(checkpoint_record(60))
+    again = CheckpointWriter(tmp_path, keep=3)
+    again.write(checkpoint_record(10))
+    assert {name for name in names(folder) if name.startswith("step-")} == {"step-000010.pt", "step-000040.pt"}
+    assert (folder / "best.pt").read_bytes() == b"weights 40"
+    check_whole(folder)
+
+
 def test_copies_where_links_do_not_work(tmp_path, folder, checkpoint_record, monkeypatch):
     writer = CheckpointWriter(tmp_path)
     writer.write(checkpoint_record(1))

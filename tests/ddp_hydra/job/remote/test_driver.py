@@ -15,7 +15,7 @@ from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import ClusterError, SchedulerLost
 from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
-from ddp_hydra.job.remote.driver import AlreadyEnded, RemoteJobRunner, _client_security, scratch_folder
+from ddp_hydra.job.remote.driver import SCRATCH, AlreadyEnded, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec, has_ended
 from ddp_hydra.job.remote.status import DriverStatus
@@ -23,6 +23,7 @@ from ddp_hydra.rank import outbox
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
 from ddp_hydra.storage import results_root
+from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.writers.status import encode
 
 PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
@@ -44,7 +45,7 @@ def spec(tmp_path) -> DriverSpec:
 
 @pytest.fixture
 def runner(spec, tmp_path):
-    with scratch_folder(str(tmp_path)) as scratch:
+    with scratch_folder(SCRATCH, str(tmp_path)) as scratch:
         yield RemoteJobRunner(spec, scratch, owned(spec.url), DriverStatus("tcp://scheduler:8786", "abc"), None)
 
 

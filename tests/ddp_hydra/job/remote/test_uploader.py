@@ -9,13 +9,14 @@ import pytest
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote import uploader
-from ddp_hydra.job.remote.driver import keep, scratch_folder
+from ddp_hydra.job.remote.driver import SCRATCH, keep
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status
 from ddp_hydra.storage import LocalFolder
+from ddp_hydra.storage.files import scratch_folder
 
 
 class Shaky(LocalFolder):
@@ -231,17 +232,17 @@ def test_the_status_follows_the_records(status):
 def test_a_folder_of_a_dead_driver_is_removed_and_that_of_a_live_one_is_not(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     dead = tmp_path / "ddp_hydra-run-dead"
-    with scratch_folder(str(tmp_path)) as live:
+    with scratch_folder(SCRATCH, str(tmp_path)) as live:
         dead.mkdir()
         (dead / ".lock").touch()
         (dead / "x").touch()
-        with scratch_folder(str(tmp_path)) as other:
+        with scratch_folder(SCRATCH, str(tmp_path)) as other:
             assert live.is_dir()
             assert not dead.exists()
             (other / "y").touch()
             kept = Path(keep(other))
     assert (kept / "y").is_file()
-    with scratch_folder(str(tmp_path)):
+    with scratch_folder(SCRATCH, str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == [kept]
 
