@@ -17,18 +17,11 @@ from typing import Any
 import dask
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster.by_source import BySource
-from ddp_hydra.cluster.connection import QUIET, Scheduler, load, without_broadcast_errors
-from ddp_hydra.cluster.kinds.base import Manager
-from ddp_hydra.cluster.kinds.gateway import Gateway
-from ddp_hydra.cluster.kinds.inline import Inline
-from ddp_hydra.cluster.kinds.kubernetes import Kubernetes
-from ddp_hydra.cluster.kinds.local import Local, LocalCuda
+from ddp_hydra.cluster.connection import QUIET, BySource, Scheduler, load, without_broadcast_errors
+from ddp_hydra.cluster.kinds.base import Inline, Manager
+from ddp_hydra.cluster.kinds.local import Local, LocalCuda, Remote, RemoteManager, Ssh
 from ddp_hydra.cluster.kinds.ray import Ray
-from ddp_hydra.cluster.kinds.remote import Remote, RemoteManager
-from ddp_hydra.cluster.kinds.saturn import Saturn
-from ddp_hydra.cluster.kinds.slurm import Slurm
-from ddp_hydra.cluster.kinds.ssh import Ssh
+from ddp_hydra.cluster.kinds.services import Gateway, Kubernetes, Saturn, Slurm
 from ddp_hydra.errors import ClusterError, DdpHydraError
 
 log = logging.getLogger(__name__)
@@ -166,10 +159,10 @@ def _arrange_end(
     if hasattr(cluster, "shutdown_on_close"):
         cluster.shutdown_on_close = not manager.keep
     if manager.needs_idle_shutdown:
-        from ddp_hydra.cluster import idle_shutdown
+        from ddp_hydra.cluster import scheduler_plugin
 
         owner = None if manager.keep else client.id
-        client.run_on_scheduler(BySource(idle_shutdown.set_up), owner, manager.client_timeout_s)
+        client.run_on_scheduler(BySource(scheduler_plugin.set_up), owner, manager.client_timeout_s)
     if manager.keep:
         name = getattr(cluster, "name", manager.name)
         notify(f"the cluster {name} is left running: the next job uses it with {manager.reuse_with(cluster)}")
@@ -179,10 +172,10 @@ def _arrange_end(
 
 def _keep_for_other_jobs(cluster: Any, client: Any) -> None:
     """Do not end a cluster on which other jobs run."""
-    from ddp_hydra.cluster import idle_shutdown
+    from ddp_hydra.cluster import scheduler_plugin
 
     with suppress(OSError, TimeoutError):
-        if jobs := client.run_on_scheduler(BySource(idle_shutdown.count_other_jobs), client.id):
+        if jobs := client.run_on_scheduler(BySource(scheduler_plugin.count_other_jobs), client.id):
             log.warning("the cluster %s is kept for %d other jobs that run on it", cluster.name, jobs)
             cluster.shutdown_on_close = False
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ddp_hydra
 from ddp_hydra.cluster import worker_probe
-from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.errors import ClusterError, ConfigError
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from distributed import Client
 
-from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.cluster.scheduler_plugin import ABSENT_S, FRONT, release, reserve_or_wait
 from ddp_hydra.errors import ClusterError
 

@@ -1,6 +1,6 @@
 """Looks up what a worker has: versions, packages, network interfaces.
 
-The module is sent to the worker as text, see `by_source.py`, so it imports only the standard library and what Dask
+The module is sent to the worker as text, see `BySource`, so it imports only the standard library and what Dask
 itself needs. It does not import torch, which would take seconds. Dask's `Client.get_versions` is not enough: it does
 not find a ddp_hydra that is a checkout on the path, and it looks up neither requirements nor interfaces.
 """

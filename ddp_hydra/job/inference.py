@@ -137,4 +137,4 @@ def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:
         raise ConfigError("cluster=torchrun: evaluate and predict run on a Dask cluster, or with cluster=inline here")
     if named or target not in ("LocalCluster", "Torchrun"):
         return cfg
-    return checkpoint_config.changed(cfg, groups={"cluster": {"_target_": "ddp_hydra.cluster.kinds.inline.Inline"}})
+    return checkpoint_config.changed(cfg, groups={"cluster": {"_target_": "ddp_hydra.cluster.kinds.base.Inline"}})

@@ -13,9 +13,9 @@ from distributed import Client, Worker
 from omegaconf import OmegaConf
 
 from ddp_hydra import dispatch
-from ddp_hydra.cluster import connect, idle_shutdown
-from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster import connect, scheduler_plugin
 from ddp_hydra.cluster.connect import wait_for_workers
+from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.dispatch.inline import variables_restored
 from ddp_hydra.errors import ClusterError
@@ -159,7 +159,7 @@ def test_a_scheduler_that_is_gone_while_one_waits(warm_server, tmp_path):
 
 def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_for):
     with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher, Client(address_in(file)) as client:
-        client.run_on_scheduler(BySource(idle_shutdown.set_up), client.id, 0.5)
+        client.run_on_scheduler(BySource(scheduler_plugin.set_up), client.id, 0.5)
         time.sleep(1.5)
         assert watcher.scheduler_info(n_workers=0)  # the client is there
         client.close()
@@ -169,8 +169,8 @@ def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_fo
 def test_an_idle_shutdown_can_be_switched_off(warm_server, tmp_path):
     with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher:
         with Client(address_in(file)) as client:
-            client.run_on_scheduler(BySource(idle_shutdown.set_up), client.id, 0.3)
-            client.run_on_scheduler(BySource(idle_shutdown.set_up), None, 0.3)
+            client.run_on_scheduler(BySource(scheduler_plugin.set_up), client.id, 0.3)
+            client.run_on_scheduler(BySource(scheduler_plugin.set_up), None, 0.3)
         time.sleep(1.2)
         assert watcher.scheduler_info(n_workers=0)
 
@@ -178,5 +178,5 @@ def test_an_idle_shutdown_can_be_switched_off(warm_server, tmp_path):
 def test_an_idle_shutdown_does_not_end_the_jobs_of_others():
     scheduler = type("", (), {"clients": {"other": None}, "plugins": {}, "periodic_callbacks": {}, "workers": {}})()
     scheduler._ddp_hydra_reservations = {"gang": {"holder": "other", "workers": ["w"]}}
-    assert idle_shutdown.count_other_jobs("me", scheduler) == 1
-    assert idle_shutdown.count_other_jobs("other", scheduler) == 0
+    assert scheduler_plugin.count_other_jobs("me", scheduler) == 1
+    assert scheduler_plugin.count_other_jobs("other", scheduler) == 0

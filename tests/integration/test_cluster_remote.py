@@ -74,7 +74,7 @@ def plain(warm_server, tmp_path_factory) -> Iterator[Path]:
 
 
 def remote(**arguments: object) -> contextlib.AbstractContextManager:
-    return connect.connect(OmegaConf.create({"_target_": "ddp_hydra.cluster.kinds.remote.Remote", **arguments}))
+    return connect.connect(OmegaConf.create({"_target_": "ddp_hydra.cluster.kinds.local.Remote", **arguments}))
 
 
 def why_not(**arguments: object) -> str:
@@ -190,7 +190,7 @@ def test_tls_where_the_scheduler_does_not_speak_it(secured, plain):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    monkeypatch.setattr("ddp_hydra.cluster.kinds.remote.CONNECT_S", 0.3)
+    monkeypatch.setattr("ddp_hydra.cluster.kinds.local.CONNECT_S", 0.3)
     monkeypatch.setattr("ddp_hydra.cluster.connection.PROBE_S", 0.5)
 
 

@@ -309,7 +309,7 @@ HERE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0
         (
             ["cluster=inline"],
             HERE,
-            "rank 1 of 2 that torchrun has started, but cluster ddp_hydra.cluster.kinds.inline.Inline",
+            "rank 1 of 2 that torchrun has started, but cluster ddp_hydra.cluster.kinds.base.Inline",
         ),
         (["-m", "cluster=torchrun", "seed=1,2"], HERE, "a sweep starts its jobs itself"),
     ],

@@ -180,3 +180,7 @@ def signals_kept() -> Iterator[None]:
         for number, handler in before.items():
             if signal.getsignal(number) is not handler and threading.current_thread() is threading.main_thread():
                 signal.signal(number, handler)
+
+
+class Inline:
+    """`cluster=inline`: no cluster; one rank in this process."""

@@ -1,16 +1,31 @@
-"""Clusters on this machine."""
+"""Clusters whose workers this machine starts, itself or by ssh, and clusters that run already."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from ddp_hydra.cluster.connection import without_messages
+import dask
+
+from ddp_hydra.cluster.connection import (
+    GIVE,
+    POLL_S,
+    Scheduler,
+    await_scheduler,
+    check_certificates,
+    load,
+    without_messages,
+)
 from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import ClusterError
@@ -103,3 +118,179 @@ def _kill_starting_workers(loop: Any) -> None:
                     os.kill(pid, signal.SIGKILL)
     finally:
         logging.disable(before)
+
+
+KEPT_LINES = 5
+
+
+class Ssh(Manager):
+    """`distributed.SSHCluster`: the scheduler on the first of `hosts`, workers on the others."""
+
+    required_packages = ("asyncssh",)
+
+    def check(self) -> None:
+        """Check the hosts, and count the workers that they make."""
+        super().check()
+        hosts = self.arguments.get("hosts")
+        if not isinstance(hosts, list) or len(hosts) < 2:
+            raise ClusterError(
+                f"cluster.hosts={hosts}: give at least two, [a,a,b]: the first one gets the scheduler, each other one "
+                "a worker; a host may be named more than once"
+            )
+        each = (self.arguments.get("worker_options") or {}).get("n_workers", 1)
+        there = each * (len(hosts) - 1)
+        if self.n_workers not in (None, there):
+            raise ClusterError(
+                f"cluster.n_workers={self.n_workers}, but cluster.hosts={hosts} make {there} workers: leave n_workers "
+                "out, and name a host as often as it shall have workers"
+            )
+        self.n_workers = there
+
+    def open(self) -> Any:
+        """Start the cluster, and keep the last lines that come over ssh."""
+        self.last_lines = LastLines()
+        logger = logging.getLogger("distributed.deploy.ssh")
+        level, propagate = logger.level, logger.propagate
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+        logger.addHandler(self.last_lines)
+        try:
+            # Dask reads from these log lines whether a process has started.
+            with dask.config.set({"logging.distributed": "info"}):
+                cluster = super().open()
+        finally:
+            logger.removeHandler(self.last_lines)
+            logger.setLevel(level)
+            logger.propagate = propagate
+        for process in (cluster.scheduler, *cluster.workers.values()):
+            for stream in (process.proc.stdout, process.proc.stderr):
+                cluster.loop.add_callback(self.last_lines.read, stream)
+        return cluster
+
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Do nothing: the list of hosts determines the number of workers."""
+
+    def status(self, cluster: Any) -> str:
+        """Repeat the last lines that came over ssh."""
+        return f"the hosts said: {' | '.join(self.last_lines.lines)}" if self.last_lines.lines else ""
+
+    def explain(self, error: BaseException) -> str:
+        """Add the last lines that came over ssh, and what can be wrong there."""
+        reason = super().explain(error)
+        output = f". It said: {' | '.join(self.last_lines.lines)}" if self.last_lines.lines else ""
+        return (
+            f"{reason}{output}. `ssh <host>` has to work without a password (keys and users: cluster.connect_options), "
+            "and cluster.remote_python has to be a Python with ddp_hydra on every host"
+        )
+
+
+class LastLines(logging.Handler):
+    """Keeps the last lines of a log, and of processes' output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a log record's message."""
+        self.add(record.getMessage())
+
+    def add(self, line: str) -> None:
+        """Keep a line."""
+        self.lines = [*self.lines, line.strip()][-KEPT_LINES:]
+
+    async def read(self, stream: Any) -> None:
+        """Read a process's output to its end: a process whose output nobody reads blocks at some time."""
+        with suppress(OSError):
+            async for line in stream:
+                self.add(line)
+
+
+CONNECT_S = 10.0
+"""Seconds that the scheduler may take to answer, and its file to appear."""
+
+
+@dataclass(eq=False, repr=False)
+class Remote:
+    """`cluster=remote`: a scheduler that was started by somebody else, and that stays after the job.
+
+    Args:
+        address: tcp://host:8786, or tls://host:8786.
+        scheduler_file: instead of the address, the file that `dask scheduler --scheduler-file` wrote.
+        security: tls_ca_file, tls_client_cert, tls_client_key and other arguments of `distributed.Security`; None for
+            the settings of Dask's own config.
+    """
+
+    address: str | None = None
+    scheduler_file: str | None = None
+    security: Mapping[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the cluster as it is."""
+
+    def get_client(self) -> Any:
+        """Connect; clusters of Dask have a method of this name, too.
+
+        Raises:
+            ClusterError: there is no such scheduler, or it refuses the connection.
+        """
+        load()
+        address = self.address or read_address(Path(str(self.scheduler_file)))
+        security = make_security(self.security)
+        if address.startswith("tls://"):
+            check_certificates(security)
+        await_scheduler(address, security, CONNECT_S)
+        return Scheduler(address, security, timeout_s=CONNECT_S).client()
+
+
+class RemoteManager(Manager):
+    """Connects to a `Remote`."""
+
+    needs_idle_shutdown = False
+    can_keep = True
+
+    def check(self) -> None:
+        """Check that exactly one of address and scheduler_file is given."""
+        super().check()
+        if bool(self.arguments.get("address")) == bool(self.arguments.get("scheduler_file")):
+            raise ClusterError(
+                "cluster=remote: give cluster.address=tcp://<host>:8786, as `dask scheduler` prints it, or "
+                "cluster.scheduler_file=<file>, as `dask scheduler --scheduler-file <file>` writes it"
+            )
+
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Leave the number of workers as it is."""
+
+
+def make_security(given: Mapping[str, Any] | None) -> Any:
+    """Make a `distributed.Security` from a config; the rest comes from Dask's own config."""
+    from distributed import Security
+
+    values = {key: value for key, value in (given or {}).items() if value is not None}
+    try:
+        return Security(**({"require_encryption": True, **values} if values else {}))
+    except (TypeError, ValueError) as error:  # without the values: a private key may be among them
+        raise ClusterError(f"cluster.security: {error}: give {GIVE}, or what else distributed.Security takes") from None
+
+
+def read_address(file: Path) -> str:
+    """Read a scheduler's address from the file that it wrote; wait a moment for one that is starting."""
+    deadline = time.monotonic() + CONNECT_S
+    while True:
+        try:
+            return str(json.loads(file.read_text())["address"])
+        except FileNotFoundError:
+            reason = "there is no such file"
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+        except (KeyError, TypeError, ValueError):
+            reason = "this is not a file that a scheduler has written"
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"cluster.scheduler_file={file}: {reason}: start one with `dask scheduler --scheduler-file {file}`, in "
+                "a folder that this machine sees, too; or give cluster.address=tcp://<host>:8786"
+            )
+        time.sleep(POLL_S)

@@ -14,7 +14,7 @@ STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
 class Ray(Manager):
-    """`ddp_hydra.cluster.ray.ray_cluster.RayCluster`. Ray installs `cluster.pip` for the workers."""
+    """`ddp_hydra.cluster.kinds.ray_cluster.RayCluster`. Ray installs `cluster.pip` for the workers."""
 
     required_packages = ("ray",)
     can_keep = True  # the actors can be detached

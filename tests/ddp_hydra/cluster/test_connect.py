@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import without_broadcast_errors
-from ddp_hydra.cluster.kinds import slurm
+from ddp_hydra.cluster.kinds import services
 from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.cluster.kinds.local import LocalCuda
 from ddp_hydra.config.hydra_compat import VERSION_BASE
@@ -192,10 +192,10 @@ def test_calls_that_a_worker_does_not_answer_are_not_told_by_a_scheduler_of_this
 
 def test_what_sbatch_said_is_taken_out_of_the_report():
     report = "Command exited with non-zero exit code.\nExit code: 1\nCommand:\nsbatch x.sh\nstdout:\n\nstderr:\n"
-    assert slurm.sbatch_message(
+    assert services.sbatch_message(
         report + "sbatch: error: no such thing\nsbatch: error: Batch job submission failed\n\n"
     ) == ("no such thing; Batch job submission failed")
-    assert slurm.sbatch_message("Could not parse job id\nfrom it") == "Could not parse job id; from it"
+    assert services.sbatch_message("Could not parse job id\nfrom it") == "Could not parse job id; from it"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_what_sbatch_said_is_taken_out_of_the_report():
 )
 def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(given, ours, tmp_path, monkeypatch):
     folder = tmp_path / '100% "x"'
-    chosen = slurm.Slurm(option("slurm", f"cluster.job_extra_directives={given}"), folder)
+    chosen = services.Slurm(option("slurm", f"cluster.job_extra_directives={given}"), folder)
     monkeypatch.setattr(chosen, "instantiate", lambda target, arguments: arguments["job_extra_directives"])
     output = f'--output="{tmp_path}/100%% \\"x\\"/slurm-%j.out"'
     assert chosen.open() == given + [output] * ours
@@ -323,7 +323,7 @@ def test_signal_handlers_stay_ours_whatever_a_cluster_does_when_it_starts():
 CTRL_C = """
 import signal
 from omegaconf import OmegaConf
-from ddp_hydra.cluster.kinds.slurm import Slurm
+from ddp_hydra.cluster.kinds.services import Slurm
 manager = Slurm(OmegaConf.create({"_target_": "dask_jobqueue.SLURMCluster"}))
 assert "queue" in manager.accepted or "job_cls" in manager.accepted, manager.accepted
 assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from distributed import Scheduler
 
-from ddp_hydra.cluster import idle_shutdown
-from ddp_hydra.cluster.idle_shutdown import NAME, IdleShutdown, count_other_jobs, set_up
+from ddp_hydra.cluster import scheduler_plugin
+from ddp_hydra.cluster.scheduler_plugin import NAME, IdleShutdown, count_other_jobs, set_up
 
 
 def scheduler(*clients: str, holders: tuple[str, ...] = ()) -> Any:
@@ -66,7 +66,7 @@ def test_dask_gateway_ends_a_cluster_its_own_way():
     one = scheduler()
     one.plugins = {"nanny": object(), "gateway": SimpleNamespace(service=SimpleNamespace(gateway=None))}
     one.plugins["other"] = SimpleNamespace(service=SimpleNamespace(gateway=SimpleNamespace(shutdown=shutdown)))
-    asyncio.run(idle_shutdown.end(one))
+    asyncio.run(scheduler_plugin.end(one))
     assert (ended, one.ended) == (["by the gateway"], [])
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import ddp_hydra
 from ddp_hydra.cluster import preflight, scheduler_plugin, worker_probe
-from ddp_hydra.cluster.by_source import BySource
+from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.cluster.preflight import check_workers
 from ddp_hydra.errors import ClusterError, ConfigError
 

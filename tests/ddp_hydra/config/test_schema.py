@@ -136,7 +136,7 @@ def test_without_validation_its_files_need_not_be_given(options):
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
     validate.check(cfg)
-    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.kinds.inline.Inline"
+    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.kinds.base.Inline"
 
 
 @pytest.mark.medium

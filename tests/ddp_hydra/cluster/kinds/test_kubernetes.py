@@ -13,8 +13,8 @@ import yaml
 from distributed.cli import dask_scheduler, dask_worker
 from omegaconf import OmegaConf
 
-from ddp_hydra.cluster.kinds import kubernetes
-from ddp_hydra.cluster.kinds.kubernetes import Kubernetes
+from ddp_hydra.cluster.kinds import services
+from ddp_hydra.cluster.kinds.services import Kubernetes
 
 CRDS = Path(dask_kubernetes.__file__).parent / "operator/deployment/helm/dask-kubernetes-operator/crds"
 OPTION = OmegaConf.load(Path(__file__).parents[4] / "conf/cluster/kubernetes.yaml")
@@ -135,5 +135,5 @@ def test_templates_without_the_old_commands_are_left_as_they_are(monkeypatch):
         return {"spec": {"scheduler": {"spec": {"containers": [container]}}, "worker": {}}}
 
     monkeypatch.setattr(dask_kubernetes.operator, "make_cluster_spec", of_a_later_version)
-    spec = kubernetes.cluster_spec("x", 1)
+    spec = services.cluster_spec("x", 1)
     assert spec["spec"]["scheduler"]["spec"]["containers"][0]["args"] == ["dask", "scheduler"]

@@ -9,7 +9,7 @@ from ddp_hydra.cluster.kinds import base
 from ddp_hydra.cluster.kinds.ray import Ray
 from ddp_hydra.errors import ClusterError
 
-TARGET = "ddp_hydra.cluster.ray.ray_cluster.RayCluster"
+TARGET = "ddp_hydra.cluster.kinds.ray_cluster.RayCluster"
 
 
 def manager(**settings):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.cluster.kinds.remote import make_security
+from ddp_hydra.cluster.kinds.local import make_security
 from ddp_hydra.errors import ClusterError
 
 

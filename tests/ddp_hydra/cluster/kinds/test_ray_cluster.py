@@ -27,7 +27,7 @@ class Actor:
 @pytest.mark.parametrize("keep", [False, True])
 def test_of_a_cluster_that_does_not_start_nothing_is_left_on_ray(keep, monkeypatch):
     pytest.importorskip("ray")
-    from ddp_hydra.cluster.ray import ray_cluster as module
+    from ddp_hydra.cluster.kinds import ray_cluster as module
 
     removed: list[Any] = []
 

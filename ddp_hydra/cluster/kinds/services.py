@@ -1,0 +1,286 @@
+"""Clusters that a service starts: a queue of batch jobs, Kubernetes, dask-gateway, Saturn Cloud."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import dask
+from hydra.utils import get_object
+
+from ddp_hydra.cluster.connection import Scheduler, user_name
+from ddp_hydra.cluster.kinds.base import Manager, signals_kept
+from ddp_hydra.errors import ClusterError
+
+SQUEUE_S = 4.0
+"""Seconds that squeue may take."""
+OUTPUT_OPTION = re.compile(r"(-o|--output)\b")
+
+
+class Slurm(Manager):
+    """`dask_jobqueue.SLURMCluster`: a scheduler in this process, and batch jobs with `processes` workers each."""
+
+    needs_idle_shutdown = False
+    hint = "the queue's limits may say no (cluster.queue, account, walltime, cores, memory)"
+
+    def check(self) -> None:
+        """Check that SLURM is installed here."""
+        super().check()
+        if shutil.which("sbatch") is None:
+            raise ClusterError(
+                "cluster=slurm: there is no sbatch here: type it on a login node of the cluster, or use cluster=remote "
+                "with a scheduler that runs there"
+            )
+
+    def open(self) -> Any:
+        """Start the cluster; have its batch jobs keep the messages of sbatch."""
+        self.refusals: list[str] = []
+        directives = list(self.arguments.get("job_extra_directives") or [])
+        own_folder = self.arguments.get("log_directory") or dask.config.get("jobqueue.slurm.log-directory", None)
+        own_output = own_folder or any(map(OUTPUT_OPTION.match, directives))
+        self.output = "" if own_output or self.logs is None else f"{self.logs.absolute()}/slurm-%j.out"
+        if self.logs is not None and self.output:
+            self.logs.mkdir(parents=True, exist_ok=True)  # SLURM does not make it, and ends the job
+            quoted = str(self.logs.absolute()).replace("%", "%%").replace("\\", "\\\\").replace('"', '\\"')
+            self.arguments["job_extra_directives"] = [*directives, f'--output="{quoted}/slurm-%j.out"']
+        return super().open()
+
+    def instantiate(self, target: str, arguments: Mapping[str, Any]) -> Any:
+        """Call the class, with a class of batch jobs that keeps the messages of sbatch."""
+        make = super().instantiate(target, {**arguments, "_partial_": True})
+        with signals_kept():
+            return make(job_cls=job_class_that_notes_refusals(get_object(target).job_cls, self.refusals))
+
+    def refusal(self, cluster: Any) -> str:
+        """Say why sbatch refused, once it has answered for all batch jobs."""
+        if not self.refusals or len(cluster.workers) < len(cluster.worker_spec):
+            return ""
+        reasons = " / ".join(dict.fromkeys(self.refusals))
+        return (
+            f"sbatch refused {len(self.refusals)} batch job{'s' * (len(self.refusals) > 1)}: {reasons}. Each is asked "
+            "for with cluster.queue, account, walltime, cores, memory and job_extra_directives; `sinfo` "
+            "shows what there is"
+        )
+
+    def status(self, cluster: Any) -> str:
+        """Say which state each batch job has in the queue."""
+        jobs = [str(job.job_id) for job in cluster.workers.values() if getattr(job, "job_id", None)]
+        if not jobs:
+            return "sbatch has not taken any job yet"
+        squeue = shutil.which("squeue") or "squeue"
+        command = [squeue, "--noheader", f"--jobs={','.join(jobs)}", "--format=%i %T %R"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SQUEUE_S, check=False)
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        ended = sorted(set(jobs) - {line.split()[0] for line in lines})
+        lines += [f"{job} is no longer in the queue" for job in ended]
+        see = self.output.replace("%j", ended[0]) if ended and self.output else "the logs of these jobs"
+        return f"squeue says: {', '.join(lines)}" + (f" (see {see})" if ended else "")
+
+
+def job_class_that_notes_refusals(kind: Any, refusals: list[str]) -> Any:
+    """Make a class of batch jobs that notes when sbatch refuses a job, and does not raise the error.
+
+    Dask would print the error for each job, again and again, and go on waiting.
+
+    Args:
+        kind: class of batch jobs, a `dask_jobqueue.core.Job`.
+        refusals: list to which the messages of sbatch are added.
+    """
+    from distributed.deploy.spec import ProcessInterface
+
+    class BatchJob(kind):
+        async def start(self) -> None:
+            try:
+                await super().start()
+            except (OSError, RuntimeError, ValueError) as error:
+                refusals.append(sbatch_message(str(error)))
+                await ProcessInterface.start(self)
+
+    return BatchJob
+
+
+def sbatch_message(error: str) -> str:
+    """Extract the message of sbatch from dask-jobqueue's error."""
+    lines = error.rpartition("stderr:\n")[2].splitlines()
+    messages = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in lines]
+    return "; ".join(filter(None, messages)) or " ".join(error.split())
+
+
+WORKER = ["dask", "worker", "--nthreads", "1", "--memory-limit", "0"]
+SPEC = ("name", "image", "resources", "env", "worker_command", "idle_timeout", "jupyter", "scheduler_service_type")
+"""Arguments of KubeCluster that belong to the resource."""
+
+
+class Kubernetes(Manager):
+    """`dask_kubernetes.operator.KubeCluster`: with `name`, it uses the running cluster of this name, if there is one.
+
+    Its template starts the commands `dask-worker` and `dask-scheduler`, which distributed removed in 2026.6. So the
+    resource is made here, from the same template, with `dask worker` and `dask scheduler`.
+    """
+
+    # Kubernetes would start a scheduler that ends again. With cluster.idle_timeout, the operator deletes everything.
+    needs_idle_shutdown = False
+    hint = "is the Dask operator installed there, and does `kubectl get daskclusters` work from here?"
+
+    def open(self) -> Any:
+        """Create the resource, or connect to the existing one of this name."""
+        given = {"n_workers": self.expected, **self.arguments}
+        given["name"] = given.get("name") or _unique_name()
+        given.setdefault("quiet", True)
+        given.setdefault("shutdown_on_close", None)  # means: True for a new one, False for an existing one
+        if given.get("custom_cluster_spec") is None:
+            given["custom_cluster_spec"] = cluster_spec(n_workers=self.expected, **_spec_arguments(given))
+        return self.instantiate(self.target, given)
+
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Ask for more workers if the existing cluster has fewer."""
+        if self.n_workers is not None and self.n_workers > (cluster.n_workers or 0):
+            cluster.scale(self.n_workers)
+
+    def status(self, cluster: Any) -> str:
+        """Say in which phase each pod is, and what its containers wait for."""
+        return f"its pods: {cluster.sync(_describe_pods, cluster.name, cluster.namespace)}"
+
+
+def cluster_spec(name: str, n_workers: int, worker_command: Any = None, **native: Any) -> dict[str, Any]:
+    """Make the `DaskCluster` resource that KubeCluster would make, with commands that exist.
+
+    Args:
+        name: of the cluster.
+        n_workers: number of pods; each has one worker.
+        worker_command: a list of words, or one string.
+        native: image, resources, env, idle_timeout, jupyter, scheduler_service_type, as in KubeCluster.
+    """
+    from dask_kubernetes.operator import make_cluster_spec
+
+    spec = make_cluster_spec(name, n_workers=n_workers, worker_command=worker_command or WORKER, **native)
+    for container in spec["spec"]["scheduler"]["spec"]["containers"]:
+        if container["args"][:1] == ["dask-scheduler"]:
+            container["args"][:1] = ["dask", "scheduler"]
+    return _without_nulls(spec)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove None values: the schema of the operator allows no null."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _spec_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    chosen = {key: given[key] for key in SPEC if given.get(key) is not None}
+    # Users write numbers, as in `nvidia.com/gpu: 1` and `DEBUG: 1`; the operator takes only text.
+    if isinstance(chosen.get("env"), dict):
+        chosen["env"] = _as_text(chosen["env"])
+    if "resources" in chosen:
+        chosen["resources"] = {kind: _as_text(amounts) for kind, amounts in chosen["resources"].items()}
+    return chosen
+
+
+def _as_text(values: dict[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in values.items()}
+
+
+def _unique_name() -> str:
+    user = re.sub(r"[^a-z0-9]+", "-", user_name().lower()).strip("-") or "nobody"
+    return f"ddp-hydra-{user[:20]}-{secrets.token_hex(4)}"
+
+
+async def _describe_pods(cluster: str, namespace: str) -> str:
+    import kr8s
+
+    found = []
+    async for pod in kr8s.asyncio.get("pods", namespace=namespace, label_selector=f"dask.org/cluster-name={cluster}"):
+        states = [status.get("state", {}) for status in pod.status.get("containerStatuses", [])]
+        reasons = [state["waiting"].get("reason", "") for state in states if "waiting" in state]
+        conditions = pod.status.get("conditions", [])
+        reasons += [one.get("message", "") for one in conditions if one.get("reason") == "Unschedulable"]
+        found.append(f"{pod.name} {pod.status.phase}{''.join(f' ({reason})' for reason in reasons if reason)}")
+    return ", ".join(found) or "none"
+
+
+log = logging.getLogger(__name__)
+CONNECTION = ("address", "proxy_address", "public_address", "auth")
+"""Arguments for the connection to the gateway; all others are options of the cluster."""
+QUESTION = "Is cluster.address the gateway's, and are you let in (cluster.auth, or gateway.auth in Dask's config)?"
+
+
+class Gateway(Manager):
+    """`dask_gateway.GatewayCluster`: the client reaches only the scheduler, through a TLS proxy.
+
+    `cluster.name` chooses a cluster that runs already.
+    """
+
+    hint = "the logs of the gateway's server say more"
+
+    def open(self) -> Any:
+        """Start a cluster, or use the running one of this name."""
+        name = self.arguments.get("name")
+        if name is None:
+            self.arguments.pop("name", None)
+            return super().open()
+        connection = {key: value for key, value in self.arguments.items() if key in CONNECTION}
+        arguments = {"cluster_name": name, "shutdown_on_close": False, **connection}
+        return self.instantiate(f"{self.target}.from_name", arguments)
+
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Ask for more workers, never for fewer: others may use them."""
+        if self.n_workers is not None and self.n_workers > workers:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                cluster.scale(self.n_workers)
+            for warning in caught:  # the gateway allows fewer
+                log.warning("gateway: %s", warning.message)
+
+    def explain(self, error: BaseException) -> str:
+        """Say which arguments can be wrong."""
+        kind, name = type(error).__name__, self.arguments.get("name")
+        if kind == "GatewayClusterError" or name is None:
+            advice = "" if kind.startswith("Gateway") else f". {QUESTION}"
+        else:
+            advice = f". Does cluster.name={name} still run? Without it, a new one is started"
+        return f"{super().explain(error)}{advice}"
+
+    def status(self, cluster: Any) -> str:
+        """Say which status the gateway gives the cluster."""
+        return f"the gateway says that {cluster.name} is {cluster.gateway.get_cluster(cluster.name).status.name}"
+
+
+class Saturn(Manager):
+    """`dask_saturn.SaturnCluster`: starts the one cluster of a resource, or uses it if it runs."""
+
+    hint = "its page in Saturn Cloud may say more"
+
+    def check(self) -> None:
+        """Check that the credentials are set."""
+        super().check()
+        missing = [name for name in ("SATURN_BASE_URL", "SATURN_TOKEN") if not os.environ.get(name)]
+        if missing:
+            raise ClusterError(
+                f"cluster=saturn: {' and '.join(missing)} are not set in the environment: copy both from Saturn Cloud "
+                "(a resource's page, Connect Externally), and export them"
+            )
+
+    def client(self, cluster: Any) -> Any:
+        """Connect by the address: the class was written for an older Dask, and clients use attributes that it lacks."""
+        return Scheduler(cluster.scheduler_address, cluster.security).client()
+
+    def scale(self, cluster: Any, workers: int) -> None:
+        """Ask for more workers if the running cluster has fewer."""
+        if self.n_workers is not None and 0 < workers < self.n_workers:
+            cluster.scale(self.n_workers)
+
+    def reuse_with(self, cluster: Any) -> str:
+        """Return what to type: the resource alone identifies the cluster."""
+        return "cluster=saturn"
+
+    def status(self, cluster: Any) -> str:
+        """Say which status Saturn Cloud gives the cluster."""
+        return f"Saturn Cloud says that the cluster {cluster.name} is {cluster.status}"

@@ -1,1 +1,0 @@
-"""A Dask cluster whose scheduler and workers Ray places. Nothing here is imported before `cluster=ray` is chosen."""
