@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.report import Figure, Goal
-from ddp_hydra.api.compose import Composed
+from ddp_hydra.api.connection import Composed
 
 RUNS = 10_000
 CHANGED = 100

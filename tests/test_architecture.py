@@ -31,7 +31,7 @@ TORCH_MODULES = (
     "ddp_hydra.rank.process",
     "ddp_hydra.rank.process_group",
     "ddp_hydra.cli.export",
-    "ddp_hydra.cli.generate",
+    "ddp_hydra.cli.export",
     "ddp_hydra.compat.dask_pytorch_ddp.data",
     "ddp_hydra.compat.wids",
 )

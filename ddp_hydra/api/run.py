@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
-from ddp_hydra.api.compose import Composed
-from ddp_hydra.cli import evaluate, predict
+from ddp_hydra.api.connection import Composed
+from ddp_hydra.cli import inference
 from ddp_hydra.cluster import connect
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
@@ -111,7 +111,7 @@ class Run:
         Raises:
             DdpHydraError: nothing was saved, a change does not fit, or it failed.
         """
-        return dict(evaluate.evaluate(str(self.dir), which, split, changes)["metrics"])
+        return dict(inference.evaluate(str(self.dir), which, split, changes)["metrics"])
 
     def predict(
         self,
@@ -136,7 +136,7 @@ class Run:
             Interrupted: it was interrupted; the same call goes on.
             DdpHydraError: nothing was saved, a change does not fit, or it failed.
         """
-        return Path(predict.predict(str(self.dir), out, which, split, overwrite, changes, targets)["out"])
+        return Path(inference.predict(str(self.dir), out, which, split, overwrite, changes, targets)["out"])
 
     def __repr__(self) -> str:
         return f"<Run {self.dir}: {self.status}>"

@@ -1,4 +1,4 @@
-"""`ddp-hydra export run=<run> format=onnx out=model.onnx`: write a trained model for other programs, and check it."""
+"""The commands export and generate, which load a trained model in this process."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from ddp_hydra.cli.key_value import parse
+from ddp_hydra.cli.commands import parse
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import export, export_example, load_run
+from ddp_hydra.training import export as exports
+from ddp_hydra.training import export_example, load_run
 
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
-USAGE = """ddp-hydra export run=<run directory, its URL, or checkpoint> format=safetensors|torch_export|onnx
+EXPORT_USAGE = """ddp-hydra export run=<run directory, its URL, or checkpoint> format=safetensors|torch_export|onnx
     [out=model.onnx] [which=best|last] [input_shape=[3,224,224]] [tolerance=1e-4] [overwrite=true]
     [key=value of the run's config …]"""
 
 
 @dataclass
-class Options:
+class ExportOptions:
     """The options of this command.
 
     Args:
@@ -43,9 +44,9 @@ class Options:
     overwrite: bool = False
 
 
-def main(words: Sequence[str]) -> None:
+def export(words: Sequence[str]) -> None:
     """Export a model, and print how exact the copy is."""
-    options, overrides = parse(Options, words, USAGE)
+    options, overrides = parse(ExportOptions, words, EXPORT_USAGE)
     if options.format not in SUFFIXES:
         raise ConfigError(f"format={options.format}: give {', '.join(SUFFIXES)}")
     out = Path(options.out or f"model{SUFFIXES[options.format]}").expanduser()
@@ -55,10 +56,50 @@ def main(words: Sequence[str]) -> None:
         raise ConfigError(f"split={options.split}: give val or train")
     trained = load_run.load(options.run, options.which, overrides, None if options.input_shape else options.split)
     example = export_example.example_of(trained, options.split, options.input_shape)
-    found = export.export(trained, example, options.format, out, options.tolerance)
+    found = exports.export(trained, example, options.format, out, options.tolerance)
     sizes = " and ".join(map(str, found["sizes"]))
     batch = "any batch size" if found["dynamic"] else f"a batch size of {sizes} only"
     print(f"{out}: step {trained.step}, {out.stat().st_size / 2**20:.2f} MiB, for {batch}")  # noqa: T201
     for name, shape in example.described().items():
         print(f"takes {name} {shape}")  # noqa: T201
     print(f"differs from the model by at most {found['difference']:.3g}, on batches of {sizes}")  # noqa: T201
+
+
+GENERATE_USAGE = """ddp-hydra generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
+    [which=best|last] [key=value of the run's config …]"""
+
+
+@dataclass
+class GenerateOptions:
+    """The options of this command.
+
+    Args:
+        run: run directory or checkpoint file, or the URL of a run.
+        n: number of samples.
+        temperature: values below 1 prefer likely samples, values above 1 unlikely ones.
+        seed: of the random numbers.
+        which: the checkpoint of a run directory.
+    """
+
+    run: str = MISSING
+    n: int = 50
+    temperature: float = 1.0
+    seed: int = 0
+    which: str = "best"
+
+
+def generate(words: Sequence[str]) -> None:
+    """Generate samples and print them."""
+    options, overrides = parse(GenerateOptions, words, GENERATE_USAGE)
+    if options.n < 1 or options.temperature <= 0:
+        raise ConfigError(
+            f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0"
+        )
+    run = load_run.load(options.run, options.which, overrides)
+    if not hasattr(run.train_set, "sample"):
+        raise ConfigError(
+            f"{type(run.train_set).__name__} has no sample(model, n, temperature, seed), so this run can't generate; "
+            "experiment=pet_names makes one that can"
+        )
+    for line in run.train_set.sample(run.model, options.n, options.temperature, options.seed):
+        print(line)  # noqa: T201

@@ -26,7 +26,7 @@ from ddp_hydra.cli import hydra_patches, overrides, prestart
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN
-from ddp_hydra.console import output, signals
+from ddp_hydra.console import signals
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
@@ -34,8 +34,17 @@ from ddp_hydra.rank import garbage
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
-COMMANDS = ("attach", "evaluate", "export", "generate", "init", "predict", "runs", "warm")
-"""First words that name a command instead of a job; each is a module of this package."""
+COMMANDS = {
+    "attach": "commands.attach",
+    "evaluate": "inference.evaluate_and_print",
+    "export": "export.export",
+    "generate": "export.generate",
+    "init": "commands.init",
+    "predict": "inference.predict_and_print",
+    "runs": "runs.main",
+    "warm": "commands.warm",
+}
+"""First words that name a command instead of a job, and the function of this package that runs it."""
 
 _MAKERS = ("run_job", "save_config", "setup", "sweep", "save")
 """Functions that make and first write a run directory: Hydra's, the launcher's, those of sweepers, and OmegaConf's."""
@@ -100,9 +109,10 @@ def entry() -> None:
 
 def run_command() -> None:
     """Run the command that the first word names. Only that one is imported, because some import torch."""
-    command = importlib.import_module(f"ddp_hydra.cli.{sys.argv[1]}")
+    module, _, function = COMMANDS[sys.argv[1]].partition(".")
+    command = getattr(importlib.import_module(f"ddp_hydra.cli.{module}"), function)
     garbage.resume()
-    command.main(sys.argv[2:])
+    command(sys.argv[2:])
 
 
 def compose_and_run() -> None:
@@ -128,7 +138,7 @@ def compose_and_run() -> None:
 
 def report(run: Callable[[], None]) -> int:
     """Run a function, print its error as a message, and return the exit code."""
-    with output.lasting(), signals.raised(), errors_raised() as traceback_wanted:
+    with signals.lasting(), signals.raised(), errors_raised() as traceback_wanted:
         try:
             run()
         except KeyboardInterrupt as error:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddp_hydra.cli import runs_text
-from ddp_hydra.cli.key_value import parse
+from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.runs_text import shown
 from ddp_hydra.errors import ConfigError, Interrupted
 
@@ -193,11 +193,10 @@ def tag(words: Sequence[str]) -> None:
 def reproduce(words: Sequence[str]) -> None:
     """Print or run the command that trains with the config of a run again, in a new run directory."""
     from ddp_hydra.config import project
-    from ddp_hydra.runs import reproduce as of_runs
-    from ddp_hydra.runs import run_files
+    from ddp_hydra.runs import details, run_files
 
     runs, options = runs_and_options(words, Reproduce, 1, "reproduce")
-    again = of_runs.of(run_files.open_run(runs[0]))
+    again = details.reproduction(run_files.open_run(runs[0]))
     print(runs_text.again_text(again), file=sys.stderr)  # noqa: T201
     if not options.run:
         variable = [f"{project.VARIABLE}={shlex.quote(again.kept)}"] if again.kept else []

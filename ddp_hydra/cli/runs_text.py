@@ -10,8 +10,8 @@ from rich.cells import cell_len
 
 from ddp_hydra.console.text import counted, duration, plain
 from ddp_hydra.runs.describe import Row, number, numbers, text
+from ddp_hydra.runs.details import Reproduction
 from ddp_hydra.runs.disk import KINDS
-from ddp_hydra.runs.reproduce import Again
 
 _MOST = 60
 """Longer cells are cut, except the first one, which is typed again."""
@@ -179,7 +179,7 @@ def _sizes(kinds: Mapping[str, int]) -> list[str]:
     return [size_text(kinds[kind]) for kind in KINDS] + [size_text(sum(kinds.values()))]
 
 
-def again_text(again: Again) -> str:
+def again_text(again: Reproduction) -> str:
     """Return what is to be known before a run is run again."""
     lines = []
     if not again.code_then:

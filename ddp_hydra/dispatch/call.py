@@ -14,7 +14,7 @@ from typing import Any
 
 import cloudpickle
 
-from ddp_hydra.console.output import printed
+from ddp_hydra.console.signals import printed
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.spec import GangSettings

@@ -16,8 +16,7 @@ from typing import Any
 
 from ddp_hydra.runs import find, select
 from ddp_hydra.runs.describe import Row
-from ddp_hydra.runs.find import SWEEP, SweepJobs
-from ddp_hydra.runs.index import Index
+from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
 from ddp_hydra.runs.run_files import LocalRun, RunFiles, StoredRun
 from ddp_hydra.storage import results_root
 

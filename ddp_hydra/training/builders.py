@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_hydra import results
-from ddp_hydra.config import objective, training
+from ddp_hydra.config import objective, validate
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups
@@ -80,7 +80,7 @@ def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
             "give parallel=ddp, or trainer.compile=null"
         )
     if world_size() > 1:
-        training.check_static_graph(cfg)
+        validate.check_static_graph(cfg)
     wrapped: Parallel = make(cfg.parallel, step)
     if cfg.trainer.compile is not None:
         # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
@@ -254,7 +254,7 @@ def optimizer(
         groups = parameter_groups.parameters(weights, decay_all=cfg.trainer.decay_all)
         built = make(node, groups, **fused(node, weights))
     if needed := needed_arguments(built.step):
-        raise training.needs_closure(str(node["_target_"]), ", ".join(needed))
+        raise validate.needs_closure(str(node["_target_"]), ", ".join(needed))
     return built
 
 

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra import results
 from ddp_hydra.config import objective
-from ddp_hydra.config.training import expected_ranks
+from ddp_hydra.config.validate import expected_ranks
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
 from ddp_hydra.data.draws import numbered

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import ddp_hydra
-from ddp_hydra.cli import warm
+from ddp_hydra.cli import commands
 from ddp_hydra.cli.main import COMMANDS
 from docs.hooks import config_keys, pages
 
@@ -74,7 +74,7 @@ def test_the_page_of_commands_has_each_of_them():
 
 
 def test_each_command_has_a_help(capsys):
-    warm.main(["--help"])
+    commands.warm(["--help"])
     assert capsys.readouterr().out.startswith("ddp-hydra warm ")
 
 

@@ -14,7 +14,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
-from ddp_hydra.cli import init
+from ddp_hydra.cli import commands
 
 pytestmark = [
     pytest.mark.integration,
@@ -40,7 +40,7 @@ def kernel(tmp_path, monkeypatch) -> Iterator[None]:
 
 @pytest.mark.slow
 def test_the_stop_button_saves_a_checkpoint(kernel, tmp_path):
-    init.write(tmp_path / "project")
+    commands.write_project(tmp_path / "project")
     cell = "import ddp_hydra\nrun = ddp_hydra.run(['trainer.epochs=100000', 'cluster=inline', 'hydra.run.dir=run'])"
     notebook = new_notebook(cells=[new_code_cell(cell)])
     client = NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path / "project")}})

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from data.digits import DigitMasks
-from ddp_hydra.cli import evaluate, predict
+from ddp_hydra.cli import inference
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
 from models.unet import UNet
@@ -79,16 +79,16 @@ def ranks(request, client4, project_here):
 def test_any_number_of_ranks_makes_the_same_file_and_the_same_numbers(ranks, run, tmp_path):
     here = tmp_path / "here.csv"
     words = [f"dispatch.ranks={ranks}"]
-    found = predict.predict(str(run), here, changes=words)
+    found = inference.predict(str(run), here, changes=words)
     assert (found["samples"], found["columns"]) == (37, COLUMNS)
     check(here, run)
     assert not (tmp_path / "here.csv.parts").exists()
-    again = evaluate.evaluate(str(run), "last", changes=words)
+    again = inference.evaluate(str(run), "last", changes=words)
     logged = validated(run)
     assert again["samples"] == 37
     assert again["metrics"]["val/accuracy"] == logged["val/accuracy"]
     assert again["metrics"]["val/loss"] == (logged["val/loss"] if ranks == 2 else pytest.approx(logged["val/loss"]))
-    bare = predict.predict(str(run), tmp_path / "again.csv", changes=["dispatch.ranks=2"])
+    bare = inference.predict(str(run), tmp_path / "again.csv", changes=["dispatch.ranks=2"])
     assert bare["samples"] == 37
     assert (tmp_path / "again.csv").read_bytes() == here.read_bytes()
 
@@ -97,7 +97,7 @@ def test_a_rank_that_is_killed_leaves_no_gap_and_no_row_twice(client4, project_h
     connect.use_existing(Scheduler(client4.scheduler.address))
     try:
         words = ["dispatch.ranks=2", "data.batch_size=3", "+fault=kill,rank=1,step=4,at=validate"]
-        predict.predict(str(run), tmp_path / "out.csv", changes=words)
+        inference.predict(str(run), tmp_path / "out.csv", changes=words)
     finally:
         connect.use_existing(None)
     assert "restart 1 of 3" in caplog.text
@@ -136,9 +136,9 @@ def test_an_iterable_data_set_is_predicted_in_its_order_by_any_number_of_ranks(c
     connect.use_existing(Scheduler(client4.scheduler.address))
     words = ["data=stream", "data.val.n=2900", "data.batch_size=200"]
     try:
-        found = predict.predict(str(run), tmp_path / "two.csv", changes=[*words, "dispatch.ranks=2"])
+        found = inference.predict(str(run), tmp_path / "two.csv", changes=[*words, "dispatch.ranks=2"])
         killed = [*words, "dispatch.ranks=3", "+fault=kill,rank=1,step=3,at=validate"]
-        predict.predict(str(run), tmp_path / "three.csv", changes=killed)
+        inference.predict(str(run), tmp_path / "three.csv", changes=killed)
     finally:
         connect.use_existing(None)
     assert (found["samples"], found["columns"]) == (2900, COLUMNS)

@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from ddp_hydra import dispatch
-from ddp_hydra.cli import warm
+from ddp_hydra.cli import commands
 from ddp_hydra.rank import fork_client, lazy_dynamo
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
@@ -39,7 +39,7 @@ def runtime(monkeypatch, alive, wait_for) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="w-") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder)
-        pids = [status["pid"] for address in warm.addresses() if (status := fork_client.ask(address, "stop"))]
+        pids = [status["pid"] for address in commands.server_sockets() if (status := fork_client.ask(address, "stop"))]
         wait_for(lambda: not any(map(alive, pids)), 10, "the end of the fork servers")
 
 
@@ -83,9 +83,9 @@ def test_it_stays_after_its_last_rank_and_serves_whoever_comes_next(library, tmp
     assert second["pid"] == first["pid"]
     assert (tmp_path / "imports").read_text() == "first\n"
     with fork_client.connect():
-        warm.main([])
-    warm.main(["stop"])
-    warm.main([])
+        commands.warm([])
+    commands.warm(["stop"])
+    commands.warm([])
     used, idle, ended, none = capsys.readouterr().out.splitlines()
     about = rf"process {first['pid']}: {{}}, \d+ s old, \d+ MiB, {re.escape(sys.executable)}"
     assert re.fullmatch(about.format("in use, 0 ranks"), used)
@@ -149,7 +149,7 @@ def test_an_edited_library_is_imported_anew(library, tmp_path):
 def test_several_commands_at_once_share_one(library, tmp_path):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(fork, [60] * 4))
-    assert len(warm.addresses()) == 1
+    assert len(commands.server_sockets()) == 1
     assert (tmp_path / "imports").read_text() == "first\n"
 
 
@@ -212,7 +212,7 @@ def test_the_second_command_runs_what_was_edited_with_its_own_environment(cli, p
         settings = {"XDG_RUNTIME_DIR": str(runtime), "DDP_HYDRA_KEEP_WARM_S": "60"}
         own.done(*words, f"hydra.run.dir={run}", MY_OWN=f"of {said}", **settings)
         assert f"model {said}, variable of {said}" in (run / "logs" / "rank-0.log").read_text()
-        pids += [found["pid"] for address in warm.addresses() if (found := fork_client.ask(address, "status"))]
+        pids += [found["pid"] for address in commands.server_sockets() if (found := fork_client.ask(address, "status"))]
     assert len(pids) == 2
     assert pids[0] == pids[1]
     assert not (own.folder / "core").exists()

@@ -9,7 +9,7 @@ from typing import Any
 
 from distributed import Client
 
-from ddp_hydra.compat.dask_pytorch_ddp import inbox
+from ddp_hydra.compat.dask_pytorch_ddp import results
 from ddp_hydra.dispatch import Call, Gang
 from ddp_hydra.dispatch.background import RankFuture
 from ddp_hydra.dispatch.call import check_arguments
@@ -43,9 +43,9 @@ def run(
     local = {"local_rank": 0} if pass_local_rank else {}
     check_arguments(Call(pytorch_function, args, {**kwargs, **local}))
     gang = Gang(client, on_record=lambda record: files.receive(record), name="dask-pytorch-ddp", backend=backend)
-    files = inbox.Inbox(gang.fetch)
+    files = results.Inbox(gang.fetch)
     running = gang.start(partial(_call, pytorch_function, pass_local_rank), *args, **kwargs)
-    inbox.add(running, files)
+    results.add(running, files)
     return running.futures
 
 

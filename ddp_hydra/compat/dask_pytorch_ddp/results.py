@@ -2,16 +2,131 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
-from pathlib import Path
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterable, MutableMapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
 from uuid import uuid4
 
 from ddp_hydra import results
-from ddp_hydra.compat.dask_pytorch_ddp import inbox
-from ddp_hydra.dispatch.background import RankFuture
+from ddp_hydra.console.text import plain
+from ddp_hydra.dispatch.background import RankFuture, Running
+from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.record import File, Log, Record, check_path
+from ddp_hydra.storage.files import place, writing
+from ddp_hydra.writers.files import Fetch, FileReceiver
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("ddp_hydra.compat.dask_pytorch_ddp")
+KEPT_BYTES = 2**30
+"""Files of at most so many bytes are kept until `process_results` is called; further ones are dropped."""
+
+_inboxes: MutableMapping[Running, Inbox] = weakref.WeakKeyDictionary()
+
+
+def folder_of(key: str) -> str:
+    """Return the folder in which a handler's files travel; any text may be a key."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+class Inbox:
+    """Files that the ranks of one gang have submitted.
+
+    Args:
+        fetch: copies a file from its rank's host.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._receiver = FileReceiver(fetch)
+        self._lock = threading.Lock()
+        self._folders: dict[str, Path] = {}
+        self._kept: Path | None = None
+        self._kept_bytes = 0
+
+    def receive(self, record: Record) -> None:
+        """Take a record; what ranks print is logged.
+
+        Raises:
+            RecordError: a file cannot be written.
+        """
+        file = record.data
+        if isinstance(file, Log):
+            log.info("rank %d: %s", record.rank, plain(file.text).rstrip("\n"))
+        if not isinstance(file, File):
+            return
+        path = check_path(file.path)
+        folder, *parts = path.parts
+        if not parts:
+            raise RecordError(f"rank {record.rank} sent {folder!a}, a file without a folder")
+        with self._lock:
+            target, more = self._folders.get(folder), 0
+            if target is None:
+                more = file.size - self._size_of(path)
+                if self._kept_bytes + more > KEPT_BYTES and file.source is not None:
+                    return  # the gang counts it as dropped
+                target = self._keep() / folder
+            with writing(target):
+                target.mkdir(parents=True, exist_ok=True)
+            self._receiver.receive(record, place(target, "/".join(parts)))
+            self._kept_bytes += more
+
+    def deliver(self, folder: str, target: Path) -> None:
+        """Move the files of a handler to a folder, and write further ones there.
+
+        Args:
+            folder: in which the handler's files travel.
+            target: made if it is missing.
+        """
+        with self._lock:
+            with writing(target):
+                target.mkdir(parents=True, exist_ok=True)
+                if self._kept is not None:
+                    self._move(self._kept / folder, target)
+            self._folders[folder] = target
+
+    def _move(self, kept: Path, target: Path) -> None:
+        """Move the files of a handler, and remove the temporary folder if it had no other ones."""
+        for file in sorted(path for path in kept.rglob("*") if path.is_file()):
+            path = place(target, file.relative_to(kept).as_posix())
+            self._kept_bytes -= file.stat().st_size
+            shutil.move(file, path)
+        shutil.rmtree(kept, ignore_errors=True)
+        if not any(kept.parent.iterdir()):
+            kept.parent.rmdir()
+            self._kept = None
+
+    def _size_of(self, path: PurePosixPath) -> int:
+        """Return the size of a kept file, which another one with its path replaces."""
+        file = self._kept / path if self._kept is not None else None
+        return file.stat().st_size if file is not None and file.is_file() else 0
+
+    def _keep(self) -> Path:
+        """Return a temporary folder, which goes with this object."""
+        if self._kept is None:
+            self._kept = Path(tempfile.mkdtemp(prefix="ddp_hydra-"))
+            weakref.finalize(self, shutil.rmtree, self._kept, ignore_errors=True)
+        return self._kept
+
+
+def add(running: Running, inbox: Inbox) -> None:
+    """Remember the inbox of a running gang."""
+    _inboxes[running] = inbox
+
+
+def inboxes(futures: Iterable[Any]) -> list[Inbox]:
+    """Return the inboxes of the gangs that the futures belong to.
+
+    Raises:
+        ConfigError: some are not those of `dispatch.run`.
+    """
+    gangs = {getattr(future, "gang", None): None for future in futures}
+    if not gangs.keys() <= set(_inboxes):
+        raise ConfigError("process_results takes the futures that dispatch.run has returned, and got others")
+    return [_inboxes[gang] for gang in gangs if gang is not None]
 
 
 class DaskResultsHandler:
@@ -35,7 +150,7 @@ class DaskResultsHandler:
             RecordError: `path` leaves that folder, or this process is not a rank.
         """
         results.check_path(path)
-        results.submit(f"{inbox.folder_of(self.pub_sub_key)}/{path}", data)
+        results.submit(f"{folder_of(self.pub_sub_key)}/{path}", data)
 
     def process_results(self, prefix: str | Path, futures: Sequence[RankFuture], raise_errors: bool = True) -> None:
         """Write files into a folder as they come, until all ranks have ended. Ctrl-C stops the ranks.
@@ -48,8 +163,8 @@ class DaskResultsHandler:
         Raises:
             RankFailed: a rank raised, exited or was killed.
         """
-        for one in inbox.inboxes(futures):
-            one.deliver(inbox.folder_of(self.pub_sub_key), Path(prefix).expanduser().absolute())
+        for one in inboxes(futures):
+            one.deliver(folder_of(self.pub_sub_key), Path(prefix).expanduser().absolute())
         logged: set[int] = set()
         for future in futures:
             try:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 import ddp_hydra
-from ddp_hydra.api.compose import Composed
+from ddp_hydra.api.connection import Composed
 from ddp_hydra.api.run import Run
-from ddp_hydra.cli import init
+from ddp_hydra.cli import commands
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.writers.run_dir import locked
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.medium
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
-    init.write(tmp_path)
+    commands.write_project(tmp_path)
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ddp_hydra.config.project.make_importable", lambda roots: None)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ddp_hydra.cli import init
+from ddp_hydra.cli import commands
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
@@ -14,7 +14,7 @@ from ddp_hydra.errors import ConfigError
 
 def test_a_project_has_all_that_a_first_change_needs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    init.main(["my_project"])
+    commands.init(["my_project"])
     assert capsys.readouterr().out == "my_project has a project now. To train: cd my_project && ddp-hydra\n"
     folder = tmp_path / "my_project"
     assert (folder / "README.md").read_text().startswith("# my_project\n")
@@ -30,7 +30,7 @@ def test_a_project_has_all_that_a_first_change_needs(tmp_path, monkeypatch, caps
 
 def test_a_minimal_one_is_its_main_config(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    init.main(["--minimal", "."])
+    commands.init(["--minimal", "."])
     assert capsys.readouterr().out == ". has a project now. To train: ddp-hydra\n"
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [tmp_path / "conf/config.yaml"]
 
@@ -41,31 +41,31 @@ def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "data" / "__init__.py").write_text("mine")
     (tmp_path / "README.md").write_text("mine")
     with pytest.raises(ConfigError, match=r"has README.md, data/__init__.py already, and nothing is overwritten"):
-        init.write(tmp_path)
+        commands.write_project(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "data", "README.md"}
-    init.write(tmp_path, minimal=True)
+    commands.write_project(tmp_path, minimal=True)
     with pytest.raises(ConfigError, match=r"conf/config\.yaml already"):
-        init.write(tmp_path, minimal=True)
+        commands.write_project(tmp_path, minimal=True)
 
 
 @pytest.mark.parametrize("words", [[], ["a", "b"], ["--maximal", "a"]])
 def test_wrong_words_are_told_what_to_type(words):
     with pytest.raises(ConfigError, match="type ddp-hydra init my_project"):
-        init.main(words)
+        commands.init(words)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"can't be written .*{tmp_path}/file.*: name another"):
-        init.write(tmp_path / "file" / "x")
+        commands.write_project(tmp_path / "file" / "x")
 
 
 def test_the_readme_names_files_that_are_there(tmp_path):
-    init.write(tmp_path)
+    commands.write_project(tmp_path)
     named = {word.strip("`,.") for word in (tmp_path / "README.md").read_text().split() if "`" in word and "/" in word}
     assert {name for name in named if not (tmp_path / name).exists() and "<" not in name} == set()
     assert os.access(tmp_path / "conf/model/mlp.yaml", os.R_OK)
-    assert Path(init.TEMPLATE / "gitignore").is_file()
+    assert Path(commands.TEMPLATE / "gitignore").is_file()
 
 
 @pytest.mark.medium
@@ -84,7 +84,7 @@ def test_the_readme_names_files_that_are_there(tmp_path):
 def test_an_experiment_and_typed_words_win_over_the_defaults_of_a_project(
     words, model, optimizer, epochs, tmp_path, monkeypatch
 ):
-    init.write(tmp_path / "p")
+    commands.write_project(tmp_path / "p")
     (tmp_path / "p/conf/experiment/mine.yaml").write_text(
         "# @package _global_\ndefaults:\n  - override /model: unet\n  - override /data: digit_masks\n"
     )
@@ -95,7 +95,7 @@ def test_an_experiment_and_typed_words_win_over_the_defaults_of_a_project(
 
 @pytest.mark.medium
 def test_an_experiment_that_the_main_config_overrides_is_refused(tmp_path, monkeypatch):
-    init.write(tmp_path / "p")
+    commands.write_project(tmp_path / "p")
     (tmp_path / "p/conf/config.yaml").write_text(
         "defaults:\n  - job\n  - _self_\n  - experiment: null\n  - debug: null\n  - override model: mlp\n"
     )

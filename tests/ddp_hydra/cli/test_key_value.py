@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 from omegaconf import MISSING
 
-from ddp_hydra.cli.key_value import parse
+from ddp_hydra.cli.commands import parse
 from ddp_hydra.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.cli.predict import predict
+from ddp_hydra.cli.inference import predict
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.writers.run_dir import is_locked, locked
 

@@ -6,8 +6,8 @@ import hashlib
 
 import pytest
 
-from ddp_hydra.compat.dask_pytorch_ddp import inbox
-from ddp_hydra.compat.dask_pytorch_ddp.inbox import Inbox
+from ddp_hydra.compat.dask_pytorch_ddp import results
+from ddp_hydra.compat.dask_pytorch_ddp.results import Inbox
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import File, Record
 
@@ -19,7 +19,7 @@ def test_a_file_without_the_folder_of_a_handler_is_refused():
 
 
 def test_a_file_that_is_submitted_again_takes_the_place_of_the_one_before(monkeypatch, tmp_path):
-    monkeypatch.setattr(inbox, "KEPT_BYTES", 10)
+    monkeypatch.setattr(results, "KEPT_BYTES", 10)
     one = Inbox(lambda record, target: target.write_bytes(record.data.source.encode()))
     for content in ("first.", "second", "and a third"):  # which is too large
         sha256 = hashlib.sha256(content.encode()).hexdigest()

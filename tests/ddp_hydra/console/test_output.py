@@ -8,7 +8,7 @@ import pytest
 
 PROGRAM = """
 import logging, sys
-from ddp_hydra.console.output import lasting
+from ddp_hydra.console.signals import lasting
 with lasting():
     logging.basicConfig(stream=sys.stderr)
     print("first", flush=True)
@@ -44,7 +44,7 @@ def test_nobody_who_reads_is_no_reason_to_fail(unbuffered, tmp_path):
 
 def test_all_is_written_where_somebody_reads():
     program = (
-        "import sys; from ddp_hydra.console.output import lasting\n"
+        "import sys; from ddp_hydra.console.signals import lasting\n"
         "with lasting(): print('é' * 100_000); sys.exit('bye')"
     )
     ended = subprocess.run(
@@ -55,14 +55,14 @@ def test_all_is_written_where_somebody_reads():
 
 @pytest.mark.parametrize("call", ["with lasting(): print(text)", "printed(text + chr(10))"])
 def test_a_character_that_the_terminal_lacks_is_written_by_its_number(call):
-    program = f"text = 'pr\\u00e9cision \\u00b1 0.1 \\u2026'\nfrom ddp_hydra.console.output import *\n{call}"
+    program = f"text = 'pr\\u00e9cision \\u00b1 0.1 \\u2026'\nfrom ddp_hydra.console.signals import *\n{call}"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
     assert ended.stdout == b"pr\\xe9cision \\xb1 0.1 \\u2026\n", ended.stderr
 
 
 def test_what_a_test_has_put_in_the_place_of_stdout_stays_there(capsys):
-    from ddp_hydra.console.output import lasting
+    from ddp_hydra.console.signals import lasting
 
     with lasting():
         print("here")

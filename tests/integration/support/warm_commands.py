@@ -30,9 +30,9 @@ import dask
 from hydra.core.plugins import Plugins
 
 PRELOAD = (
-    "ddp_hydra.cli.main", "ddp_hydra.cli.attach", "ddp_hydra.cli.evaluate", "ddp_hydra.job.run", "ddp_hydra.job.local",
-    "ddp_hydra.sweep.launcher", "ddp_hydra.training.loop", "distributed.deploy.local", "tensorboard.summary.writer",
-    "torch._dynamo",
+    "ddp_hydra.cli.main", "ddp_hydra.cli.commands", "ddp_hydra.cli.inference", "ddp_hydra.job.run",
+    "ddp_hydra.job.local", "ddp_hydra.sweep.launcher", "ddp_hydra.training.loop", "distributed.deploy.local",
+    "tensorboard.summary.writer", "torch._dynamo",
 )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.api.compose import Composed
-from ddp_hydra.cli import init
+from ddp_hydra.api.connection import Composed
+from ddp_hydra.cli import commands
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.job.remote import client as remote
@@ -43,7 +43,7 @@ def follower(tmp_path):
     ],
 )
 def test_what_no_driver_can_run_is_refused(words, said, tmp_path, monkeypatch):
-    init.write(tmp_path)
+    commands.write_project(tmp_path)
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
     monkeypatch.setattr("ddp_hydra.config.project.make_importable", lambda roots: None)
     with pytest.raises(ConfigError, match=said):

@@ -1,0 +1,238 @@
+"""The commands attach, init and warm, and how the words of small commands are read."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast, get_type_hints
+
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from ddp_hydra.config import project
+from ddp_hydra.errors import ConfigError, Interrupted
+from ddp_hydra.job.remote.status import LOST_S
+from ddp_hydra.rank import fork_client
+from ddp_hydra.storage.run_ref import RunRef
+
+ATTACH_USAGE = """ddp-hydra attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
+
+
+@dataclass
+class AttachOptions:
+    """The options of this command.
+
+    Args:
+        run: URL of the results, or a run directory that points to them.
+        stop: have the run save a checkpoint and end.
+        lost_timeout_s: a driver that has not updated its status for so long is considered lost, in seconds.
+    """
+
+    run: str = MISSING
+    stop: bool = False
+    lost_timeout_s: float = LOST_S
+
+
+def attach(words: Sequence[str]) -> None:
+    """Show a run until it ends.
+
+    Raises:
+        Interrupted: the run was interrupted; or Ctrl-C, which leaves the run alone.
+        RunFailed: the run failed, or its driver is lost.
+        ConfigError: there is no run, or its store cannot be read.
+    """
+    from ddp_hydra.job.remote.attached import Attached  # the other commands start without it
+
+    logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
+    options, others = parse(AttachOptions, words, ATTACH_USAGE)
+    if others:
+        raise ConfigError(f"{others[0]!r}: the keys are run, stop, lost_timeout_s; usage:\n{ATTACH_USAGE}")
+    store = RunRef.of(options.run).store()
+    attached = Attached(store, options.lost_timeout_s)
+    try:
+        attached.begin()
+        if options.stop:
+            attached.stop()
+        attached.follow()
+    except ConnectionError as error:
+        raise ConfigError(f"{error}; the run does not need this command: try again later") from None
+    except KeyboardInterrupt as error:
+        if isinstance(error, Interrupted):
+            raise
+        raise Interrupted(f"the run goes on; to end it: ddp-hydra attach run={store.url} stop=true") from None
+
+
+TEMPLATE = Path(__file__).parent / "template"
+MAIN_CONFIG = "conf/config.yaml"
+
+
+class InitParser(argparse.ArgumentParser):
+    """Raises what is wrong with the words, so that it is reported as all other mistakes."""
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the words."""
+        raise ConfigError(f"{message}; type ddp-hydra init my_project, or ddp-hydra init --help")
+
+
+def init(words: Sequence[str]) -> None:
+    """Write a project into the folder that the command names."""
+    parser = InitParser(
+        prog="ddp-hydra init",
+        description="Write a project that trains at once: a model, a data set, configs, a test and a readme.",
+    )
+    parser.add_argument("folder", help="where to write it; nothing is overwritten")
+    parser.add_argument("--minimal", action="store_true", help="write conf/config.yaml alone")
+    given = parser.parse_args(words)
+    write_project(Path(given.folder), given.minimal)
+    where = "" if Path(given.folder).resolve() == Path.cwd() else f"cd {given.folder} && "
+    print(f"{given.folder} has a project now. To train: {where}ddp-hydra")  # noqa: T201
+
+
+def write_project(folder: Path, minimal: bool = False) -> None:
+    """Write a project.
+
+    Args:
+        folder: where to; it may exist, but none of the files that are written.
+        minimal: whether to write conf/config.yaml alone.
+
+    Raises:
+        ConfigError: a file is there already, or the folder can't be written.
+    """
+    if minimal:
+        files = {MAIN_CONFIG: (project.starter() / MAIN_CONFIG).read_text(encoding="utf-8")}
+    else:
+        files = _template(folder.resolve().name)
+    if there := [name for name in files if (folder / name).exists()]:
+        raise ConfigError(
+            f"{folder} has {', '.join(there[:3])}{' …' if there[3:] else ''} already, and nothing is overwritten: name "
+            "another folder, ddp-hydra init <folder>"
+        )
+    try:
+        for name, text in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be written ({error.strerror}: {error.filename}): name another") from None
+
+
+def _template(name: str) -> dict[str, str]:
+    """Return the text of each file of the template, by its path in the project."""
+    paths = [path for path in sorted(TEMPLATE.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+    texts = {path.relative_to(TEMPLATE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    texts[".gitignore"] = texts.pop("gitignore")
+    texts["README.md"] = texts["README.md"].replace("{name}", name)
+    return texts
+
+
+WARM_USAGE = """ddp-hydra warm          # the fork servers of this machine that have torch imported for the next job
+ddp-hydra warm stop     # end them; one that has ranks ends after the last of them"""
+STOP_S = 5.0
+"""Seconds that a server without ranks may take to end."""
+
+
+def warm(words: Sequence[str]) -> None:
+    """Show the fork servers, or end them.
+
+    Raises:
+        ConfigError: unknown words.
+    """
+    if {"-h", "--help"} & set(words):
+        print(WARM_USAGE)  # noqa: T201
+        return
+    if list(words) not in ([], ["stop"]):
+        raise ConfigError(f"{' '.join(words)!r} is not known; usage:\n{WARM_USAGE}")
+    found = {
+        address: status for address in server_sockets() if (status := fork_client.ask(address, "status")) is not None
+    }
+    if not found:
+        print("no fork server runs")  # noqa: T201
+    for address, status in found.items():
+        print(describe_server(status))  # noqa: T201
+        if words:
+            print(f"  {stop_server(address)}")  # noqa: T201
+
+
+def server_sockets() -> list[Path]:
+    """Return the sockets of this user's fork servers."""
+    folder = fork_client.runtime_folder()
+    return sorted(folder.glob("*.sock")) if folder.is_dir() else []
+
+
+def describe_server(status: dict[str, Any]) -> str:
+    """Return one line about a server."""
+    if not status:
+        return "a fork server that does not answer: it is importing torch, or it is suspended"
+    ends_in_s = status["ends_in_s"]
+    ranks = f"{status['ranks']} rank{'s' * (status['ranks'] != 1)}"
+    use = f"in use, {ranks}" if ends_in_s is None else f"idle, ends in {ends_in_s:.0f} s"
+    return (
+        f"process {status['pid']}: {use}, {status['age_s']:.0f} s old, {status['memory'] / 2**20:.0f} MiB, "
+        f"{status['python']}"
+    )
+
+
+def stop_server(address: Path) -> str:
+    """End a server, and return in words how that went."""
+    status = fork_client.ask(address, "stop")
+    if status and status["ends_in_s"] is None:
+        return "ends after its last rank"
+    deadline = time.monotonic() + STOP_S
+    while fork_client.ask(address, "status") is not None:
+        if time.monotonic() > deadline:
+            return "has not ended yet"
+        time.sleep(0.02)
+    return "has ended"
+
+
+T = TypeVar("T")
+
+
+def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collection[str] = ()) -> tuple[T, list[str]]:
+    """Return the options, and the other "key=value" words, which are overrides of the run's config.
+
+    A text is taken as it was typed: YAML would make numbers of tag=1.10 and run=007.
+
+    Args:
+        options: a dataclass with a field `run`.
+        arguments: the words of the command line.
+        usage: printed for --help.
+        groups: groups and keys of the run's config that are taken, too.
+
+    Raises:
+        ConfigError: a word is not key=value, a value has the wrong type, or `run` is missing.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(usage)  # noqa: T201
+        sys.exit(0)
+    for word in arguments:
+        if "=" not in word:
+            raise ConfigError(f"{word!r} is not key=value; usage:\n{usage}")
+    schema = OmegaConf.structured(options)
+    keys = [str(key) for key in schema]
+    own = [word for word in arguments if word.partition("=")[0] in keys]
+    texts = {key for key, kind in get_type_hints(options).items() if kind in (str, str | None)}
+    typed = {key: value for key, _, value in (word.partition("=") for word in own) if key in texts}
+    others = OmegaConf.from_dotlist([word for word in own if word.partition("=")[0] not in texts])
+    given = {key: None if value in ("", "null") else value for key, value in typed.items()}
+    try:
+        parsed = OmegaConf.to_object(OmegaConf.merge(schema, others, given))
+    except OmegaConfBaseException as error:
+        missing = "run=<run directory>" if error.full_key == "run" else f"{error.full_key}=<value>"
+        reason = f"{missing} is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
+        raise ConfigError(f"{reason}; usage:\n{usage}") from error
+    unknown = [
+        word
+        for word in arguments
+        if word not in own and "." not in (key := word.partition("=")[0]) and key not in groups
+    ]
+    if unknown:
+        and_groups = f", and the run's {', '.join(groups)}" if groups else ""
+        raise ConfigError(f"{unknown[0]!r}: the keys are {', '.join(keys)}{and_groups}; usage:\n{usage}")
+    return cast("T", parsed), [word for word in arguments if word not in own]

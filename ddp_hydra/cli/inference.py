@@ -1,0 +1,262 @@
+"""The commands evaluate and predict: a trained model on its own data, or on other data.
+
+`ddp-hydra evaluate run=<run>` counts each sample once; `ddp-hydra predict run=<run>` writes what the model says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import MISSING, OmegaConf
+
+from ddp_hydra.cli import overrides
+from ddp_hydra.cli.commands import parse
+from ddp_hydra.cli.compose import compose
+from ddp_hydra.config import checkpoint_config, redact
+from ddp_hydra.config.schema import DispatchConfig, ResultsConfig, TrainerConfig
+from ddp_hydra.errors import ConfigError, Interrupted
+from ddp_hydra.job import predictions
+from ddp_hydra.job.inference import EVALUATE, PREDICT, Inference, on_ranks
+from ddp_hydra.job.predictions import PLAN, Parts
+from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.writers.run_dir import locked
+
+EVALUATE_USAGE = """ddp-hydra evaluate run=<run directory, its URL, or checkpoint> [which=best|last] [split=val|train]
+    [data=<group> and other groups and keys of the run's config …] [cluster=… cluster.n_workers=… dispatch.…=…]"""
+
+
+@dataclass
+class EvaluateOptions:
+    """The options of this command; see `evaluate`."""
+
+    run: str = MISSING
+    which: str = "best"
+    split: str = "val"
+
+
+def evaluate_and_print(words: Sequence[str]) -> None:
+    """Evaluate a checkpoint and print its metrics."""
+    options, changes = parse(EvaluateOptions, overrides.with_faults(list(words)), EVALUATE_USAGE, GROUPS)
+    found = evaluate(options.run, options.which, options.split, changes)
+    samples = "" if found["samples"] is None else f", {found['samples']:,} samples"
+    print(f"{found['checkpoint']} (step {found['step']}){samples}")  # noqa: T201
+    for name, value in found["metrics"].items():
+        print(f"{name} {value:.6f}")  # noqa: T201
+    for name, rows in found["matrices"].items():
+        print(f"{name} {rows}")  # noqa: T201
+
+
+def evaluate(run: str, which: str = "best", split: str = "val", changes: Sequence[str] = ()) -> dict[str, Any]:
+    """Evaluate a checkpoint, and return metrics, samples, step and the file of the checkpoint.
+
+    Args:
+        run: run directory or checkpoint file, or the URL of a run.
+        which: the checkpoint of a run directory, "best" or "last".
+        split: the data set of the config, "val" or "train".
+        changes: groups and keys of the run's config: "data=wids", "cluster.n_workers=4".
+
+    Raises:
+        DdpHydraError: there is no such run, a change does not fit, or it failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
+        checkpoint = RunRef.of(run).checkpoint(which, Path(folder))
+        found = prepared_inference(run, checkpoint, split, changes).run(EVALUATE)
+        shown = Path(run) / "checkpoints" / checkpoint.name if Path(run).is_dir() else checkpoint
+        return {**found, "checkpoint": str(shown)}
+
+
+PREDICT_USAGE = """ddp-hydra predict run=<run directory, its URL, or checkpoint>
+    [out=predictions.csv|.parquet|.npz|<folder>/] [which=best|last] [split=val|train] [targets=false] [overwrite=true]
+    [data=<group> and other groups and keys of the run's config …] [cluster=… cluster.n_workers=… dispatch.…=…]"""
+
+
+@dataclass
+class PredictOptions:
+    """The options of this command; see `predict`."""
+
+    run: str = MISSING
+    out: str = "predictions.csv"
+    which: str = "best"
+    split: str = "val"
+    overwrite: bool = False
+    targets: bool = True
+
+
+def predict_and_print(words: Sequence[str]) -> None:
+    """Predict, and print where the predictions are."""
+    options, changes = parse(PredictOptions, overrides.with_faults(list(words)), PREDICT_USAGE, GROUPS)
+    found = predict(**vars(options), changes=changes)
+    print(f"{found['out']}: {found['samples']:,} samples, {', '.join(found['columns'])}")  # noqa: T201
+
+
+def predict(
+    run: str,
+    out: str | Path = "predictions.csv",
+    which: str = "best",
+    split: str = "val",
+    overwrite: bool = False,
+    changes: Sequence[str] = (),
+    targets: bool = True,
+) -> dict[str, Any]:
+    """Predict a data set, and return the file, the number of samples, and the columns.
+
+    What arrives is kept in `<out>.parts` until all is there, so that the same call goes on after an interrupt.
+
+    Args:
+        run: run directory or checkpoint file, or the URL of a run.
+        out: a .csv, .parquet or .npz file, or a folder of PNGs.
+        which: the checkpoint of a run directory, "best" or "last".
+        split: the data set of the config, "val" or "train".
+        overwrite: replace `out`, and what an interrupted prediction with another config has left.
+        changes: groups and keys of the run's config: "data=wids", "cluster.n_workers=4".
+        targets: add what is true of samples that have labels, as `target`.
+
+    Raises:
+        Interrupted: it was interrupted; the same call goes on.
+        DdpHydraError: there is no such run, a change does not fit, or it failed.
+    """
+    target = Path(out).expanduser().absolute()
+    kind = predictions.kind_of(target)
+    is_empty = target.is_dir() and kind == "pictures" and not any(target.iterdir())
+    if target.exists() and not is_empty and (target.is_dir() or not overwrite):
+        instead = "another folder" if target.is_dir() else "overwrite=true, or another file"
+        raise ConfigError(f"out={out} exists: give {instead}")
+    folder = target.with_name(f"{target.name}.parts")
+    with (
+        tempfile.TemporaryDirectory(prefix="ddp_hydra-") as download,
+        locked(folder, "wait for it, or give another out="),
+        parts_kept(folder),
+    ):
+        checkpoint = RunRef.of(run).checkpoint(which, Path(download))
+        inference = prepared_inference(run, checkpoint, split, changes)
+        parts = Parts(folder, {**plan(inference, kind), "targets": targets}, overwrite)
+        try:
+            found = inference.run(
+                PREDICT, lambda: {"kind": kind, "done": parts.done(), "targets": targets}, parts.receive
+            )
+        except KeyboardInterrupt as error:
+            done = sum(map(parts.rows_of, parts.done()))
+            of = f" of {parts.samples:,}" if parts.samples else ""
+            so_far = f"{done:,}{of} samples are predicted: " if done or of else ""
+            raise Interrupted(f"{error or 'interrupted'}; {so_far}the same command goes on") from None
+        columns = merge(parts, target)
+        return {**found, "out": str(out), "columns": columns}
+
+
+@contextmanager
+def parts_kept(folder: Path) -> Iterator[None]:
+    """Remove the folder of parts after the block if it holds none."""
+    try:
+        yield
+    finally:
+        if folder.is_dir() and not (folder / PLAN).exists():
+            shutil.rmtree(folder)
+
+
+def merge(parts: Parts, target: Path) -> list[str]:
+    """Write the file from its parts, remove them, and return the columns."""
+    columns: list[str] = []
+
+    def chunks() -> Any:
+        for chunk in parts.merged():
+            columns[:] = columns or chunk
+            yield chunk
+
+    assert parts.samples is not None
+    predictions.write(target, chunks(), parts.samples)
+    parts.remove()
+    return columns
+
+
+def plan(inference: Inference, kind: str) -> dict[str, Any]:
+    """Return what a prediction depends on; parts of others are not mixed with its own."""
+    with inference.checkpoint.open("rb") as file:
+        checkpoint = hashlib.file_digest(file, "sha256").hexdigest()
+    changes = [inference.overrides, inference.groups, inference.split]
+    return {
+        "checkpoint": checkpoint,
+        "changes": hashlib.sha256(json.dumps(changes, default=str).encode()).hexdigest(),
+        "code": inference.check().sha256,
+        "kind": kind,
+    }
+
+
+OF_THE_COMMAND = ("cluster", "dispatch", "results")
+"""Groups that choose where the command computes; the others are for the ranks."""
+GROUPS = ("data", "metrics", "task", "loss", "model", "trainer", "cluster", "dispatch", "faults")
+"""Groups that the command line may replace."""
+_SCHEMAS = {"dispatch": DispatchConfig, "results": ResultsConfig, "trainer": TrainerConfig}
+
+
+def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> Inference:
+    """Return what is to be computed, and where.
+
+    The ranks change the config that is in the checkpoint. The cluster is that of the run, which only its run directory
+    tells; a checkpoint alone gets that of the project's config.
+
+    Args:
+        run: as typed.
+        checkpoint: its file, here.
+        split: "val" or "train".
+        words: groups and keys that are typed. Those of a group that is chosen anew belong to the new one.
+
+    Raises:
+        ConfigError: there is no such key, or a value is missing.
+    """
+    words = overrides.with_faults(list(words))
+    faults = [word for word in words if _key(word) == "faults"]
+    words = [word for word in words if word not in faults]
+    saved = saved_config(run)
+    of_cluster = {_key(word) for word in words if _key(word).partition(".")[0] == "cluster"}
+    if saved and of_cluster and "cluster" not in of_cluster and is_processless(saved):
+        words = ["cluster=local", *words]  # the keys that are typed belong to a cluster
+    chosen = [_key(word) for word in words if "." not in _key(word)]
+    parts = {} if saved else dict.fromkeys((*OF_THE_COMMAND, "trainer"))
+    composed = [word for word in words if _key(word).partition(".")[0] in {*chosen, *parts}]
+    fresh = compose(composed) if chosen or saved is None else None
+    changes = [word for word in words if word not in composed or _key(word).partition(".")[0] not in chosen]
+    groups = {name: OmegaConf.to_container(fresh[name], enum_to_str=True) for name in chosen} if fresh else {}
+    if saved is None:
+        assert fresh is not None
+        cfg = fresh
+    else:
+        cfg = checkpoint_config.changed(saved, changes, groups)
+    for name, schema in _SCHEMAS.items():
+        cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
+    for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):
+        raise ConfigError(f"{secret} looks like a secret, so the run does not keep it: give {secret}=<value>")
+    named = any(_key(word).partition(".")[0] in ("cluster", "dispatch") for word in words)
+    return Inference(
+        on_ranks(cfg, named),
+        checkpoint,
+        [word for word in changes if _key(word).partition(".")[0] not in OF_THE_COMMAND],
+        {name: node for name, node in groups.items() if name not in OF_THE_COMMAND},
+        split,
+        tuple(OmegaConf.from_dotlist(faults).faults) if faults else (),
+    )
+
+
+def is_processless(saved: dict[str, Any]) -> bool:
+    """Return whether a run had no cluster of its own: it was in one process, or its ranks were started by torchrun."""
+    return str((saved.get("cluster") or {}).get("_target_")).rpartition(".")[2] in ("Inline", "Torchrun")
+
+
+def saved_config(run: str) -> dict[str, Any] | None:
+    """Return the config in a run's directory, as composed; None for a checkpoint without one."""
+    content = ""
+    with suppress(FileNotFoundError, NotADirectoryError, ConnectionError):
+        content = RunRef.of(run).read(".hydra/config.yaml").decode()
+    found = OmegaConf.to_container(OmegaConf.create(content)) if content else None
+    return {str(key): value for key, value in found.items()} if isinstance(found, dict) and found else None
+
+
+def _key(word: str) -> str:
+    return word.partition("=")[0].lstrip("+~")
