@@ -95,7 +95,7 @@ class Results:
         self.url = url
         with environment(access):
             self.store = results_root.open_folder(url)
-            self.store.size("x")
+            self.store.size_or_none("x")
 
     def get(self, name: str) -> bytes:
         return self.store.get(name)
