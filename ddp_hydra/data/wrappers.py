@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsInt
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, default_convert
 
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.thread_safe import is_thread_safe
@@ -71,6 +71,8 @@ def look_into(data: Any, around: tuple[Any, ...] = ()) -> Any:
         return SubsetView(data, [look_into(data.dataset, (*around, data))])
     if isinstance(data, ConcatDataset) and methods == [ConcatDataset.__getitem__, None]:
         return ConcatView(data, [look_into(part, (*around, data)) for part in data.datasets])
+    if type(data) is DataLoader:
+        return LoaderView(data, [look_into(data.dataset, (*around, data))])
     parts, others = inner_sets(data, around), _other_meanings(data)
     if is_stream(data):
         _refuse_hidden(data, parts, _MADE_BY)
@@ -285,6 +287,23 @@ class ConcatView(View):
 
     def _shard_lengths(self) -> list[int]:
         return [length for part in self.parts for length in part.shard_lengths]
+
+
+class LoaderView(View, IterableDataset):
+    """A `DataLoader` of the user that gives samples one by one: it has the classes and batches of its data set."""
+
+    def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
+        super().__init__(wrapper, parts)
+        self.thread_safe = False  # it may draw an order
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.wrapper)
+
+    def _inside(self, name: str) -> Any:
+        of_samples = _MADE_BY if self.wrapper.collate_fn is default_convert else ()  # else the user changes them
+        if name in (*_SAME, *of_samples, *_TOLD[1:]):  # it is told the epoch itself
+            return getattr(self.parts[0], name)
+        raise AttributeError(f"DataLoader has no {name}")
 
 
 class UserView(View):

@@ -124,7 +124,8 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
     if streams.is_stream(built) and workers:
         raise ConfigError(
             f"data.workers={workers} needs a data set with a length and __getitem__, and {name_of(built)} is iterable: "
-            "leave data.workers out"
+            "leave data.workers out, or have data.train and data.val make a "
+            f"DataLoader(..., batch_size=None, num_workers={workers}) of it"
         )
     if built is not None and not streams.is_stream(built):
         kept = made_by(workers, built, device.type == "cuda", results.warn, files)

@@ -10,14 +10,23 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, random_split
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    StackDataset,
+    Subset,
+    random_split,
+)
 
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.streams import Part
 from ddp_hydra.data.thread_safe import is_thread_safe
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
-from ddp_hydra.data.wrappers import look_into, own_getitems
+from ddp_hydra.data.wrappers import is_stream, look_into, own_getitems
 from ddp_hydra.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -317,3 +326,18 @@ def test_a_wrapper_of_a_user_may_use_our_names_too(photos):
     data = look_into(Own(folder(photos)))
     assert data.stats()["samples"] == 0
     data.close()
+
+
+def test_a_dataloader_of_samples_has_the_classes_and_batches_of_its_data_set(photos):
+    def reversed_rows(sample):
+        return sample
+
+    data = look_into(DataLoader(folder(photos), batch_size=None))
+    assert (data.classes, data.max_bad_fraction, len(data), is_stream(data)) == (["cats", "dogs"], 0.5, 8, True)
+    assert not is_thread_safe(data)  # a shuffled one draws
+    assert not hasattr(data, "set_epoch")
+    assert data.prepare.__self__ is data.parts[0]
+    data.close()
+    changed = look_into(DataLoader(folder(photos), batch_size=None, collate_fn=reversed_rows))
+    assert not hasattr(changed, "prepare")
+    changed.close()

@@ -191,20 +191,19 @@ class Chaos:
         ranks_alive = self.ranks_alive
 
         class Watched(Gang):
-            def run_attempts(self, call_of: Any) -> list[Any]:
-                story.gang, write = self, self.on_record
+            def run_attempts(self, call_of: Any, write: Any, **options: Any) -> list[Any]:
+                story.gang = self
 
                 def read(record: Record) -> None:
                     story.records.append(record)
                     on_record(record)
                     write(record)
 
-                self.on_record = read
-                return super().run_attempts(call_of)
+                return super().run_attempts(call_of, read, **options)
 
-            def decide_restart(self, error: RankFailed) -> None:
+            def decide_restart(self, error: RankFailed, *args: Any) -> None:
                 story.over.append(Over(time.time(), error.failure, ranks_alive()))
-                super().decide_restart(error)
+                super().decide_restart(error, *args)
                 on_failure(story)
 
         with pytest.MonkeyPatch.context() as patch:
