@@ -32,8 +32,8 @@ class TarSamples(IterableDataset):
     """Gives the samples of tar shards, shard by shard, as webdataset reads them.
 
     The ranks share the shards, in another way each epoch. If there are fewer shards than ranks, they share the samples.
-    A sample that lacks a field, or has one that can't be decoded, is left out. A shard that is missing, damaged or no
-    tar file ends the reading: nobody knows how many samples it has.
+    A sample that lacks a field, or has one that can't be decoded, is left out. So is what follows the damage in a
+    shard, or all of one that is missing or no tar file: as many samples count as bad as shards have on average.
 
     Args:
         urls: paths or URLs of the shards, with {000..127} for many, or * in a path; "pipe:aws s3 cp … -" reads from a
@@ -50,7 +50,8 @@ class TarSamples(IterableDataset):
             known.
 
     Attributes:
-        bad: {shard and key: what is wrong} of the samples that were left out in this process.
+        bad: {shard and key, or shard: what is wrong} of the samples that were left out in this process.
+        bad_counts: {shard: number of its samples that were left out}.
 
     Raises:
         ConfigError: there are no shards, or an argument is out of its range.
@@ -85,7 +86,8 @@ class TarSamples(IterableDataset):
         self.shuffle, self.shuffle_buffer, self.seed = shuffle, shuffle_buffer, seed
         if not 0 <= max_bad_fraction <= 1:
             raise ConfigError(f"data.max_bad_fraction={max_bad_fraction:g}: give a share from 0 to 1")
-        self.max_bad_fraction, self.n_samples, self.bad = max_bad_fraction, n_samples, dict[str, str]()
+        self.max_bad_fraction, self.n_samples = max_bad_fraction, n_samples
+        self.bad, self.bad_counts = dict[str, str](), dict[str, int]()
         named = map(str, range(classes) if isinstance(classes, int) else classes or ())
         self.classes = list(named) or None
         self._counts = {"samples": 0, "bytes": 0}
@@ -105,7 +107,7 @@ class TarSamples(IterableDataset):
 
     def stats(self) -> dict[str, float]:
         """Return what was read in this process so far: samples, bytes, bad_samples."""
-        return {**self._counts, "bad_samples": len(self.bad)}
+        return {**self._counts, "bad_samples": sum(self.bad_counts.get(name, 1) for name in self.bad)}
 
     def __iter__(self) -> Iterator[Any]:
         import webdataset
@@ -113,13 +115,27 @@ class TarSamples(IterableDataset):
         urls = list(self.urls)
         if self.shuffle:
             np.random.RandomState([self.seed & 0xFFFFFFFF, self.epoch]).shuffle(urls)
-        found: Any = samples_of(urls[self.rank :: self.world_size])
+        expected = -(-self.n_samples // self.world_size) if self.n_samples else _ASSUMED
+        seen = bad = in_a_row = 0
+
+        def lose(error: _LostShard, n_read: int, lengths: Sequence[int]) -> None:
+            nonlocal seen, bad
+            known = (
+                self.n_samples / len(urls) if self.n_samples else sum(lengths) / len(lengths) if lengths else _ASSUMED
+            )
+            left = max(1, round(known) - n_read)
+            seen, bad = seen + left, bad + left
+            self.bad[error.shard], self.bad_counts[error.shard] = error.reason, left
+            try:
+                self._judge(bad, max(seen, expected), 0)
+            except TooManyBadSamplesError as too_many:
+                raise TooManyBadSamplesError(f"{error}. So {too_many}") from None
+
+        found: Any = samples_of(urls[self.rank :: self.world_size], lose)
         if self.shuffle_buffer:
             chance = random.Random(f"{self.seed} {self.epoch} {self.rank}")  # noqa: S311
             found = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=chance)(found)
         decoder = webdataset.autodecode.Decoder(_handlers(self.decode))
-        expected = -(-self.n_samples // self.world_size) if self.n_samples else _ASSUMED
-        seen = bad = in_a_row = 0
         for sample in found:
             seen += 1
             self._counts["samples"] += 1
@@ -220,29 +236,47 @@ def _handlers(decode: str | None) -> list[Any]:
     return [] if decode is None else [ImageHandler(decode)]
 
 
-def samples_of(urls: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield the samples of shards: the bytes of each field under its extension, `__key__` and `__url__`.
+def samples_of(urls: Sequence[str], lose: Callable[[_LostShard, int, Sequence[int]], None]) -> Iterator[dict[str, Any]]:
+    """Yield the samples of shards.
+
+    Args:
+        urls: of the shards.
+        lose: called where a shard is missing, damaged, or no tar file, with the error, the number of its samples that
+            were read before, and the lengths of the shards that were read whole.
+
+    Raises:
+        ConnectionError: the host of a shard is not reachable.
+    """
+    lengths: list[int] = []
+    for url in urls:
+        n_read = 0
+        try:
+            for sample in samples_of_shard(url):
+                n_read += 1
+                yield sample
+            lengths.append(n_read)
+        except _LostShard as error:
+            lose(error, n_read, lengths)
+
+
+def samples_of_shard(url: str) -> Iterator[dict[str, Any]]:
+    """Yield the samples of a shard: the bytes of each field under its extension, `__key__` and `__url__`.
 
     Neighbours in a tar file are one sample if their names are the same up to the first dot of the file name, as
     `tar_index.TarMembers` says.
-
-    Raises:
-        TooManyBadSamplesError: a shard is missing, damaged, or no tar file.
-        ConnectionError: its host is not reachable.
     """
-    for url in urls:
-        sample: dict[str, Any] = {}
-        for name, content in members_of(url):
-            key, extension = split_name(name)
-            if not sample or sample["__key__"] != key:
-                if sample:
-                    yield sample
-                sample = {"__key__": key, "__url__": url}
-            if extension[1:] in sample:
-                raise _LostShard(url, f"{name} is in it twice: give each sample a name of its own")
-            sample[extension[1:]] = content
-        if sample:
-            yield sample
+    sample: dict[str, Any] = {}
+    for name, content in members_of(url):
+        key, extension = split_name(name)
+        if not sample or sample["__key__"] != key:
+            if sample:
+                yield sample
+            sample = {"__key__": key, "__url__": url}
+        if extension[1:] in sample:
+            raise _LostShard(url, f"{name} is in it twice: give each sample a name of its own")
+        sample[extension[1:]] = content
+    if sample:
+        yield sample
 
 
 def members_of(url: str) -> Iterator[tuple[str, bytes]]:
@@ -287,4 +321,5 @@ def members_of(url: str) -> Iterator[tuple[str, bytes]]:
 
 class _LostShard(TooManyBadSamplesError):
     def __init__(self, url: str, reason: str) -> None:
-        super().__init__(f"the shard {shown(url)} can't be read: {reason}")
+        self.shard, self.reason = shown(url), reason
+        super().__init__(f"the shard {self.shard} can't be read: {reason}")

@@ -254,6 +254,28 @@ def test_a_damaged_shard_is_never_a_shorter_one(size, tar, tmp_path):
         seen(by_stream(path))
 
 
+@pytest.mark.parametrize(("n_samples", "buffer"), [(None, 0), (12, 0), (None, 4)])
+def test_samples_of_a_damaged_shard_count_as_bad(n_samples, buffer, tar, tmp_path):
+    """webdataset, too, goes on with the next shard."""
+    urls = []
+    for shard in range(3):
+        path = tar({f"{shard}{number}.{kind}": b"%d" % number for number in range(5) for kind in ("cls", "txt")})
+        urls.append(str(path.rename(tmp_path / f"{shard}.tar")))
+    whole = bytearray(Path(urls[1]).read_bytes())
+    whole[4 * 1024 + 10] ^= 1  # in the header of the third sample
+    Path(urls[1]).write_bytes(whole)
+    options = {"decode": None, "shuffle": False, "shuffle_buffer": buffer, "n_samples": n_samples}
+    data = TarSamples(urls, ["__key__"], max_bad_fraction=0.3, **options)
+    lost = 3 if n_samples else 4  # of 12 / 3 or 5; the second sample is not known to be whole
+    for _ in range(2):
+        assert sorted(int(key) for (key,) in data) == [0, 1, 2, 3, 4, 10, *range(20, 25)]
+    assert data.bad == {urls[1]: "it is damaged, or only the start of a tar file (bad checksum)"}
+    assert data.bad_counts == {urls[1]: lost}
+    assert data.stats()["bad_samples"] == lost
+    with pytest.raises(TooManyBadSamplesError, match=rf"1\.tar can't be read: it is damaged.* So {lost} of .* are bad"):
+        list(TarSamples(urls, ["__key__"], max_bad_fraction=0, **options))
+
+
 def test_a_shard_that_is_not_there_or_empty_is_told(tmp_path):
     with pytest.raises(
         TooManyBadSamplesError, match=r"none\.tar can't be read: there is no such file: check data\.urls="
