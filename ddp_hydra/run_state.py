@@ -95,7 +95,6 @@ class Summary(Struct, kw_only=True):
     ddp_hydra: str | None = None
 
     def update(self, fields: Mapping[str, Any]) -> None:
-        """Set some fields."""
         for name, value in fields.items():
             setattr(self, name, value)
 
@@ -132,24 +131,11 @@ State = TypeVar("State", Summary, Status)
 
 
 def encode(state: Summary | Status, indent: int | None = None) -> bytes:
-    """Return the content of its file."""
     return (json.dumps(to_builtins(state), indent=indent, allow_nan=False) + "\n").encode()
 
 
 def decode(content: bytes, kind: type[State], place: str | Path) -> State | None:
-    """Read the content of a file.
-
-    Args:
-        content: of the file; empty if there is none.
-        kind: what it holds.
-        place: of the file, for the error.
-
-    Returns:
-        None if there is none.
-
-    Raises:
-        ConfigError: it is broken, or of another format.
-    """
+    """Read the content of a file, None if it is empty; `place` is named where it is broken, or of another format."""
     if not content:
         return None
     try:

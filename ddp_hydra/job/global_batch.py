@@ -20,23 +20,14 @@ class RankBatch:
     micro_batches: int
 
     def global_size(self, ranks: int) -> int:
-        """Return the global batch in samples."""
         return self.size * self.micro_batches * ranks
 
 
 def redistribute(batch: RankBatch, old_ranks: int, new_ranks: int) -> RankBatch:
-    """Divide a global batch among another number of ranks.
+    """Divide a global batch among another number of ranks; the same as before if it is not divisible among them.
 
     Memory may be full already, so more micro-batches are preferred to larger ones. Micro-batches of less than half the
     size would be slow, so one larger micro-batch is preferred to those.
-
-    Args:
-        batch: of each of the old ranks.
-        old_ranks: number of ranks before.
-        new_ranks: number of ranks now.
-
-    Returns:
-        The batch of each of the new ranks; the same as before if the global batch is not divisible among them.
     """
     per_rank, rest = divmod(batch.global_size(old_ranks), new_ranks)
     if rest:
@@ -50,10 +41,6 @@ def changed_settings(batch: RankBatch, config: Mapping[str, Any]) -> dict[str, i
     """Return the settings of a rank's batch, by their keys.
 
     DDP's static graph does not go with several micro-batches: then the parameters are looked for in each step.
-
-    Args:
-        batch: of a rank.
-        config: of the job.
     """
     settings = {"data.batch_size": batch.size, "trainer.gradient_accumulation_steps": batch.micro_batches}
     if batch.micro_batches > 1 and config["parallel"].get("static_graph"):
@@ -62,14 +49,6 @@ def changed_settings(batch: RankBatch, config: Mapping[str, Any]) -> dict[str, i
 
 
 def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:
-    """Return a message about the settings that change with the number of ranks.
-
-    Args:
-        old: the batch of each rank before.
-        old_ranks: number of ranks before.
-        new: the batch of each rank now.
-        new_ranks: number of ranks now.
-    """
     ranks, total = f"{new_ranks} ranks instead of {old_ranks}: ", old.global_size(old_ranks)
     if new.global_size(new_ranks) != total:
         accumulation = f" trainer.gradient_accumulation_steps={new.micro_batches}" if new.micro_batches > 1 else ""

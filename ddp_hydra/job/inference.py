@@ -52,7 +52,6 @@ class Inference:
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs in this process."""
         return connect.is_inline(self.cfg.cluster) and not connect.has_existing()
 
     def run(
@@ -61,16 +60,11 @@ class Inference:
         more: Callable[[], dict[str, Any]] = dict,
         receive: Callable[[Record, Callable[[Record, Path], None]], None] | None = None,
     ) -> dict[str, Any]:
-        """Run a function of the ranks, and return what rank 0's call returns.
+        """Run `EVALUATE` or `PREDICT` on the ranks, and return what rank 0's call returns.
 
         Args:
-            fn: `EVALUATE` or `PREDICT`.
             more: returns further arguments of an attempt.
             receive: called with each record, and with a function that fetches the file of a record.
-
-        Raises:
-            Interrupted: a rank was asked to end early.
-            RankFailed: a rank failed, also in further attempts.
         """
         packed = self.check()
         values = self.run_here(fn, more, receive) if self.is_here else self.run_on_dask(fn, more, receive, packed)
@@ -79,12 +73,10 @@ class Inference:
         return dict(values[0])
 
     def arguments(self, more: dict[str, Any]) -> dict[str, Any]:
-        """Return the argument of the ranks' function."""
         own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "faults": list(self.faults)}
         return own | more
 
     def run_here(self, fn: str, more: Any, receive: Any) -> list[Any]:
-        """Run one rank in this process."""
         project.make_importable(project.layers())
 
         def on_record(record: Record) -> None:
@@ -102,7 +94,6 @@ class Inference:
         )
 
     def run_on_dask(self, fn: str, more: Any, receive: Any, packed: project.Project) -> list[Any]:
-        """Run one rank on each worker."""
         from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
@@ -123,14 +114,10 @@ class Inference:
 
 
 def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:
-    """Return the config with the place to compute.
+    """Return the config with the place to compute; `named`: the user has named a cluster or a setting of it.
 
     A run on cluster=local is looked at in this process, which is quicker to start and has the same cores; so is a run
     of torchrun, whose processes are gone.
-
-    Args:
-        cfg: the run's config.
-        named: whether the user has named a cluster or a setting of it.
     """
     target = str(cfg.cluster.get("_target_")).rpartition(".")[2]
     if target == "Torchrun" and named:

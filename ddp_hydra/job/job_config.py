@@ -23,11 +23,6 @@ WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse a config that no job can run.
-
-    Raises:
-        ConfigError: the message says what is allowed.
-    """
     unknown_keys.check(cfg)
     validate.check(cfg)
     loggers.check(cfg)
@@ -35,31 +30,17 @@ def check(cfg: DictConfig) -> None:
 
 
 def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
-    """Check that the project space holds what the config names, and pack it.
-
-    Args:
-        cfg: the composed config.
-        config: the same as plain values.
-    """
     roots = project.layers()
     targets.check(config, roots, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
     return project.pack(*roots)
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
-    """Return the checkpoint file that `resume` names, downloaded into the run directory if it is in a bucket."""
     return RunRef.of(cfg.resume).checkpoint("last", run_dir / DOWNLOADS, cfg.results.retry_s)
 
 
 def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
-    """Return the file that `model.weights` names; of a run, its best checkpoint, downloaded if it is in a bucket.
-
-    Returns:
-        None if `model.weights` is the name of pretrained weights, not a path.
-
-    Raises:
-        CheckpointError: it is a path, and nothing is there.
-    """
+    """Return the file that `model.weights` names, of a run its best checkpoint; None for pretrained weights' names."""
     if (given := weights_path(cfg)) is None:
         return None
     ref = RunRef.of(os.path.expanduser(given))  # noqa: PTH111, a path would make one slash of the two of a URL
@@ -69,7 +50,6 @@ def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
 
 
 def weights_path(cfg: DictConfig) -> str | None:
-    """Return `model.weights` if it looks like a path, else None."""
     given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
     is_path = isinstance(given, str) and ({"/", os.sep} & set(given) or given.endswith((".pt", ".pth")))
     return given if is_path else None
@@ -83,12 +63,7 @@ def backend(cfg: DictConfig) -> str:
 
 
 def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
-    """Return the settings of a gang that come from the config.
-
-    Args:
-        cfg: the composed config.
-        more: settings that don't.
-    """
+    """Return the settings of a gang that come from the config, and `more`."""
     settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
     assert isinstance(settings, dict)
     each = settings["ranks_per_worker"]
@@ -105,7 +80,6 @@ def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
 
 
 def keep_warm_s(cfg: DictConfig) -> float:
-    """Return how long the fork servers of the workers' hosts stay after the job."""
     if cfg.dispatch.keep_warm_s is not None:
         return float(cfg.dispatch.keep_warm_s)
     if not connect.is_local(cfg.cluster):

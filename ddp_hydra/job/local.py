@@ -102,10 +102,6 @@ class Job:
         """Open the writers of this job.
 
         An interrupt inside the block also ends their waiting for a full disk or a bucket that does not answer.
-
-        Args:
-            fetch: fetches a file that a rank has written.
-            attempts: returns the attempts that have failed.
         """
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
@@ -127,7 +123,6 @@ class Job:
                 self.summarise(handler)
 
     def run_here(self) -> dict[str, Any]:
-        """Run the only rank in this process, and return what `train` returns."""
         self.summary.world_size = 1
         for key in ("ranks", "ranks_per_worker"):
             if (given := self.cfg.dispatch[key]) not in (None, 1, "auto"):
@@ -145,11 +140,6 @@ class Job:
             )[0]
 
     def run_on_torchrun(self, gang: TorchrunGang) -> dict[str, Any]:
-        """Run the ranks that torchrun has started, and return what `train` returns on rank 0.
-
-        Args:
-            gang: the ranks.
-        """
         self.first_attempt = max(self.first_attempt, torchrun.restart_count())
         if before := self.earlier_attempts[-torchrun.restart_count() :] if torchrun.restart_count() else []:
             self.steps_before = [before[-1].steps_done]
@@ -160,13 +150,6 @@ class Job:
             return self.watch(gang, handler, torchrun.restart_count)
 
     def watch(self, gang: Gang, handler: ResultsHandler, restarts: Callable[[], int]) -> dict[str, Any]:
-        """Run a gang whose records are written, and return what `train` returns on rank 0.
-
-        Args:
-            gang: the ranks.
-            handler: writes the records.
-            restarts: returns how many times the ranks were started again.
-        """
         try:
             value: dict[str, Any] = gang.run_attempts(
                 self.call,
@@ -182,12 +165,6 @@ class Job:
             self.summary.attempts = self.attempts(gang)
 
     def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:
-        """Run a gang on a Dask cluster, and return what `train` returns on rank 0.
-
-        Args:
-            packed: the project space.
-            stop: asks the gang to end.
-        """
         from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
@@ -211,23 +188,13 @@ class Job:
         return self.cfg.cluster
 
     def interrupt_notice(self, trains: bool) -> str:
-        """Return the message for a user who has pressed Ctrl-C.
-
-        Args:
-            trains: whether the ranks are in their training loop.
-        """
         doing = (
             "a checkpoint is saved at the next step" if trains else "no step is being done, so nothing is to be saved"
         )
         return f"{doing}, then the job ends. {SECOND}. Run directory: {self.shown_dir}"
 
     def call(self, number: int, world_size: int) -> Any:
-        """Return the call that each rank of an attempt makes: the same job, resumed from its last whole checkpoint.
-
-        Args:
-            number: of the attempt.
-            world_size: its number of ranks.
-        """
+        """Return the call of an attempt's ranks: the same job, resumed from its last whole checkpoint."""
         from ddp_hydra.dispatch.call import Call
 
         config, settings = copy.deepcopy(self.config), {"kept": self.saved_config}
@@ -252,7 +219,6 @@ class Job:
         return self.files
 
     def elapsed_s(self) -> float:
-        """Return the time since the job began, in seconds."""
         return time.monotonic() - self.begun
 
     def rank_batch(self, world_size: int) -> RankBatch:
@@ -265,7 +231,6 @@ class Job:
         return new
 
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
-        """Write a record; at the start of a further attempt, count the steps that it repeats."""
         handler.handle(record)
         self.saved |= record.checkpoint is not None
         if not isinstance(record.data, Start):
@@ -284,17 +249,12 @@ class Job:
         return [*self.earlier_attempts, *(attempt.entry() for attempt in gang.restarts.ended)]
 
     def describe_restart(self, steps_done: int) -> str:
-        """Return where the next attempt starts, as the end of a sentence.
-
-        Args:
-            steps_done: steps that the last attempt completed.
-        """
+        """Return where the next attempt starts, as the end of a sentence."""
         saved = saved_step(self.run_dir) if self.saved else None
         begin = self.first_step if saved is None else saved
         again = max(0, steps_done - begin)
         return f", from step {begin}" + (f" ({again} step{'s' if again > 1 else ''} again)" if again else "")
 
     def summarise(self, handler: ResultsHandler) -> None:
-        """Add the progress so far to the summary, for a job that fails."""
         self.summary.steps, self.summary.samples = handler.step, handler.samples
         self.summary.metrics = finite(handler.metrics)

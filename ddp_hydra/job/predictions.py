@@ -67,7 +67,6 @@ class Parts:
         remove_parts(folder / "parts")
 
     def read_plan(self) -> dict[str, Any]:
-        """Return the content of the folder's plan; {} if it has none."""
         try:
             content = json.loads((self.folder / PLAN).read_text())
             return content if {"plan", "samples", "rows"} <= content.keys() else {}
@@ -76,30 +75,20 @@ class Parts:
 
     @property
     def total(self) -> int:
-        """The number of parts; 0 as long as it is not known."""
         return -(-self.samples // self.length) if self.samples else 0
 
     def path(self, part: int) -> Path:
-        """Return the file of a part."""
         return self.folder / rows.NAME.format(part)
 
     def done(self) -> list[int]:
-        """Return the numbers of the parts that are there."""
         found = (_PART.fullmatch(f"parts/{path.name}") for path in (self.folder / "parts").glob("*.rows"))
         numbers = sorted(int(named[1]) for named in found if named)
         return [part for part in numbers if not self.total or part < self.total]
 
     def rows_of(self, part: int) -> int:
-        """Return how many rows a part must have."""
         return self.length if self.samples is None else min(self.length, self.samples - part * self.length)
 
     def receive(self, record: Record, fetch: Fetch) -> None:
-        """Take a record of a rank.
-
-        Raises:
-            RecordError: its file is none of the parts.
-            ConfigError: the data set has changed since the prediction began.
-        """
         if isinstance(record.data, Rows):
             self.begin(record.data.samples, record.data.length)
         elif isinstance(record.data, File):
@@ -120,7 +109,6 @@ class Parts:
         write_atomic(self.folder / PLAN, json.dumps(content, indent=1).encode())
 
     def store(self, record: Record, path: str, fetch: Fetch) -> None:
-        """Put the file of a part in place."""
         named = _PART.fullmatch(path)
         if named is None or not self.length or (self.total and int(named[1]) >= self.total):
             raise RecordError(f"rank {record.rank} sent {path!r:.80}, which is not a part of {self.total}")
@@ -131,11 +119,7 @@ class Parts:
             receiver.drop()
 
     def merged(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in order, a few at a time, with their index in front.
-
-        Raises:
-            RecordError: a part is missing, or is not as long as it must be.
-        """
+        """Yield all rows in order, a few at a time, with their index in front."""
         names: list[str] = []
         for part in range(self.total):
             begin = part * self.length
@@ -158,7 +142,6 @@ class Parts:
                 raise RecordError(f"{self.path(part)} ends with row {begin} of {end}: remove it, and try again")
 
     def remove(self) -> None:
-        """Remove the folder."""
         shutil.rmtree(self.folder)
 
 
@@ -170,11 +153,6 @@ _GROUP_ROWS = 65_536
 
 
 def kind_of(out: Path) -> str:
-    """Return the kind of predictions that a file holds.
-
-    Raises:
-        ConfigError: there is no such kind, or its package is not installed.
-    """
     if out.suffix not in KINDS:
         raise ConfigError(f"out={out}: give a name that ends with .csv, .parquet or .npz, or a folder for pictures")
     if out.suffix == ".parquet":
@@ -183,7 +161,6 @@ def kind_of(out: Path) -> str:
 
 
 def pyarrow() -> Any:
-    """Return the package that writes Parquet."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError:
@@ -197,7 +174,6 @@ def write(out: Path, chunks: Iterable[Mapping[str, Any]], samples: int) -> None:
     """Write predictions; `out` appears when all of it is written.
 
     Args:
-        out: the file or folder.
         chunks: some rows each: name -> array (rows, ...) or list.
         samples: rows of all chunks.
     """
@@ -280,7 +256,6 @@ class _Spool:
         self.is_text = False
 
     def add(self, values: Any) -> None:
-        """Append some rows."""
         if isinstance(values, list):
             self.is_text = True
             self.longest = max(self.longest, *map(len, values))
@@ -298,7 +273,6 @@ class _Spool:
             file.write(np.ascontiguousarray(values).tobytes())
 
     def write(self, file: IO[bytes], samples: int) -> None:
-        """Write the column as .npy."""
         dtype = np.dtype(f"<U{self.longest}") if self.is_text else self.dtype
         header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (samples, *self.shape)}
         np.lib.format.write_array_header_2_0(file, header)

@@ -41,9 +41,6 @@ def run_job(
     """Train one job.
 
     Args:
-        cfg: the composed config.
-        run_dir: where its results are written.
-        overrides: the overrides it was composed with, for TensorBoard's HParams tab.
         remote: the driver's part, if a driver runs the job.
         stop: asks a job on a cluster to save a checkpoint and end, as Ctrl-C does in the main thread.
 
@@ -81,11 +78,7 @@ def train(
     stop: threading.Event | None,
     torchrun_gang: TorchrunGang | None = None,
 ) -> float | None:
-    """Train a job whose results this process writes; other arguments and errors as for `run_job`.
-
-    Args:
-        torchrun_gang: the ranks that torchrun has started.
-    """
+    """Train a job whose results this process writes."""
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         check(cfg)
@@ -129,8 +122,6 @@ def train(
 
 
 def _dry_run(config: dict[str, Any]) -> None:
-    """Build the model and the data in this process and do one step."""
-
     def show(record: Record) -> None:
         if isinstance(record.data, Start):
             print("\n".join(record.data.lines))  # noqa: T201

@@ -25,7 +25,6 @@ class RunDirCallback(Callback):
     """Refuses a run directory that holds another run, before Hydra writes its `.hydra` there."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Check that the job may use its run directory."""
         run_dir = Path(str(config.hydra.run.dir))
         # torchrun's other ranks write no `.hydra`; their run directory is the one of rank 0.
         if config.get("dry_run") or config.hydra.output_subdir is None or not run_dir.is_dir():
@@ -41,13 +40,6 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
     """Refuse a run directory that holds the results of another run.
 
     A run that ended before it saved a checkpoint may start again in its folder.
-
-    Args:
-        run_dir: of the run that starts.
-        resume: the run or checkpoint that it resumes, if any.
-
-    Raises:
-        ConfigError: there is another run.
     """
     checkpoints = sorted((run_dir / FOLDER).glob("*.pt"))
     summary = read_summary(run_dir)
@@ -60,12 +52,7 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
 
 
 def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
-    """Remove a run directory in which Hydra has written its files and no job anything: of a dry run, or a mistake.
-
-    Args:
-        run_dir: made by Hydra for this command.
-        output_subdir: the folder of Hydra's files in it, `.hydra`.
-    """
+    """Remove a run directory in which Hydra has written its files and no job anything: of a dry run, or a mistake."""
     with contextlib.suppress(OSError):
         of_hydra = run_dir / str(output_subdir)
         if [path.name for path in run_dir.iterdir()] != [of_hydra.name] or run_dir.resolve() == Path.cwd():
@@ -76,7 +63,6 @@ def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
 
 
 def is_resumed(run_dir: Path, resume: str | None) -> bool:
-    """Return whether a run resumes from its own run directory."""
     if not resume or "://" in resume:
         return False
     given, own = Path(resume).resolve(), run_dir.resolve()
@@ -100,7 +86,6 @@ def keep_project(run_dir: Path, packed: project.Project) -> None:
 
 
 def sweep_dir(run_dir: Path) -> Path | None:
-    """Return the folder of the sweep that a run directory belongs to, if this process runs a job of one."""
     if not HydraConfig.initialized() or HydraConfig.get().mode != RunMode.MULTIRUN:
         return None
     folder = Path(HydraConfig.get().sweep.dir).resolve()
@@ -120,7 +105,6 @@ def _link(source: Path, target: Path) -> None:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    """Return the step of the newest checkpoint, None if there is none."""
     newest = _newest_checkpoint(run_dir)
     return None if newest is None else int(newest.get("step") or 0)
 
@@ -133,12 +117,6 @@ def _newest_checkpoint(run_dir: Path) -> dict[str, Any] | None:
 
 
 def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
-    """Return step and value of the best checkpoint; None if there is none.
-
-    Args:
-        run_dir: of the run.
-        metric: the objective.
-    """
     with contextlib.suppress(CheckpointError):
         best = read_manifest(run_dir / FOLDER).get("best.pt", {})
         metrics = best.get("metrics")
@@ -149,12 +127,7 @@ def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
 
 
 def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float]:
-    """Return the metrics of the newest checkpoint of a run that goes on in its own directory; {} if there are none.
-
-    Args:
-        run_dir: of the run.
-        resume: the run or checkpoint that it resumes, if any.
-    """
+    """Return the metrics of the newest checkpoint of a run that goes on in its own directory; {} if there are none."""
     if not is_resumed(run_dir, resume):
         return {}
     return _metrics_of(_newest_checkpoint(run_dir) or {})
@@ -175,12 +148,6 @@ def _metrics_of(entry: dict[str, Any]) -> dict[str, float]:
 
 
 def full_disk_advice(run_dir: Path, shown_dir: str) -> str:
-    """Return which step is saved, how much space is free, and what to type.
-
-    Args:
-        run_dir: on the full disk.
-        shown_dir: the run directory or its URL, as the user would type it.
-    """
     step = saved_step(run_dir)
     saved = "nothing was saved before" if step is None else f"step {step} is saved"
     again = "start it again" if step is None else f"go on with resume={shown_dir}"

@@ -57,11 +57,6 @@ class TrainResult(Struct, kw_only=True):
 
 
 def read_result(value: Any) -> TrainResult:
-    """Return the result of `train`, checked, because it comes from a rank.
-
-    Raises:
-        RecordError: a part is missing or has the wrong type.
-    """
     try:
         return msgspec.convert(value, TrainResult)
     except (ValueError, OverflowError) as error:
@@ -70,16 +65,7 @@ def read_result(value: Any) -> TrainResult:
 
 @contextmanager
 def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[Summary]:
-    """Write summary.json at the end of the block, also when the job fails.
-
-    Args:
-        run_dir: of the job.
-        cfg: of the job.
-        shown_dir: the run directory or its URL, as the user would type it.
-
-    Yields:
-        The summary, to be filled in.
-    """
+    """Write summary.json at the end of the block, also when the job fails. `shown_dir`: as the user would type it."""
     begin, shown_dir = time.time(), shown_dir or shown_path(run_dir)
     summary = Summary(tags=[str(tag) for tag in cfg.tags])
     try:
@@ -110,13 +96,7 @@ def _finish(run_dir: Path, summary: Summary, begin: float, error: BaseException 
 
 
 def failed_lines(run_dir: Path, shown_dir: str, failure: Failure) -> str:
-    """Return the lines that say where a failed job has left its log and its checkpoint.
-
-    Args:
-        run_dir: of the job.
-        shown_dir: the run directory or its URL, as the user would type it.
-        failure: its cause.
-    """
+    """Return the lines that say where a failed job has left its log and its checkpoint."""
     log, step = f"logs/rank-{failure.rank}.log", saved_step(run_dir)
     lines = [
         f"log:     {shown_dir}/{log}" if not failure.mistake and (run_dir / log).exists() else None,
@@ -126,12 +106,6 @@ def failed_lines(run_dir: Path, shown_dir: str, failure: Failure) -> str:
 
 
 def closing_lines(summary: Summary, shown_dir: str) -> str:
-    """Return the lines that are printed when a job is done or has paused.
-
-    Args:
-        summary: of the job.
-        shown_dir: its run directory or URL.
-    """
     assert summary.objective is not None
     objective, steps, train_s = summary.objective.metric, summary.steps or 0, summary.train_s or 0.0
     values = {name: summary.metrics.get(name) for name in ("train/loss", "val/loss", objective)}
@@ -155,29 +129,14 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
 
 
 def describe_best(best: Best | None, metric: str, steps: int) -> str | None:
-    """Return a line about the best checkpoint; None if it is the last one, or there is none.
-
-    Args:
-        best: of the run, if there is one.
-        metric: the objective.
-        steps: of the run.
-    """
+    """Return a line about the best checkpoint; None if it is the last one, or there is none."""
     if best is None or best.step == steps:
         return None
     return f"best: {metric} {best.value:.4g} at step {best.step:,}: checkpoints/best.pt"
 
 
 def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str | None:
-    """Return a line with the bottleneck of a run, data or compute, and with what reading took.
-
-    Args:
-        total: the totals of `data_stats.DataStats`.
-        train_s: how long the run trained, in seconds.
-        steps: of the run.
-
-    Returns:
-        None if the run was too short and its data set counts nothing.
-    """
+    """Return a line with the bottleneck of a run, data or compute, and what reading took; None after a short run."""
     share = total["wait"]
     parts = []
     if steps >= ENOUGH_STEPS and train_s >= ENOUGH_S:
@@ -194,16 +153,7 @@ def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str
 
 
 def describe_straggler(slowest: Mapping[str, float | None], train_s: float, steps: int) -> str | None:
-    """Return a line about the rank that the others waited for.
-
-    Args:
-        slowest: the totals of `stragglers.Stragglers`.
-        train_s: how long the run trained, in seconds.
-        steps: of the run.
-
-    Returns:
-        None if no rank was slow, or the run was too short.
-    """
+    """Return a line about the rank that the others waited for; None if no rank was slow, or the run was too short."""
     times = slowest.get("times")
     if times is None or times < SLOW_RATIO or steps < ENOUGH_STEPS or train_s < ENOUGH_S:
         return None
@@ -214,7 +164,6 @@ def describe_straggler(slowest: Mapping[str, float | None], train_s: float, step
 
 
 def why_stopped(reason: str, steps: int) -> str:
-    """Return a message with the reason why a job stopped early, and the step that is saved."""
     reasons = {
         "interrupt": "interrupted",
         "time_limit": "the time of trainer.time_limit_s is up",

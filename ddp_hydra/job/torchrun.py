@@ -33,20 +33,7 @@ def torchrun_settings(cfg: DictConfig) -> GangSettings:
 
 @contextmanager
 def started(cfg: DictConfig, run_dir: Path) -> Iterator[TorchrunGang | None]:
-    """Start rank 0 below this process, if torchrun has started this; it imports torch while the job is prepared.
-
-    Args:
-        cfg: of the job.
-        run_dir: where its results are written.
-
-    Yields:
-        The ranks of torchrun, None without it.
-
-    Raises:
-        ConfigError: the config does not fit what torchrun has started.
-        Interrupted: torchrun has started again what had ended on purpose.
-        DdpHydraError: it has started again what fails each time.
-    """
+    """Start rank 0 below this process, if torchrun has started this; it imports torch while the job is prepared."""
     spec = torchrun.place(cfg.cluster)
     if spec is None:
         yield None
@@ -68,16 +55,7 @@ def started(cfg: DictConfig, run_dir: Path) -> Iterator[TorchrunGang | None]:
 
 
 def refuse_restart(summary: Summary, restarts: int) -> None:
-    """Refuse to go on with a job that torchrun has started again for nothing; it knows only that a process has failed.
-
-    Args:
-        summary: of the attempts before.
-        restarts: how many times torchrun has started the ranks again.
-
-    Raises:
-        Interrupted: the job had ended on purpose.
-        DdpHydraError: it has failed twice in the same way.
-    """
+    """Refuse a job that torchrun has started again for nothing; it knows only that a process has failed."""
     if (reason := summary.interrupted) in ("time_limit", "callback"):
         raise Interrupted(f"{why_stopped(reason, summary.steps or 0)}: torchrun has started it again, but it is over")
     attempts = summary.attempts[-restarts:]
@@ -86,16 +64,7 @@ def refuse_restart(summary: Summary, restarts: int) -> None:
 
 
 def run_other_rank(cfg: DictConfig, spec: RankSpec) -> None:
-    """Run a rank other than 0; the process of rank 0 runs the job.
-
-    Args:
-        cfg: of the job.
-        spec: the place of the rank.
-
-    Raises:
-        DdpHydraError: this rank failed, and the process of rank 0 could not be told.
-        SystemExit: the job failed or was interrupted; the process of rank 0 says why.
-    """
+    """Run a rank other than 0; the process of rank 0 runs the job, and says why it failed."""
     if cfg.dry_run:
         return
     torchrun.check_job(cfg, spec)

@@ -97,7 +97,6 @@ class MirrorWriter:
             log.warning("%s; it is asked again when there is a checkpoint", error)
 
     def write(self, record: Record) -> None:
-        """Ask the background thread to copy the checkpoint of a 'file' record that holds one."""
         if record.checkpoint is None:
             return
         with self._changed:
@@ -166,7 +165,6 @@ class MirrorWriter:
         )
 
     def _mirror(self) -> None:
-        """Copy all step files of the local manifest that the bucket lacks, the newest first."""
         local = read_manifest(self._local)
         self._before()
         before = _entries(self._remote)
@@ -209,7 +207,6 @@ class MirrorWriter:
         """Write the bucket's manifest: the step files of other runs first, then those of this run, the newest last.
 
         Args:
-            local: the local manifest.
             keys: names of the local step files, the newest first, with their names in the bucket.
             before: entries of the bucket's manifest so far.
             there: names of the step files that are in the bucket.
@@ -232,7 +229,6 @@ class MirrorWriter:
 
 
 def _entries(remote: Store) -> Entries:
-    """Return the entries of the bucket's manifest."""
     try:
         return read_manifest_text(remote.get(f"{FOLDER}/{NAME}"))
     except FileNotFoundError:

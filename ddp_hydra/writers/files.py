@@ -56,11 +56,7 @@ class FileReceiver:
         self._in_place = False
 
     def receive(self, record: Record, target: Path) -> None:
-        """Write a file record's content to `target`, replacing an older file atomically.
-
-        Args:
-            record: a record of kind 'file'; if it has been received before, it is not fetched again.
-            target: destination, in a folder that exists.
+        """Write a record's file to `target`, replacing an older file atomically; it is fetched once.
 
         Raises:
             RecordError: the content does not arrive, differs from what the record announces, or cannot be written. An
@@ -189,11 +185,6 @@ class FileWriter:
         self._receiver = FileReceiver(fetch)
 
     def write(self, record: Record) -> None:
-        """Receive the file of a 'file' record without a checkpoint; a later file with the same path replaces it.
-
-        Raises:
-            RecordError: its path is not allowed, or it did not arrive whole; see `FileReceiver.receive`.
-        """
         if not isinstance(record.data, File) or record.checkpoint is not None:
             return
         path = check_path(record.data.path)
@@ -207,7 +198,6 @@ class FileWriter:
         self._receiver.receive(record, place(self._run_dir, path))
 
     def close(self) -> None:
-        """Delete the file that was not received completely."""
         self._receiver.drop()
 
 
@@ -240,11 +230,6 @@ class CheckpointWriter:
                 remove_parts(self._folder)
 
     def write(self, record: Record) -> None:
-        """Receive the checkpoint of a 'file' record that holds one. After an error, the same record may come again.
-
-        Raises:
-            RecordError: its name is not that of a step file, it did not arrive whole, or it cannot be written.
-        """
         file, checkpoint = record.data, record.checkpoint
         if not isinstance(file, File) or checkpoint is None:
             return
@@ -271,7 +256,6 @@ class CheckpointWriter:
         self._remove_outdated()
 
     def close(self) -> None:
-        """Delete the file that was not received completely."""
         self._receiver.drop()
 
     def _save(self, entries: Entries) -> None:
@@ -285,7 +269,6 @@ class CheckpointWriter:
             self._outdated.discard(name)
 
     def _point(self, alias: str, name: str) -> None:
-        """Make `alias` the same file as `name`, atomically."""
         target = self._folder / alias
         with writing(target), replacing(target) as part:
             link_or_copy(self._folder / name, part)
@@ -301,7 +284,6 @@ class CheckpointWriter:
 
 
 def _step_name(path: str, step: int, rank: int) -> str:
-    """Return the file name; refuse a path that does not belong to the step."""
     pure = check_path(path)
     match = STEP_FILE.fullmatch(pure.name)
     if pure.parts[:-1] != (FOLDER,) or match is None or match[2] or int(match[1]) != step:

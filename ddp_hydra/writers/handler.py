@@ -69,11 +69,7 @@ class ResultsHandler:
         self.samples: float | None = None
 
     def handle(self, record: Record) -> None:
-        """Give one record to every writer, also after one of them has failed.
-
-        Raises:
-            RecordError: it cannot be written.
-        """
+        """Give one record to every writer, also after one of them has failed."""
         if isinstance(record.data, Metrics) and record.rank == 0:
             self.metrics.update(record.data.metrics)
             self.step = record.step if record.step is not None else self.step
@@ -158,10 +154,9 @@ def default_writers(
     progress: bool = True,
     attempts: Callable[[], list[AttemptEntry]] = list,
 ) -> list[Writer]:
-    """Return the writers of a run directory.
+    """Return the writers of a run directory, which is made if it is missing.
 
     Args:
-        run_dir: created if it is missing.
         fetch: copies files from the ranks' hosts; None if every file comes inline.
         keep: newest step checkpoints to keep; None keeps all.
         mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
@@ -169,13 +164,7 @@ def default_writers(
         mirror_store: the mirror, if it is open already.
         retry_s: how long to retry a failing bucket.
         give_up: an event that ends all waiting for the bucket at once.
-        tensorboard: whether to write TensorBoard events.
-        progress: whether to show the live display.
         attempts: returns the attempts that have failed, for status.json.
-
-    Raises:
-        RecordError: the run directory cannot be written.
-        ConfigError: `keep` or `mirror` is wrong, or the bucket refuses access.
     """
     from ddp_hydra.storage.files import open_run_dir
     from ddp_hydra.writers.files import CheckpointWriter, FileWriter

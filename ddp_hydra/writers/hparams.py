@@ -54,10 +54,7 @@ def values(overrides: Iterable[str]) -> dict[str, Value]:
 
     Numbers and booleans keep their type. Everything else is the text that was typed: a group's option, a list, an
     interpolation (its value may be a secret). Keys and addresses that seem to hold a secret are left out. So are keys
-    that do not change what is trained.
-
-    Args:
-        overrides: overrides of the command line. Those that Hydra cannot parse are left out.
+    that do not change what is trained, and overrides that Hydra cannot parse.
     """
     found: dict[str, Value] = {}
     for text in overrides:
@@ -74,13 +71,9 @@ def values(overrides: Iterable[str]) -> dict[str, Value]:
 
 @contextmanager
 def session(run_dir: Path, overrides: Iterable[str]) -> Iterator[None]:
-    """Show a job in the HParams tab: its overrides, when it began and ended, and whether it succeeded.
+    """Show a job that has overrides in the HParams tab: when it began and ended, and whether it succeeded.
 
     An interrupted job ends with an unknown status. If the files cannot be written, the job runs without them.
-
-    Args:
-        run_dir: the job's run directory.
-        overrides: overrides of the command line; without any, the job is not shown.
     """
     hparams = values(overrides)
     _delete_old(run_dir / "tensorboard")
@@ -108,11 +101,6 @@ def write_experiment(folder: Path, jobs: Iterable[Iterable[str]], metrics: Itera
     """Define the columns of the HParams tab for `tensorboard --logdir <folder>`: the keys that differ between jobs.
 
     Without this, the tab has a column for every override and every metric, ordered by name.
-
-    Args:
-        folder: the sweep's folder.
-        jobs: the overrides of each job.
-        metrics: metrics to show, in this order.
     """
     rows = [values(overrides) for overrides in jobs]
     columns = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}

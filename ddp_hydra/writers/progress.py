@@ -19,7 +19,6 @@ class StdoutConsole(Console):
     """Prints to standard output, and survives its end: rich would end the whole program when nobody reads it."""
 
     def on_broken_pipe(self) -> None:
-        """Stop printing."""
         self.quiet = True
 
 
@@ -63,7 +62,6 @@ class ProgressWriter:
         self._header: list[str] = []
 
     def write(self, record: Record) -> None:
-        """Show a start or metrics record of rank 0."""
         if self._is_closed or record.rank != 0:
             return
         try:
@@ -75,7 +73,6 @@ class ProgressWriter:
             self._is_closed = True
 
     def close(self) -> None:
-        """Print the last epoch's line if it is missing, and remove the bar."""
         try:
             step = self._state.step
             is_missing = step not in (None, self._line_step) and self._reported != self._state.mark()
@@ -114,11 +111,7 @@ class ProgressWriter:
             self._print("  ".join(filter(None, (self._state.where(), self._state.numbers(), self._state.eta()))))
 
     def _permanent_line(self, has_means: bool = False) -> None:
-        """Print the line of an epoch or, where a validation comes amid an epoch, of its step.
-
-        Args:
-            has_means: the epoch has ended, and its means are known.
-        """
+        """Print the line of an epoch, with its means if these are known; amid an epoch, the line of a step."""
         state = self._state
         is_epoch = has_means or not self._has_epoch_means
         where = state.epoch_text() if is_epoch else state.where()

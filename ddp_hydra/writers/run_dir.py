@@ -33,14 +33,8 @@ _LOOK_S = 0.02
 def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
     """Keep other processes from writing a run directory inside the block.
 
-    The lock ends with the process that holds it. A file system without locks is used without one.
-
-    Args:
-        run_dir: made if it is missing.
-        instead: what to type if another process writes it; "": the keys of a job.
-
-    Raises:
-        ConfigError: another process writes it, or it cannot be written.
+    The lock ends with the process that holds it. A file system without locks is used without one. `instead`: what to
+    type if another process writes it; "": the keys of a job.
     """
     elsewhere = "choose a folder that you may write" if instead else _ELSEWHERE
     instead = instead or (
@@ -141,11 +135,7 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    """Return the content of summary.json; None if there is none.
-
-    Raises:
-        ConfigError: it is broken, or of another format.
-    """
+    """Return the content of summary.json; None if there is none."""
     try:
         content = (run_dir / SUMMARY).read_bytes()
     except OSError:
@@ -154,7 +144,6 @@ def read_summary(run_dir: Path) -> Summary | None:
 
 
 def json_object(content: bytes) -> dict[str, Any]:
-    """Return a JSON object; {} if the content is none."""
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
@@ -163,11 +152,6 @@ def json_object(content: bytes) -> dict[str, Any]:
 
 
 def write_summary(run_dir: Path, summary: Summary) -> None:
-    """Write summary.json atomically.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         with replacing(run_dir / SUMMARY) as part:
@@ -177,19 +161,16 @@ def write_summary(run_dir: Path, summary: Summary) -> None:
 
 
 def cannot_be_written(run_dir: Path, error: OSError, elsewhere: str = _ELSEWHERE) -> ConfigError:
-    """Return the error for a folder of results that cannot be written, with what to type."""
     advice = "free some space there" if is_full(error) else elsewhere
     return ConfigError(f"the folder {run_dir} can't be written ({error.strerror}): {advice}")
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether a full disk is the cause of an error."""
     cause = error if isinstance(error, OSError) else error.__cause__
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def add_error(summary: Summary, error: BaseException) -> None:
-    """Fill in the status and the failure of a run that an error has ended."""
     if isinstance(error, KeyboardInterrupt):
         summary.status = "interrupted"
     elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure

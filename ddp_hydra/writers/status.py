@@ -45,7 +45,6 @@ class ProgressState:
         self._first: tuple[float, int] = (clock(), 0)
 
     def start(self, record: Record, start: Start) -> None:
-        """Begin an attempt, from the step of its start record."""
         self.step = self.epoch = None
         self.metrics.clear()
         self.epoch_means.clear()
@@ -54,7 +53,6 @@ class ProgressState:
         self._first = (self._clock(), record.step or 0)
 
     def update(self, record: Record, logged: Metrics) -> None:
-        """Take a metrics record."""
         self.epoch = self.epoch_of(logged)
         if self.epochs is not None and self.epoch is not None and self.epoch > self.epochs:
             self.epochs = None  # a stream has fewer samples than it says, and the run more epochs
@@ -68,7 +66,6 @@ class ProgressState:
         return self.epoch if logged.epoch is None else logged.epoch
 
     def forget_validation(self) -> None:
-        """Drop the validation's numbers, so that later lines do not repeat them."""
         self.metrics = {n: value for n, value in self.metrics.items() if not n.startswith("val/")}
 
     def mark(self) -> float | None:
@@ -87,12 +84,7 @@ class ProgressState:
         return f"epoch {_of(self.epoch, self.epochs)}"
 
     def numbers(self, validation: bool = False, epoch: bool = False) -> str:
-        """Return the losses and accuracies, and the samples/s.
-
-        Args:
-            validation: also those of the validation.
-            epoch: those of the training are means over the epoch.
-        """
+        """Return losses and accuracies, with those of a validation or as means over the epoch, and samples/s."""
         metrics = {**self.metrics, **self.epoch_means} if epoch else self.metrics
         shown = [
             f"{plain(name)} {value:.4g}"
@@ -105,7 +97,6 @@ class ProgressState:
         return "  ".join(shown)
 
     def eta_s(self) -> float | None:
-        """Return the estimated seconds until the end; None while they are not known."""
         began, first = self._first
         step = self.step or 0
         if not self.total_steps or step <= first or self.total_steps <= step:
@@ -155,7 +146,6 @@ class JobStatus:
         self._eta_s: float | None = None
 
     def update(self, record: Record) -> bool:
-        """Take over a start or metrics record of rank 0, or why it stopped early; return whether it was one."""
         data = record.data
         if record.rank != 0:
             return False
@@ -174,7 +164,6 @@ class JobStatus:
         return True
 
     def content(self) -> Status:
-        """Return all fields but the time."""
         progress, start = self._progress, self.start
         return Status(
             state=self.state,
@@ -193,7 +182,6 @@ class JobStatus:
 
 
 def encode(content: Status) -> bytes:
-    """Return the bytes of status.json, with the present time."""
     return run_state.encode(replace(content, time=time.time()))
 
 
@@ -221,7 +209,6 @@ class StatusWriter:
         self._written = -INTERVAL_S
 
     def write(self, record: Record) -> None:
-        """Take over a record; write at once if an attempt starts or stops early, else at most twice a second."""
         if not self._status.update(record):
             return
         if not isinstance(record.data, Metrics) or self._clock() - self._written >= INTERVAL_S:
@@ -229,7 +216,6 @@ class StatusWriter:
             self._save()
 
     def close(self) -> None:
-        """Remove the file."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

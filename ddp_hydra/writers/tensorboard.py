@@ -36,7 +36,6 @@ def file_name() -> str:
 
 
 def encoded(event: Event) -> bytes:
-    """Return an event as a record of such a file."""
     content = event.SerializeToString()
     length = struct.pack("<Q", len(content))
     return length + _checksum(length) + content + _checksum(content)
@@ -74,11 +73,6 @@ class TensorBoardWriter:
         self._purge = any(events.suffix != ".hparams" for events in earlier)
 
     def write(self, record: Record) -> None:
-        """Append the event of a metrics, text, image or histogram record; a start record may drop points.
-
-        Raises:
-            RecordError: an image is not a PNG, or the file cannot be written.
-        """
         data = record.data
         if not isinstance(data, Start | Metrics | Text | Image | Histogram) or record.attempt < (self._attempt or 0):
             return
@@ -102,7 +96,6 @@ class TensorBoardWriter:
         self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _drop_points(self, record: Record) -> None:

@@ -30,11 +30,6 @@ class JsonLinesWriter:
         self._attempt = 0
 
     def write(self, record: Record) -> None:
-        """Append the line of a metrics record; a start record may remove lines.
-
-        Raises:
-            RecordError: the file cannot be written.
-        """
         if isinstance(record.data, Start) and record.rank == 0 and record.attempt >= self._attempt:
             self._attempt = record.attempt
             self._cut(record.step or 0)
@@ -63,7 +58,6 @@ class JsonLinesWriter:
             write_atomic(self._path, b"".join(kept))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 
@@ -92,11 +86,6 @@ class LogWriter:
         self._last: tuple[Record | None, bytes] = (None, b"")
 
     def write(self, record: Record) -> None:
-        """Append the text of a log record.
-
-        Raises:
-            RecordError: the file cannot be written.
-        """
         if not isinstance(record.data, Log):
             return
         if record is not self._last[0]:  # the handler gives the same record again after a failed write
@@ -109,7 +98,6 @@ class LogWriter:
         """Do nothing: no file stays open."""
 
     def _content(self, record: Record, text: str) -> bytes:
-        """Return what the record adds to the file."""
         rank = record.rank
         head = ""
         if record.attempt != self._attempts.get(rank, 0):

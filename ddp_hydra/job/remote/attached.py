@@ -49,11 +49,6 @@ class Attached:
         self.newest: tuple[float, ...] = (-1.0, 0.0)  # attempt and time of what was read
 
     def begin(self) -> None:
-        """Read the status once.
-
-        Raises:
-            ConfigError: the folder holds no run.
-        """
         found = read(self.store)
         if found is None:
             raise ConfigError(
@@ -65,18 +60,11 @@ class Attached:
             log.info("the run is starting, or waits for workers")
 
     def stop(self) -> None:
-        """Ask the run to end."""
         if self.status.state not in ENDED:
             self.store.put(STOP, b"stop\n")
             log.info("the run is asked to save a checkpoint and to end")
 
     def follow(self) -> None:
-        """Show the run until it ends.
-
-        Raises:
-            Interrupted: the run was interrupted.
-            RunFailed: the run failed, or its driver is lost.
-        """
         with self.handler:
             while True:
                 has_ended = self.store.size_or_none(SUMMARY) is not None
@@ -95,7 +83,6 @@ class Attached:
         print(message)  # noqa: T201
 
     def driver_lost(self) -> RunFailed:
-        """Return the error for a driver that has been silent for too long."""
         if self.status.state == LOST:
             return RunFailed(f"{self.final_message()}\nno other driver has followed; resume={self.store.url} goes on")
         process = plain(f"process {self.status.pid} on {self.status.host}")
@@ -105,7 +92,6 @@ class Attached:
         )
 
     def final_message(self) -> str:
-        """Return the last message of the driver."""
         return plain(self.status.message)
 
     def silence_timeout_s(self) -> float:
@@ -113,7 +99,6 @@ class Attached:
         return self.lost_timeout_s * (RESTART_FACTOR if self.status.max_restarts else 1)
 
     def read_status(self) -> None:
-        """Read the status, and note whether the driver has updated it."""
         status = read(self.store)
         if status is not None and status.time != self.status.time:
             self.updated = time.monotonic()
@@ -138,9 +123,6 @@ class Attached:
 
         Where a run starts again, the file loses the lines after the step from which it goes on: it has other content
         where this was, and is read anew. Another run may even have begun one in the same folder.
-
-        Args:
-            size: of the file, in bytes.
         """
         tail = max(0, size - TAIL_BYTES)
         start = tail if self.position < 0 else self.position - len(self.last)
@@ -161,17 +143,12 @@ class Attached:
         return lines
 
     def show_start(self, step: Any = None) -> None:
-        """Show the header of the newest attempt.
-
-        Args:
-            step: where the run is, if it is not at the attempt's first step.
-        """
+        """Show the header of the newest attempt, which may be at a later step than its first."""
         if (start := self.status.start) is not None:
             self.attempt = start.attempt
             self.handler.handle(replace(start, rank=0, step=step or start.step))
 
     def show_line(self, line: dict[str, Any]) -> None:
-        """Show one line of the metrics."""
         own = ("time", "attempt", "step", "epoch", "samples", "rank")
         values = {name: value for name, value in line.items() if name not in own and isinstance(value, int | float)}
         data = {"kind": "metrics", "metrics": values, "epoch": line.get("epoch"), "samples": line.get("samples")}
@@ -186,5 +163,4 @@ class Attached:
 
 
 def _when(line: dict[str, Any]) -> tuple[float, ...]:
-    """Return the attempt and the time of a line of the metrics."""
     return tuple(value if isinstance(value := line.get(name), int | float) else 0.0 for name in ("attempt", "time"))

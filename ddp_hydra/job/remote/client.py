@@ -65,19 +65,10 @@ class StartedDriver:
 
 
 def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | None:
-    """Run a job whose results go to `results.root`.
-
-    Args:
-        cfg: the composed config.
-        run_dir: the local run directory, which gets only a summary and the URL.
-        overrides: the overrides it was composed with.
+    """Run a job whose results go to `results.root`; the local run directory gets only a summary and the URL.
 
     Returns:
         The objective's last value; None for a detached run.
-
-    Raises:
-        DdpHydraError: as for `run_job`, or the driver could not be started.
-        Interrupted: as for `run_job`.
     """
     if cfg.detach:
         with started_driver(cfg, run_dir, overrides) as (_, driver):
@@ -100,20 +91,7 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
 def started_driver(
     cfg: DictConfig, run_dir: Path, overrides: Sequence[str], messages: Messages | None = None
 ) -> Iterator[tuple[Any, StartedDriver]]:
-    """Start a driver on the cluster of a config.
-
-    Args:
-        cfg: the composed config.
-        run_dir: the local run directory.
-        overrides: the overrides it was composed with.
-        messages: gets the driver's messages; None: the driver goes on without this command.
-
-    Yields:
-        A client of the cluster, and the driver.
-
-    Raises:
-        DdpHydraError: the driver could not be started; the message says what to do.
-    """
+    """Start a driver on the cluster of a config; without `messages`, which get its own, it outlives this command."""
     check(cfg)
     config = schema.resolved(cfg)
     packed = job_config.packed_project(cfg, config)
@@ -164,11 +142,6 @@ def _print_commands(what: str, url: str) -> None:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse a config that no driver can run.
-
-    Raises:
-        ConfigError: the message says what to give instead.
-    """
     job_config.check(cfg)
     if connect.is_inline(cfg.cluster):
         raise ConfigError("results.handler=cluster needs a cluster, and cluster=inline is none: leave one of them out")
@@ -254,12 +227,6 @@ class Follower:
         self.interrupts = Interrupts()
 
     def follow(self) -> DriverReport:
-        """Show the run until it ends.
-
-        Raises:
-            ClusterError: the scheduler or the driver is lost.
-            KeyboardInterrupt: the user did not wait for the end.
-        """
         watched = liveness_watched(self.client, self.driver.client, lambda: self.messages.put(None))
         with watched, self.interrupts.caught(), self.handler:
             try:

@@ -42,7 +42,6 @@ SCRATCH = "ddp_hydra-run-"
 
 
 def main() -> None:
-    """Read a job from stdin, answer, and run the job to its end."""
     from setproctitle import setproctitle
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -65,20 +64,12 @@ class AlreadyEnded(Exception):
 
 
 def answer(**values: Any) -> None:
-    """Answer the worker that has started this process; it reads one line."""
     print(json.dumps(values), flush=True)  # noqa: T201
 
 
 @contextlib.contextmanager
 def open_runner(spec: DriverSpec, context: DriverContext) -> Iterator[RemoteJobRunner]:
-    """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block.
-
-    Raises:
-        AlreadyEnded: the run needs no further driver, or none could go on with it.
-        ConfigError: the store cannot be written.
-        ClusterError: the scheduler does not answer.
-        OSError: this host's disk cannot be written, or the store is not reachable.
-    """
+    """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block."""
     scheduler = Scheduler(context.scheduler, _client_security(context.security), spec.sweep)
     status = DriverStatus(context.scheduler, spec.project.sha256, spec.max_restarts)
     store = FencedStore(results_root.open_folder(spec.url))
@@ -114,12 +105,6 @@ class RemoteJobRunner:
         self.uploader = Uploader(self.run_dir, store, status, lambda: self.stop("it was asked for"), self.stop)
 
     def take_over(self) -> None:
-        """Resume the run of a lost driver.
-
-        Raises:
-            AlreadyEnded: there is nothing to resume from, so the run has ended as failed.
-            ConnectionError: the store could not be told so.
-        """
         if resume_run(self.store, self.status, self.run_dir):
             self.spec = replace(self.spec, resume=self.spec.url)
         elif self.is_sent() and not Path(self.spec.resume).exists():
@@ -143,7 +128,6 @@ class RemoteJobRunner:
 
     @contextlib.contextmanager
     def supervised(self) -> Iterator[None]:
-        """Have the scheduler start another driver if this one is lost inside the block."""
         if not self.spec.max_restarts:
             yield
             return
@@ -155,7 +139,6 @@ class RemoteJobRunner:
             self.client.run_on_scheduler(release, self.client.id)
 
     def run(self) -> None:
-        """Run the job, upload its results, and report the end to the command."""
         self.redirect_output()
         self.store.warn_if_unconditional()
         cfg = self.config()
@@ -183,7 +166,6 @@ class RemoteJobRunner:
             self.channel.delete_topics()
 
     def run_job(self, cfg: DictConfig) -> tuple[str, str]:
-        """Run the job; return its final state and a message."""
         from ddp_hydra.job.local import RemoteContext
         from ddp_hydra.job.run import run_job
         from ddp_hydra.job.summary import closing_lines, explain
@@ -212,12 +194,10 @@ class RemoteJobRunner:
             return LOST if is_cut and spec.max_restarts else "failed", message
 
     def stop(self, reason: str) -> None:
-        """Have the job save a checkpoint and end."""
         log.warning("the run ends: %s", reason)
         interrupt()
 
     def config(self) -> DictConfig:
-        """Return the job's config, changed to write results here and to mirror checkpoints to the store."""
         config = self.spec.config
         results = {**config["results"], "handler": "client", "root": None, "mirror": self.spec.url}
         return OmegaConf.create({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
@@ -265,7 +245,6 @@ def interrupt() -> None:
 
 
 def _client_security(security: Any) -> Any:
-    """Return the security of a worker's own connections for a client on its host."""
     from distributed import Security
 
     if security is None or not security.tls_ca_file:

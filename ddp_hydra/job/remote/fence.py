@@ -56,14 +56,7 @@ class FencedStore(Store):
         return self.store.etag(OWNER)
 
     def acquire(self, owner: str | None) -> None:
-        """Become the owner.
-
-        Args:
-            owner: the result of `owner` before it was decided to acquire the store.
-
-        Raises:
-            TakenOver: another process has acquired it since.
-        """
+        """Become the owner, unless another process has since `owner`, the result of that method."""
         content = self.token.encode()
         try:
             outdated = self.store.put_if(OWNER, content, owner)
@@ -95,11 +88,7 @@ class FencedStore(Store):
             )
 
     def check(self) -> None:
-        """Make sure that this process is still the owner.
-
-        Raises:
-            TakenOver: another process is.
-        """
+        """Raise TakenOver if another process is the owner."""
         if self.lost or self._token() != self.token:
             raise self._taken_over()
 
@@ -118,7 +107,6 @@ class FencedStore(Store):
         )
 
     def put(self, key: str, content: Any, size: int = 0) -> None:
-        """Write an object as the owner; errors as of `check` and of the store."""
         if self.lost or not isinstance(content, bytes) or not self._conditional:
             self.check()
             self.store.put(key, content, size)
@@ -137,13 +125,11 @@ class FencedStore(Store):
         raise ConnectionError(f"{self.url}/{key} changes all the time")
 
     def delete(self, key: str) -> None:
-        """Remove an object as the owner."""
         self.check()
         with self._lock:
             self._tags.pop(key, None)
             self.store.delete(key)
 
     def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        """Write an object if it still has this ETag, and return its new ETag; see `Store`."""
         self.check()
         return self.store.put_if(key, content, etag)

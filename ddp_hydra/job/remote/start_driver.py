@@ -88,10 +88,6 @@ async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
 
     The driver outlives this worker, which Dask may restart at any time, but not the scheduler.
 
-    Args:
-        spec: the job.
-        dask_worker: given by Dask.
-
     Returns:
         `error`, a message; or `client`, the id of its client at the scheduler, and its `pid`.
     """
@@ -153,7 +149,6 @@ class DriverSupervisor(SchedulerPlugin):
             scheduler.loop.add_callback(self.restart_driver, remaining)
 
     async def restart_driver(self, spec: DriverSpec) -> None:
-        """Start another driver on any worker."""
         for _ in range(TRIES):
             workers = [address for address, worker in self.scheduler.workers.items() if worker.status.name == "running"]
             if workers:
@@ -172,13 +167,7 @@ class DriverSupervisor(SchedulerPlugin):
 
 
 def supervise(client: str, spec: DriverSpec, dask_scheduler: Any = None) -> None:
-    """Restart a driver if it disconnects before it is released. Runs on the scheduler.
-
-    Args:
-        client: the id of the driver's client.
-        spec: the driver's job.
-        dask_scheduler: given by Dask.
-    """
+    """Restart a driver if its client disconnects before it is released. Runs on the scheduler."""
     if NAME not in dask_scheduler.plugins:
         dask_scheduler.add_plugin(DriverSupervisor(dask_scheduler), name=NAME)
     dask_scheduler.plugins[NAME].specs[client] = spec

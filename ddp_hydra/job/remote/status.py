@@ -63,12 +63,10 @@ class DriverStatus(JobStatus):
         self._written_at = 0.0
 
     def write(self, record: Record) -> None:
-        """Take over a record."""
         with self._lock:
             self.update(record)
 
     def note_attempts(self, attempts: list[AttemptEntry]) -> None:
-        """Take over the attempts that have failed."""
         with self._lock:
             self.attempts = attempts
 
@@ -77,7 +75,6 @@ class DriverStatus(JobStatus):
         self.state = "ending"
 
     def content(self) -> Status:
-        """Return all fields but the time."""
         with self._lock:
             return replace(
                 super().content(),
@@ -98,11 +95,7 @@ class DriverStatus(JobStatus):
 
 
 def failed_attempts(status: Status) -> list[AttemptEntry]:
-    """Return the attempts in the status of a lost driver; the last one is the attempt that was lost with it.
-
-    Args:
-        status: as `read` returns it.
-    """
+    """Return the attempts in the status of a lost driver; the last one is the attempt that was lost with it."""
     driver = f"its driver, process {status.pid} on {status.host},"
     is_cut = status.state == LOST
     message = f"{driver} lost the scheduler" if is_cut else f"{driver} was killed, or its host is gone"
@@ -119,11 +112,6 @@ def failed_attempts(status: Status) -> list[AttemptEntry]:
 
 
 def read(store: Store) -> Status | None:
-    """Return the status of the run in a store; None if there is none.
-
-    Raises:
-        ConfigError: it is broken, or of another format.
-    """
     try:
         return decode(store.get(NAME), Status, f"{NAME} in {getattr(store, 'url', 'the store')}")
     except FileNotFoundError:
@@ -140,7 +128,6 @@ log = logging.getLogger(__name__)
 
 
 def stop_topic(driver: str) -> str:
-    """Return the topic in which a driver is asked to stop."""
     return f"{driver}-stop"
 
 
@@ -157,17 +144,14 @@ class EventChannel(logging.Handler):
         self._client, self._topic = client, driver
 
     def send(self, **message: Any) -> None:
-        """Send JSON values, if the scheduler is connected."""
         if self._client.status == "running":
             self._client.log_event(self._topic, json.dumps(message).encode())
 
     def write(self, record: Record) -> None:
-        """Send a start or metrics record of rank 0."""
         if record.rank == 0 and isinstance(record.data, Start | Metrics):
             self.send(record=record.encode().decode())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Send a log line."""
         try:
             self.send(line=record.getMessage(), level=record.levelno)
         except Exception:
@@ -181,13 +165,7 @@ class EventChannel(logging.Handler):
 
 @contextmanager
 def liveness_watched(client: Any, other: str, on_gone: Callable[[], None]) -> Iterator[None]:
-    """Watch, inside the block, whether another client is still connected to the scheduler.
-
-    Args:
-        client: a client of this process.
-        other: the id of the client to watch.
-        on_gone: called once, in another thread, when the other client is gone.
-    """
+    """Watch whether another client is connected to the scheduler; `on_gone` is called in a thread, once it isn't."""
     end = threading.Event()
 
     def watch() -> None:

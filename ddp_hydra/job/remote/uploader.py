@@ -74,21 +74,14 @@ class Uploader:
         ]
 
     def start(self) -> None:
-        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def give_up(self) -> None:
-        """Retry no more."""
         self._give_up.set()
 
     def finish(self, retry_s: float, state: str, message: str) -> str:
         """Upload all that is left; summary.json comes last, as the sign that everything is there.
-
-        Args:
-            retry_s: how long to retry, in seconds.
-            state: how the run ended.
-            message: the driver's last message.
 
         Returns:
             The reason why something is missing; "" if nothing is.
@@ -164,21 +157,12 @@ class Uploader:
         return ""
 
     def upload_curves(self) -> None:
-        """Upload all metrics: before a checkpoint from which another driver may resume.
-
-        Raises:
-            ConnectionError: they could not be uploaded.
-        """
+        """Upload all metrics: before a checkpoint from which another driver may resume."""
         if failure := self._upload(CURVES, others=False):
             raise ConnectionError(failure)
 
     def _upload(self, at_once: tuple[str, ...] = (), others: bool = True) -> str:
-        """Upload the files that have changed and are due. Return what failed.
-
-        Args:
-            at_once: files whose names start like this are always due.
-            others: whether the other files are uploaded, too.
-        """
+        """Upload files that have changed and are due; return what failed. Names that begin as `at_once` are due."""
         failure = ""
         with self._lock:
             try:
@@ -225,17 +209,7 @@ class Uploader:
 
 
 def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str, bytes]) -> None:
-    """Begin a run in a store. Its first objects show that the store can be written.
-
-    Args:
-        store: the run's folder.
-        status: of the run.
-        hydra_files: the files that Hydra has saved, by name.
-
-    Raises:
-        ConfigError: the store cannot be written, or another run is active in the folder.
-        ConnectionError: the store is not reachable, or out of order.
-    """
+    """Begin a run in a store. Its first objects show that the store can be written."""
     owner = store.owner()
     if is_active(store):
         raise ConfigError(
@@ -276,19 +250,7 @@ def _is_updated(store: FencedStore, last_update: object) -> bool:
 
 
 def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
-    """Take over the run of a lost driver: download what it has uploaded.
-
-    Args:
-        store: the run's folder.
-        status: of the run.
-        run_dir: the local run directory.
-
-    Returns:
-        Whether there is a checkpoint to resume from.
-
-    Raises:
-        TakenOver: another driver was quicker.
-    """
+    """Take over the run of a lost driver: download what it has uploaded. Return whether it has a checkpoint."""
     store.acquire(store.owner())
     before = read(store) or Status()
     status.attempts, status.files = failed_attempts(before), before.files

@@ -69,13 +69,11 @@ class AimLogger(Logger):
             )
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Track a text."""
         from aim import Text
 
         self.run.track(Text(text), name=name, step=step)
 
     def image(self, name: str, png: bytes, step: int) -> None:
-        """Track an image."""
         from aim import Image
 
         self.run.track(Image(picture(png)), name=name, step=step)

@@ -65,16 +65,13 @@ class ClearmlLogger(Logger):
                 logger.report_text(f"step {step}: {name} is {value}", print_console=False)
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Report a text in the console of the task."""
         self.task.get_logger().report_text(f"{name}, step {step}:\n{text}", print_console=False)
 
     def image(self, name: str, png: bytes, step: int) -> None:
-        """Report an image as a debug sample."""
         title, _, series = name.rpartition("/")
         self.task.get_logger().report_image(title or name, series, iteration=step, image=picture(png))
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
-        """Upload a checkpoint as an artifact of the task."""
         self.task.upload_artifact(f"{path.stem}{'-best' if is_best else ''}", artifact_object=str(path))
 
     def end(self, status: str) -> None:

@@ -46,7 +46,6 @@ class MlflowLogger(Logger):
     _metrics: list[Any] = field(init=False, default_factory=list)
 
     def begin(self, job: RunInfo) -> StartedRun:
-        """Create a run, or open the earlier one, and log the parameters."""
         # MLflow itself would try for minutes before it says anything; what fails is repeated here.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -72,7 +71,6 @@ class MlflowLogger(Logger):
         self._metrics += [Metric(allowed_name(name), value, time_ms, step) for name, value in values.items()]
 
     def flush(self) -> None:
-        """Send the collected metrics."""
         while batch := self._metrics[:MAX_METRICS]:
             try:
                 with refusals():
@@ -83,7 +81,6 @@ class MlflowLogger(Logger):
             del self._metrics[: len(batch)]
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Store a text as an artifact."""
         with refusals():
             self.client.log_text(self.id, text, f"texts/{allowed_name(name)}/step-{step:06d}.md")
 
@@ -93,7 +90,6 @@ class MlflowLogger(Logger):
             self.client.log_image(self.id, picture(png), key=allowed_name(name), step=step, synchronous=True)
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
-        """Upload a checkpoint as an artifact."""
         with refusals():
             self.client.log_artifact(self.id, str(path), "checkpoints")
             if is_best:
@@ -155,13 +151,11 @@ class MlflowLogger(Logger):
 
 
 def allowed_name(name: str) -> str:
-    """Return a name with the characters that MLflow allows."""
     return re.sub(r"[^\w./: -]", "_", name, flags=re.ASCII)[:MAX_KEY].strip("/. ") or "_"
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Turn errors that a further try cannot mend into `Refused`."""
     try:
         yield
     except Exception as error:

@@ -121,7 +121,6 @@ class Session:
             raise Refused(f"{target}: {targets.explain(target, error)}") from error
 
     def take_all(self) -> str:
-        """Give the logger all records; return the job's status."""
         flushed = time.monotonic()
         while True:
             message = self.receive()

@@ -90,20 +90,17 @@ class WandbLogger(Logger):
         self.run.log({**values, STEP: record.step or 0})
 
     def text(self, name: str, text: str, step: int) -> None:
-        """Log a text as a panel."""
         import wandb
 
         page = wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)
         self.run.log({name: page, STEP: step})
 
     def image(self, name: str, png: bytes, step: int) -> None:
-        """Log an image."""
         import wandb
 
         self.run.log({name: wandb.Image(picture(png)), STEP: step})
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
-        """Log a checkpoint as a version of the run's model artifact."""
         import wandb
 
         artifact = wandb.Artifact(f"checkpoints-{self.run.id}", type="model", metadata={"step": step})
