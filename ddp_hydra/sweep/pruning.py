@@ -8,7 +8,6 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
@@ -28,14 +27,7 @@ _WELL = (*_FINAL, State.paused)
 
 
 def number_kept(keep: object) -> int | None:
-    """Return how many jobs keep their checkpoints; None for all.
-
-    Args:
-        keep: "all" or None, "none", or "best:5".
-
-    Raises:
-        ConfigError: it is none of them.
-    """
+    """Return how many jobs keep their checkpoints, by "all" or None, "none", or "best:5"; None for all."""
     if keep in ("all", None):
         return None
     if keep == "none":
@@ -52,10 +44,7 @@ def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
     Of a population, the last generation has the best. The members of another one are losers once all members of the
     next one, which began with their checkpoints, have ended well.
 
-    Args:
-        rows: of a sweep.
-        objective: the metric that jobs are compared by; those with other data have a best of their own.
-        most: how many keep their checkpoints.
+    Jobs with other data have a best of their own. `most` jobs keep their checkpoints.
     """
     surpassed, latest = _by_generation(rows)
     data = data_of(rows)
@@ -86,8 +75,8 @@ def _by_generation(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Says where the checkpoints of a job are in a store.
+class StoredRun:
+    """The checkpoints of a job in a store.
 
     Args:
         number: of the job.
@@ -100,67 +89,11 @@ class Place:
     own: Entries | None
 
 
-class StorePruning:
-    """Removes checkpoints from stores while a sweep runs, in a process of its own.
-
-    Clients of stores have threads, and a sweep's process forks its jobs.
-
-    Args:
-        reason: why; the manifests there say it.
-    """
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        self.process: ForkedProcess | None = None
-        self.asked: list[Place] = []
-
-    def begin(self, places: list[Place]) -> None:
-        """Begin to remove the checkpoints at some places, unless it is still busy with others."""
-        if places and self.process is None:
-            self.asked = places
-            self.process = ForkedProcess(self._remove)
-
-    def results(self, timeout_s: float) -> dict[int, str]:
-        """Return, by the number of each job, why its checkpoints stay, "" if they are removed; {} while it is busy.
-
-        Args:
-            timeout_s: how long to wait for the results; after that, the process is ended.
-        """
-        if self.process is None:
-            return {}
-        deadline = time.monotonic() + timeout_s
-        while self.process.receive():
-            if not timeout_s:
-                return {}
-            if (left_s := deadline - time.monotonic()) <= 0:
-                self.process.end()
-                break
-            wait_for_message([self.process], left_s)
-        process, self.process = self.process, None
-        process.end()
-        if process.messages:
-            found: dict[int, str] = process.messages[-1]
-            return found
-        return {place.number: f"the process that removes them {process.describe_end()}" for place in self.asked}
-
-    def _remove(self, pipe: Connection) -> dict[int, str]:
-        """Remove the checkpoints. Runs in the forked process."""
-        from ddp_hydra.storage.run_ref import remove_checkpoints
-
-        found = {}
-        for place in self.asked:
-            try:
-                remove_checkpoints(place.url, self.reason, place.own)
-                found[place.number] = ""
-            except (DdpHydraError, OSError) as error:
-                found[place.number] = str(error)
-        return found
-
-
 class Pruning:
     """Removes the checkpoints of losers while a sweep runs.
 
-    Those in a store go first: until then, the run directory says which of them are the job's.
+    Checkpoints in a store go first: until then, the run directory says which of them are the job's. A forked process
+    removes them, because a store may hang, and its client has threads, which must not be where jobs are forked.
 
     Args:
         folder: of the sweep.
@@ -175,8 +108,10 @@ class Pruning:
     def __init__(self, folder: Path, keep: str | None, objective: Objective, mirror: str = "") -> None:
         self.folder, self.objective, self.most, self.mirror = folder, objective, number_kept(keep), mirror
         self.reason = f"hydra.launcher.keep={keep}"
-        self.stores, self.tried = StorePruning(self.reason), set[int]()
         self.note = f"its checkpoints were removed: {self.reason}"
+        self.process: ForkedProcess | None = None
+        self.asked: list[StoredRun] = []
+        self.tried: set[int] = set()
         if self.most and objective.maximize is None:
             raise ConfigError(
                 f"{self.reason}: it is not known whether a higher {objective.metric} is better: give "
@@ -188,39 +123,47 @@ class Pruning:
         if self.most is None:
             return
         self._take_results(rows)
-        places = []
+        stored = []
         for row in losers(rows, self.objective, self.most):
             if "its checkpoints were removed" in row.message or row.number in self.tried:
                 continue
             try:
-                place = place_of(row, self.folder / row.folder, self.mirror)
+                run = stored_run(row, self.folder / row.folder, self.mirror)
             except CheckpointError as error:
                 log.warning("the checkpoints of job %d stay: %s", row.number, error)
                 self.tried.add(row.number)
                 continue
-            if place is not None:
-                places.append(place)
+            if run is not None:
+                stored.append(run)
             elif remove(self.folder / row.folder, self.reason):
                 self._note(row)
-        self.stores.begin(places)
+        if stored and self.process is None:
+            self.asked = stored
+            self.process = ForkedProcess(lambda pipe: remove_stored(stored, self.reason))
 
     def finish(self, rows: Sequence[Row], timeout_s: float = FINISH_S) -> None:
-        """Wait until the checkpoints of all losers are removed.
-
-        Args:
-            rows: of the sweep.
-            timeout_s: how long to wait for a store.
-        """
+        """Wait until the checkpoints of all losers are removed, but not longer than the timeout for a store."""
         deadline = time.monotonic() + timeout_s
         self.update(rows)
-        while self.stores.process is not None:
-            self._take_results(rows, max(0.1, deadline - time.monotonic()))
-            if time.monotonic() < deadline:
-                self.update(rows)
+        while self.process is not None:
+            wait_for_message([self.process], max(0.1, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                self.process.end()
+                self._take_results(rows)
+                return
+            self.update(rows)
 
-    def _take_results(self, rows: Sequence[Row], timeout_s: float = 0.0) -> None:
-        """Take over what was removed from stores, and remove it from run directories, too."""
-        results = self.stores.results(timeout_s)
+    def _take_results(self, rows: Sequence[Row]) -> None:
+        """Once checkpoints are removed from stores, remove them from run directories, too."""
+        process = self.process
+        if process is None or process.receive():
+            return
+        self.process = None
+        if process.messages:
+            results: dict[int, str] = process.messages[-1]
+        else:
+            results = {run.number: f"the process that removes them {process.describe_end()}" for run in self.asked}
+        process.end()
         self.tried |= results.keys()
         for row in rows:
             if why := results.get(row.number):
@@ -234,14 +177,24 @@ class Pruning:
         row.message = "; ".join(filter(None, [row.message, self.note]))
 
 
+def remove_stored(runs: Sequence[StoredRun], reason: str) -> dict[int, str]:
+    """Remove checkpoints from stores; return by the number of each job why they stay, "" if they are gone."""
+    from ddp_hydra.storage.run_ref import remove_checkpoints
+
+    found = {}
+    for run in runs:
+        try:
+            remove_checkpoints(run.url, reason, run.own)
+            found[run.number] = ""
+        except (DdpHydraError, OSError) as error:
+            found[run.number] = str(error)
+    return found
+
+
 def remove(run_dir: Path, reason: str) -> bool:
     """Remove the checkpoints of a run that nobody writes; return whether there are none any more.
 
     The manifest names no file before the first one is removed, so that nothing ever points to a missing one.
-
-    Args:
-        run_dir: of the run.
-        reason: the manifest says it, and so does whoever looks for a checkpoint.
     """
     folder = run_dir / FOLDER
     if not folder.is_dir() or folder.is_symlink():
@@ -260,8 +213,8 @@ def remove(run_dir: Path, reason: str) -> bool:
     return True
 
 
-def place_of(row: Row, run_dir: Path, mirror: str) -> Place | None:
-    """Return where the checkpoints of a job are in a store; None if they are in its run directory only.
+def stored_run(row: Row, run_dir: Path, mirror: str) -> StoredRun | None:
+    """Return the checkpoints of a job in a store; None if they are in its run directory only.
 
     Args:
         row: of the job.
@@ -274,7 +227,7 @@ def place_of(row: Row, run_dir: Path, mirror: str) -> Place | None:
     from ddp_hydra.storage.run_ref import RunRef
 
     if (results := RunRef.of(run_dir)) != RunRef.own(run_dir):  # of results.handler=cluster
-        return Place(row.number, results.place, None)
+        return StoredRun(row.number, results.place, None)
     mirror = typed(row).get("results.mirror", mirror).strip("'\"").rstrip("/")
     own = read_manifest(run_dir / FOLDER) if mirror not in ("", "null") else {}
-    return Place(row.number, f"{mirror}/{row.number}", own) if own else None
+    return StoredRun(row.number, f"{mirror}/{row.number}", own) if own else None
