@@ -1,29 +1,24 @@
-"""Runs many jobs: the implementation of our Hydra launcher.
+"""Runs many jobs: the implementation of our Hydra launcher, and of the sweeper `hydra/sweeper=pbt`.
 
     launcher         the class that Hydra calls
     settings         the options of hydra.launcher
     sweep            run all jobs: start, watch and stop them
-    scheduler        decide which job starts next, and on which cluster
-    queue            the jobs that have not started
-    composing        composes the configs of jobs, and checks the first ones before the sweep starts
-    planned_job      a job: its config, its folder, what it needs of a cluster
+    scheduler        decide which job starts next, and on which cluster, which runs in a process of its own
+    queue            the jobs that have not started; compose their configs, and check the first ones at once
+    planned_job      a job: its config, its folder, what it needs of a cluster, and its result
     forked_process   a forked process that sends messages and ends with this one
     job_process      run one job in such a process
-    cluster_process  run a cluster for all jobs in such a process
-    job_returns      how the result of a job comes from its process
-    job_status       read the status and the summary of a job
+    other_apps       run the task of another Hydra app on the ranks of a gang
     stopping         stop jobs early, and let paused ones go on: hydra.launcher.stop
     stop_rules       decide which, by what the jobs have reported
-    other_apps       run the task of another Hydra app on the ranks of a gang
-    rows             the table of all jobs
+    rows             the jobs of a sweep with their states and results, and their order
+    row_content      fill a row from the files and the config of its job
     summary_files    sweep.json, sweep.csv, sweep.md
-    tables           the content of the last two
-    defaults         fills in what a job has for the keys that only others give
-    seeds            mean and spread of the jobs that differ in their seed only
-    live_table       the table on the terminal
-    pruning          removes the checkpoints of jobs that are not among the best
+    tables           the content of the last two, and the table on the terminal
     plot             sweep.png
-    pbt/             population-based training, a sweeper
+    pruning          remove the checkpoints of jobs that are not among the best
+    pbt              population-based training (Jaderberg et al., 2017): a batch of jobs for each generation
+    population       the values of its members, and who copies whom
 
-Hydra imports every plugin when any app starts, so `launcher` imports little.
+Hydra imports every plugin when any app starts, so `launcher`, `pbt` and `population` import little.
 """

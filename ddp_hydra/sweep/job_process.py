@@ -17,9 +17,8 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project
 from ddp_hydra.console.text import traceback_of
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.composing import copy_quickly
-from ddp_hydra.sweep.job_returns import CompactReturn, describe_error, first_line, portable
-from ddp_hydra.sweep.planned_job import PlannedJob
+from ddp_hydra.sweep.planned_job import CompactReturn, PlannedJob, describe_error, first_line, portable
+from ddp_hydra.sweep.queue import copy_quickly
 from ddp_hydra.sweep.rows import State
 
 PRELOAD = (

@@ -45,8 +45,8 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
-        from ddp_hydra.sweep.composing import CachingConfigLoader
         from ddp_hydra.sweep.planned_job import is_ours
+        from ddp_hydra.sweep.queue import CachingConfigLoader
         from ddp_hydra.sweep.settings import Settings
         from ddp_hydra.sweep.sweep import Sweep
 

@@ -23,8 +23,8 @@ from ddp_hydra.rank import garbage
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.forked_process import ForkedProcess
 from ddp_hydra.sweep.rows import Objective, Row, State, best_first, comparable, describe_counts, swept
-from ddp_hydra.sweep.seeds import Repeated, is_seed, repeated
 from ddp_hydra.sweep.summary_files import read
+from ddp_hydra.sweep.tables import Repeated, is_seed, repeated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,9 +23,9 @@ from omegaconf import DictConfig, open_dict
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.sweep import planned_job
-from ddp_hydra.sweep.job_status import number as number_in
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.row_content import as_number
 from ddp_hydra.sweep.rows import Objective, State
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
@@ -107,7 +107,7 @@ class ReportFile:
             found: dict[str, Any] = json.loads(line)
             if "rank" in found:  # of another rank than 0
                 return
-            step, epoch = number_in(found.get("step"), int), number_in(found.get("epoch"))
+            step, epoch = as_number(found.get("step"), int), as_number(found.get("epoch"))
         except (ValueError, TypeError, AttributeError, RecursionError):
             return
         if self.is_ours and step == 0:  # trainer.validate_first
@@ -115,11 +115,11 @@ class ReportFile:
         if last_step is not None and step is not None and step > last_step:
             return
         own = {"time", "attempt", "step", "epoch", "samples"}
-        self._metrics |= {str(name): number_in(value) for name, value in found.items() if name not in own}
+        self._metrics |= {str(name): as_number(value) for name, value in found.items() if name not in own}
         last = self.reports[-1].step if self.reports else None
         is_known = step is not None and last is not None and step <= last
         if self.metric in found and not is_known:
-            value = number_in(found[self.metric])
+            value = as_number(found[self.metric])
             self.reports.append(Report(math.nan if value is None else value, step, epoch, dict(self._metrics)))
 
 

@@ -20,8 +20,7 @@ import msgspec
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.storage.files import remove_parts, write_atomic, writing
 from ddp_hydra.sweep.rows import Objective, Row, State
-from ddp_hydra.sweep.seeds import Repeated, repeated
-from ddp_hydra.sweep.tables import csv_text, markdown_text, seeds_csv_text
+from ddp_hydra.sweep.tables import Repeated, csv_text, markdown_text, repeated, seeds_csv_text
 
 log = logging.getLogger(__name__)
 _VERSION = 1

@@ -21,22 +21,19 @@ from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client, garbage
-from ddp_hydra.sweep import job_status, planned_job
-from ddp_hydra.sweep.cluster_process import ClusterProcess
-from ddp_hydra.sweep.composing import CachingConfigLoader
+from ddp_hydra.sweep import planned_job, row_content
 from ddp_hydra.sweep.forked_process import ForkedProcess, lock, unlock, wait_for_message
 from ddp_hydra.sweep.job_process import preload, run_planned_job
-from ddp_hydra.sweep.job_returns import CompactReturn, with_trace
-from ddp_hydra.sweep.live_table import LiveTable
-from ddp_hydra.sweep.planned_job import PlannedJob
+from ddp_hydra.sweep.planned_job import CompactReturn, PlannedJob, with_trace
 from ddp_hydra.sweep.plot import Plotter
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
-from ddp_hydra.sweep.queue import JobQueue
+from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
 from ddp_hydra.sweep.rows import State, describe_counts
-from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
+from ddp_hydra.sweep.scheduler import ClusterProcess, JobScheduler, RunningJob
 from ddp_hydra.sweep.settings import Settings, objective_of, stop_policy
 from ddp_hydra.sweep.stopping import JobStopper
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
+from ddp_hydra.sweep.tables import LiveTable
 
 log = logging.getLogger(__name__)
 MESSAGE_WAIT_S = 0.2
@@ -86,7 +83,7 @@ class Sweep:
         for row in self.rows:
             if row.state == State.running:  # the earlier run was killed
                 row.state = State.interrupted
-                job_status.take_end(row, folder / row.folder, self.objective)
+                row_content.take_end(row, folder / row.folder, self.objective)
                 row.state = self.stopping.state_at_end if row.state == State.done else row.state
         self.plotter = Plotter(folder, self.objective)
         self.stop_reason = ""
@@ -200,13 +197,13 @@ class Sweep:
         row.wall_s, row.eta_s = job.wall_s, None
         row.state, row.message = outcome.state, outcome.message
         if job.planned.is_ours:
-            ended = job_status.read_summary(row, job.planned.folder, self.objective)
+            ended = row_content.read_summary(row, job.planned.folder, self.objective)
         if outcome.result is not None:
             self.first_result = self.first_result or outcome.result
             outcome.result.shrink(self.first_result)
             job.planned.result = with_trace(outcome.result, outcome.trace)
             if outcome.state == State.done:
-                job_status.take_value(row, outcome.result.return_value, self.objective)
+                row_content.take_value(row, outcome.result.return_value, self.objective)
                 if ended == "paused":
                     row.state = State.paused
         if not self.is_stopping():
@@ -232,7 +229,7 @@ class Sweep:
         for job in self.running:
             if job.planned.is_ours:
                 was_waiting = self.scheduler.cluster is not None and not job.row.workers
-                job_status.read_status(job.row, job.planned.folder, self.objective)
+                row_content.read_status(job.row, job.planned.folder, self.objective)
                 if was_waiting:  # the time until it gets its workers does not count
                     job.begun = now
             job.row.wall_s = job.wall_s

@@ -1,8 +1,8 @@
 """Register `hydra/sweeper=pbt`. Hydra 1.3 finds sweepers only in this namespace; see `ddp_hydra.sweep.pbt`."""
 
 from ddp_hydra.config.hydra_compat import register
-from ddp_hydra.sweep.pbt.population import Settings
-from ddp_hydra.sweep.pbt.sweeper import PopulationSweeper
+from ddp_hydra.sweep.pbt import PopulationSweeper
+from ddp_hydra.sweep.population import PopulationSettings
 
 
 class PBTSweeper(PopulationSweeper):
@@ -11,5 +11,10 @@ class PBTSweeper(PopulationSweeper):
 
 register(
     "hydra/sweeper/pbt",
-    {"_target_": f"{__name__}.{PBTSweeper.__qualname__}", "_recursive_": False, **vars(Settings()), "params": {}},
+    {
+        "_target_": f"{__name__}.{PBTSweeper.__qualname__}",
+        "_recursive_": False,
+        **vars(PopulationSettings()),
+        "params": {},
+    },
 )

@@ -9,7 +9,7 @@ import distributed  # noqa: F401 (brings its settings along)
 import pytest
 from distributed.batched import BatchedSend
 
-from ddp_hydra.sweep.cluster_process import SHORT_LOGS
+from ddp_hydra.sweep.scheduler import SHORT_LOGS
 
 
 @pytest.mark.parametrize("key", SHORT_LOGS)

@@ -12,7 +12,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE
-from ddp_hydra.sweep import composing
+from ddp_hydra.sweep import queue
 
 pytestmark = pytest.mark.medium
 
@@ -83,7 +83,7 @@ def content(config):
 )
 def test_what_is_derived_is_what_hydra_composes(real, jobs, composed):
     counted, master = real
-    loader = composing.CachingConfigLoader(counted)
+    loader = queue.CachingConfigLoader(counted)
     for overrides in jobs:
         expected = content(counted.loader.load_sweep_config(master, overrides))
         assert content(loader.take(master, overrides)) == expected
@@ -92,7 +92,7 @@ def test_what_is_derived_is_what_hydra_composes(real, jobs, composed):
 
 def test_a_derived_config_is_its_jobs_own(real):
     counted, master = real
-    loader = composing.CachingConfigLoader(counted)
+    loader = queue.CachingConfigLoader(counted)
     first, second, third = (loader.take(master, [f"optimizer.lr={lr}"]) for lr in (1, 2, 3))
     first.optimizer.momentum = second.optimizer.momentum = 0
     assert (third.optimizer.lr, third.optimizer.momentum) == (3, 0.9)
@@ -101,7 +101,7 @@ def test_a_derived_config_is_its_jobs_own(real):
 
 def test_mistakes_are_hydras_own(real):
     counted, master = real
-    loader = composing.CachingConfigLoader(counted)
+    loader = queue.CachingConfigLoader(counted)
     loader.take(master, ["optimizer.lr=1"])
     for overrides in (["optimizer.learning_rate=1"], ["optimizer.learning_rate=2"], ["model=huge"]):
         with pytest.raises(Exception, match=r"(?i)could not") as ours:
@@ -120,21 +120,21 @@ def test_of_many_jobs_those_with_a_new_word_are_checked():
             self.calls.append(overrides)
             return OmegaConf.create({"n": len(self.calls)})
 
-    loader = composing.CachingConfigLoader(real := Loader())
+    loader = queue.CachingConfigLoader(real := Loader())
     jobs = [[f"lr={n / 1000}", "model=a"] for n in range(200)]
     for overrides in jobs:
         loader.load_sweep_config(NOTHING, overrides)
-    assert real.calls == jobs[: composing.CHECKED]
+    assert real.calls == jobs[: queue.CHECKED]
     for overrides in (["lr=7", "model=typo"], ["lr=8", "model=typo"], ["lr=9", "model=a"]):
         loader.load_sweep_config(NOTHING, overrides)
-    assert real.calls[composing.CHECKED :] == [["lr=7", "model=typo"]]
-    assert len(loader.composed) == composing.CHECKED
-    assert loader.take(NOTHING, jobs[150]).n == composing.CHECKED + 2, "the others are composed when they start"
+    assert real.calls[queue.CHECKED :] == [["lr=7", "model=typo"]]
+    assert len(loader.composed) == queue.CHECKED
+    assert loader.take(NOTHING, jobs[150]).n == queue.CHECKED + 2, "the others are composed when they start"
 
 
 def test_what_was_composed_to_be_checked_is_not_composed_again(real):
     counted, master = real
-    loader = composing.CachingConfigLoader(counted)
+    loader = queue.CachingConfigLoader(counted)
     checked = [loader.load_sweep_config(master, [f"model={name}"]) for name in ("small", "large", "small")]
     assert counted.composed == 2
     assert loader.take(master, ["model=large"]) is checked[1]
@@ -147,7 +147,7 @@ def test_a_quick_copy_is_the_copy_that_omegaconf_makes(real):
     loader, master = real
     config = loader.load_sweep_config(master, ["seed=7"])
     slow, slow_hydra = copy.deepcopy(config), copy.deepcopy(config.hydra)
-    composing.copy_quickly(config)
+    queue.copy_quickly(config)
     quick, quick_hydra = copy.deepcopy(config), copy.deepcopy(config.hydra)
     assert content(quick) == content(slow)
     assert (quick.data.of_model, quick.twice.n) == (4, 7)
@@ -161,7 +161,7 @@ def test_a_quick_copy_is_the_copy_that_omegaconf_makes(real):
 def test_the_original_keeps_its_parent_where_it_cannot_be_copied(real):
     loader, master = real
     config = loader.load_sweep_config(master, [])
-    composing.copy_quickly(config)
+    queue.copy_quickly(config)
     object.__setattr__(config.hydra, "odd", lambda: None)
     with pytest.raises((pickle.PicklingError, AttributeError)):
         copy.deepcopy(config.hydra)

@@ -7,7 +7,7 @@ from enum import Enum
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.sweep.defaults import fill, fill_from_folder
+from ddp_hydra.sweep.row_content import fill_row, fill_row_from_folder
 from ddp_hydra.sweep.rows import Row, swept
 
 CHOICES = {"model": "resnet18", "mix": None, "experiment@here": "a"}
@@ -52,13 +52,13 @@ CONFIG = OmegaConf.create(
 )
 def test_a_value_is_that_of_the_config_as_one_would_type_it(key, value):
     row = Row(0, ["other=1"], "0")
-    fill(row, [key], CONFIG, CHOICES)
+    fill_row(row, [key], CONFIG, CHOICES)
     assert row.filled.get(key) == value
 
 
 def test_what_a_job_gives_itself_is_not_filled_in():
     row = Row(0, ["optimizer.lr=1", "+model=b"], "0", filled={"double": "9"})
-    fill(row, ["optimizer.lr", "model", "double"], CONFIG, CHOICES)
+    fill_row(row, ["optimizer.lr", "model", "double"], CONFIG, CHOICES)
     assert row.filled == {"double": "9"}
 
 
@@ -69,13 +69,13 @@ def test_a_job_that_has_started_is_filled_in_from_its_folder(tmp_path):
     hydra = {"hydra": {"runtime": {"choices": {"model": "resnet18"}}}}
     OmegaConf.save(OmegaConf.create(hydra), folder / "hydra.yaml")
     row = Row(0, [], "0")
-    fill_from_folder(row, ["optimizer.lr", "model"], tmp_path)
+    fill_row_from_folder(row, ["optimizer.lr", "model"], tmp_path)
     assert row.filled == {"optimizer.lr": "0.1", "model": "resnet18"}
     (folder / "config.yaml").unlink()
-    fill_from_folder(row, ["optimizer.lr", "model"], tmp_path)
-    fill_from_folder(row, ["more"], tmp_path)
+    fill_row_from_folder(row, ["optimizer.lr", "model"], tmp_path)
+    fill_row_from_folder(row, ["more"], tmp_path)
     (folder / "config.yaml").write_text("{")
-    fill_from_folder(row, ["more"], tmp_path)
+    fill_row_from_folder(row, ["more"], tmp_path)
     assert set(row.filled) == {"optimizer.lr", "model"}
 
 

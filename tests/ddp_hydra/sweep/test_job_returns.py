@@ -12,7 +12,7 @@ from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError, Failure, RankFailed
-from ddp_hydra.sweep.job_returns import CompactReturn, describe_error, portable, with_trace
+from ddp_hydra.sweep.planned_job import CompactReturn, describe_error, portable, with_trace
 
 
 def result(value, status=JobStatus.COMPLETED):

@@ -9,8 +9,8 @@ import time
 import pytest
 from rich.console import Console
 
-from ddp_hydra.sweep.live_table import LiveTable
 from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.tables import LiveTable
 
 OBJECTIVE = Objective("val/accuracy", maximize=True)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ddp_hydra.sweep.rows import Objective, Row, State
-from ddp_hydra.sweep.seeds import is_seed, repeated
+from ddp_hydra.sweep.tables import is_seed, repeated
 
 LOSS = Objective("val/loss", maximize=False)
 

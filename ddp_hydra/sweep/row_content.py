@@ -1,14 +1,21 @@
-"""Takes over a job's status, summary and return value into its row."""
+"""Fills the rows of jobs: with status, summary and return value, and with what only other jobs of the sweep give."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from ddp_hydra.config import redact
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import Status, Summary, decode
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import Objective, Row, State, typed
 from ddp_hydra.writers import run_dir
 
 
@@ -56,7 +63,7 @@ def take_end(row: Row, folder: Path, objective: Objective) -> None:
 def take_value(row: Row, value: Any, objective: Objective) -> None:
     """Take over the return value of the task."""
     row.value = plain_value(value)
-    returned = number(row.value)
+    returned = as_number(row.value)
     if returned is not None:
         row.objective = row.metrics[objective.metric] = returned
 
@@ -76,7 +83,7 @@ def to_scalar(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def number(value: Any, kind: type = float) -> Any:
+def as_number(value: Any, kind: type = float) -> Any:
     """Return a number converted to `kind`; None for anything else."""
     return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
@@ -94,3 +101,64 @@ def _summary(row: Row, folder: Path) -> Summary | None:
     except ConfigError as error:
         row.message = str(error)
         return None
+
+
+_ABSENT = object()
+
+
+def fill_row(row: Row, keys: Iterable[str], config: DictConfig, choices: Mapping[str, Any]) -> None:
+    """Fill in the values of the keys that a job does not give itself.
+
+    Args:
+        row: of the job, changed in place.
+        keys: that some job of the sweep gives.
+        config: of the job, as it was composed.
+        choices: the options of its groups, by group.
+    """
+    own = typed(row)
+    for key in keys:
+        if key not in own and key not in row.filled and (value := _value_in_config(key, config, choices)) is not None:
+            row.filled[key] = value
+
+
+def fill_row_from_folder(row: Row, keys: Iterable[str], folder: Path) -> None:
+    """Do the same for a job that has started, from what Hydra has saved of it; a job without that stays as it is.
+
+    Args:
+        row: of the job, changed in place.
+        keys: that some job of the sweep gives.
+        folder: its run directory.
+    """
+    own = typed(row)
+    if all(key in own or key in row.filled for key in keys):
+        return
+    with contextlib.suppress(OSError, YAMLError, OmegaConfBaseException, ValueError):
+        config = OmegaConf.load(folder / ".hydra" / "config.yaml")
+        hydra = OmegaConf.load(folder / ".hydra" / "hydra.yaml")
+        choices = OmegaConf.select(hydra, "hydra.runtime.choices")
+        if isinstance(config, DictConfig):
+            fill_row(row, keys, config, choices if isinstance(choices, DictConfig) else {})
+
+
+def _value_in_config(key: str, config: DictConfig, choices: Mapping[str, Any]) -> str | None:
+    """Return a value as a user would type it; None if there is none, or it is a part of the config."""
+    if redact.named_secret(key):
+        return redact.HIDDEN
+    if key in choices:
+        option = choices[key]
+        return None if option is None else _as_typed(option)
+    try:
+        value = OmegaConf.select(config, key, default=_ABSENT)
+    except (OmegaConfBaseException, ValueError):
+        return None
+    if value is _ABSENT or isinstance(value, DictConfig):
+        return None
+    return "null" if value is None else _as_typed(value)
+
+
+def _as_typed(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, ListConfig | list | tuple):
+        return f"[{','.join('null' if one is None else _as_typed(one) for one in value)}]"
+    return str(getattr(value, "name", value))  # of an enum, its name

@@ -7,18 +7,27 @@ import math
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.pbt.population import Member, Settings, first_generation, next_generation, ranked
-from ddp_hydra.sweep.pbt.space import Choice, Interval
+from ddp_hydra.sweep.population import (
+    Choice,
+    Interval,
+    Member,
+    PopulationSettings,
+    first_generation,
+    next_generation,
+    ranked,
+)
 
 SPACE = {"lr": Interval(1e-4, 1.0, is_log=True), "size": Choice(("16", "32", "64"))}
-KEEP = Settings(resample_probability=0.0, factors=(0.8, 1.2))
+KEEP = PopulationSettings(resample_probability=0.0, factors=(0.8, 1.2))
 
 
 def members(n: int) -> list[Member]:
     return [Member({"lr": str(0.1 + number / 100), "size": "32"}) for number in range(n)]
 
 
-def parents(n: int, scores: list[float | None], maximize: bool = True, settings: Settings = KEEP) -> list[int | None]:
+def parents(
+    n: int, scores: list[float | None], maximize: bool = True, settings: PopulationSettings = KEEP
+) -> list[int | None]:
     return [one.parent for one in next_generation(1, members(n), scores, maximize, SPACE, settings)]
 
 
@@ -41,7 +50,7 @@ def test_the_worst_and_those_that_failed_copy_the_best(scores, maximize, expecte
     ("n", "quantile", "replaced"), [(4, 0.2, 1), (10, 0.2, 2), (3, 0.5, 1), (10, 0.0, 0), (2, 0.5, 1)]
 )
 def test_a_share_is_replaced_by_as_many_of_the_best(n, quantile, replaced):
-    found = parents(n, [float(number) for number in range(n)], settings=Settings(quantile=quantile))
+    found = parents(n, [float(number) for number in range(n)], settings=PopulationSettings(quantile=quantile))
     assert sum(parent != place for place, parent in enumerate(found)) == replaced
     assert found[replaced:] == list(range(replaced, n))
     assert all(parent >= n - replaced for parent in found[:replaced])
@@ -54,13 +63,13 @@ def test_a_copy_has_changed_values_of_its_parent_and_the_others_have_their_own()
     assert float(new[0].values["lr"]) in (pytest.approx(0.11 * 0.8), pytest.approx(0.11 * 1.2))
     assert new[0].values["size"] in ("16", "64")
     assert [one.parent for one in new] == [1, 1, 2, 3, 4]
-    anew = next_generation(1, old, [0.1, 0.9, 0.5, 0.6, 0.7], True, SPACE, Settings(resample_probability=1.0))
+    anew = next_generation(1, old, [0.1, 0.9, 0.5, 0.6, 0.7], True, SPACE, PopulationSettings(resample_probability=1.0))
     assert float(anew[0].values["lr"]) not in (pytest.approx(0.11 * 0.8), pytest.approx(0.11 * 1.2))
 
 
 def test_the_same_seed_gives_the_same_generations_and_another_one_others():
     def run(seed: int) -> list[Member]:
-        settings, found = Settings(population=6, seed=seed), []
+        settings, found = PopulationSettings(population=6, seed=seed), []
         now = first_generation(SPACE, settings)
         for number in range(1, 5):
             found += now
@@ -69,7 +78,7 @@ def test_the_same_seed_gives_the_same_generations_and_another_one_others():
 
     assert run(1) == run(1)
     assert run(1) != run(2)
-    first = first_generation(SPACE, Settings(population=6))
+    first = first_generation(SPACE, PopulationSettings(population=6))
     assert len({one.values["lr"] for one in first}) == 6
     assert all(one.parent is None for one in first)
 
@@ -98,8 +107,8 @@ def test_ties_go_to_the_first():
 )
 def test_options_are_checked(wrong, words):
     with pytest.raises(ConfigError, match=rf"hydra\.sweeper\.{next(iter(wrong))}=.*: give {words}"):
-        Settings(**wrong)
+        PopulationSettings(**wrong)
 
 
 def test_all_but_the_last_generation_pause():
-    assert [Settings(generations=3, validations=2).pause_after(number) for number in range(3)] == [2, 4, None]
+    assert [PopulationSettings(generations=3, validations=2).pause_after(number) for number in range(3)] == [2, 4, None]

@@ -20,8 +20,7 @@ from omegaconf import DictConfig
 from ddp_hydra.errors import ConfigError, SweepFailed
 
 if TYPE_CHECKING:
-    from ddp_hydra.sweep.pbt.population import Member
-    from ddp_hydra.sweep.pbt.space import Dimension
+    from ddp_hydra.sweep.population import Dimension, Member
 
 log = logging.getLogger(__name__)
 PAUSE = "trainer.pause_after_validations"
@@ -33,7 +32,7 @@ class PopulationSweeper(Sweeper):
     Args:
         direction: maximize or minimize; None for that of the objective.
         params: the keys to search, in Hydra's syntax for sweeps.
-        options: see `population.Settings`.
+        options: see `population.PopulationSettings`.
 
     Attributes:
         scores: objectives of the members of the last generation, by their place; None for one that has failed.
@@ -47,15 +46,15 @@ class PopulationSweeper(Sweeper):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Check the options, and make the launcher. Called by Hydra."""
-        from ddp_hydra.sweep.pbt.population import Settings
         from ddp_hydra.sweep.planned_job import is_ours
+        from ddp_hydra.sweep.population import PopulationSettings
         from ddp_hydra.sweep.settings import objective_of
 
         if not is_ours(config):
             raise ConfigError("hydra/sweeper=pbt resumes jobs from checkpoints, so it is for ddp_hydra's configs only")
         self.hydra_context: HydraContext = hydra_context
         self.config: DictConfig = config
-        self.settings = Settings(**self.options)
+        self.settings = PopulationSettings(**self.options)
         self.objective = objective_of(config)
         if self.objective.maximize is None:
             raise ConfigError(
@@ -80,7 +79,7 @@ class PopulationSweeper(Sweeper):
             SweepFailed: all members of a generation have failed.
         """
         from ddp_hydra.config import redact
-        from ddp_hydra.sweep.pbt.population import first_generation, next_generation, ranked
+        from ddp_hydra.sweep.population import first_generation, next_generation, ranked
 
         fixed, space = self.read(arguments)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
@@ -105,10 +104,10 @@ class PopulationSweeper(Sweeper):
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:
         """Return the overrides of all jobs, and the keys to search."""
-        from ddp_hydra.sweep.pbt import space
+        from ddp_hydra.sweep import population
 
         words = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
-        fixed, searched = space.parse(words, self.hydra_context.config_loader)
+        fixed, searched = population.parse(words, self.hydra_context.config_loader)
         if not searched:
             raise ConfigError(
                 "hydra/sweeper=pbt has no keys to search: give optimizer.lr='tag(log, interval(1e-4, 1e-1))', or "
