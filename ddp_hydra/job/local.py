@@ -20,8 +20,7 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline, torchrun
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.global_batch import RankBatch, changed_settings, describe_change, redistribute
-from ddp_hydra.job.job_config import gang_settings
+from ddp_hydra.job.job_config import RankBatch, changed_settings, describe_change, gang_settings, redistribute
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection

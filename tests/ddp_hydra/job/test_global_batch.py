@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.job.global_batch import RankBatch, changed_settings, describe_change, redistribute
+from ddp_hydra.job.job_config import RankBatch, changed_settings, describe_change, redistribute
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from ddp_hydra.errors import (
     RecordError,
 )
 from ddp_hydra.job import job_config, summary
-from ddp_hydra.job.global_batch import RankBatch
+from ddp_hydra.job.job_config import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import explain, read_result, summarised
