@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench, Broken, last_line
 from benchmarks.report import Absent, Figure, Line
 from benchmarks.train import RAY
 from ddp_hydra.rank.fork_environment import ALLOCATOR
-from ddp_hydra.training.monitoring import flops
+from ddp_hydra.training import flops
 from models import resnet
 
 CLASSES = 1000

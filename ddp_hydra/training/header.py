@@ -15,7 +15,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
 from ddp_hydra.record import Start
 from ddp_hydra.training.data_description import length
-from ddp_hydra.training.monitoring.data_stats import skipped_by
+from ddp_hydra.training.data_stats import skipped_by
 from ddp_hydra.training.schedule_progress import planned_steps, steps_in_epoch
 from ddp_hydra.training.state import Position
 

@@ -14,13 +14,12 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.config import objective
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import builders, setup
+from ddp_hydra.training import builders, memory, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
 from ddp_hydra.training.consensus import Decision, StopSignal
+from ddp_hydra.training.data_stats import bad_of_all_ranks, count_bad
 from ddp_hydra.training.metrics import Count, count
-from ddp_hydra.training.monitoring import memory
-from ddp_hydra.training.monitoring.data_stats import bad_of_all_ranks, count_bad
 from ddp_hydra.training.run import Run
 from ddp_hydra.training.update import Update
 

@@ -10,12 +10,12 @@ from typing import Any
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.data_stats import DataStats
 from ddp_hydra.training.epoch_means import EpochMeans
+from ddp_hydra.training.exchange import ExchangeTime
 from ddp_hydra.training.metrics import Meter, SumsOfRanks, named, shapes_of
-from ddp_hydra.training.monitoring.data_stats import DataStats
-from ddp_hydra.training.monitoring.exchange import ExchangeTime
-from ddp_hydra.training.monitoring.profiler import Profiler
-from ddp_hydra.training.monitoring.stragglers import Stragglers
+from ddp_hydra.training.profiler import Profiler
+from ddp_hydra.training.stragglers import Stragglers
 from ddp_hydra.training.update import Update
 
 

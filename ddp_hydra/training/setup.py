@@ -18,7 +18,7 @@ from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, parameter_groups, resume
+from ddp_hydra.training import build_data, builders, memory, parameter_groups, resume
 from ddp_hydra.training.build_updates import BuildUpdates
 from ddp_hydra.training.cadence import Cadence, LogClock
 from ddp_hydra.training.callbacks import Callback, View
@@ -31,9 +31,8 @@ from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.epoch_means import EpochMeans
 from ddp_hydra.training.header import describe
 from ddp_hydra.training.monitor import Monitor
-from ddp_hydra.training.monitoring import memory
-from ddp_hydra.training.monitoring.profiler import Profiler
 from ddp_hydra.training.nonfinite import NonFinite
+from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.run import Run, seed_step
 from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
 from ddp_hydra.training.state import Position, State, together

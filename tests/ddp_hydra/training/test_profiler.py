@@ -17,10 +17,10 @@ from ddp_hydra.config.schema import resolved
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
-from ddp_hydra.training.monitoring.profiler import Profiler
+from ddp_hydra.training.profiler import Profiler
 from tests.ddp_hydra.training.loop_runs import config
 
-HERE = "tests.ddp_hydra.training.monitoring.test_profiler"
+HERE = "tests.ddp_hydra.training.test_profiler"
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.tasks import Task
-from ddp_hydra.training.monitoring import flops
+from ddp_hydra.training import flops
 from ddp_hydra.training.train_step import TrainStep
 
 

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_hydra.errors import OutOfMemory
-from ddp_hydra.training.monitoring import memory
+from ddp_hydra.training import memory
 
 CFG = OmegaConf.create({"data": {"batch_size": 64}, "trainer": {"precision": "fp32", "gradient_accumulation_steps": 1}})
 

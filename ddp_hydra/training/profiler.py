@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, record_function
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.monitoring import flops, memory
+from ddp_hydra.training import flops, memory
 
 WARM_UP = 3
 """Steps before the first traced one: work that is done once per run is not typical."""
