@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench, Broken, last_line
 from benchmarks.report import Absent, Figure, Line
 from benchmarks.train import RAY
 from ddp_hydra.rank.fork_environment import ALLOCATOR
-from ddp_hydra.training import flops
+from ddp_hydra.training import profiler
 from models import resnet
 
 CLASSES = 1000
@@ -168,7 +168,7 @@ def roof(bench: Bench, work: Work, mine: Figure) -> Iterator[Figure]:
     settings = ("--device", bench.device, "--matmul", bench.half, "--size", str(work.matmul), "--seconds", str(seconds))
     peak = float(card.child(*settings)["tflops"])  # type: ignore[arg-type]
     yield report.value(f"matrix products of {work.matmul}, {bench.half}", peak, unit="TFLOP/s")
-    reached = flops.TRAINING * operations(work) * mine.median / 1e12
+    reached = profiler.TRAINING * operations(work) * mine.median / 1e12
     yield report.value(f"{work.model}: operations of the training", reached, unit="TFLOP/s")
     yield report.value("share of the roof", reached / peak, unit="x")
 
@@ -178,4 +178,4 @@ def operations(work: Work) -> int:
     with torch.device("meta"):
         model = getattr(resnet, work.model)(CLASSES)
         image = torch.empty(1, 3, work.side, work.side)
-    return flops.count(model, lambda: model(image)).forward
+    return profiler.count_flops(model, lambda: model(image)).forward

@@ -11,7 +11,7 @@ from omegaconf import MISSING
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import export as exports
-from ddp_hydra.training import export_example, load_run
+from ddp_hydra.training import load_run
 
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
 EXPORT_USAGE = """ddp-hydra export run=<run directory, its URL, or checkpoint> format=safetensors|torch_export|onnx
@@ -55,7 +55,7 @@ def export(words: Sequence[str]) -> None:
     if options.split not in ("val", "train"):
         raise ConfigError(f"split={options.split}: give val or train")
     trained = load_run.load(options.run, options.which, overrides, None if options.input_shape else options.split)
-    example = export_example.example_of(trained, options.split, options.input_shape)
+    example = exports.example_of(trained, options.split, options.input_shape)
     found = exports.export(trained, example, options.format, out, options.tolerance)
     sizes = " and ".join(map(str, found["sizes"]))
     batch = "any batch size" if found["dynamic"] else f"a batch size of {sizes} only"

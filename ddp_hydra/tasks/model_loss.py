@@ -3,16 +3,189 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task
 from ddp_hydra.tasks.counting import IGNORED
-from ddp_hydra.tasks.model_counting import ModelCounting
+
+_SHIFTS = re.compile(
+    r"ForCausalLM$|ForCausalImageModeling$|LMHeadModel$|DoubleHeadsModel$|^Blip(ForConditionalGeneration|ForQuestionAns)"
+)
+_PREDICTS_ALL = re.compile(
+    r"^(XLM|Flaubert)WithLMHeadModel$|^XLNetLMHeadModel$|ForMaskedLM$|ForTokenClassification$|"
+    r"^(Bart|BigBirdPegasus|Blenderbot|BlenderbotSmall|CpmAnt|Marian|MBart|Mvp|Pegasus|PLBart|ProphetNet|TrOCR|Whisper)"
+    r"ForCausalLM$"
+)
+"""Classes of transformers whose labels are not shifted, although the names of some look so."""
+
+
+class Counted(NamedTuple):
+    """What a loss is a mean over.
+
+    Args:
+        n: number of things; None: the samples of the micro-batch.
+        labels: those that count, -100 elsewhere; None if the batch has none. The logits at a place predict its label.
+        summed: the loss is a sum.
+    """
+
+    n: float | Tensor | None = None
+    labels: Tensor | None = None
+    summed: bool = False
+
+
+class ModelCounting:
+    """Counts what the loss of a model is a mean over.
+
+    Args:
+        shift: the model predicts labels[..., 1:]; False: all labels; None: found from its class or, where that does not
+            tell, from the loss and the logits of the first batch with labels that count: on a GPU, they are waited for.
+    """
+
+    def __init__(self, shift: bool | None) -> None:
+        self.shift, self.rule = shift, ""
+
+    def count(self, model: Any, batch: Any, loss: Tensor, output: Mapping[str, Any]) -> Counted:
+        """Count the things of a micro-batch.
+
+        Args:
+            model: the model itself, without wrappers.
+            batch: the micro-batch.
+            loss: of the micro-batch, a scalar.
+            output: "logits" and "start_logits" of the model's output, as far as it has them.
+
+        Raises:
+            ConfigError: what the loss is a mean over can't be told.
+        """
+        if not isinstance(batch, Mapping):
+            return Counted()
+        config, name, labels = getattr(model, "config", None), type(model).__name__, batch.get("labels")
+        if not isinstance(labels, Tensor):
+            return Counted(_answers(batch, output.get("start_logits")))
+        if name.endswith("ForCTC"):
+            return Counted(summed=getattr(config, "ctc_loss_reduction", "mean") == "sum")
+        if labels.is_floating_point():
+            return Counted(labels.numel(), labels)
+        if name.endswith("ForSemanticSegmentation"):
+            ignore = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
+            labels = labels.where(labels != ignore, IGNORED)
+            if getattr(config, "num_labels", None) == 1:  # it divides by all pixels
+                return Counted(labels.numel(), labels)
+            return Counted((labels != IGNORED).sum(), labels)
+        return self._by_rule(model, batch, loss, output.get("logits"), labels)
+
+    def _by_rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Any, labels: Tensor) -> Counted:
+        rule = self._rule(model, batch, loss, logits if isinstance(logits, Tensor) else None, labels)
+        if rule == "elements":
+            return Counted(labels.numel(), labels)
+        if rule == "mask":
+            labels = labels.where(batch["attention_mask"] == 1, IGNORED)
+        if rule == "shift" and labels.ndim > 1:
+            labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+        return Counted((labels != IGNORED).sum(), labels)
+
+    def _rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Tensor | None, labels: Tensor) -> str:
+        """Return "all", "shift", "elements" or "mask": which labels count."""
+        if self.shift is not None:
+            return "shift" if self.shift else "all"
+        others = [name for name in batch if name != "labels" and name.endswith(("_label", "_labels"))]
+        if not self.rule and not others:
+            self.rule = _by_name(model)
+            if not self.rule and logits is not None:
+                self.rule = rule_of(loss, logits, labels, batch.get("attention_mask"))
+        if self.rule or not bool((labels != IGNORED).any()):
+            return self.rule or "all"
+        name, why = type(model).__name__, "loss and logits of the first batch are no plain cross-entropy of the labels"
+        if others:
+            why = f"the batch has {', '.join(others)} beside labels"
+        if labels.ndim > 1:
+            raise ConfigError(
+                f"what the loss of {name} is a mean over can't be told: {why}. Give task.shift=false where it is a "
+                "mean over all labels but -100, task.shift=true where it leaves out the first of each row as causal "
+                "language models do, else a task of your own with Step(loss, n)"
+            )
+        warnings.warn(
+            f"what the loss of {name} is a mean over can't be told: {why}. It is weighed by the labels that are not "
+            "-100; give a task of your own with Step(loss, n) where it is a mean over something else",
+            stacklevel=2,
+        )
+        self.rule = "all"
+        return "all"
+
+
+def _by_name(model: Any) -> str:
+    """Return the rule of a class of transformers; "" where its name tells none."""
+    kinds = type(model).__mro__
+    if not any(kind.__module__.partition(".")[0] in ("transformers", "peft") for kind in kinds):
+        return ""
+    names = [kind.__name__ for kind in kinds]
+    if any(map(_PREDICTS_ALL.search, names)) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "all"
+    return "shift" if any(map(_SHIFTS.search, names)) else ""
+
+
+def _answers(batch: Mapping[str, Any], start_logits: Any) -> int | Tensor | None:
+    """Return the number of answers that count of a batch without labels; None where the batch tells nothing.
+
+    Raises:
+        ConfigError: other starts count than ends: the loss is the mean of two means.
+    """
+    if isinstance(masked := batch.get("bool_masked_pos"), Tensor):
+        return masked.sum()
+    starts, ends = batch.get("start_positions"), batch.get("end_positions")
+    if not (isinstance(starts, Tensor) and isinstance(ends, Tensor) and isinstance(start_logits, Tensor)):
+        return None
+    first, last = (int((positions < start_logits.shape[1]).sum()) for positions in (starts, ends))
+    if first != last:
+        raise ConfigError(
+            f"{first} of the start_positions of a batch are in its texts, but {last} of the end_positions: the loss "
+            "is the mean of two means, which can't be put together over batches. Set both to 0, or both to the length "
+            "of the text, where the answer is cut off"
+        )
+    return first
+
+
+def rule_of(loss: Tensor, logits: Tensor, labels: Tensor, mask: Tensor | None = None) -> str:
+    """Return which labels a loss is the mean over: "all", "shift", "elements" or "mask"; "" if none gives its value."""
+    values = {name: float(value) for name, value in _candidates(logits.float(), labels.long(), mask)}
+    value = float(loss)
+    if value != value:  # nothing counts
+        return next((name for name, candidate in values.items() if candidate != candidate), "")
+    errors = sorted((abs(candidate - value), name) for name, candidate in values.items() if candidate == candidate)
+    if not errors or errors[0][0] >= 0.01 * max(value, 0.01):
+        return ""
+    is_clear = len(errors) == 1 or errors[0][0] < 0.5 * errors[1][0]
+    return errors[0][1] if is_clear else ""
+
+
+def _candidates(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Any:
+    """Yield the names of rules, and the loss by each."""
+    if logits.shape == labels.shape:
+        yield "elements", F.binary_cross_entropy_with_logits(logits, labels.float())
+        if mask is not None and mask.shape == labels.shape and bool((mask != 1).any()):
+            yield "mask", F.binary_cross_entropy_with_logits(logits[mask == 1], labels[mask == 1].float())
+    kept = labels[labels != IGNORED]
+    axis = next((axis for axis in (-1, 1) if _without(logits, axis) == list(labels.shape)), None)
+    if axis is None or not len(kept) or int(kept.max()) >= logits.shape[axis] or int(kept.min()) < 0:
+        return
+    logits = logits.movedim(axis, -1)
+    yield "all", F.cross_entropy(logits.flatten(0, -2), labels.flatten())
+    if axis == -1 and labels.ndim > 1:
+        yield "shift", F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
+
+
+def _without(logits: Tensor, axis: int) -> list[int]:
+    shape = list(logits.shape)
+    if len(shape) > 1:
+        shape.pop(axis)
+    return shape
+
 
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 _TARGET = re.compile(r"Target (-?\d+) is out of bounds")

@@ -65,10 +65,9 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, made_by, open_files
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.counting import takes_class_numbers
-from ddp_hydra.training import same_data
 from ddp_hydra.training.consensus import from_rank_0, gather_objects
 from ddp_hydra.training.consensus import world_size as ranks_in_group
-from ddp_hydra.training.data_description import DataDescription, length
+from ddp_hydra.training.data_description import DataDescription, check_same_data, length
 from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
@@ -131,7 +130,7 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
         kept = made_by(workers, built, device.type == "cuda", results.warn, files)
     try:
         if built is not None and ranks_in_group() > 1 and not built_once(node) and not streams.is_stream(built):
-            same_data.check(built, f"data.{split}", cfg.seed)
+            check_same_data(built, f"data.{split}", cfg.seed)
         yield kept
         for name, reason in getattr(kept, "bad", {}).items():
             print(f"bad sample, left out: {name}: {reason}")  # noqa: T201

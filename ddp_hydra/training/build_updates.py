@@ -14,9 +14,8 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, parameter_groups
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.lr_schedules import FactorLR
+from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
 from ddp_hydra.training.run import check_updates
-from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.train_step import TrainStep, trained_loss
 from ddp_hydra.training.update import OptimizerStep, Update
 from ddp_hydra.training.weighing import Weighing

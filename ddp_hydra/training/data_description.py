@@ -1,13 +1,19 @@
-"""Describes a data set by what a trained model depends on: classes, features, number of samples, scaling of pixels."""
+"""Describes a data set: by what a trained model depends on, and by a fingerprint that all ranks must have."""
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ddp_hydra.console.text import counted
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.data import draws, wrappers
+from ddp_hydra.data.summary import alike, summary
+from ddp_hydra.errors import ConfigError, DataError
+from ddp_hydra.training.consensus import gather_objects
 
 
 @dataclass(frozen=True)
@@ -190,3 +196,56 @@ def _names(classes: Any) -> tuple[str, ...]:
 def shown(names: Sequence[str], most: int = 12) -> str:
     """Return the first few names."""
     return ", ".join(names[:most]) + (f" … ({len(names)})" if len(names) > most else "")
+
+
+IDS = 64
+"""Samples whose ids are compared."""
+READ_S = 0.1
+"""Seconds that reading samples may take; a slower data set without ids is compared by its length alone."""
+
+
+def check_same_data(data: Any, key: str, seed: int) -> None:
+    """Refuse to go on where the ranks have different data. A collective.
+
+    Args:
+        data: a map-style data set.
+        key: of the config, for the message.
+        seed: of the run.
+
+    Raises:
+        DataError: the ranks have different data.
+    """
+    lengths: list[int] = gather_objects(len(data))
+    name = wrappers.name_of(data)
+    how = "build it from the arguments and the global random generators alone, which all ranks have alike"
+    if len(set(lengths)) > 1:
+        raise DataError(f"{key}: {name} has {', '.join(f'{n:,}' for n in lengths)} samples on the ranks: {how}")
+    if not lengths[0]:
+        return
+    found = gather_objects(fingerprint(data, seed))
+    for rank, other in enumerate(found):
+        if not all(alike(a, b) for a, b in zip(found[0], other, strict=False)):
+            raise DataError(
+                f"{key}: {name} has other samples on rank {rank} than on rank 0, as if each had split it anew: {how}"
+            )
+
+
+def fingerprint(data: Any, seed: int) -> list[Any]:
+    """Return what tells a data set from another one of its length: ids of samples, or two samples."""
+    n = len(data)
+    if hasattr(data, "sample_id"):
+        places = sorted({n * number // IDS for number in range(min(IDS, n))})
+        return [hashlib.sha256("\n".join(str(data.sample_id(place)) for place in places).encode()).hexdigest()]
+    samples: list[Any] = []
+    begin = time.monotonic()
+    for index in (0, n // 2):
+        with suppress(Exception), draws.Kept():  # an error comes again where the sample is trained on
+            twice = []
+            for _ in range(2):
+                indices = draws.placed([index], seed)
+                indices.seed_sample(0)
+                twice.append(summary(data[index]))
+            samples.append(twice[0] if alike(*twice) else None)
+        if time.monotonic() - begin > READ_S:
+            break
+    return samples

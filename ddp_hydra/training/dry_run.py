@@ -16,16 +16,16 @@ from ddp_hydra.data.batch import described
 from ddp_hydra.data.draws import numbered
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.record import Start
-from ddp_hydra.training import build_data, builders, header, run, setup
+from ddp_hydra.training import build_data, builders, run, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.build_updates import updates_of
-from ddp_hydra.training.callbacks.base import Callbacks
+from ddp_hydra.training.callbacks import Callbacks
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.instantiate import make
+from ddp_hydra.training.lr_schedules import steps_in_epoch
 from ddp_hydra.training.metrics import Meter, count, named
-from ddp_hydra.training.schedule_progress import steps_in_epoch
 from ddp_hydra.training.state import Position, State, together
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep
@@ -109,7 +109,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         raise objective.unknown(cfg.objective.metric, metrics, saved=False)
     in_epoch = f"{epoch_steps:,}" if epoch_steps else "an unknown number"
     return [
-        f"data      {header.samples_in(train_set, val_set)}",
+        f"data      {setup.samples_in(train_set, val_set)}",
         f"batch     {described(batches[0].batch)}",
         f"model     {type(model).__name__}, {sum(p.numel() for p in model.parameters()):,} parameters",
         f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",

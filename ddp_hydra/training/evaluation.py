@@ -20,9 +20,9 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
-from ddp_hydra.training import buffers
 from ddp_hydra.training.consensus import gather_objects, world_size
 from ddp_hydra.training.metrics import Meter, count, named
+from ddp_hydra.training.parallel import broadcast
 from ddp_hydra.training.parameter_groups import restored_buffers
 from ddp_hydra.training.train_step import as_step, explained
 
@@ -79,7 +79,7 @@ class Evaluation:
         rank, ranks = 0, world_size()
         if ranks > 1:
             rank = dist.get_rank()
-            buffers.broadcast(model.buffers())  # BatchNorm's statistics may differ; rank 0's are saved
+            broadcast(model.buffers())  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
         meter = Meter(self.loader.device)
         for batch, indices in self.loader.each_once(self.batch_size, rank, ranks):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hydra.tasks import Step
+from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.consensus import gather_objects, world_size
 
 Shapes = tuple[tuple[str, torch.Size], ...]
@@ -178,3 +178,45 @@ def split(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
 def named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return metrics under a prefix, "val/loss"."""
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
+
+
+class EpochMeans:
+    """Adds up what all ranks have counted in the epoch under way, and keeps the means of the last whole epoch.
+
+    All ranks hold the same sums, so a checkpoint saves them once, and a resume may have another number of ranks.
+
+    Args:
+        task: makes metrics of sums.
+
+    Attributes:
+        sums: name -> sum over the epoch under way, float64 on the CPU.
+        last: name -> mean over the last whole epoch; {} before its end.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.sums: dict[str, Tensor] = {}
+        self.last: dict[str, float] = {}
+
+    def add(self, sums: Mapping[str, Tensor]) -> None:
+        """Add the sums over all ranks since the last call."""
+        for name, part in sums.items():
+            self.sums[name] = self.sums[name] + part if name in self.sums else part
+
+    def so_far(self) -> dict[str, float]:
+        """Return the metrics of the epoch under way; {} where no step has counted yet."""
+        found = self.task.metrics(self.sums) if self.sums else {}
+        return {name: float(value) for name, value in found.items()}
+
+    def end_epoch(self) -> None:
+        """Keep the means of the epoch, and begin the next one. An epoch whose steps were all left out has none."""
+        self.last = self.so_far() or self.last
+        self.sums = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums and the last means for a checkpoint."""
+        return {"sums": dict(self.sums), "last": dict(self.last)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the sums and means of a checkpoint."""
+        self.sums, self.last = dict(state["sums"]), dict(state["last"])

@@ -2,21 +2,161 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_stats import DataStats
-from ddp_hydra.training.epoch_means import EpochMeans
-from ddp_hydra.training.exchange import ExchangeTime
-from ddp_hydra.training.metrics import Meter, SumsOfRanks, named, shapes_of
+from ddp_hydra.training.metrics import EpochMeans, Meter, SumsOfRanks, named, shapes_of
+from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.profiler import Profiler
-from ddp_hydra.training.stragglers import Stragglers
 from ddp_hydra.training.update import Update
+
+WARM_UP = 2
+"""Number of first steps, which also connect the ranks. Their times count only until other steps are measured."""
+NS_PER_S = 1e9
+
+
+class ExchangeTime:
+    """Estimates the time that all steps of a run have waited for gradients.
+
+    Attributes:
+        steps: done since `watch`.
+    """
+
+    def __init__(self) -> None:
+        self.is_alone = dist.get_world_size() == 1
+        self.steps, self.before_s = 0, 0.0
+        self.mean_s, self.held_s = math.nan, 0.0
+
+    def watch(self, parallels: Sequence[Parallel]) -> None:
+        """Measure these updates of a step from now on, in place of those before.
+
+        Args:
+            parallels: of the updates. Those that are not DistributedDataParallel take no times.
+        """
+        if not math.isnan(self.mean_s):
+            self.before_s += self.mean_s * self.steps + self.held_s
+            self.steps = 0
+        self.parallels = parallels
+        self.modules = [one.wrapped for one in parallels if isinstance(one.wrapped, DistributedDataParallel)]
+        self.is_known = len(self.modules) == len(parallels)
+        self.measured_at = self.count = 0
+        self.sum_s = 0.0
+        self.mean_s, self.held_s = math.nan, 0.0
+
+    def local_seconds(self) -> list[float]:
+        """Return this rank's seconds, for `interval`.
+
+        They are the mean wait of a step after its backward pass, NaN while it is not known; and the wait of all steps
+        in hooks.
+        """
+        if self.is_known and not self.is_alone:
+            self._measure()
+        mean_s = self.sum_s / self.count if self.count else math.nan
+        return [mean_s, sum(one.held_s() for one in self.parallels)]
+
+    def _measure(self) -> None:
+        found = [module._get_ddp_logging_data() for module in self.modules]
+        step = int(found[0].get("iteration", 0))
+        if step <= self.measured_at or not all("backward_comm_time" in times for times in found):
+            return
+        if self.measured_at <= WARM_UP:
+            self.sum_s, self.count = 0.0, 0
+        waited_ns = (times["backward_comm_time"] - times["backward_compute_comm_overlap_time"] for times in found)
+        self.sum_s += sum(max(0, part) for part in waited_ns) / NS_PER_S
+        self.count, self.measured_at = self.count + 1, step
+
+    def interval(self, all_seconds: Sequence[Sequence[float]]) -> None:
+        """Take over the local seconds of each rank."""
+        self.mean_s, self.held_s = (sum(column) / len(all_seconds) for column in zip(*all_seconds, strict=True))
+
+    def total_s(self) -> float | None:
+        """Return for how long a rank has waited since the run began, in seconds; None if it is not known."""
+        if self.is_alone:
+            return 0.0
+        if math.isnan(self.mean_s):
+            return self.before_s or None
+        return self.before_s + self.mean_s * self.steps + self.held_s
+
+
+class Stragglers:
+    """Measures how long this rank works alone in each step.
+
+    Args:
+        loader: of the training data.
+        device: of the model.
+    """
+
+    def __init__(self, loader: Loader, device: torch.device) -> None:
+        self.loader, self.device = loader, device
+        self.forward_s = 0.0
+        self.events: list[tuple[Any, Any]] = []
+        self.forward_began: Any = None
+        self.waited_s = loader.waited_s
+        self.sums: list[float] = []
+
+    def watch(self, step: nn.Module) -> None:
+        """Measure a training step inside DDP: DDP waits for other ranks before it calls the step."""
+        step.register_forward_pre_hook(self._begin)
+        step.register_forward_hook(self._end)
+
+    def _begin(self, step: nn.Module, inputs: Any) -> None:
+        self.forward_began = self._now() if step.training else None
+
+    def _end(self, step: nn.Module, inputs: Any, output: Any) -> None:
+        if self.forward_began is None:
+            return
+        if self.device.type == "cuda":
+            self.events.append((self.forward_began, self._now()))
+        else:
+            self.forward_s += self._now() - self.forward_began
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def local_seconds(self) -> list[float]:
+        """Return the seconds that this rank worked alone since the last call, for `interval`."""
+        for begin, end in self.events:  # the device has finished them
+            self.forward_s += begin.elapsed_time(end) / 1000
+        seconds = self.forward_s + self.loader.waited_s - self.waited_s
+        self.forward_s, self.waited_s = 0.0, self.loader.waited_s
+        self.events.clear()
+        return [seconds]
+
+    def interval(self, all_seconds: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return the slowest rank's seconds as a multiple of the median; nothing for a single rank.
+
+        Args:
+            all_seconds: the local seconds of each rank.
+        """
+        if len(all_seconds) == 1:
+            return {}
+        ranks = [seconds for (seconds,) in all_seconds]
+        self.sums = [total + one for total, one in zip(self.sums or [0.0] * len(ranks), ranks, strict=True)]
+        return {"slowest_rank": max(ranks) / max(statistics.median(ranks), 1e-9)}
+
+    def totals(self) -> dict[str, float]:
+        """Return the slowest rank of the run, and its seconds as a multiple of the median; empty for a single rank."""
+        if not self.sums:
+            return {}
+        slowest = max(range(len(self.sums)), key=self.sums.__getitem__)
+        return {"rank": slowest, "times": self.sums[slowest] / max(statistics.median(self.sums), 1e-9)}
 
 
 class Monitor:

@@ -13,16 +13,55 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import buffers
 from ddp_hydra.training.consensus import gather_objects, world_size
-from ddp_hydra.training.gradient_buckets import has_sparse, prebuild_buckets
-from ddp_hydra.training.shared_memory import SharedGradients
+from ddp_hydra.training.shared_memory import SharedGradients, has_sparse, prebuild_buckets
 from ddp_hydra.training.train_step import TrainStep
+
+SENT = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+}
+"""Types that gloo and NCCL both send."""
+
+
+def can_be_sent(tensor: Tensor) -> bool:
+    """Return whether a collective takes a tensor as it is. int16, float8, expanded and sparse ones it does not."""
+    return tensor.dtype in SENT and tensor.layout is torch.strided and not overlaps(tensor)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after `expand`."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > span
+
+
+def left_out(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers and frozen parameters of a module that DDP can't send, by their names."""
+    frozen = [(name, value) for name, value in module.named_parameters() if not value.requires_grad]
+    return {name: value for name, value in [*module.named_buffers(), *frozen] if not can_be_sent(value)}
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor]) -> None:
+    """Give all ranks the tensors of rank 0; those of a type that is not sent go as bytes. A collective.
+
+    Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
+    """
+    for tensor in tensors:
+        if can_be_sent(tensor):
+            dist.broadcast(tensor, src=0)
+        elif tensor.layout is torch.strided and not overlaps(tensor):
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            dist.broadcast(content, src=0)
+            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
+
 
 HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
 
@@ -228,8 +267,8 @@ def ddp(
         return OneRank(step, uses_all)
     if sync_batchnorm:
         nn.SyncBatchNorm.convert_sync_batchnorm(step)
-    unsent = buffers.left_out(step)
-    buffers.broadcast(unsent.values())
+    unsent = left_out(step)
+    broadcast(unsent.values())
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, list(unsent))
     wrapped = DistributedDataParallel(
         step,

@@ -1,12 +1,14 @@
-"""Traces a few steps for `debug=profile`, and makes a table of where their time goes."""
+"""Traces a few steps for `debug=profile`, and makes a table of where their time and FLOPs go."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,114 @@ from torch.profiler import ProfilerActivity, record_function
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import flops, memory
+from ddp_hydra.training import memory
+
+TRAINING = 3
+"""A training step costs about three forward passes: the backward pass costs two."""
+
+PEAK_TFLOPS = {
+    ("B200", "bf16"): 2250.0,
+    ("H200", "bf16"): 989.0,
+    ("H200", "tf32"): 495.0,
+    ("H100", "bf16"): 989.0,
+    ("H100", "tf32"): 495.0,
+    ("A100", "bf16"): 312.0,
+    ("A100", "tf32"): 156.0,
+    ("L40S", "bf16"): 362.0,
+    ("L4", "bf16"): 121.0,
+    ("A10", "bf16"): 125.0,
+    ("V100", "fp16"): 125.0,
+    ("T4", "fp16"): 65.0,
+}
+"""Dense peaks of matrix units, from the makers' data sheets; SXM where there are several."""
+
+
+@dataclass
+class Cost:
+    """The operations of a model for one sample.
+
+    Args:
+        forward: floating-point operations of the forward pass; 0 if torch can't count them.
+        parts: name of each direct child -> its class, number of parameters, and operations.
+    """
+
+    forward: int
+    parts: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cost:
+    """Count the operations of a forward pass: convolutions, matrix products and attention; the rest is small.
+
+    Args:
+        model: not wrapped in DDP; it is left as it was.
+        forward: computes the forward pass of the model, which is not compiled.
+        samples: in that forward pass.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
+
+    in_training = [module for module in model.modules() if module.training]
+    gpus = list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
+    model.eval()
+    counter = FlopCounterMode(display=False)
+    try:
+        watched = _by_child(model, counter.get_total_flops)
+        with _eagerly(), watched as of_children, counter, torch.random.fork_rng(gpus):
+            forward()
+    finally:
+        for module in in_training:  # some may be frozen
+            module.training = True
+    parts = {
+        name: (
+            type(child).__name__,
+            sum(parameter.numel() for parameter in child.parameters()),
+            of_children[name] // samples,
+        )
+        for name, child in model.named_children()
+    }
+    return Cost(counter.get_total_flops() // samples, parts)
+
+
+def _eagerly() -> Any:
+    """Return a context in which nothing is compiled, as what is compiled can't be counted (torch from 2.6 on)."""
+    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
+
+
+@contextmanager
+def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[str]]:
+    """Yield what a total grows by in each direct child. The counter's own names depend on who calls the model."""
+    grown: Counter[str] = Counter()
+
+    def watch(name: str, child: nn.Module, stack: ExitStack) -> None:
+        began: list[int] = []
+        stack.callback(child.register_forward_pre_hook(lambda *_: began.append(total())).remove)
+        stack.callback(child.register_forward_hook(lambda *_: grown.update({name: total() - began.pop()})).remove)
+
+    with ExitStack() as stack:
+        for name, child in model.named_children():
+            watch(name, child, stack)
+        yield grown
+
+
+def peak_tflops(device: str, precision: str) -> float | None:
+    """Return the peak TFLOP/s of a GPU by its name; None if it is not known."""
+    precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
+    words: Sequence[str] = device.replace("-", " ").split()
+    return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)
+
+
+def utilisation(cost: Cost, samples_per_s: float, device: str, precision: str) -> float | None:
+    """Return the share of a GPU's peak that training uses (MFU, Chowdhery et al., 2022).
+
+    Args:
+        cost: of a sample.
+        samples_per_s: of one rank.
+        device: the GPU's name.
+        precision: trainer.precision.
+    """
+    peak = peak_tflops(device, precision)
+    return None if peak is None or not cost.forward else TRAINING * cost.forward * samples_per_s / (peak * 1e12)
+
 
 WARM_UP = 3
 """Steps before the first traced one: work that is done once per run is not typical."""
@@ -60,7 +169,7 @@ class Profiler:
         self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, precision
         self.steps_seen = self.samples = 0
         self.update: str | None = None
-        self.cost: flops.Cost | None = None
+        self.cost: Cost | None = None
         self.trace: Any = None
         self.span: Any = None
         self.spent_s: defaultdict[str, float] = defaultdict(float)  # by phase; on a GPU, the time to launch its work
@@ -74,7 +183,7 @@ class Profiler:
             update: name of the update; the samples of a step count in the first one only.
         """
         if self.steps and self.cost is None:
-            self.cost = flops.count(self.model, lambda: forward(batch.batch), batch.size)
+            self.cost = count_flops(self.model, lambda: forward(batch.batch), batch.size)
         if self.update is None:
             self.update = update
         self.samples += batch.size if self.trace is not None and update == self.update else 0
@@ -149,14 +258,14 @@ class Profiler:
         if not self.cost.forward:
             return ["Operations: torch can't count those of this model."]
         speed = self.samples / total_s
-        done = flops.TRAINING * self.cost.forward * speed
+        done = TRAINING * self.cost.forward * speed
         lines = [
             f"Operations: {self.cost.forward / 1e9:.3f} GFLOP a sample forward; {done / 1e12:.3f} TFLOP/s in training "
             f"at {speed:,.1f} samples/s of this rank (backward counted as twice forward)."
         ]
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
-            share = flops.utilisation(self.cost, speed, name, self.precision)
+            share = utilisation(self.cost, speed, name, self.precision)
             known = f"{share:.1%} of the peak of {name}" if share else f"the peak of {name} is not known"
             lines.append(f"MFU: {known}.")
         return [

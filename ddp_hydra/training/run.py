@@ -17,18 +17,16 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups
-from ddp_hydra.training.cadence import Cadence, LogClock
-from ddp_hydra.training.callbacks.base import Callbacks
+from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
+from ddp_hydra.training.callbacks import Callbacks
 from ddp_hydra.training.checkpoint import CheckpointWriter
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
-from ddp_hydra.training.early_stopping import EarlyStopping
 from ddp_hydra.training.ema import Ema
-from ddp_hydra.training.epoch_means import EpochMeans
 from ddp_hydra.training.evaluation import Evaluation
-from ddp_hydra.training.metrics import named
+from ddp_hydra.training.lr_schedules import ScheduleProgress
+from ddp_hydra.training.metrics import EpochMeans, named
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
-from ddp_hydra.training.schedule_progress import ScheduleProgress
 from ddp_hydra.training.state import Position, State
 from ddp_hydra.training.update import Update
 

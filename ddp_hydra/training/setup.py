@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,25 +17,25 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.data.workers import InWorkers
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, memory, parameter_groups, resume
 from ddp_hydra.training.build_updates import BuildUpdates
-from ddp_hydra.training.cadence import Cadence, LogClock
-from ddp_hydra.training.callbacks import Callback, View
-from ddp_hydra.training.callbacks.base import Callbacks, check_names
+from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
+from ddp_hydra.training.callbacks import Callback, Callbacks, View, check_names
 from ddp_hydra.training.checkpoint import CheckpointWriter, load_fitting, read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
-from ddp_hydra.training.data_description import DataDescription
-from ddp_hydra.training.early_stopping import EarlyStopping
+from ddp_hydra.training.data_description import DataDescription, length
+from ddp_hydra.training.data_stats import skipped_by
 from ddp_hydra.training.ema import Ema
-from ddp_hydra.training.epoch_means import EpochMeans
-from ddp_hydra.training.header import describe
+from ddp_hydra.training.lr_schedules import ScheduleProgress, planned_steps, steps_in_epoch
+from ddp_hydra.training.metrics import EpochMeans
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFinite
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.run import Run, seed_step
-from ddp_hydra.training.schedule_progress import ScheduleProgress, planned_steps
 from ddp_hydra.training.state import Position, State, together
 from ddp_hydra.training.train_step import trained_loss
 from ddp_hydra.training.update import Update
@@ -248,3 +249,70 @@ def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
         of_epochs = planned_steps(sampler, position.offset) + (more and more * planned_steps(sampler))
         left = min(left, of_epochs if more >= 0 else 0)
     return max(0, int(left))
+
+
+def describe(
+    cfg: DictConfig,
+    model: nn.Module,
+    train_set: Any,
+    val_set: Any,
+    sampler: Any,
+    total_steps: int,
+    position: Position,
+    device: torch.device,
+) -> Start:
+    """Return the header of a run: lines for a person, and the numbers that progress is measured by."""
+    world_size, epoch_steps = dist.get_world_size(), steps_in_epoch(sampler)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
+    ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
+    accumulation = cfg.trainer.gradient_accumulation_steps
+    micro_batches = f"{accumulation} micro-batches x " if accumulation > 1 else ""
+    lines = [
+        f"model     {type(model).__name__}, {parameters:,} parameters{frozen}",
+        f"data      {samples_in(train_set, val_set)}",
+        f"ranks     {world_size} on {device.type}, {threads} each, {cfg.trainer.precision}",
+        f"batch     {cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective",
+        f"steps     {total_steps:,}" + (f", {epoch_steps:,} in an epoch" if epoch_steps else " at most"),
+    ]
+    if hasattr(train_set, "described"):
+        lines.insert(2, f"columns   {train_set.described()}")
+    if isinstance(sampler, StreamSampler):
+        lines.append(f"stream    {sampler.part.how}")
+    if isinstance(train_set, InWorkers) and train_set.asked:
+        lines.append(f"reading   {counted(train_set.number, 'worker')} beside each rank")
+    if (patience := cfg.trainer.early_stopping_patience) is not None:
+        what = counted(patience, "epoch" if val_set is None else "validation")
+        lines.append(f"stops     early after {what} without progress in {cfg.objective.metric}")
+    skipped = [skipped_by(data) for data in (train_set, val_set)]
+    lines += [f"skipped   {text}" for text in dict.fromkeys(skipped) if text]
+    if position.step:
+        note = sampler.resumed(position.offset) if isinstance(sampler, StreamSampler) else ""
+        lines.append(
+            f"resumed   at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
+        )
+    epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
+    return Start(lines, total_steps, epochs, world_size, epoch_means=True)
+
+
+def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:
+    """Return the epochs of a run, the last of which may be cut short. Those before `position` may have had other steps.
+
+    Args:
+        sampler: knows how many steps it has in an epoch.
+        total_steps: of the run.
+        position: where this attempt begins.
+    """
+    later = total_steps - position.step - planned_steps(sampler, position.offset)
+    epochs = position.epoch + (position.offset > 0 or total_steps > position.step)
+    return epochs + max(0, math.ceil(later / planned_steps(sampler)))
+
+
+def samples_in(train_set: Any, val_set: Any) -> str:
+    """Return how many samples the data sets have, as far as they know."""
+    train, val = map(length, (train_set, val_set))
+    text = "iterable" if train is None else counted(train, "sample")
+    if val_set is None:
+        return text
+    return f"{text}, {'an iterable' if val is None else f'{val:,}'} for validation"

@@ -10,21 +10,142 @@ import mmap
 import os
 import queue
 import secrets
+import select
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hydra.training.consensus import FIELDS, has_gloo
-from ddp_hydra.training.host_barrier import HostBarrier
+from ddp_hydra.rank.process_group import current_timeout
+from ddp_hydra.training.consensus import FIELDS, gather_objects, has_gloo
+
+MS = 1000
+
+
+class HostBarrier:
+    """Lets ranks wait for each other.
+
+    Args:
+        to: a descriptor for each other rank, to write to it.
+        of: a descriptor for each other rank, to read from it.
+        timeout_s: how long to wait for a rank.
+    """
+
+    def __init__(self, to: Mapping[int, int], of: Mapping[int, int], timeout_s: float) -> None:
+        self.to, self.of, self.timeout_s = dict(to), dict(of), timeout_s
+        self.arrivals = {rank: select.poll() for rank in of}
+        for rank, fd in of.items():
+            self.arrivals[rank].register(fd, select.POLLIN)
+
+    @classmethod
+    def between_all(cls, group: Any) -> HostBarrier | None:
+        """Connect all ranks; return None if not all can open the pipes of the others. A collective.
+
+        Args:
+            group: exchanges tensors on the CPU.
+        """
+        own = {rank: os.pipe() for rank in range(dist.get_world_size()) if rank != dist.get_rank()}
+        offer = os.getpid(), {rank: (end, os.fstat(end).st_ino) for rank, (_, end) in own.items()}
+        offers = gather_objects(offer, group)
+        to = {rank: opened(pid, *ends[dist.get_rank()]) for rank, (pid, ends) in enumerate(offers) if rank in own}
+        are_open = torch.tensor(None not in to.values())
+        dist.all_reduce(are_open, dist.ReduceOp.MIN, group=group)
+        for _, end in own.values():
+            os.close(end)  # so a pipe ends with the rank that writes to it
+        barrier = cls(
+            {rank: end for rank, end in to.items() if end is not None},
+            {rank: end for rank, (end, _) in own.items()},
+            current_timeout().total_seconds(),
+        )
+        if are_open:
+            return barrier
+        barrier.close()
+        return None
+
+    def wait(self) -> None:
+        """Wait until all ranks are here. A collective.
+
+        Raises:
+            RuntimeError: a rank has ended, or has not come in time.
+        """
+        for rank, end in self.to.items():
+            try:
+                os.write(end, b".")
+            except BrokenPipeError:
+                raise RuntimeError(f"connection closed by rank {rank}") from None
+        for rank, end in self.of.items():
+            if not self.arrivals[rank].poll(self.timeout_s * MS):
+                raise RuntimeError(f"timed out waiting for rank {rank}, after {self.timeout_s:g} s")
+            if not os.read(end, 1):
+                raise RuntimeError(f"connection closed by rank {rank}")
+
+    def close(self) -> None:
+        """Close the pipes; ranks that wait for this one learn of it."""
+        for ends in (self.to, self.of):
+            while ends:
+                os.close(ends.popitem()[1])
+
+
+def opened(pid: int, fd: int, inode: int) -> int | None:
+    """Open a pipe of another process for writing; return None if it isn't there.
+
+    In a container, the process number may belong to another process.
+    """
+    path = Path(f"/proc/{pid}/fd/{fd}")
+    try:
+        return os.open(path, os.O_WRONLY) if str(path.readlink()) == f"pipe:[{inode}]" else None
+    except OSError:
+        return None
+
+
+class ZeroGradients(nn.Module):
+    """Gives every parameter of a model a gradient of zero, the last parameter first.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> torch.Tensor:
+        """Return a scalar that depends on every trained parameter."""
+        trained = (part for part in self.model.parameters() if part.requires_grad)
+        return torch.stack([(_real(part) * 0).sum() for part in trained]).sum()
+
+
+def _real(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(parameter) if parameter.is_complex() else parameter
+
+
+def prebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Make DDP lay out its final buckets before the first step, not after it.
+
+    With more than two ranks, a gradient's place in its bucket decides the order of the sum. A restarted run has to sum
+    as it would have without the restart.
+    """
+    model = ddp.module
+    if dist.get_world_size() > 2 and not has_sparse(model):
+        ddp.module = ZeroGradients(model)
+        ddp().backward()
+        ddp.module = model
+        ddp.zero_grad(set_to_none=True)
+
+
+def has_sparse(model: nn.Module) -> bool:
+    """Return whether a layer has sparse gradients."""
+    return any(getattr(part, "sparse", False) is True for part in model.modules())
+
 
 ALIGN = 64
 """Buckets begin at multiples of this number of bytes."""

@@ -137,7 +137,7 @@ def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_
         import torch.distributed as dist
 
         from ddp_hydra.training.consensus import StepConsensus
-        from ddp_hydra.training.stragglers import Stragglers
+        from ddp_hydra.training.monitor import Stragglers
 
         class Sleepy(torch.nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from ddp_hydra.tasks.classification import Classification
-from ddp_hydra.training import buffers
+from ddp_hydra.training import parallel as buffers
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.parallel import ddp
 from ddp_hydra.training.train_step import TrainStep

@@ -16,7 +16,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.training import build_data
 from ddp_hydra.training.inference import check_labels
-from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.setup import steps_left
 from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.loop_runs import config

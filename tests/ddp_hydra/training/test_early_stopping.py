@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.training.early_stopping import EarlyStopping
+from ddp_hydra.training.cadence import EarlyStopping
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS
 
 NAN = float("nan")

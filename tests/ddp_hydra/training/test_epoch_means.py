@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.epoch_means import EpochMeans
+from ddp_hydra.training.metrics import EpochMeans
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Run
 
 STILL: dict[str, Any] = {"optimizer": {"lr": 0.0}}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hydra.training.exchange import ExchangeTime
+from ddp_hydra.training.monitor import ExchangeTime
 
 
 class Timed(DistributedDataParallel):

@@ -14,7 +14,7 @@ from torch import nn
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import export, load_run
 from ddp_hydra.training.data_description import DataDescription
-from ddp_hydra.training.export_example import Example, example_of
+from ddp_hydra.training.export import Example, example_of
 from ddp_hydra.training.load_run import Trained
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 

@@ -5,13 +5,13 @@ import torch
 from torch import nn
 
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import flops
+from ddp_hydra.training import profiler
 from ddp_hydra.training.train_step import TrainStep
 
 
 def test_operations_by_hand():
     model = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
-    cost = flops.count(model, lambda: model(torch.zeros(3, 10)), 3)
+    cost = profiler.count_flops(model, lambda: model(torch.zeros(3, 10)), 3)
     assert cost.forward == 2 * (10 * 20 + 20 * 5)
     assert cost.parts == {"0": ("Linear", 220, 400), "1": ("ReLU", 0, 0), "2": ("Linear", 105, 200)}
     assert model.training
@@ -33,7 +33,7 @@ class ByNames(Task):
 def test_a_task_may_call_parts_of_the_model_and_one_of_them_twice():
     model = Named()
     step = TrainStep(ByNames(), model)
-    cost = flops.count(model, lambda: step.unwrapped(torch.zeros(3, 10)), 3)
+    cost = profiler.count_flops(model, lambda: step.unwrapped(torch.zeros(3, 10)), 3)
     assert cost.forward == 2 * (2 * 10 * 20 + 20 * 5)
     assert cost.parts == {"one": ("Sequential", 220, 800), "other": ("Linear", 105, 200)}
 
@@ -43,7 +43,7 @@ def test_a_compiled_model_is_counted_before_it_is_compiled():
     model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 5))
     compiled = []
     model.compile(backend=lambda graph, inputs: compiled.append(graph) or graph)
-    cost = flops.count(model, lambda: model(torch.zeros(3, 10)), 3)
+    cost = profiler.count_flops(model, lambda: model(torch.zeros(3, 10)), 3)
     assert cost.parts == {"0": ("Linear", 220, 400), "1": ("Linear", 105, 200)}
     assert compiled == []
     model(torch.zeros(3, 10))
@@ -54,7 +54,7 @@ def test_a_model_is_left_as_it_was():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
     model[1].eval()  # it is frozen
     before = {name: part.clone() for name, part in model.state_dict().items()}
-    assert flops.count(model, lambda: model(torch.randn(1, 3, 8, 8))).forward == 2 * 36 * 4 * 27
+    assert profiler.count_flops(model, lambda: model(torch.randn(1, 3, 8, 8))).forward == 2 * 36 * 4 * 27
     assert all(torch.equal(part, before[name]) for name, part in model.state_dict().items())
     assert [part.training for part in model.modules()] == [True, True, False]
 
@@ -72,11 +72,11 @@ def test_a_model_is_left_as_it_was():
     ],
 )
 def test_peaks_go_by_the_name(device, precision, peak):
-    assert flops.peak_tflops(device, precision) == peak
+    assert profiler.peak_tflops(device, precision) == peak
 
 
 def test_the_share_of_the_peak():
-    cost = flops.Cost(4_000_000_000)
-    assert flops.utilisation(cost, 20_000, "NVIDIA H200", "bf16") == pytest.approx(3 * 4e9 * 20_000 / 989e12)
-    assert flops.utilisation(cost, 20_000, "some card", "bf16") is None
-    assert flops.utilisation(flops.Cost(0), 20_000, "NVIDIA H200", "bf16") is None
+    cost = profiler.Cost(4_000_000_000)
+    assert profiler.utilisation(cost, 20_000, "NVIDIA H200", "bf16") == pytest.approx(3 * 4e9 * 20_000 / 989e12)
+    assert profiler.utilisation(cost, 20_000, "some card", "bf16") is None
+    assert profiler.utilisation(profiler.Cost(0), 20_000, "NVIDIA H200", "bf16") is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.data.samplers import Distributed
-from ddp_hydra.training.header import epochs_of
+from ddp_hydra.training.setup import epochs_of
 from ddp_hydra.training.state import Position
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.training import lr_schedules
-from ddp_hydra.training.schedule_progress import ScheduleProgress
+from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.state import Position, together
 
 

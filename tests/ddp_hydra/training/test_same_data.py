@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import random_split
 
 from ddp_hydra.errors import DataError
-from ddp_hydra.training import build_data, same_data
+from ddp_hydra.training import build_data, data_description
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 
@@ -36,9 +36,9 @@ def test_a_set_is_split_alike_whichever_part_is_built_and_the_generators_stay():
 
 def compare(monkeypatch, *sets) -> None:
     """Check some data sets as if each were another rank's."""
-    made = iter([[len(data) for data in sets], [same_data.fingerprint(data, 0) for data in sets]])
-    monkeypatch.setattr(same_data, "gather_objects", lambda value: next(made))
-    same_data.check(sets[0], "data.train", 0)
+    made = iter([[len(data) for data in sets], [data_description.fingerprint(data, 0) for data in sets]])
+    monkeypatch.setattr(data_description, "gather_objects", lambda value: next(made))
+    data_description.check_same_data(sets[0], "data.train", 0)
 
 
 class Shifted(Numbers):

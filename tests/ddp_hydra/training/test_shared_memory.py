@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ddp_hydra.training import shared_memory
-from ddp_hydra.training.host_barrier import HostBarrier
-from ddp_hydra.training.shared_memory import SharedGradients, mapped, mean, new_memory
+from ddp_hydra.training.shared_memory import HostBarrier, SharedGradients, mapped, mean, new_memory
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ddp_hydra import results
-from ddp_hydra.training.callbacks.base import Callback
+from ddp_hydra.training.callbacks import Callback
 
 LARGE = 3 * results.INLINE_BYTES
 

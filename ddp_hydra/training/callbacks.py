@@ -1,9 +1,10 @@
-"""Defines the base class of callbacks, the run as they see it, and how they are called."""
+"""Calls the code of users at certain moments: their base class, the run as they see it, and some of ours."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime, timedelta
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,8 @@ from torch import nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import parameter_groups
+from ddp_hydra.training.cadence import is_due
+from ddp_hydra.training.parameter_groups import is_chosen
 from ddp_hydra.training.state import State, each
 
 BINS = 64
@@ -252,3 +255,80 @@ class Callbacks:
         for name, callback in self.callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])
+
+
+class Histograms(Callback):
+    """Shows the distribution of parameters, and of their gradients, in TensorBoard.
+
+    Args:
+        parameters: patterns of parameter names, "layer1.*".
+        every_steps: steps between two histograms; 0: none.
+        gradients: whether to show those of the gradients, too.
+    """
+
+    def __init__(self, parameters: Sequence[str] = ("*",), every_steps: int = 100, gradients: bool = True) -> None:
+        self.parameters, self.every_steps, self.gradients = list(parameters), every_steps, gradients
+
+    def on_step(self, run: View) -> None:
+        """Show them when it is time."""
+        if run.rank or not is_due(run.step, self.every_steps):
+            return
+        for name, parameter in run.model.named_parameters():
+            if is_chosen([name], self.parameters):
+                run.histogram(f"weights/{name}", parameter)
+                if self.gradients and parameter.grad is not None:
+                    run.histogram(f"gradients/{name}", parameter.grad)
+
+
+class Unfreeze(Callback):
+    """Trains parameters that `trainer.freeze` has frozen, once some epochs are done.
+
+    Args:
+        after_epochs: epochs in which they stay frozen.
+        parameters: patterns of their names.
+        lr: the optimizer's own rate for them; None: that of the others.
+    """
+
+    def __init__(self, after_epochs: int, parameters: Sequence[str] = ("*",), lr: float | None = None) -> None:
+        self.after_epochs, self.parameters, self.lr = after_epochs, list(parameters), lr
+        self.done = False
+
+    def on_validation(self, run: View) -> None:
+        """Unfreeze them after the epoch."""
+        if not self.done and run.epoch >= self.after_epochs and run.step < run.total_steps:
+            self.done = True
+            run.unfreeze(self.parameters, self.lr)
+
+    def state_dict(self) -> dict[str, bool]:
+        """Return whether it is done."""
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        """Restore whether it is done."""
+        self.done = state["done"]
+
+
+class WallClock(Callback):
+    """Saves a checkpoint and stops at a time of day, by the clock of rank 0's host.
+
+    Args:
+        at: that time, "07:30".
+
+    Raises:
+        ConfigError: it is not a time of day.
+    """
+
+    def __init__(self, at: str) -> None:
+        try:
+            time = datetime.strptime(str(at), "%H:%M").time()
+        except ValueError:
+            raise ConfigError(f"at={at!r} is not a time of day: give hours and minutes, '07:30'") from None
+        now = datetime.now().astimezone()
+        self.end = now.replace(hour=time.hour, minute=time.minute, second=0, microsecond=0)
+        if self.end <= now:
+            self.end += timedelta(days=1)
+
+    def on_step(self, run: View) -> None:
+        """Stop when it is time."""
+        if run.rank == 0 and datetime.now().astimezone() >= self.end:
+            run.stop(f"it is {self.end:%H:%M}", done=False)
