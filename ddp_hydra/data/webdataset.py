@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, TooManyBadSamplesError
 from ddp_hydra.data.paths import is_leftover
@@ -131,7 +131,10 @@ class TarSamples(IterableDataset):
             except TooManyBadSamplesError as too_many:
                 raise TooManyBadSamplesError(f"{error}. So {too_many}") from None
 
-        found: Any = samples_of(urls[self.rank :: self.world_size], lose)
+        own = urls[self.rank :: self.world_size]
+        if (info := get_worker_info()) is not None:  # in a DataLoader of the user, as webdataset does
+            own = own[info.id :: info.num_workers]
+        found: Any = samples_of(own, lose)
         if self.shuffle_buffer:
             chance = random.Random(f"{self.seed} {self.epoch} {self.rank}")  # noqa: S311
             found = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=chance)(found)

@@ -300,8 +300,11 @@ class LoaderView(View, IterableDataset):
         return iter(self.wrapper)
 
     def _inside(self, name: str) -> Any:
-        of_samples = _MADE_BY if self.wrapper.collate_fn is default_convert else ()  # else the user changes them
-        if name in (*_SAME, *of_samples, *_TOLD[1:]):  # it is told the epoch itself
+        is_changed = self.wrapper.collate_fn is not default_convert
+        counts = (
+            () if self.wrapper.num_workers else ("stats", *_COUNTED)
+        )  # what the copies in its workers count is lost
+        if name in (*_SAME, *(() if is_changed else _MADE_BY), *counts, "close"):
             return getattr(self.parts[0], name)
         raise AttributeError(f"DataLoader has no {name}")
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
+from torch.utils.data import DataLoader
 
 from ddp_hydra.data import TarSamples
 from ddp_hydra.data.streams import StreamLoader, StreamSampler, split
@@ -61,6 +62,16 @@ def test_the_order_hangs_on_seed_and_epoch(urls):
     mixed = TarSamples(urls, shuffle_buffer=5)
     assert read(mixed) == read(mixed) != orders[0]
     assert read(mixed, position=7) == read(mixed)[7:]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_workers_of_a_users_dataloader_share_the_shards(urls, workers):
+    loaded = DataLoader(TarSamples(urls, transform=label_of), batch_size=None, num_workers=workers)
+    assert sorted(loaded) == list(range(12))
+
+
+def label_of(sample: tuple[Any, int]) -> int:
+    return sample[1]
 
 
 def test_ranks_share_the_shards_in_another_way_each_epoch(urls):
