@@ -7,6 +7,7 @@ def main() -> None:
 
     from ddp_hydra.console import signals
 
+    signals.open_standard_files()
     signals.leave_at_once()
     from ddp_hydra.rank import garbage
 

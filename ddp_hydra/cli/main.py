@@ -118,7 +118,7 @@ def run_command() -> None:
 def compose_and_run() -> None:
     """Let Hydra parse the command line, compose the config and call `main`."""
     signals.leave_at_once()
-    project.make_importable(project.layers())
+    signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
     sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
     hydra_patches.offer_choices()

@@ -201,11 +201,17 @@ def wait_for_workers(
     Raises:
         ClusterError: says how many came, why not all, and what to type; or that they were refused.
     """
-    begin = time.monotonic()
+    begin, is_asked = time.monotonic(), False
     while True:
         states = _states(client)
         if states is not None and states["running"] >= n_workers:
             return
+        if states is not None and not is_asked:
+            from ddp_hydra.cluster import scheduler_plugin
+
+            is_asked = True
+            with suppress(OSError, TimeoutError):
+                client.run_on_scheduler(BySource(scheduler_plugin.ask_for_workers), client.id, n_workers)
         if reason := refusal():
             raise ClusterError(reason)
         if client.status == "closed" or time.monotonic() - begin > timeout_s:

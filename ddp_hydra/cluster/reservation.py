@@ -83,12 +83,12 @@ class Reservation:
             ClusterError: not enough workers became free in time.
         """
         begin, is_logged = time.monotonic(), False
-        while "workers" not in (answer := self._request(topic, self.wanted, self.wanted, wait_s=WAIT_S)):
+        while "workers" not in (answer := self._first_answer(topic, begin + timeout_s)):
             self.check()
             waited_s = time.monotonic() - begin
-            ahead = answer.pop("ahead")
+            ahead, grows = answer.pop("ahead"), answer.pop("grows")
             enough = answer["total"] >= answer["wanted"]
-            if waited_s > (timeout_s if enough else min(timeout_s, GROW_S)):
+            if waited_s > (timeout_s if enough or grows else min(timeout_s, GROW_S)):
                 raise ClusterError(_too_few(enough=enough, waited_s=waited_s, slots=self.slots, **answer))
             if waited_s > 1 and not is_logged:
                 log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
@@ -131,6 +131,17 @@ class Reservation:
                 is_logged = True
             time.sleep(RENEW_POLL_S)
 
+    def _first_answer(self, topic: str, until: float) -> dict[str, Any]:
+        """Ask for workers while nothing runs yet: a busy scheduler is asked again while the client is connected."""
+        while True:
+            try:
+                return self._request(topic, self.wanted, self.wanted, wait_s=WAIT_S)
+            except ClusterError as error:
+                is_late = isinstance(error.__cause__, TimeoutError)
+                if not is_late or self.client.status != "running" or time.monotonic() > until:
+                    raise
+            self.check()
+
     def _request(
         self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = (), wait_s: float = 0.0
     ) -> dict[str, Any]:
@@ -147,7 +158,7 @@ class Reservation:
             reason = str(error) or f"nothing was heard for {answer_s:g} s"
             raise ClusterError(
                 f"the scheduler {self.address} does not answer: {reason}. Go on with resume=<run dir> once it is back"
-            ) from None
+            ) from error
 
     def _answering(self, silent: Collection[str]) -> set[str]:
         """Return the silent workers that answer again."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ SUSPENDED_S = 600.0
 """A client without a heartbeat for this many seconds counts as suspended, and loses its workers to gangs that wait."""
 CONFIRM_S = 15.0
 """Seconds that a silent client is watched before: a scheduler that was suspended has to read its heartbeats first."""
+ADAPTED_S = 30.0
+"""A cluster that has asked for its target within this many seconds adapts its size."""
 FRONT = 2
 """How many gangs of the queue are woken when workers become free; those behind them ask now and then."""
 
@@ -59,7 +62,7 @@ def reserve(
 
     Returns:
         The reserved "workers" (address -> host); or, where the gang has to wait, how many are "wanted", "free", in
-        "total", and how many gangs are "ahead" of it.
+        "total", how many gangs are "ahead" of it, and whether the cluster "grows" with what is asked of it.
     """
     reservations, queue = _reservations(dask_scheduler), dask_scheduler._ddp_hydra_queue
     for other, entry in list(reservations.items()):
@@ -81,7 +84,8 @@ def reserve(
         queue[gang] |= {"asked": now, "holder": holder, "least": least}
     ahead = _ahead(gang, dask_scheduler, total, now)
     if ahead or len(free) < least:
-        return {"wanted": wanted, "free": len(free), "total": total, "ahead": ahead}
+        grows = now - dask_scheduler._ddp_hydra_adapted < ADAPTED_S
+        return {"wanted": wanted, "free": len(free), "total": total, "ahead": ahead, "grows": grows}
     if gang in queue:
         _note_turn(queue.pop(gang), queue)
     chosen = choose(free, min(wanted, len(free)))
@@ -111,6 +115,22 @@ async def reserve_or_wait(
         if gang in dask_scheduler._ddp_hydra_queue:  # else it has given up, and would never release them
             answer = reserve(gang, *args, **kwargs)
     return answer
+
+
+def ask_for_workers(client: str, n_workers: int, dask_scheduler: Any = None) -> None:
+    """Have a cluster that adapts its size grow for a client, while that is connected. Runs on the scheduler."""
+    _reservations(dask_scheduler)
+    dask_scheduler._ddp_hydra_asked[client] = n_workers
+
+
+def _demand(scheduler: Any) -> int:
+    """Return how many workers gangs hold and wait for: they submit their tasks to workers that are there alone."""
+    scheduler._ddp_hydra_asked = {
+        client: n for client, n in scheduler._ddp_hydra_asked.items() if client in scheduler.clients
+    }
+    held = sum(len(entry["workers"]) for entry in _reservations(scheduler).values())
+    queued = sum(entry["least"] for entry in scheduler._ddp_hydra_queue.values())
+    return max(held + queued, *scheduler._ddp_hydra_asked.values(), 0)
 
 
 def _wake_up(scheduler: Any) -> None:
@@ -224,6 +244,14 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
     if not hasattr(scheduler, "_ddp_hydra_reservations"):
         scheduler._ddp_hydra_reservations, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
         scheduler._ddp_hydra_change = asyncio.Event()
+        scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
+        own_target = scheduler.adaptive_target
+
+        def adaptive_target(target_duration: Any = None) -> int:
+            scheduler._ddp_hydra_adapted = time.monotonic()
+            return max(own_target(target_duration), _demand(scheduler))
+
+        scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
         scheduler.add_plugin(ReservationPlugin(scheduler), name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 

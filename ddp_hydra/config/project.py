@@ -19,7 +19,7 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -193,28 +193,32 @@ def _files(root: Path) -> list[Path]:
     ]
 
 
-def make_importable(roots: Sequence[Path]) -> None:
+def make_importable(roots: Sequence[Path]) -> Callable[[], None]:
     """Let this process import `models` and `data` of a project space, from the files where they are.
 
     Args:
         roots: its layers. With one, it goes first on the path. With more, a temporary folder with packages that span
             the layers goes there, because processes that this one spawns get its path, too.
+
+    Returns:
+        What removes that folder, where this process ends without its exit handlers.
     """
-    folder = str(roots[0] if len(roots) == 1 else _spanning_folder(tuple(roots)))
-    if sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
+    folder, remove = (roots[0], lambda: None) if len(roots) == 1 else _spanning_folder(tuple(roots))
+    if sys.path[:1] != [str(folder)]:
+        sys.path.insert(0, str(folder))
+    return remove
 
 
 @functools.cache
-def _spanning_folder(roots: tuple[Path, ...]) -> Path:
-    """Return a folder, removed when this process ends, with packages that span the layers."""
+def _spanning_folder(roots: tuple[Path, ...]) -> tuple[Path, Callable[[], None]]:
+    """Return a folder, removed when this process ends, with packages that span the layers; and what removes it."""
     stack = ExitStack()
     folder = stack.enter_context(scratch_folder("ddp_hydra-import-", tempfile.gettempdir()))
     atexit.register(stack.close)
     for name in PACKAGES:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text(_spanning_package([root / name for root in roots]))
-    return folder
+    return folder, stack.close
 
 
 def _spanning_package(folders: Sequence[Path]) -> str:

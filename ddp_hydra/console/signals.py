@@ -115,21 +115,41 @@ def held_back(signals: Collection[signal.Signals] = OF_TERMINALS) -> Iterator[No
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def leave_at_once() -> None:
-    """Have the signals end this process with one line, while it imports and composes and has nothing to clean up.
+class SignalExit:
+    """The handler of a signal that ends this process with one line.
+
+    Args:
+        tidy: called before the end, as exit handlers are not.
+    """
+
+    def __init__(self, tidy: Callable[[], object]) -> None:
+        self.tidy = tidy
+
+    def __call__(self, number: int, frame: Any) -> NoReturn:
+        print_line("interrupted")
+        with contextlib.suppress(Exception):
+            self.tidy()
+        os._exit(130)
+
+
+def leave_at_once(tidy: Callable[[], object] = lambda: None) -> None:
+    """Have the signals end this process with one line, while it imports and composes.
 
     An exception in the middle of that would be shown with a traceback, lost, or caught as something else.
+
+    Args:
+        tidy: see `SignalExit`.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _handled_signals():
-            signal.signal(number, _leave)
+            signal.signal(number, SignalExit(tidy))
 
 
 def leave_tidily() -> None:
     """Undo `leave_at_once`: have the signals raise KeyboardInterrupt again."""
     if threading.current_thread() is threading.main_thread():
         for number in _handled_signals():
-            if signal.getsignal(number) is _leave:
+            if isinstance(signal.getsignal(number), SignalExit):
                 signal.signal(number, signal.default_int_handler)
 
 
@@ -139,14 +159,25 @@ def print_line(line: str) -> None:
         os.write(2, f"{chr(10) if os.isatty(2) else ''}{line}\n".encode())
 
 
-def _leave(number: int, frame: Any) -> NoReturn:
-    print_line("interrupted")
-    os._exit(130)
-
-
 def _handled_signals() -> list[signal.Signals]:
     """Return all signals, but not SIGHUP if `nohup` ignores it."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
+
+
+def open_standard_files() -> None:
+    """Open /dev/null in the place of standard files that are closed, as some daemons and cron jobs start a command.
+
+    A socket or pipe would take their descriptors, and processes that are started later would write there.
+    """
+    for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            assert os.open(os.devnull, os.O_RDWR) == descriptor, "the lowest descriptor that is free"
+            os.set_inheritable(descriptor, True)
+            file = open(descriptor, "w" if descriptor else "r", closefd=False)  # noqa: SIM115
+            setattr(sys, name, file)
+            setattr(sys, f"__{name}__", file)
 
 
 class LastingFile(io.FileIO):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from distributed import Client, Worker
+from distributed import Client, LocalCluster, Worker
 from omegaconf import OmegaConf
 
 from ddp_hydra import dispatch
@@ -108,6 +108,14 @@ def test_so_many_workers_are_waited_for_as_are_there_at_the_same_time(warm_serve
         thread.join()
     assert names == ["second", "third"]
     assert len(came) == 3
+
+
+def test_a_cluster_that_adapts_its_size_is_asked_for_workers():
+    with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as cluster, Client(cluster) as client:
+        cluster.adapt(minimum=0, maximum=3, interval="100ms")
+        wait_for_workers(client, 2, 60)
+        with Reservation(client, "mine", 3) as held:
+            assert len(held.reserve("topic", 60)) == 3
 
 
 def test_a_worker_that_is_paused_does_not_count():

@@ -23,6 +23,8 @@ class Scheduler:
             client: SimpleNamespace(abort=lambda client=client: self.aborted.append(client)) for client in clients
         }
         self.plugins: dict[str, ReservationPlugin] = {}
+        self.handlers: dict[str, Any] = {}
+        self.adaptive_target: Callable[..., int] = lambda target_duration=None: 0
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.loop = SimpleNamespace(call_later=lambda s, act, *args: self.later.append((s, lambda: act(*args))))
         self._broker = SimpleNamespace(_topics={}, truncate=lambda topic: self._broker._topics[topic].clear())
@@ -67,4 +69,5 @@ class Scheduler:
         topic = f"topic of {gang}"
         answer = reserve(gang, holder, sweep or gang, topic, wanted, least or wanted, avoid, dask_scheduler=self)
         answer.pop("ahead", None)
+        answer.pop("grows", None)
         return answer

@@ -111,6 +111,35 @@ def test_a_scheduler_that_does_not_answer_is_told_in_a_sentence(client):
                 ask()
 
 
+def test_a_busy_scheduler_is_asked_again_while_nothing_runs_yet(client, clock, monkeypatch):
+    asked, run = [], client._run_on_scheduler
+
+    def slow(function, *args, **kwargs):
+        asked.append(client.status)
+        if len(asked) < 4:
+            clock.sleep(10.0)
+            raise TimeoutError("timed out after 10 s.")
+        return run(function, *args, **kwargs)
+
+    monkeypatch.setattr(client, "_run_on_scheduler", slow)
+    with Reservation(client, "one", 2) as held:
+        assert len(held.reserve("t", 60.0)) == 2
+    for status, queue_timeout_s in (("connecting", 60.0), ("running", 5.0)):
+        client.status = status
+        asked.clear()
+        with pytest.raises(ClusterError, match="does not answer: timed out after 10 s"):
+            Reservation(client, "two", 2).reserve("t", queue_timeout_s)
+        assert len(asked) == 1
+
+
+def test_a_cluster_that_adapts_its_size_may_take_as_long_as_the_queue(scheduler, client, clock):
+    scheduler.reserve("other", 1, holder="you")
+    scheduler.adaptive_target()
+    clock.events[50.0] = lambda: scheduler.add("b:3")
+    with Reservation(client, "one", 4) as held:
+        assert len(held.reserve("t", 60.0)) == 4
+
+
 def test_a_gang_waits_for_others_to_let_go(scheduler, client, clock):
     scheduler.reserve("other", 3, holder="you")
     clock.events[30.0] = lambda: release("other", scheduler)

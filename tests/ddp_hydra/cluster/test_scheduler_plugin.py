@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.cluster import scheduler_plugin
-from ddp_hydra.cluster.scheduler_plugin import FRONT, LATE_S, release, reserve, reserve_or_wait
+from ddp_hydra.cluster.scheduler_plugin import FRONT, LATE_S, ask_for_workers, release, reserve, reserve_or_wait
 from tests.support.scheduler import Scheduler
 
 # -- reservations on the scheduler -------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_of_the_gangs_that_wait_the_first_gets_the_workers():
     scheduler.reserve("one", 1)
     first, second = while_they_wait(scheduler, {"two": 1, "three": 1}, lambda: release("one", scheduler))
     assert first == {"workers": {"a:1": "a"}}
-    assert second == {"wanted": 1, "free": 0, "total": 1, "ahead": 0}
+    assert second == {"wanted": 1, "free": 0, "total": 1, "ahead": 0, "grows": False}
 
 
 def test_a_gang_that_has_given_up_while_it_waited_gets_nothing():
@@ -336,7 +336,7 @@ def test_a_gang_that_has_waited_for_nothing_is_told_how_many_are_free():
     scheduler = Scheduler("a:1", "a:2")
     scheduler.reserve("one", 1)
     (answer,) = while_they_wait(scheduler, {"two": 2}, lambda: None, wait_s=0.01)
-    assert answer == {"wanted": 2, "free": 1, "total": 2, "ahead": 0}
+    assert answer == {"wanted": 2, "free": 1, "total": 2, "ahead": 0, "grows": False}
 
 
 def test_a_gang_far_behind_is_answered_at_once():
@@ -346,3 +346,17 @@ def test_a_gang_far_behind_is_answered_at_once():
         scheduler.reserve(f"earlier {number}", 1)
     (answer,) = while_they_wait(scheduler, {"late": 1}, lambda: None)
     assert answer["ahead"] == FRONT
+
+
+def test_a_cluster_that_adapts_its_size_is_asked_for_the_workers_of_gangs_and_clients():
+    scheduler = Scheduler("a:1")
+    scheduler.reserve("one", 1)
+    scheduler.reserve("two", 3)
+    target = scheduler.handlers["adaptive_target"]
+    assert target("5s") == scheduler.adaptive_target() == 4
+    ask_for_workers("you", 6, scheduler)
+    assert target() == 6
+    scheduler.remove_client("you")
+    assert target() == 4
+    release("two", scheduler)
+    assert target() == 1

@@ -243,6 +243,23 @@ def test_modules_are_imported_from_where_they_are_also_in_spawned_processes(tmp_
     assert not list((tmp_path / "tmp").iterdir())
 
 
+@pytest.mark.medium
+def test_a_signal_amid_the_composing_leaves_no_folder(tmp_path):
+    roots = [make(tmp_path / name, **{"models/net.py": ""}) for name in ("own", "shipped")]
+    program = (
+        "import os, signal, sys; from pathlib import Path; from ddp_hydra.config.project import make_importable\n"
+        "from ddp_hydra.console import signals\n"
+        f"signals.leave_at_once(make_importable([Path(root) for root in {list(map(str, roots))}]))\n"
+        "assert Path(sys.path[0], 'models').is_dir()\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+    )
+    (tmp_path / "tmp").mkdir()
+    variables = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+    assert not list((tmp_path / "tmp").iterdir())
+
+
 def test_one_layer_is_imported_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     make_importable([tmp_path])

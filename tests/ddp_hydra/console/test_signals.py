@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -75,12 +76,27 @@ def test_a_signal_that_is_held_back_comes_later():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_before_there_is_anything_to_tidy_up_a_signal_ends_the_program_in_a_line(number):
     program = (
-        "import os, ddp_hydra.console.signals as i; i.leave_at_once()\n"
+        "import os, ddp_hydra.console.signals as i; i.leave_at_once(lambda: print('tidy', flush=True))\n"
         f"try: os.kill(os.getpid(), {int(number)})\n"
         "except BaseException: print('an import took it for something else')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "tidy\n", "interrupted\n")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("closed", ["0<&-", "1>&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_standard_file_that_is_closed_is_taken_by_no_other_file(closed, tmp_path):
+    program = (
+        "import socket, subprocess, sys; from ddp_hydra.console.signals import open_standard_files\n"
+        "open_standard_files()\n"
+        "print('out'); print('err', file=sys.stderr); sys.stdin.read()\n"
+        "found = socket.socket().fileno() > 2, subprocess.run(['cat']).returncode\n"
+        f"open({str(tmp_path / 'found')!r}, 'w').write(str(found))\n"
+    )
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
+    assert subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, check=False).returncode == 0
+    assert (tmp_path / "found").read_text() == "(True, 0)"
 
 
 @pytest.mark.parametrize("number", SIGNALS)
