@@ -13,7 +13,8 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NoReturn
 
 END_S = 60
@@ -67,6 +68,27 @@ def _depth(file: io.IOBase) -> int:
     if isinstance(file, io.RawIOBase):
         return 3
     return 2 if isinstance(file, io.BufferedWriter | io.BufferedRandom | io.BytesIO) else 1
+
+
+@contextmanager
+def children_end() -> Iterator[None]:
+    """End the processes that user code has forked inside the block, and that come to its end, as Python ends them."""
+    owner, code = os.getpid(), 0
+    try:
+        yield
+    except BaseException as error:
+        if os.getpid() == owner:
+            raise
+        code = 1
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            code = error.code or 0
+        elif isinstance(error, SystemExit):
+            print(error.code, file=sys.stderr)  # noqa: T201
+        else:
+            traceback.print_exc()
+    if os.getpid() != owner:
+        end()
+        os._exit(code)
 
 
 def run_and_exit(work: Callable[[], int]) -> NoReturn:

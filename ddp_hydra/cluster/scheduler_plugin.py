@@ -23,6 +23,8 @@ LATE_S = 2.0
 """Seconds after which a last message of a client has arrived."""
 ABSENT_S = 10.0
 """A gang that has not asked for this many seconds has left the queue."""
+AGAIN_S = 2.0
+"""A gang that starts again has given up when it has not asked for this many seconds."""
 SUSPENDED_S = 600.0
 """A client without a heartbeat for this many seconds counts as suspended, and loses its workers to gangs that wait."""
 CONFIRM_S = 15.0
@@ -79,16 +81,20 @@ def reserve(
     free = _free(running, gang, reservations)
     if len(free) < least and _dismiss_suspended(gang, dask_scheduler, now):
         free = _free(running, gang, reservations)
+    room = len(free)
     if gang not in reservations:  # a gang that starts again keeps its workers, and waits for nobody
         queue.setdefault(gang, {"since": now, "sweep": sweep, "passed": 0})
         queue[gang] |= {"asked": now, "holder": holder, "least": least}
+        room = max(0, room - _lacking(running, reservations, now))
     ahead = _ahead(gang, dask_scheduler, total, now)
-    if ahead or len(free) < least:
+    if ahead or room < least:
+        if gang in reservations:
+            reservations[gang] |= {"asked": now, "wanted": wanted}
         grows = now - dask_scheduler._ddp_hydra_adapted < ADAPTED_S
-        return {"wanted": wanted, "free": len(free), "total": total, "ahead": ahead, "grows": grows}
+        return {"wanted": wanted, "free": room, "total": total, "ahead": ahead, "grows": grows}
     if gang in queue:
         _note_turn(queue.pop(gang), queue)
-    chosen = choose(free, min(wanted, len(free)))
+    chosen = choose(free, min(wanted, room))
     _forget_topic(reservations.get(gang, {}).get("topic"), dask_scheduler)
     reservations[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
     return {"workers": chosen}
@@ -143,6 +149,12 @@ def _free(running: Mapping[str, str], gang: str, reservations: Mapping[str, Any]
     """Return the running workers that no other gang holds."""
     held = {address for other, entry in reservations.items() if other != gang for address in entry["workers"]}
     return {address: host for address, host in running.items() if address not in held}
+
+
+def _lacking(running: Mapping[str, str], reservations: Mapping[str, Any], now: float) -> int:
+    """Return how many workers gangs lack that start again: the next ones are for them, not for the queue."""
+    again = [entry for entry in reservations.values() if now - entry.get("asked", -ABSENT_S) < AGAIN_S]
+    return sum(max(0, entry["wanted"] - sum(worker in running for worker in entry["workers"])) for entry in again)
 
 
 def _dismiss_suspended(gang: str, scheduler: Any, now: float) -> bool:

@@ -78,12 +78,29 @@ class Interrupts:
             print_line(f"{'Ctrl-C' if number == signal.SIGINT else signal.Signals(number).name}: {notice}")
 
 
+def own_handler(handler: Callable[[int, Any], Any]) -> Callable[[int, Any], Any]:
+    """Return a handler for this process alone: a process that it forks ends by the signal, as it would without one."""
+    owner = os.getpid()
+
+    def handle(number: int, frame: Any) -> None:
+        if os.getpid() == owner:
+            handler(number, frame)
+        elif number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+        else:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    return handle
+
+
 @contextmanager
 def handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
     """Call a handler for each of the signals inside the block, if it is in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    handler = own_handler(handler)
     before = {number: signal.signal(number, handler) for number in _handled_signals()}
     try:
         yield

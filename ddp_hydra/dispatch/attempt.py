@@ -23,7 +23,7 @@ from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.workers import WorkerClient
-from ddp_hydra.errors import RankFailed, RecordError
+from ddp_hydra.errors import Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
 from ddp_hydra.rank.spec import JobSpec, RankSpec
@@ -72,6 +72,7 @@ class Attempt:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures, self.waiting = dict[str, Future](), dict(waiting)
         self.values: dict[int, Any] = {}
+        self.leaving = set[str]()
         self.is_stopping = False
         self.begun_at, self.checked_at = time.monotonic(), 0.0
         self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
@@ -92,7 +93,7 @@ class Attempt:
 
         Args:
             call: see `JobSpec`.
-            is_script: it makes the process group itself.
+            is_script: see `JobSpec`.
 
         Returns:
             The ranks' return values, in order of rank.
@@ -100,8 +101,7 @@ class Attempt:
         Raises:
             RankFailed: at least one rank did not end well.
         """
-        settings = structs.replace(self.settings, group=self.settings.group and not is_script)
-        job = structs.replace(self.job, call=call, settings=settings)
+        job = self.job = structs.replace(self.job, call=call, is_script=is_script)
         self.records.start()
         try:
             with self.submitted(job):
@@ -164,7 +164,7 @@ class Attempt:
         try:
             if not self.rank_states.is_over and self.workers.is_reachable:
                 self.stop()
-                self.drain(until=time.monotonic() + END_S)
+                self.drain(until=time.monotonic() + END_S + self.job.stop_s)
         finally:  # also after a second Ctrl-C, or a malformed record
             self.waiting = {
                 worker: future
@@ -184,6 +184,10 @@ class Attempt:
         """Empty the outboxes."""
         if self.workers.is_reachable:
             self.workers.clear()
+
+    def was_planned(self, failure: Failure) -> bool:
+        """Return whether a failure is that of a worker which had said before that it would be shut down."""
+        return failure.kind == "lost" and self.specs[failure.rank].worker in self.leaving
 
     # -- watching ------------------------------------------------------------------------------------------
 
@@ -212,7 +216,7 @@ class Attempt:
             enough=lambda: self.rank_states.cause_is_known or not self.watchdog.overdue(),
         )
         self.stop(finish_checkpoint=all(failure.kind != "hung" for failure in self.rank_states.failures))
-        end = time.monotonic() + END_S
+        end = time.monotonic() + END_S + self.job.stop_s
         self.drain(until=end, enough=lambda: bool(self.health.saving(self.rank_states.running)))
         if saving := self.health.saving(self.rank_states.running):
             log.warning("rank %s is writing a checkpoint: it gets up to %g s more for it", ranges(saving), SAVE_S)
@@ -283,6 +287,7 @@ class Attempt:
             case Stack(text):
                 self.watchdog.stacks[record.rank] = plain(text)
             case Preempted():
+                self.leaving.add(self.specs[record.rank].worker)
                 self.workers.finish(self.rank_states.running, "preemption")
             case End() as end:
                 self.on_end(record.rank, end)

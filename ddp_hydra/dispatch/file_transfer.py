@@ -17,8 +17,12 @@ from distributed import Client
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import File
 
-PIECE_S = 15.0
-"""Seconds that one piece of a file may take."""
+PIECE_S = 60.0
+"""Seconds that one piece of a file may take. A worker that goes silent meanwhile is noticed sooner."""
+
+
+class WorkerSilent(OSError):
+    """A worker does not answer, or is gone."""
 
 
 def fetch(source: Path, file: File, target: Path, call: Callable[..., Any]) -> None:
@@ -69,7 +73,7 @@ def call(
     """Run a function on one worker, and return its result.
 
     Raises:
-        OSError: the worker does not answer in time, or is gone. Dask alone would try for half a minute.
+        WorkerSilent: it does not answer in time, or is gone. Dask alone would try for half a minute.
     """
     loop: Any = client.loop
     answer = asyncio.run_coroutine_threadsafe(client._run(function, *args, workers=[worker]), loop.asyncio_loop)
@@ -78,11 +82,11 @@ def call(
         futures.wait([answer], timeout=0.1)
     if not answer.done():
         answer.cancel()
-        raise OSError(f"worker {worker} {'is lost' if is_lost() else f'does not answer for {PIECE_S:g} s'}")
+        raise WorkerSilent(f"worker {worker} {'is lost' if is_lost() else f'does not answer for {PIECE_S:g} s'}")
     try:
         return answer.result()[worker]
     except (TimeoutError, KeyError) as error:
-        raise OSError(f"worker {worker} does not answer ({type(error).__name__})") from None
+        raise WorkerSilent(f"worker {worker} does not answer ({type(error).__name__})") from None
 
 
 def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str:

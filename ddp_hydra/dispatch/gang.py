@@ -36,7 +36,7 @@ from ddp_hydra.dispatch.restarts import Ended, Restarts
 from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
-from ddp_hydra.record import File, Notice, Record
+from ddp_hydra.record import File, Metrics, Notice, Record
 from ddp_hydra.writers.run_dir import next_attempt
 
 __all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
@@ -142,7 +142,7 @@ class Gang:
         self.interrupts = Interrupts(self.end_notice)
         self.attempt: Attempt | None = None
         self.restarts = Restarts(0)
-        self.world_size, self.slots = 0, 1
+        self.world_size, self.slots, self.logged_step = 0, 1, 0
 
     def run(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run `fn(*args, **kwargs)` on each rank; see `dispatch.run`. All arguments are the function's."""
@@ -296,7 +296,7 @@ class Gang:
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
-        self.world_size = len(attempt.specs)
+        self.world_size, self.logged_step = len(attempt.specs), 0
         kwargs = dict(call.kwargs)
         if call.files:
             kwargs["files"] = attempt.send_files(call.files)
@@ -306,9 +306,10 @@ class Gang:
     def decide_restart(self, error: RankFailed, goes_on: Callable[[int], str] = lambda done: "") -> None:
         """Raise the error again unless there is another attempt."""
         assert self.attempt is not None
-        done = max(self.attempt.health.steps_done, error.failure.step - 1)
+        done = max(self.attempt.health.steps_done, error.failure.step - 1, self.logged_step)
         wall_s = time.monotonic() - self.attempt.begun_at
-        ended = Ended(self.attempt.number, self.world_size, done, time.time() - wall_s, wall_s, error.failure)
+        begun, planned = time.time() - wall_s, self.attempt.was_planned(error.failure)
+        ended = Ended(self.attempt.number, self.world_size, done, begun, wall_s, error.failure, planned)
         why_not = self.restarts.note(ended)
         if why_not is not None or self.interrupts.wanted or self.attempt.records.error:
             if why_not:
@@ -323,6 +324,8 @@ class Gang:
             return  # the attempt has logged it already
         with self.lock:
             self.read_from, self.is_fetched = attempt, False
+            if isinstance(record.data, Metrics):
+                self.logged_step = max(self.logged_step, record.step or 0)
             for read in self.readers:
                 read(record)
             is_unfetched = isinstance(record.data, File) and record.data.source is not None and not self.is_fetched

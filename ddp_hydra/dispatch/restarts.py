@@ -12,6 +12,8 @@ from ddp_hydra.run_state import AttemptEntry, FailureEntry
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+(?:[.,]\d+)*")
 OWN_FAULT = ("raised", "exited", "killed")
 """Kinds of failures that the rank caused itself. Others, such as a lost worker, say little about the next attempt."""
+FROM_OUTSIDE = ("killed by SIGKILL", "killed by SIGTERM")
+"""Beginnings of messages: memory that ran out on a host, or a host that is taken away, strikes anywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,7 @@ class Ended:
         started: when it began, in seconds since 1970.
         wall_s: how many seconds it took.
         failure: the root cause.
+        is_planned: its worker had said before that it would be shut down.
     """
 
     attempt: int
@@ -33,10 +36,16 @@ class Ended:
     started: float
     wall_s: float
     failure: Failure
+    is_planned: bool = False
+
+    @property
+    def steps_are_known(self) -> bool:
+        """Whether the ranks have said how far they were: a user's own function need not."""
+        return self.steps_done > 0 or self.failure.phase != "run"
 
     def entry(self) -> AttemptEntry:
         """Return the entry of summary.json."""
-        own = {one.name: getattr(self, one.name) for one in fields(self)}
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "is_planned"}
         return AttemptEntry(**own | {"failure": FailureEntry(**self.failure.as_dict())})
 
 
@@ -49,11 +58,12 @@ def repeated(attempts: Sequence[AttemptEntry]) -> str | None:
     Returns:
         A sentence; None if they differ, or if there are fewer.
     """
-    last = [entry.failure or FailureEntry() for entry in attempts[-2:]]
-    if len(last) < 2 or any(failure.kind not in OWN_FAULT for failure in last):
+    last = [(entry.failure or FailureEntry(), entry.steps_done) for entry in attempts[-2:]]
+    own = [one for one, _ in last if one.kind in OWN_FAULT and not one.message.startswith(FROM_OUTSIDE)]
+    if len(own) < 2:
         return None
     # Numbers in messages, such as addresses, process ids and times, make no other failure.
-    before, now = ((it.kind, it.step or 0, _NUMBERS.sub("0", it.message)) for it in last)
+    before, now = ((it.kind, it.step or done, _NUMBERS.sub("0", it.message)) for it, done in last)
     if before != now:
         return None
     where = f"in step {now[1]}" if now[1] else "before the first step"
@@ -77,10 +87,12 @@ class Restarts:
         self.ended.append(ended)
         if self.most == 0 or ended.failure.mistake:
             return ""
-        if ended.failure.deterministic and len(self.ended) == 1 and not ended.steps_done:
+        is_first = len(self.ended) == 1 and not ended.steps_done
+        if ended.failure.deterministic and is_first and ended.steps_are_known:
             return "the code of the job raised this before the first step was done: it was not tried again"
-        if why_not := repeated([one.entry() for one in self.ended]):
+        why_not = repeated([one.entry() for one in self.ended])
+        if why_not and all(one.steps_are_known for one in self.ended[-2:]):
             return why_not
-        if len(self.ended) > self.most:
+        if sum(not one.is_planned for one in self.ended) > self.most:
             return f"all {self.most} restarts of dispatch.max_restarts={self.most} are used up"
         return None

@@ -14,6 +14,7 @@ from distributed import Future
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS
+from ddp_hydra.dispatch.file_transfer import WorkerSilent
 from ddp_hydra.dispatch.health import Hang, waits
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.rank_states import RankStates
@@ -105,6 +106,9 @@ class Watchdog:
             until = time.monotonic() + CALL_S
             while worker not in self.workers.lost and time.monotonic() < until:  # also when all ranks have ended
                 self.handle_next(0.05)
+            if isinstance(records.error.__cause__, WorkerSilent) and worker not in self.workers.lost:
+                self.silent.add(worker)
+                self.lose_worker(worker, f"its worker {worker} did not send a file: {records.error.__cause__}")
             if worker in self.workers.lost:
                 records.skip_failed()
                 return

@@ -126,4 +126,5 @@ def _release(path: Path, handle: int) -> None:
         path.unlink(missing_ok=True)
         with fork_client.locked(path.parent):
             path.parent.rmdir()
+    fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
     os.close(handle)

@@ -9,25 +9,19 @@ from collections.abc import Mapping
 
 from ddp_hydra.rank import gpus
 from ddp_hydra.rank.fork_environment import without_dasks_limits
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import JobSpec, RankSpec
 
 
 def of_rank(
-    spec: RankSpec,
-    interface: str | None,
-    gang: str = "",
-    attempt: int = 0,
-    group: bool = True,
-    gpu: int | None = None,
+    job: JobSpec, spec: RankSpec, interface: str | None = None, error_file: str = "", gpu: int | None = None
 ) -> dict[str, str]:
     """Return the environment of a rank: that of the worker, plus the variables that torchrun sets.
 
     Args:
+        job: of the rank.
         spec: the rank's place.
         interface: the network interface by which the ranks reach each other.
-        gang: the gang's name, with its attempt.
-        attempt: number of the gang's start.
-        group: whether the process group is made for the rank; a script that makes it takes the GPU of its local rank.
+        error_file: where torch's `record` writes the error of a script.
         gpu: position of the rank's GPU among the visible ones; None for `preferred_gpu`.
     """
     variables = without_dasks_limits(os.environ) | {
@@ -41,14 +35,19 @@ def of_rank(
         "ROLE_RANK": str(spec.rank),
         "ROLE_WORLD_SIZE": str(spec.world_size),
         "ROLE_NAME": "default",
-        "TORCHELASTIC_RUN_ID": gang,
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RUN_ID": job.gang,
+        "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(job.settings.max_restarts),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     }
+    variables.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if interface:
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth1 would also mean eth10
     own = preferred_gpu(spec) if gpu is None else gpu
-    return variables | own_gpu_first(variables, own if group else own - spec.local_rank)
+    # A script takes the GPU of its local rank.
+    return variables | own_gpu_first(variables, own if job.makes_group else own - spec.local_rank)
 
 
 def preferred_gpu(spec: RankSpec) -> int:

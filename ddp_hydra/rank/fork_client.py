@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.console.signals import open_standard_files
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fork_environment
 from ddp_hydra.rank.processes import has_ended, user_of
 
+log = logging.getLogger(__name__)
+TOLD_S = 1.0
+"""Seconds of waiting for the lock of the folder after which the user is told."""
 ANSWER_S = 2.0
 """Seconds that a server may take to answer a question; one that is just starting takes longer."""
 
@@ -132,17 +138,35 @@ def locked(folder: Path) -> Iterator[int]:
                     f"{folder} must belong to you and be closed to others, since ranks are started through it; "
                     "it is not: remove it, or set XDG_RUNTIME_DIR to a folder of your own"
                 )
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle, folder)
             if folder.exists() and folder.stat().st_ino == status.st_ino:
                 yield handle
                 return
         finally:
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
             os.close(handle)
     what = "a symbolic link" if folder.is_symlink() else "something else"
     raise ConfigError(
         f"{folder} must be a folder of your own, since ranks are started through it; there is {what} in its place, or "
         "on the way to it: remove that, or set XDG_RUNTIME_DIR to a folder of your own"
     )
+
+
+def lock(handle: int, folder: Path) -> None:
+    """Lock a folder; say so where that takes longer than a second."""
+    begin, is_told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not is_told and time.monotonic() - begin > TOLD_S:
+                log.warning(
+                    "another process has locked %s: waiting for it; if it hangs, end it (fuser %s)", folder, folder
+                )
+                is_told = True
+            time.sleep(0.002)
+        else:
+            return
 
 
 MAX_TRIES = 1000
@@ -174,6 +198,7 @@ def _connect(address: str) -> socket.socket:
 
 
 def _start(address: Path, short: str) -> None:
+    open_standard_files()
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(short)

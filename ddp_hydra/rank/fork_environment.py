@@ -38,9 +38,9 @@ BATCH_JOB = (
 """Variables in which SLURM, PBS, LSF, Grid Engine, OAR and Flux name the batch job of a process."""
 READ_AT_IMPORT = (
     "LD_", "PYTHON", "LANG", "LC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "CUDA_", "TORCH",
-    "PYTORCH_", "NPY_",
+    "PYTORCH_", "NPY_", "NUMPY_", "PILLOW_", "KINETO_",
 )  # fmt: skip
-"""Beginnings of the variables that Python, glibc, numpy and torch read while they start, so that a rank comes too late
+"""Beginnings of the variables that Python, glibc, numpy, Pillow and torch read while they start, so that a rank comes too late
 to set them."""
 READ_LATER = (
     "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHINDUCTOR_CACHE_DIR",

@@ -40,6 +40,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp_hydra.console.signals import open_standard_files
 from ddp_hydra.rank import fork_environment, fork_idle, lazy_dynamo
 from ddp_hydra.rank.fork_caller import REQUEST_S, Caller
 from ddp_hydra.rank.fork_preload import preload
@@ -234,7 +235,6 @@ class Server:
             server_pid = os.getppid()
             os.setsid()
             die_with_parent(server_pid)
-            adopt_orphans()  # until the rank ends, its orphans are its children
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
@@ -256,12 +256,13 @@ class Server:
                 return
             if self.spares.forget(pid):
                 continue
-            is_rank = pid in self.ranks
-            if is_rank:
-                self.ranks.discard(pid)
-                kill_group(pid)  # processes that the rank started, such as data loaders
-                self.spares_after = 0.0
-            left = self.left_behind.end(pid, is_rank, self.ranks | self.spares.connections.keys())
+            self.left_behind.until.pop(pid, None)
+            if pid not in self.ranks:
+                continue
+            self.ranks.discard(pid)
+            kill_group(pid)  # processes that the rank started, such as data loaders
+            self.spares_after = 0.0
+            left = self.left_behind.end(pid, self.ranks, self.spares.connections.keys())
             for caller in self.callers.values():
                 if caller.pid == pid:
                     caller.pid = None
@@ -315,6 +316,7 @@ def main(listener_fd: int, address: str) -> None:
     from setproctitle import setproctitle
 
     environment = dict(os.environ)  # before the imports add to it
+    open_standard_files()
 
     def start_anew() -> NoReturn:
         os.set_inheritable(listener_fd, True)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from typing import Any, NoReturn
 
 from ddp_hydra import forked
+from ddp_hydra.rank.processes import RANK_PID
 
 
 def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Turn this fork into a rank with its own output, cores and environment, and run it."""
 
     def run() -> int:
+        forked.begin()
+        for fd in fds:
+            os.set_inheritable(fd, False)
         control, output, shared_status, launch_file, *listener = fds
         os.dup2(output, 1)
         os.dup2(output, 2)
@@ -23,11 +28,15 @@ def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
                 os.sched_setaffinity(0, request["affinity"])
         os.environ.clear()
         os.environ.update(request["environment"])
+        os.environ[RANK_PID] = str(os.getpid())  # by which the server knows what the rank leaves behind
+        tempfile.tempdir = None  # the server's folder for temporary files may be that of another command
         os.chdir(request["cwd"])
         sys.path[:] = request["path"]
         from ddp_hydra.rank import process
 
         its_listener = listener[0] if listener else None
-        return process.main(request["title"], launch_file, control, shared_status, its_listener)
+        code = process.main(request["title"], launch_file, control, shared_status, its_listener)
+        forked.end()
+        return code
 
     forked.run_and_exit(run)

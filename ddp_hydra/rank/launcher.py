@@ -32,7 +32,7 @@ from ddp_hydra.rank import (
 )
 from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
 from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
-from ddp_hydra.record import Up
+from ddp_hydra.record import Notice, Up
 
 
 @dataclass
@@ -74,6 +74,7 @@ class Launcher:
     def __init__(self, context: RankContext, spec: RankSpec, stack: ExitStack, relay: RecordRelay) -> None:
         self.context, self.spec, self.stack, self.relay = context, spec, stack, relay
         self.worker, self.job = context.worker, context.job
+        self.outbox = outbox.path(context.worker.local_directory, context.job.topic, spec.rank)
 
     def start(self, shared_status_fd: int) -> None:
         """Have the fork server fork the process, and pass it its descriptors."""
@@ -114,17 +115,32 @@ class Launcher:
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         """Return the request to the fork server."""
         spec, job, settings = self.spec, self.job, self.job.settings
-        local, project = self.worker.local_directory, self.context.project
+        project = self.context.project
         return {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {job.topic}",
             "environment": environment.of_rank(
-                spec, self.interface(), job.topic, job.attempt, settings.group, share.position
+                job, spec, self.interface(), str(self.outbox.with_name("error.json")), share.position
             ),
-            "cwd": settings.cwd if os.access(f"{settings.cwd}/", os.X_OK) else local,
+            "cwd": self.working_folder(),
             "path": [*([str(project)] if project else []), *(str(Path(entry).absolute()) for entry in sys.path)],
             "affinity": environment.cores(),
             "keep_warm_s": settings.keep_warm_s or 0.0,
         }
+
+    def working_folder(self) -> str:
+        """Return the client's folder, where this host has it; else the worker's, which is removed with the worker."""
+        cwd, local = self.job.settings.cwd, self.worker.local_directory
+        if os.access(f"{cwd}/", os.X_OK):
+            return cwd
+        if self.job.is_script and self.spec.local_rank == 0:
+            self.context.sender.say(
+                self.spec.rank,
+                Notice(
+                    f"host {socket.gethostname()} has no folder {cwd}, so the script works in {local}, which is removed "
+                    "with its worker: have it write to a folder that the host has, or send files with results.submit"
+                ),
+            )
+        return local
 
     def interface(self) -> str | None:
         """Return the network interface by which the ranks reach each other."""
@@ -167,9 +183,9 @@ class Launcher:
         )
         return RankLaunch(
             job=own,
-            outbox=str(outbox.path(self.worker.local_directory, job.topic, spec.rank)),
+            outbox=str(self.outbox),
             worker_pid=0 if dask_preload.in_client else os.getpid(),
-            nanny_pid=os.getppid() if self.worker.nanny else 0,
+            nanny_pid=os.getppid() if self.worker.nanny and not dask_preload.is_local else 0,
         )
 
     def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:

@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 from hydra.errors import InstantiationException
 
-from ddp_hydra import heartbeat, results
+from ddp_hydra import forked, heartbeat, results
 from ddp_hydra.console import tracebacks
+from ddp_hydra.console.signals import own_handler
 from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import DdpHydraError, Failure
 from ddp_hydra.rank import fault_injection, gpus, return_values
@@ -60,14 +61,17 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
     shared_status = heartbeat.SharedStatus.of(shared_status_fd)
     heartbeat.connect(shared_status)
     heartbeat.at("join", 0)
-    signal.signal(signal.SIGTERM, lambda *_: on_sigterm(shared_status))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the client reacts to Ctrl-C
+    signal.signal(signal.SIGTERM, own_handler(lambda *_: on_sigterm(shared_status)))
+    # Only the client reacts to Ctrl-C. A signal that is ignored would be ignored in all programs that the rank starts.
+    signal.signal(signal.SIGINT, own_handler(lambda *_: None))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with os.fdopen(launch_fd, "rb") as launch_file:
         launch_file.seek(0)  # its position is at the end
         launch = msgspec.msgpack.decode(launch_file.read(), type=RankLaunch)
     job, spec, settings = launch.job, launch.spec, launch.job.settings
+    if job.is_script:  # it ends at once also in a collective, unless it has a handler of its own
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     take_helper(settings.data_workers)
     control = socket.socket(fileno=control_fd)
     sender = SocketSender(control, Path(launch.outbox))
@@ -80,7 +84,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
             host, port = json.loads(lines.readline())["rendezvous"]
         store = meet(spec.rank, host, port, settings.timeout_s, listener_fd)
         place = store, spec.rank, spec.world_size
-        with process_group(*place, settings.backend, settings.timeout_s, settings.group):
+        with process_group(*place, settings.backend, settings.timeout_s, job.makes_group):
             project = job.project.sha256 if job.project else ""
             print(f"rank {spec.rank} of {spec.world_size}: {describe_place(project)}")  # noqa: T201
             heartbeat.at("run", 0)
@@ -142,7 +146,8 @@ def call_function(target: Callable[..., Any] | str, args: Sequence[Any], kwargs:
         numpy.random.seed()
     torch.default_generator.seed()
     function: Any = pkgutil.resolve_name(target) if isinstance(target, str) else target
-    return function(*args, **kwargs)
+    with forked.children_end():
+        return function(*args, **kwargs)
 
 
 class SocketSender:

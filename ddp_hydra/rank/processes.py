@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import socket
 import struct
@@ -15,6 +16,8 @@ from pathlib import Path
 
 LEFT_S = 1.0
 """Seconds that a process which a rank has left behind may take to end after SIGTERM."""
+RANK_PID = "DDP_HYDRA_RANK_PID"
+"""Environment variable of a rank, and of the programs that it starts: its process id."""
 MAX_NAMED = 10
 """Number of processes left behind that are named."""
 
@@ -78,47 +81,52 @@ def has_ended(connection: socket.socket) -> bool:
         return True
 
 
+def rank_of(pid: int) -> int | None:
+    """Return the process id of the rank that a process belongs to; None if that is not known."""
+    with contextlib.suppress(OSError):
+        variables = Path(f"/proc/{pid}/environ").read_bytes()  # of the program that it runs
+        if found := re.search(rf"(?:^|\0){RANK_PID}=(\d+)\0".encode(), variables):
+            return int(found[1])
+        return os.getsid(pid)
+    return None
+
+
 class LeftBehind:
-    """Processes that have lost their rank, such as a daemon, and have become children of this process: ends them.
+    """Processes whose parent has ended, such as a daemon, and that have become children of this process.
+
+    They may run as long as their rank, and are ended with it.
 
     Attributes:
         until: process id -> the time at which it is killed.
-        unnamed: (time, name) of those that were found when a process other than a rank ended; the next rank that ends
-            names them.
     """
 
     def __init__(self) -> None:
         self.until: dict[int, float] = {}
-        self.unnamed: list[tuple[float, str]] = []
 
-    def end(self, ended: int, is_rank: bool, ranks: Collection[int]) -> list[str]:
-        """Send SIGTERM to those that are there.
-
-        A rank's processes come here a moment before its own end is known, so another process that ends then finds them.
+    def end(self, ended: int, ranks: Collection[int], spares: Collection[int] = ()) -> list[str]:
+        """Send SIGTERM to those of a rank that has ended, and to those of no rank where no other rank runs.
 
         Args:
-            ended: a process that has just ended; its process group was killed already.
-            is_rank: whether it was a rank.
-            ranks: children of this process that may stay.
+            ended: the rank; its process group was killed already.
+            ranks: that run.
+            spares: other children of this process that may stay.
 
         Returns:
-            The first of them by name, if a rank has ended.
+            The first of them by name.
         """
-        now = time.monotonic()
-        self.until.pop(ended, None)
-        self.unnamed = [(since, name) for since, name in self.unnamed if now - since < LEFT_S]
+        named: list[str] = []
         for pid in children():
-            if pid in ranks or pid in self.until or not (command := command_of(pid)):
+            if pid in ranks or pid in spares or pid in self.until or not (command := command_of(pid)):
+                continue
+            owner = rank_of(pid)
+            if owner != ended and ranks:
                 continue
             with contextlib.suppress(OSError):  # it has just ended
                 if os.getpgid(pid) != ended:
                     os.kill(pid, signal.SIGTERM)
-                    self.until[pid] = now + LEFT_S
-                    self.unnamed.append((now, f"{command} (process {pid})"))
-        if not is_rank:
-            return []
-        named, self.unnamed = [name for _, name in self.unnamed[:MAX_NAMED]], []
-        return named
+                    self.until[pid] = time.monotonic() + LEFT_S
+                    named.append(f"{command} (process {pid})")
+        return named[:MAX_NAMED]
 
     def kill(self) -> None:
         """Kill those that have not ended in time."""

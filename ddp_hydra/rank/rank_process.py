@@ -20,9 +20,10 @@ from typing import Any
 import psutil
 from msgspec.structs import replace
 
+from ddp_hydra import results
 from ddp_hydra.errors import Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
-from ddp_hydra.rank import inbox
+from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.rank.launcher import Launcher, RankContext
 from ddp_hydra.rank.record_relay import RecordRelay
 from ddp_hydra.rank.spec import RankSpec
@@ -37,8 +38,6 @@ BEAT_S = 1.0
 STACK_S = 0.5
 """Seconds that a rank may take to print its stacks."""
 STACK_BYTES = 16 * 1024
-GRACE_S = 0.5
-"""Seconds from SIGTERM to SIGKILL."""
 DRAIN_S = 1.0
 """Seconds after the rank's end in which its output is still read. A process that it left behind may keep the output
 open for ever."""
@@ -119,7 +118,7 @@ class RankProcess:
             if "exit" in message or "refused" in message:
                 self.exit = message
         if not data and self.exit is None:
-            self.exit = {"exit": -signal.SIGKILL, "peak_rss": 0}  # the server died, and its ranks with it
+            self.exit = {"exit": -signal.SIGKILL, "server": "ended"}  # and its ranks with it
         if self.exit is not None:
             self.unlisten(self.server)
             if left := self.exit.get("left"):
@@ -206,7 +205,7 @@ class RankProcess:
         is_saved = self.save_until is not None and (not self.shared_status.saving or time.monotonic() > self.save_until)
         if self.stopping_since is None and (is_saved or self.context.is_cancelled()):
             self.stop()
-        if self.stopping_since and time.monotonic() - self.stopping_since > GRACE_S:
+        if self.stopping_since and time.monotonic() - self.stopping_since > self.context.job.stop_s:
             self.signal(signal.SIGKILL)
 
     def stop(self, finish_checkpoint: bool = False) -> None:
@@ -236,6 +235,8 @@ class RankProcess:
         output = self.relay.tail.decode(errors="replace")
         place = self.shared_status.read()
         end = self.relay.end
+        if end is None and self.context.job.is_script and self.exit.get("exit") == 0:
+            end = End(value=results.file_of("value", return_values.encode(None)))  # os._exit(0), or another program
         if end is None:
             end = End(stopped=True) if self.stopping_since is not None else End(failure=self.failure(output))
         if end.failure is not None:
@@ -251,6 +252,12 @@ class RankProcess:
                 "fewer ranks there, or raise the limit (ulimit -u, or a container's pids limit)"
             )
             return Failure("start", message=message, time_s=time.time())
+        if "server" in self.exit:
+            message = (
+                "ended with the fork server of its host, which starts the ranks and has ended: killed by hand, or by "
+                "the system because memory ran out, or it could not start; ddp-hydra warm starts and shows it"
+            )
+            return Failure("killed", message=message, time_s=time.time())
         kind, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = output.rfind("Fatal Python error")
         trace = output[fatal:] if fatal >= 0 else ""

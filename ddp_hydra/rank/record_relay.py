@@ -93,7 +93,7 @@ class RecordRelay:
         self.on_up: Callable[[Up], None] | None = None
         self.tail = b""
         self.captured: bytes | None = None
-        self.partial_line = b""
+        self.parts: list[bytes] = []  # of a line whose end has not come yet
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
 
     def start(self, control: socket.socket, output: int) -> None:
@@ -140,7 +140,11 @@ class RecordRelay:
         if not data:
             self._close(self.control)
             return
-        *lines, self.partial_line = (self.partial_line + data).split(b"\n")
+        if b"\n" not in data:
+            self.parts.append(data)
+            return
+        *lines, rest = b"".join([*self.parts, data]).split(b"\n")
+        self.parts = [rest]
         for line in lines:
             if begins(line, End) and isinstance(end := Record.decode(line).data, End):
                 self.end = end

@@ -57,6 +57,8 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         retry_s: how long to wait for space where a worker's temporary folder is full.
         pip: requirements that each worker must have, in pip's syntax.
         grace_s: 0 ends the ranks at once.
+        stop_s: seconds from SIGTERM to SIGKILL when ranks are stopped, in which a script may save something; None: 30 for
+            scripts, 0.5 for functions.
         keep_warm_s: None is 0.
         sweep: the sweep that this job belongs to, where several wait for workers.
         cwd: working folder of the ranks, where their host has it; "" for this process's.
@@ -83,6 +85,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     hang_timeout_s: float = 300.0
     first_step_timeout_s: float = 1800.0
     grace_s: float = 0.0
+    stop_s: float | None = None
     keep_warm_s: float | None = None
     sweep: str = ""
     cwd: str = ""
@@ -117,6 +120,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
         settings: of the gang.
         ranks_on_host: host -> how many ranks the sweep runs there at once; it shares the cores among as many, so that
             all its jobs get equally many threads. Empty outside of a sweep.
+        is_script: the call is a `Script`: it makes its process group itself, ends as a program does, and may save
+            something when it gets SIGTERM.
         format, version: of the ddp_hydra that has made this.
     """
 
@@ -127,6 +132,7 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     project: Project | None = None
     settings: GangSettings = GangSettings()
     ranks_on_host: dict[str, int] = {}
+    is_script: bool = False
     format: int = FORMAT
     version: str = ddp_hydra.__version__
 
@@ -134,6 +140,17 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     def topic(self) -> str:
         """The name of the attempt at the scheduler and in the workers' folders."""
         return f"{self.gang}-{self.attempt}" if self.attempt else self.gang
+
+    @property
+    def makes_group(self) -> bool:
+        """Whether the process group is made before the call."""
+        return self.settings.group and not self.is_script
+
+    @property
+    def stop_s(self) -> float:
+        """Seconds from SIGTERM to SIGKILL."""
+        given = self.settings.stop_s
+        return given if given is not None else 30.0 if self.is_script else 0.5
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from ddp_hydra import forked, heartbeat, results
-from ddp_hydra.console.signals import SIGNALS
+from ddp_hydra.console.signals import SIGNALS, own_handler
 from ddp_hydra.rank import environment, fault_injection, network, return_values, torchrun_meeting
 from ddp_hydra.rank.processes import die_with_parent
 from ddp_hydra.rank.spec import RankSpec, TorchrunLaunch
@@ -37,6 +37,7 @@ def main(spec: RankSpec, parent: int, control: socket.socket, output: int, share
     """
 
     def work() -> int:
+        forked.begin()
         os.setsid()  # Ctrl-C is for the parent
         die_with_parent(parent)
         for number in SIGNALS:
@@ -50,7 +51,9 @@ def main(spec: RankSpec, parent: int, control: socket.socket, output: int, share
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         faulthandler.enable(2)
         faulthandler.register(signal.SIGUSR1, 2)  # by which the parent requests the stacks
-        return run(spec, control, heartbeat.SharedStatus.of(shared_status_fd))
+        code = run(spec, control, heartbeat.SharedStatus.of(shared_status_fd))
+        forked.end()
+        return code
 
     forked.run_and_exit(work)
 
@@ -85,7 +88,7 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
             results.emit(Up(server=dict(first.server)))
             results.connect(sender, spec.rank, first.attempt, settings.retry_s)
         fault_injection.install(spec.rank, first.attempt, {})
-        signal.signal(signal.SIGTERM, lambda *_: process.on_sigterm(shared_status))
+        signal.signal(signal.SIGTERM, own_handler(lambda *_: process.on_sigterm(shared_status)))
         with process_group.process_group(store, spec.rank, spec.world_size, settings.backend, settings.timeout_s):
             torchrun_meeting.check_same(mine.arguments, first.arguments, spec)
             print(f"rank {spec.rank} of {spec.world_size}: {process.describe_place('')}")  # noqa: T201

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +47,32 @@ def test_before_the_first_step_the_reason_says_so():
     restarts = Restarts(5)
     restarts.note(failed(step=0))
     assert restarts.note(failed(step=0)).startswith("the same failure before the first step in two attempts")
+
+
+def test_a_kill_from_outside_is_tried_again_wherever_it_strikes():
+    restarts = Restarts(5)
+    message = "killed by SIGKILL: by hand, or by the system because memory ran out"
+    assert [restarts.note(failed("killed", message)) for _ in range(3)] == [None] * 3
+
+
+def test_of_a_function_that_says_no_steps_nobody_knows_whether_it_failed_at_the_same_place():
+    restarts = Restarts(5)
+    unknown = failed(step=0, phase="run", deterministic=True)
+    assert [restarts.note(unknown) for _ in range(3)] == [None] * 3
+    restarts = Restarts(5)
+    logged = [Ended(n, 4, 20, 0.0, 0.0, unknown.failure) for n in range(2)]  # steps of results.log
+    assert [restarts.note(one) for one in logged] == [
+        None,
+        "the same failure in step 20 in two attempts running: it was not tried again",
+    ]
+
+
+def test_planned_ends_of_workers_use_up_no_restarts():
+    restarts = Restarts(1)
+    planned = replace(failed(*LOST), is_planned=True)
+    assert [restarts.note(planned) for _ in range(5)] == [None] * 5
+    assert restarts.note(failed(*LOST)) is None
+    assert restarts.note(failed(*LOST)).startswith("all 1 restarts")
 
 
 @pytest.mark.parametrize("kind", ["lost", "hung", "start", "never heard of"])

@@ -7,14 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 import ddp_hydra
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import environment, fork_client, fork_environment, gpus, processes
-from ddp_hydra.rank.spec import RankSpec
+from ddp_hydra.rank.spec import JobSpec, RankSpec
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 ALONE = RankSpec(0, 1, 0, 1, 0, worker="w", host="127.0.0.1")
+JOB = JobSpec(gang="g", attempt=2, ranks=(ALONE,))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +36,7 @@ def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given
 def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("MY_OWN", "x")
-    variables = environment.of_rank(ALONE, "eth1")
+    variables = environment.of_rank(JOB, ALONE, "eth1")
     assert "OMP_NUM_THREADS" not in variables
     assert {name: variables[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MY_OWN", *INTERFACES)} == {
         "RANK": "0",
@@ -44,14 +46,16 @@ def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
         "GLOO_SOCKET_IFNAME": "eth1",
         "NCCL_SOCKET_IFNAME": "=eth1",
     }
+    assert (variables["TORCHELASTIC_RUN_ID"], variables["TORCHELASTIC_RESTART_COUNT"]) == ("g", "2")
+    assert variables["TORCHELASTIC_MAX_RESTARTS"] == "0"
 
 
 def test_a_users_own_choice_of_interface_stays(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    variables = environment.of_rank(ALONE, "eth1")
+    variables = environment.of_rank(JOB, ALONE, "eth1")
     assert [variables[name] for name in INTERFACES] == ["eth7", "=eth1"]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert not set(INTERFACES) & environment.of_rank(ALONE, None).keys()
+    assert not set(INTERFACES) & environment.of_rank(JOB, ALONE, None).keys()
 
 
 @pytest.mark.parametrize(
@@ -65,15 +69,18 @@ def test_the_gpus_of_a_worker_are_those_it_sees(variables, seen):
 def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     second = RankSpec(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
-    assert environment.of_rank(second, None)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
+    assert environment.of_rank(JOB, second, None)["CUDA_VISIBLE_DEVICES"] == "5,6,4"
 
 
 def test_a_script_finds_the_gpu_that_was_taken_for_it_at_its_local_rank(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     second = RankSpec(1, 2, 1, 2, 0, worker="w", host="127.0.0.1")
-    seen = [environment.of_rank(second, None, group=False, gpu=gpu)["CUDA_VISIBLE_DEVICES"] for gpu in (None, 1, 2)]
+    seen = [
+        environment.of_rank(replace(JOB, is_script=True), second, gpu=gpu)["CUDA_VISIBLE_DEVICES"]
+        for gpu in (None, 1, 2)
+    ]
     assert [of_one.split(",")[1] for of_one in seen] == ["5", "5", "6"]
-    assert environment.of_rank(second, None, gpu=2)["CUDA_VISIBLE_DEVICES"] == "6,4,5"
+    assert environment.of_rank(JOB, second, None, gpu=2)["CUDA_VISIBLE_DEVICES"] == "6,4,5"
 
 
 def test_gpus_are_known_by_uuids_however_they_are_named(monkeypatch):

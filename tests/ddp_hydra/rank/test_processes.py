@@ -1,8 +1,10 @@
-"""Processes that ranks have left behind: ended once, and named once."""
+"""Processes that ranks have left behind: ended with their rank, and named once."""
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
 
 import pytest
 
@@ -19,30 +21,36 @@ def sent(monkeypatch) -> list[tuple[int, int]]:
 
 
 @pytest.fixture
-def host(monkeypatch, sent) -> dict[int, str]:
-    """Commands of the children, by process id."""
-    commands: dict[int, str] = {}
-    monkeypatch.setattr(processes, "children", lambda: list(commands))
-    monkeypatch.setattr(processes, "command_of", lambda pid: commands.get(pid, ""))
+def host(monkeypatch, sent) -> dict[int, tuple[str, int | None]]:
+    """Children by process id: their commands, and their ranks."""
+    found: dict[int, tuple[str, int | None]] = {}
+    monkeypatch.setattr(processes, "children", lambda: list(found))
+    monkeypatch.setattr(processes, "command_of", lambda pid: found[pid][0])
+    monkeypatch.setattr(processes, "rank_of", lambda pid: found[pid][1])
     monkeypatch.setattr(processes.os, "getpgid", lambda pid: pid)
-    return commands
+    return found
 
 
-def test_what_came_before_its_rank_was_known_to_have_ended_is_named_with_it(host, sent):
+def test_what_a_rank_has_left_behind_is_ended_with_it_and_named_once(host, sent):
     left = LeftBehind()
-    host |= {1: "rank", 2: "rank", 10: "sleep 10"}
-    assert left.end(1, True, {2}) == ["sleep 10 (process 10)"]
-    del host[1], host[10]
-    host[20] = "sleep 20"  # of rank 2, which ends
-    assert left.end(10, False, {2}) == []
-    assert left.end(2, True, ()) == ["sleep 20 (process 20)"]
+    host |= {2: ("rank", 2), 3: ("spare", None), 10: ("sleep 10", 1), 20: ("sleep 20", 2)}
+    assert left.end(1, {2}, {3}) == ["sleep 10 (process 10)"]
+    assert left.end(2, (), {3}) == ["sleep 20 (process 20)"]
     assert sent == [(10, signal.SIGTERM), (20, signal.SIGTERM)]
 
 
-def test_what_was_found_long_ago_is_no_later_ranks(host, monkeypatch):
+def test_what_belongs_to_no_known_rank_stays_as_long_as_some_rank_runs(host, sent):
     left = LeftBehind()
-    host |= {2: "rank", 20: "sleep 20"}
-    assert left.end(10, False, {2}) == []
-    later = left.until[20] + processes.LEFT_S
-    monkeypatch.setattr(processes.time, "monotonic", lambda: later)
-    assert left.end(2, True, ()) == []
+    host |= {2: ("rank", 2), 30: ("a daemon", 30)}
+    assert left.end(1, {2}) == []
+    del host[2]
+    assert left.end(2, ()) == ["a daemon (process 30)"]
+
+
+def test_the_rank_of_a_program_is_in_its_environment_or_leads_its_session():
+    for variables, rank in (({processes.RANK_PID: "12"}, 12), ({}, os.getsid(0))):
+        command = ["sh", "-c", "echo; exec sleep 9"]
+        with subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE) as program:
+            assert program.stdout.readline()
+            assert processes.rank_of(program.pid) == rank
+            program.kill()
