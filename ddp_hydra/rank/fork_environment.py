@@ -40,8 +40,8 @@ READ_AT_IMPORT = (
     "LD_", "PYTHON", "LANG", "LC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "CUDA_", "TORCH",
     "PYTORCH_", "NPY_", "NUMPY_", "PILLOW_", "KINETO_",
 )  # fmt: skip
-"""Beginnings of the variables that Python, glibc, numpy, Pillow and torch read while they start, so that a rank comes too late
-to set them."""
+"""Beginnings of the variables that Python, glibc, numpy, Pillow and torch read while they start, so that a rank comes
+too late to set them."""
 READ_LATER = (
     "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHINDUCTOR_CACHE_DIR",
     "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",

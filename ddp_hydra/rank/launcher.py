@@ -136,8 +136,8 @@ class Launcher:
             self.context.sender.say(
                 self.spec.rank,
                 Notice(
-                    f"host {socket.gethostname()} has no folder {cwd}, so the script works in {local}, which is removed "
-                    "with its worker: have it write to a folder that the host has, or send files with results.submit"
+                    f"host {socket.gethostname()} has no folder {cwd}, so the script works in {local}, which is "
+                    "removed with its worker: have it write to a folder of that host, or send files: results.submit"
                 ),
             )
         return local

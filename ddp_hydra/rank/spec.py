@@ -57,8 +57,8 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         retry_s: how long to wait for space where a worker's temporary folder is full.
         pip: requirements that each worker must have, in pip's syntax.
         grace_s: 0 ends the ranks at once.
-        stop_s: seconds from SIGTERM to SIGKILL when ranks are stopped, in which a script may save something; None: 30 for
-            scripts, 0.5 for functions.
+        stop_s: seconds from SIGTERM to SIGKILL when ranks are stopped, in which a script may save something; None: 30
+            for scripts, 0.5 for functions.
         keep_warm_s: None is 0.
         sweep: the sweep that this job belongs to, where several wait for workers.
         cwd: working folder of the ranks, where their host has it; "" for this process's.

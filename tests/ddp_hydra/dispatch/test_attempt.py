@@ -321,7 +321,7 @@ def test_an_interrupt_while_tasks_are_submitted_lets_go_of_those_that_are(make, 
     monkeypatch.setattr(one.client, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         one.run(b"")
-    assert one.client.cancelled == ["topic-rank-0"]
+    assert one.client.cancelled == ["topic-3-rank-0"]
     assert not one.client.topics
 
 
