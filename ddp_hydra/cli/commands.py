@@ -39,13 +39,6 @@ class AttachOptions:
 
 
 def attach(words: Sequence[str]) -> None:
-    """Show a run until it ends.
-
-    Raises:
-        Interrupted: the run was interrupted; or Ctrl-C, which leaves the run alone.
-        RunFailed: the run failed, or its driver is lost.
-        ConfigError: there is no run, or its store cannot be read.
-    """
     from ddp_hydra.job.remote.attached import Attached  # the other commands start without it
 
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
@@ -75,12 +68,10 @@ class InitParser(argparse.ArgumentParser):
     """Raises what is wrong with the words, so that it is reported as all other mistakes."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the words."""
         raise ConfigError(f"{message}; type ddp-hydra init my_project, or ddp-hydra init --help")
 
 
 def init(words: Sequence[str]) -> None:
-    """Write a project into the folder that the command names."""
     parser = InitParser(
         prog="ddp-hydra init",
         description="Write a project that trains at once: a model, a data set, configs, a test and a readme.",
@@ -94,15 +85,6 @@ def init(words: Sequence[str]) -> None:
 
 
 def write_project(folder: Path, minimal: bool = False) -> None:
-    """Write a project.
-
-    Args:
-        folder: where to; it may exist, but none of the files that are written.
-        minimal: whether to write conf/config.yaml alone.
-
-    Raises:
-        ConfigError: a file is there already, or the folder can't be written.
-    """
     if minimal:
         files = {MAIN_CONFIG: (project.starter() / MAIN_CONFIG).read_text(encoding="utf-8")}
     else:
@@ -123,7 +105,6 @@ def write_project(folder: Path, minimal: bool = False) -> None:
 
 
 def _template(name: str) -> dict[str, str]:
-    """Return the text of each file of the template, by its path in the project."""
     paths = [path for path in sorted(TEMPLATE.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
     texts = {path.relative_to(TEMPLATE).as_posix(): path.read_text(encoding="utf-8") for path in paths}
     texts[".gitignore"] = texts.pop("gitignore")
@@ -138,11 +119,6 @@ STOP_S = 5.0
 
 
 def warm(words: Sequence[str]) -> None:
-    """Show the fork servers, or end them.
-
-    Raises:
-        ConfigError: unknown words.
-    """
     if {"-h", "--help"} & set(words):
         print(WARM_USAGE)  # noqa: T201
         return
@@ -160,13 +136,11 @@ def warm(words: Sequence[str]) -> None:
 
 
 def server_sockets() -> list[Path]:
-    """Return the sockets of this user's fork servers."""
     folder = fork_client.runtime_folder()
     return sorted(folder.glob("*.sock")) if folder.is_dir() else []
 
 
 def describe_server(status: dict[str, Any]) -> str:
-    """Return one line about a server."""
     if not status:
         return "a fork server that does not answer: it is importing torch, or it is suspended"
     ends_in_s = status["ends_in_s"]
@@ -179,7 +153,6 @@ def describe_server(status: dict[str, Any]) -> str:
 
 
 def stop_server(address: Path) -> str:
-    """End a server, and return in words how that went."""
     status = fork_client.ask(address, "stop")
     if status and status["ends_in_s"] is None:
         return "ends after its last rank"
@@ -201,8 +174,6 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
 
     Args:
         options: a dataclass with a field `run`.
-        arguments: the words of the command line.
-        usage: printed for --help.
         groups: groups and keys of the run's config that are taken, too.
 
     Raises:

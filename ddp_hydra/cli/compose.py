@@ -38,7 +38,6 @@ class LayerConfigs(SearchPathPlugin):
     after: tuple[Path, ...] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folders."""
         for folder in self.before:
             search_path.prepend("--config-dir", f"file://{folder}", anchor="main")
         for folder in self.after:
@@ -69,10 +68,6 @@ def layered(config_dir: str | None = None) -> Iterator[Path]:
 
 def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
     """Return a config with Hydra's own part, composed in this process as Hydra does it for the command.
-
-    Args:
-        words: overrides, as Hydra reads them.
-        config_name: the main config.
 
     Raises:
         ConfigError: this process composes one already, or a value has the wrong type.

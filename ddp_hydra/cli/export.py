@@ -45,7 +45,6 @@ class ExportOptions:
 
 
 def export(words: Sequence[str]) -> None:
-    """Export a model, and print how exact the copy is."""
     options, overrides = parse(ExportOptions, words, EXPORT_USAGE)
     if options.format not in SUFFIXES:
         raise ConfigError(f"format={options.format}: give {', '.join(SUFFIXES)}")
@@ -89,7 +88,6 @@ class GenerateOptions:
 
 
 def generate(words: Sequence[str]) -> None:
-    """Generate samples and print them."""
     options, overrides = parse(GenerateOptions, words, GENERATE_USAGE)
     if options.n < 1 or options.temperature <= 0:
         raise ConfigError(

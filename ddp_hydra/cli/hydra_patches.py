@@ -31,9 +31,6 @@ def composed_once(multirun: bool) -> Iterator[None]:
     To find out whether a command line is a sweep (`hydra.mode`), Hydra 1.3 composes all of the config, throws it away,
     and composes it again. That is a good part of the time to the first step of a job whose fork server is warm. Hydra
     1.4 finds it without.
-
-    Args:
-        multirun: the command line has -m.
     """
     if not IS_1_3:
         yield
@@ -150,12 +147,7 @@ def offer_choices() -> None:
 
 
 def choices(config: Any, word: str) -> list[str]:
-    """Return the completions of "key=" or "key=beginning"; none if the key is not an enum or boolean.
-
-    Args:
-        config: as composed so far.
-        word: the word to complete.
-    """
+    """Return the completions of "key=" or "key=beginning"; none if the key is not an enum or boolean."""
     key, equals, beginning = word.partition("=")
     parent, _, name = key.rpartition(".")
     holder = OmegaConf.select(config, parent) if parent else config

@@ -43,7 +43,6 @@ class EvaluateOptions:
 
 
 def evaluate_and_print(words: Sequence[str]) -> None:
-    """Evaluate a checkpoint and print its metrics."""
     options, changes = parse(EvaluateOptions, overrides.with_faults(list(words)), EVALUATE_USAGE, GROUPS)
     found = evaluate(options.run, options.which, options.split, changes)
     samples = "" if found["samples"] is None else f", {found['samples']:,} samples"
@@ -55,17 +54,6 @@ def evaluate_and_print(words: Sequence[str]) -> None:
 
 
 def evaluate(run: str, which: str = "best", split: str = "val", changes: Sequence[str] = ()) -> dict[str, Any]:
-    """Evaluate a checkpoint, and return metrics, samples, step and the file of the checkpoint.
-
-    Args:
-        run: run directory or checkpoint file, or the URL of a run.
-        which: the checkpoint of a run directory, "best" or "last".
-        split: the data set of the config, "val" or "train".
-        changes: groups and keys of the run's config: "data=wids", "cluster.n_workers=4".
-
-    Raises:
-        DdpHydraError: there is no such run, a change does not fit, or it failed.
-    """
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         checkpoint = RunRef.of(run).checkpoint(which, Path(folder))
         found = prepared_inference(run, checkpoint, split, changes).run(EVALUATE)
@@ -91,7 +79,6 @@ class PredictOptions:
 
 
 def predict_and_print(words: Sequence[str]) -> None:
-    """Predict, and print where the predictions are."""
     options, changes = parse(PredictOptions, overrides.with_faults(list(words)), PREDICT_USAGE, GROUPS)
     found = predict(**vars(options), changes=changes)
     print(f"{found['out']}: {found['samples']:,} samples, {', '.join(found['columns'])}")  # noqa: T201
@@ -106,23 +93,6 @@ def predict(
     changes: Sequence[str] = (),
     targets: bool = True,
 ) -> dict[str, Any]:
-    """Predict a data set, and return the file, the number of samples, and the columns.
-
-    What arrives is kept in `<out>.parts` until all is there, so that the same call goes on after an interrupt.
-
-    Args:
-        run: run directory or checkpoint file, or the URL of a run.
-        out: a .csv, .parquet or .npz file, or a folder of PNGs.
-        which: the checkpoint of a run directory, "best" or "last".
-        split: the data set of the config, "val" or "train".
-        overwrite: replace `out`, and what an interrupted prediction with another config has left.
-        changes: groups and keys of the run's config: "data=wids", "cluster.n_workers=4".
-        targets: add what is true of samples that have labels, as `target`.
-
-    Raises:
-        Interrupted: it was interrupted; the same call goes on.
-        DdpHydraError: there is no such run, a change does not fit, or it failed.
-    """
     target = Path(out).expanduser().absolute()
     kind = predictions.kind_of(target)
     is_empty = target.is_dir() and kind == "pictures" and not any(target.iterdir())
@@ -162,7 +132,6 @@ def parts_kept(folder: Path) -> Iterator[None]:
 
 
 def merge(parts: Parts, target: Path) -> list[str]:
-    """Write the file from its parts, remove them, and return the columns."""
     columns: list[str] = []
 
     def chunks() -> Any:
@@ -203,8 +172,6 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
     tells; a checkpoint alone gets that of the project's config.
 
     Args:
-        run: as typed.
-        checkpoint: its file, here.
         split: "val" or "train".
         words: groups and keys that are typed. Those of a group that is chosen anew belong to the new one.
 

@@ -71,13 +71,6 @@ def main(cfg: DictConfig) -> float | None:
 
 
 def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
-    """Check what was typed, and run the job.
-
-    Args:
-        run_dir: that Hydra has made for it.
-        cfg: the composed config.
-        hydra_cfg: Hydra's own config.
-    """
     from ddp_hydra.cluster import connect
     from ddp_hydra.job.run import run_job
 
@@ -137,7 +130,6 @@ def compose_and_run() -> None:
 
 
 def report(run: Callable[[], None]) -> int:
-    """Run a function, print its error as a message, and return the exit code."""
     with signals.lasting(), signals.raised(), errors_raised() as traceback_wanted:
         try:
             run()

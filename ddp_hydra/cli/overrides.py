@@ -14,7 +14,6 @@ from ddp_hydra.errors import ConfigError
 
 
 def read(arguments: list[str]) -> list[str]:
-    """Return the arguments for Hydra, from those that were typed."""
     return with_faults(with_params(with_resumed_sweep(with_resumed_overrides(with_search(arguments)))))
 
 

@@ -27,24 +27,17 @@ CLUSTER = re.compile(r"^\s*-\s*(?:override\s+)?/?cluster:\s*(\w+)", re.MULTILINE
 
 
 def begin(arguments: Sequence[str]) -> None:
-    """Start the server, or find it, if the command line looks as if its job needed it.
-
-    Args:
-        arguments: of the command.
-    """
     if is_likely(arguments):
         with contextlib.suppress(DdpHydraError, OSError):  # the job says so
             fork_client.hold()
 
 
 def end_unless(is_needed: bool) -> None:
-    """Let the server go, unless the config says that it is needed."""
     if not is_needed:
         fork_client.release()
 
 
 def is_likely(arguments: Sequence[str]) -> bool:
-    """Return whether the job of a command line probably starts ranks on this machine."""
     if RANKED in os.environ:
         return False
     for word in arguments:

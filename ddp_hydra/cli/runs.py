@@ -77,11 +77,6 @@ class Reproduce:
 
 
 def main(words: Sequence[str]) -> None:
-    """Run the command that the first word names.
-
-    Raises:
-        ConfigError: a word is not allowed, or there is no such run.
-    """
     if not words or {"-h", "--help"} & set(words):
         print(USAGE)  # noqa: T201
         return
@@ -91,7 +86,6 @@ def main(words: Sequence[str]) -> None:
 
 
 def ls(words: Sequence[str]) -> None:
-    """List runs."""
     from ddp_hydra.runs import find, select
 
     roots, rest = split(words)
@@ -118,7 +112,6 @@ def ls(words: Sequence[str]) -> None:
 
 
 def show(words: Sequence[str]) -> None:
-    """Show all that is known of a run."""
     from ddp_hydra.runs import details, run_files
 
     runs, options = runs_and_options(words, Printed, 1, "show")
@@ -127,7 +120,6 @@ def show(words: Sequence[str]) -> None:
 
 
 def diff(words: Sequence[str]) -> None:
-    """Show what differs between two runs."""
     from ddp_hydra.runs import details, run_files
 
     runs, options = runs_and_options(words, Printed, 2, "diff")
@@ -136,7 +128,6 @@ def diff(words: Sequence[str]) -> None:
 
 
 def rm(words: Sequence[str]) -> None:
-    """Remove runs, after a question on a terminal."""
     from ddp_hydra.runs import disk
     from ddp_hydra.storage.run_ref import RunRef
 
@@ -161,7 +152,6 @@ def rm(words: Sequence[str]) -> None:
 
 
 def du(words: Sequence[str]) -> None:
-    """Show the size of runs."""
     from ddp_hydra.runs import disk, find
 
     roots, rest = split(words)
@@ -175,7 +165,6 @@ def du(words: Sequence[str]) -> None:
 
 
 def tag(words: Sequence[str]) -> None:
-    """Add and remove tags of a run."""
     from ddp_hydra.runs import run_files, tags
     from ddp_hydra.runs.details import row
 
@@ -227,11 +216,6 @@ def _is_url(word: str) -> bool:
 
 
 def options_of(kind: type[T], words: Sequence[str]) -> T:
-    """Return the options in "key=value" words.
-
-    Raises:
-        ConfigError: a word is none of them.
-    """
     options, others = parse(kind, words, USAGE)
     if others:
         keys = ", ".join(vars(kind()))
@@ -240,11 +224,6 @@ def options_of(kind: type[T], words: Sequence[str]) -> T:
 
 
 def runs_and_options(words: Sequence[str], kind: type[T], count: int, command: str) -> tuple[list[str], Any]:
-    """Return the runs and the options of a command.
-
-    Raises:
-        ConfigError: there are more or fewer runs than `count`, or another word.
-    """
     runs, rest = split(words)
     options = options_of(kind, rest)
     if len(runs) != count:

@@ -22,7 +22,6 @@ def shown(value: object, most: int = 0) -> str:
     """Return a text as one line that does nothing in a terminal.
 
     Args:
-        value: anything.
         most: how many characters to keep; 0: all.
     """
     line = plain(str(value).replace("\n", " ").replace("\t", " "))
@@ -31,13 +30,6 @@ def shown(value: object, most: int = 0) -> str:
 
 
 def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """Return a table as text.
-
-    Args:
-        headings: of the columns.
-        lines: the cells, safe for a terminal.
-        right: headings of the columns whose cells are at the right.
-    """
     every = [tuple(headings), *map(tuple, lines)]
     widths = [max(map(cell_len, column)) for column in zip(*every, strict=True)]
     ends = [heading in right for heading in headings]
@@ -50,12 +42,6 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequen
 
 
 def table_of(rows: Sequence[Row], metrics: Sequence[str] = ()) -> str:
-    """Return the table of `ls`.
-
-    Args:
-        rows: of the runs.
-        metrics: names of metrics that have columns.
-    """
     columns: dict[str, list[str]] = {
         "run": [shown(row.run) for row in rows],
         "when": [when(row.started) for row in rows],
@@ -85,7 +71,6 @@ def differing_words(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def details_text(found: Mapping[str, Any]) -> str:
-    """Return the text of `show`."""
     row = Row(**{name: found[name] for name in Row.__dataclass_fields__})
     took = f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
     lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), took))))]
@@ -147,7 +132,6 @@ def _failure(failure: Mapping[str, Any]) -> str:
 
 
 def diff_text(found: Mapping[str, Any]) -> str:
-    """Return the text of `diff`."""
     lines = [("", *map(shown, found["runs"]))]
     if found["status"][0] != found["status"][1]:
         lines.append(("status", *found["status"]))
@@ -166,7 +150,6 @@ def _value(value: object) -> str:
 
 
 def usage_text(found: Mapping[str, Mapping[str, int]]) -> str:
-    """Return the table of `du`, the largest run first, and the total."""
     largest = sorted(found, key=lambda run: (-sum(found[run].values()), run))
     lines = [(shown(run), *_sizes(found[run])) for run in largest]
     total = {kind: sum(kinds[kind] for kinds in found.values()) for kind in KINDS}
@@ -180,7 +163,6 @@ def _sizes(kinds: Mapping[str, int]) -> list[str]:
 
 
 def again_text(again: Reproduction) -> str:
-    """Return what is to be known before a run is run again."""
     lines = []
     if not again.code_then:
         lines.append("the run has not noted the hash of its code, so it is not known whether this one is the same")

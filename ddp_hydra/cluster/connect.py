@@ -43,7 +43,6 @@ ANSWER_S = 5.0
 
 
 def is_inline(cfg: DictConfig) -> bool:
-    """Return whether the job runs in this process."""
     return _is(cfg, Inline)
 
 
@@ -93,7 +92,6 @@ def use_existing(scheduler: Scheduler | None) -> None:
 
 
 def has_existing() -> bool:
-    """Return whether all jobs of this process use a cluster that already runs."""
     return _existing is not None
 
 
@@ -109,7 +107,6 @@ def start(
 
     Args:
         cfg: see `connect`.
-        stack: ends the cluster.
         notify: receives the sentence that says how to use a kept cluster again.
         logs: see `connect`.
 
@@ -153,7 +150,6 @@ def start(
 def _arrange_end(
     manager: Manager, cluster: Any, client: Any, stack: ExitStack, notify: Callable[[str], object]
 ) -> None:
-    """Have the cluster end with this process, even if that is killed; or have it stay."""
     if not manager.needs_idle_shutdown and not hasattr(cluster, "shutdown_on_close"):
         return
     if hasattr(cluster, "shutdown_on_close"):
@@ -171,7 +167,6 @@ def _arrange_end(
 
 
 def _keep_for_other_jobs(cluster: Any, client: Any) -> None:
-    """Do not end a cluster on which other jobs run."""
     from ddp_hydra.cluster import scheduler_plugin
 
     with suppress(OSError, TimeoutError):
@@ -191,11 +186,8 @@ def wait_for_workers(
     """Wait until enough workers run at the same time.
 
     Args:
-        client: of the cluster.
         n_workers: how many; workers that are paused or closing do not count.
-        timeout_s: how long to wait.
         status: returns what the cluster knows of workers that do not come; called when the time is up.
-        hint: advice, used if nothing else is known.
         refusal: returns why the workers will never come, or ""; called again and again.
 
     Raises:
@@ -230,7 +222,6 @@ def wait_for_workers(
 
 
 def count(client: Any) -> int:
-    """Return how many workers run."""
     return (_states(client) or Counter())["running"]
 
 

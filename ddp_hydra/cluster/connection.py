@@ -61,7 +61,6 @@ def load() -> None:
 
 
 def _was_not_cancelled(record: logging.LogRecord) -> bool:
-    """Drop what a client logs when it is closed while it looks for a scheduler that is gone."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
@@ -110,11 +109,6 @@ class Scheduler:
     timeout_s: float = 30.0
 
     def client(self) -> Any:
-        """Connect, and return the `distributed.Client`.
-
-        Raises:
-            ClusterError: the scheduler does not answer.
-        """
         load()
         from distributed import Client
 
@@ -132,14 +126,6 @@ class Scheduler:
 
 
 def check_certificates(security: Any) -> None:
-    """Check that the certificates can be read.
-
-    Args:
-        security: a `distributed.Security`; its values are paths of files, or certificates as text.
-
-    Raises:
-        ClusterError: a file is missing, or holds no certificate.
-    """
     names = dict(zip(("ca_file", "cert", "key"), CERTIFICATES, strict=True))
     files = {names[kind]: value for kind, value in security.get_tls_config_for_role("client").items() if kind in names}
     files = {name: value for name, value in files.items() if value is not None and "\n" not in value}

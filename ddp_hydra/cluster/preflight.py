@@ -26,11 +26,7 @@ Probes = Mapping[str, Mapping[str, Any]]
 
 
 def check_requirements(texts: Iterable[Any]) -> list[str]:
-    """Return the requirements of `cluster.pip` as texts.
-
-    Raises:
-        ConfigError: one of them is not a requirement.
-    """
+    """Return the requirements of `cluster.pip` as texts."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     for text in texts:
@@ -46,7 +42,6 @@ def check_requirements(texts: Iterable[Any]) -> list[str]:
 
 
 def probe(client: Client, workers: Iterable[str], requirements: Sequence[str] = ()) -> Probes:
-    """Probe all workers in one call; leave out those that do not answer."""
     workers = list(workers)
     if not workers:  # Dask would take an empty list for all workers
         return {}
@@ -67,13 +62,8 @@ def check_workers(client: Client, workers: Collection[str], requirements: Sequen
     """Check that the workers of a gang have what its ranks need. Each is probed once for all gangs of a client.
 
     Args:
-        client: of the cluster.
-        workers: their addresses.
         requirements: packages that the ranks need, see `cluster.pip`.
         interface: the network interface that they need; None for any.
-
-    Raises:
-        ClusterError: some do not.
     """
     of_client: dict[object, dict[str, Any]] = vars(client).setdefault("_ddp_hydra_probes", {})
     good = of_client.setdefault((tuple(requirements), interface), {})
@@ -87,11 +77,6 @@ def check_workers(client: Client, workers: Collection[str], requirements: Sequen
 
 
 def check(found: Probes) -> None:
-    """Compare the versions on the workers with each other and with those here.
-
-    Raises:
-        ClusterError: a job would fail on some of them, or on all.
-    """
     versions = {address: there["versions"] for address, there in found.items()}
     here = {"python": _minor(platform.python_version()), "ddp_hydra": ddp_hydra.__version__}
     torch = {_public(version["torch"]) for version in versions.values() if version["torch"]}
@@ -116,11 +101,6 @@ def check(found: Probes) -> None:
 
 
 def check_packages(found: Probes) -> None:
-    """Check that every worker has the requirements of `cluster.pip`.
-
-    Raises:
-        ClusterError: some worker lacks some of them.
-    """
     lacking = {address: there["missing"] for address, there in found.items() if there["missing"]}
     if lacking:
         texts = {

@@ -72,10 +72,6 @@ class Reservation:
     def reserve(self, topic: str, timeout_s: float) -> dict[str, str]:
         """Reserve workers for the first attempt.
 
-        Args:
-            topic: to which the attempt subscribes.
-            timeout_s: how long to wait for workers of other jobs.
-
         Returns:
             Worker address -> host.
 
@@ -102,10 +98,8 @@ class Reservation:
         """Reserve workers for another attempt: those that are left, and replacements of lost ones.
 
         Args:
-            topic: to which the new attempt subscribes.
             silent: workers that went silent; they are reserved again only if they answer.
             least: this many are enough when the others have not come in time; None for as many as before.
-            wait_s: how long to wait for all.
 
         Raises:
             ClusterError: there are fewer than `least`.
@@ -161,7 +155,6 @@ class Reservation:
             ) from error
 
     def _answering(self, silent: Collection[str]) -> set[str]:
-        """Return the silent workers that answer again."""
         if not silent:
             return set()
         known = self.client.scheduler_info(n_workers=-1)["workers"]

@@ -53,14 +53,7 @@ def reserve(
     waiting. A gang that is larger than the cluster keeps nobody waiting.
 
     Args:
-        gang: name of the gang.
-        holder: the client's id.
-        sweep: name of the gang's sweep.
-        topic: to which lost workers are reported.
         wanted: how many workers; None for all.
-        least: this many are enough.
-        avoid: addresses of workers that are not to be reserved.
-        dask_scheduler: passed by Dask.
 
     Returns:
         The reserved "workers" (address -> host); or, where the gang has to wait, how many are "wanted", "free", in
@@ -106,10 +99,7 @@ async def reserve_or_wait(
     """Reserve workers as `reserve` does; if too few are free, wait for more, and try once again. Runs on the scheduler.
 
     Args:
-        gang: name of the gang.
         args: of `reserve`.
-        wait_s: how long to wait.
-        dask_scheduler: passed by Dask.
         kwargs: of `reserve`.
     """
     kwargs["dask_scheduler"] = dask_scheduler
@@ -124,7 +114,6 @@ async def reserve_or_wait(
 
 
 def ask_for_workers(client: str, n_workers: int, dask_scheduler: Any = None) -> None:
-    """Have a cluster that adapts its size grow for a client, while that is connected. Runs on the scheduler."""
     _reservations(dask_scheduler)
     dask_scheduler._ddp_hydra_asked[client] = n_workers
 
@@ -140,13 +129,11 @@ def _demand(scheduler: Any) -> int:
 
 
 def _wake_up(scheduler: Any) -> None:
-    """Let the gangs that wait look again."""
     scheduler._ddp_hydra_change.set()
     scheduler._ddp_hydra_change = asyncio.Event()
 
 
 def _free(running: Mapping[str, str], gang: str, reservations: Mapping[str, Any]) -> dict[str, str]:
-    """Return the running workers that no other gang holds."""
     held = {address for other, entry in reservations.items() if other != gang for address in entry["workers"]}
     return {address: host for address, host in running.items() if address not in held}
 
@@ -186,7 +173,6 @@ def _note_turn(winner: Mapping[str, Any], queue: Mapping[str, Any]) -> None:
 
 
 def _ahead(gang: str, scheduler: Any, total: int, now: float) -> int:
-    """Return how many gangs come before a gang in the queue."""
     queue = scheduler._ddp_hydra_queue
     for other, entry in list(queue.items()):
         if entry["holder"] not in scheduler.clients or now - entry["asked"] > ABSENT_S:
@@ -236,17 +222,14 @@ class ReservationPlugin(SchedulerPlugin):
             self.scheduler._broker.truncate(topic)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """Let the gangs that wait for workers look again; called by Dask."""
         _wake_up(scheduler)
 
     def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
-        """Report a worker that left the cluster; called by Dask."""
         for entry in _reservations(scheduler).values():
             if worker in entry["workers"]:
                 scheduler.log_event(entry["topic"], {"action": "remove-worker", "worker": worker})
 
     def remove_client(self, scheduler: Any, client: str) -> None:
-        """Release the workers of a client that is gone; called by Dask."""
         for gang, entry in list(_reservations(scheduler).items()):
             if entry["holder"] == client:
                 release(gang, scheduler)
@@ -275,7 +258,6 @@ def choose(free: Mapping[str, str], n: int) -> dict[str, str]:
     of the host with the most.
 
     Args:
-        free: worker address -> host.
         n: how many, at most `len(free)`.
     """
     assert n <= len(free), (n, len(free))
@@ -307,7 +289,6 @@ def set_up(client: str | None, timeout_s: float, dask_scheduler: Any = None) -> 
     Args:
         client: its id; None to keep the cluster running.
         timeout_s: how long it may be away, for a broken connection may come back.
-        dask_scheduler: passed by Dask.
     """
     before = dask_scheduler.periodic_callbacks.pop(NAME, None)
     if before is not None:
@@ -345,7 +326,6 @@ class IdleShutdown:
         self.is_over = False
 
     async def check(self) -> None:
-        """End the cluster if it is time to; called every few seconds."""
         if self.client in self.scheduler.clients or holders(self.scheduler):
             self.seen = time.monotonic()
         elif time.monotonic() - self.seen > self.timeout_s and not self.is_over:
@@ -355,7 +335,6 @@ class IdleShutdown:
 
 
 async def end(scheduler: Any) -> None:
-    """End the cluster of a scheduler from inside."""
     for plugin in list(scheduler.plugins.values()):
         gateway = getattr(getattr(plugin, "service", None), "gateway", None)
         if gateway is not None:  # dask-gateway's own way also ends machines that have not connected yet

@@ -25,8 +25,6 @@ def probe(packages: list[str], requirements: list[str], dask_worker: Any = None)
 
     Args:
         packages: names of packages whose versions are looked up.
-        requirements: in pip's syntax.
-        dask_worker: passed by Dask.
 
     Returns:
         host, executable, versions ({name: version or None}, with "python"), missing ([[requirement, what is there]]),
@@ -78,16 +76,6 @@ def _changed(folder: str) -> int:
 
 
 def missing(text: str, extra: str = "", seen: tuple[str, ...] = ()) -> list[list[str]]:
-    """Return what a requirement lacks here.
-
-    Args:
-        text: e.g. "timm>=1.0" or "ddp-hydra[s3]; python_version>'3.10'".
-        extra: that its marker may name.
-        seen: requirements that are being checked already, for extras may name each other.
-
-    Returns:
-        Pairs of a requirement and what is installed instead.
-    """
     from packaging.requirements import Requirement
 
     wanted = Requirement(text)

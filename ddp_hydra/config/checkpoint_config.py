@@ -31,11 +31,6 @@ _NEEDED = ("data", "model", "task", "loss", "metrics")
 
 
 def of(cfg: DictConfig) -> dict[str, Any]:
-    """Return the config that a checkpoint keeps.
-
-    Args:
-        cfg: the composed config; all its values can be resolved.
-    """
     raw = OmegaConf.to_container(cfg, enum_to_str=True)
     assert isinstance(raw, dict)
     kept = redact.without(_kept({key: value for key, value in raw.items() if key != "cluster"}, cfg))
@@ -44,12 +39,7 @@ def of(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _kept(raw: Any, node: Any) -> Any:
-    """Resolve the interpolations that cannot be resolved later.
-
-    Args:
-        raw: a dict or a list with its interpolations.
-        node: the same part of the config, which resolves them.
-    """
+    """Resolve the interpolations that cannot be resolved later."""
     if isinstance(raw, dict):
         return {str(key): _kept_value(value, node, key) for key, value in raw.items()}
     return [_kept_value(value, node, number) for number, value in enumerate(raw)]
@@ -75,7 +65,6 @@ def composed(
     Args:
         config: from `of`.
         overrides: "key=value" changes; "+key=value" for a new key.
-        groups: name -> node that replaces the group.
         split: the only data set that is read, to evaluate or predict it: "train" or "val". The other one is left out
             once the rest is resolved, so that its own values may be missing. "train" is read as validation data are.
 
@@ -107,11 +96,7 @@ def composed(
 
 
 def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Give data.train what data.val says of how samples are read, and not which: no augmentation, no mixing.
-
-    Raises:
-        ConfigError: data.train has a transform, and there is no data.val of the same kind to take one from.
-    """
+    """Give data.train what data.val says of how samples are read, and not which: no augmentation, no mixing."""
     raw = OmegaConf.to_container(cfg.data)
     assert isinstance(raw, dict)
     train, val = raw.get("train"), raw.get("val")
@@ -163,12 +148,7 @@ def _resolved(node: DictConfig, without: Sequence[str], prefix: str = "") -> dic
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01".
-
-    Args:
-        before: config of a checkpoint.
-        now: config of the job that continues from it.
-    """
+    """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01"."""
     old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
     return [

@@ -21,14 +21,7 @@ def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], rep
     """Refuse an experiment whose choice of a group, or whose value, lost against the main config.
 
     Args:
-        cfg: the composed config.
-        typed: the overrides, which win over all.
-        choices: the chosen option of each group.
         repository: Hydra's config repository, which reads the files of the search path.
-        main: name of the main config.
-
-    Raises:
-        ConfigError: with both, and what to write instead.
     """
     given = [word.lstrip("+~").partition("=")[0] for word in typed]
     chosen: dict[str, tuple[Any, str]] = {}
@@ -54,11 +47,7 @@ def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], rep
 
 
 def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse values of experiments that are not those of the config, which has types.
-
-    Raises:
-        ConfigError: with both.
-    """
+    """Refuse values of experiments that are not those of the config, which has types."""
     tops = {key.partition(".")[0] for key in values} - {"hydra"}
     part = OmegaConf.masked_copy(cfg, [key for key in cfg if key in tops])
     OmegaConf.set_struct(part, False)
@@ -79,7 +68,6 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
 
 
 def _plain(cfg: DictConfig, key: str) -> Any:
-    """Return a value with its interpolations as they are written; None if there is none."""
     node: Any = cfg
     for name in key.split("."):
         node = node._get_node(name) if isinstance(node, DictConfig) and not node._is_none() else None
@@ -129,14 +117,12 @@ def _merged(one: Any, other: Any) -> DictConfig:
 
 
 def _options(value: Any) -> list[str]:
-    """Return the options of a group that is chosen: one, several, or none."""
     if value is None or value == "null":
         return []
     return [value] if isinstance(value, str) else list(value)
 
 
 def _meet(key: str, other: str) -> bool:
-    """Return whether one of two keys is the other, or lies in it."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 

@@ -34,7 +34,6 @@ def register(name: str, node: Any) -> None:
 
     Args:
         name: name with its group, as in `hydra/launcher/dask_ddp`.
-        node: a dataclass, or a dict.
     """
     store = ConfigStore.instance()
     if store.get_type(f"{name}.yaml") == ObjectType.NOT_FOUND:
@@ -43,12 +42,7 @@ def register(name: str, node: Any) -> None:
 
 
 def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
-    """Write `hydra.job.override_dirname`, which Hydra 1.4 resolves when it is read.
-
-    Args:
-        config: composed, with Hydra's own part.
-        overrides: those of the task.
-    """
+    """Write `hydra.job.override_dirname`, which Hydra 1.4 resolves when it is read."""
     if IS_1_3:
         from hydra._internal.config_loader_impl import get_overrides_dirname
 
@@ -60,14 +54,7 @@ def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def parse_override(word: str) -> Override:
-    """Parse an override of the command line, once. Jobs of a sweep have most of theirs in common.
-
-    Args:
-        word: as it was typed.
-
-    Raises:
-        HydraException: the word is not an override.
-    """
+    """Parse an override of the command line, once. Jobs of a sweep have most of theirs in common."""
     return OverridesParser.create().parse_override(word)
 
 
@@ -75,7 +62,6 @@ def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
     """Call the `_target_` of a node of the user's config.
 
     Raises:
-        InstantiationException: there is no such target.
         Exception: whatever the target raises; Hydra 1.3 would wrap it.
     """
     try:

@@ -21,11 +21,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return the node of each logger of a job, by its name; one by `_target_` is called by its class.
-
-    Raises:
-        ConfigError: an entry of `results.loggers` is not a logger.
-    """
+    """Return the node of each logger of a job, by its name; one by `_target_` is called by its class."""
     found: dict[str, dict[str, Any]] = {}
     for entry in OmegaConf.to_container(cfg.results.loggers, resolve=True, throw_on_missing=True):  # type: ignore[union-attr]
         if isinstance(entry, str) and entry in NAMES:
@@ -46,11 +42,6 @@ def nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse settings of loggers that no job can have.
-
-    Raises:
-        ConfigError: with the key and what is allowed.
-    """
     if not cfg.results.loggers_timeout_s >= 0:  # NaN, too
         raise ConfigError(f"results.loggers_timeout_s={cfg.results.loggers_timeout_s:g}: give seconds, 0 or more")
     for name, node in nodes(cfg).items():
@@ -59,11 +50,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_installed(cfg: DictConfig) -> None:
-    """Refuse loggers whose package this process does not have.
-
-    Raises:
-        ConfigError: with what to install.
-    """
+    """Refuse loggers whose package this process does not have."""
     for name in nodes(cfg):
         if name in NAMES and importlib.util.find_spec(name) is None:
             raise ConfigError(
@@ -77,9 +64,6 @@ def parameters(cfg: DictConfig) -> dict[str, Any]:
 
     The cluster and secrets are left out. An interpolation becomes the value of the key that it names; with a resolver
     (${oc.env:NAME}) it stays as it is, because its value may be a secret.
-
-    Args:
-        cfg: the composed config.
     """
     raw = OmegaConf.to_container(cfg, enum_to_str=True)
     assert isinstance(raw, dict)

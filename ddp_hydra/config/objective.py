@@ -33,9 +33,6 @@ def class_axis(cfg: Any) -> int | None:
 def of(cfg: Any) -> tuple[str, str]:
     """Return the objective's metric and direction, derived from the rest of the config where they are null.
 
-    Args:
-        cfg: the config.
-
     Raises:
         ConfigError: the job cannot have that metric, or it is not known whether more or less of it is better.
     """
@@ -63,11 +60,7 @@ def _of_task(cfg: Any, validates: bool) -> tuple[str, str | None]:
 
 
 def direction_of(metric: str) -> str:
-    """Return minimize or maximize, by the metric's name.
-
-    Raises:
-        ConfigError: the name does not tell.
-    """
+    """Return minimize or maximize, by the metric's name."""
     if _LESS_IS_BETTER.search(metric):
         return "minimize"
     if _MORE_IS_BETTER.search(metric):
@@ -79,24 +72,10 @@ def direction_of(metric: str) -> str:
 
 
 def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
-    """Return whether an objective is not among the metrics of a run.
-
-    Args:
-        metric: the objective.
-        metrics: metrics of an epoch and its validation; those of an interval are missing if the run was resumed just
-            before a validation.
-    """
     return metric not in metrics and (metric.startswith(("train/", "val/")) or "samples_per_s" in metrics)
 
 
 def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> ConfigError:
-    """Return the error for an objective that is not among the metrics of a run.
-
-    Args:
-        metric: the objective.
-        metrics: the run's metrics.
-        saved: whether the run can be resumed.
-    """
     known = sorted(name for name in metrics if name.startswith(("train/", "val/")))
     nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, metric, name).ratio())
     resume = "The run is saved: go on with resume=<its run directory>" if saved else "Give"

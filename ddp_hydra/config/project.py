@@ -90,7 +90,6 @@ def find() -> Path:
 
 
 def is_project(folder: Path) -> bool:
-    """Tell whether a folder has configs, models or data sets of its own."""
     return any(next((folder / name).glob("*.py"), None) for name in PACKAGES) or bool(
         next((folder / "conf").glob("**/*.yaml"), None)
     )
@@ -111,14 +110,6 @@ def typed_in() -> Path:
 
 
 def pack(*roots: Path) -> Project:
-    """Pack the code and configuration of a project space.
-
-    Args:
-        roots: its layers.
-
-    Raises:
-        ConfigError: it is too large to be code.
-    """
     files: dict[str, Path] = {}
     for root in reversed(roots):
         files |= {path.relative_to(root).as_posix(): path for path in _files(root)}
@@ -134,7 +125,6 @@ def pack(*roots: Path) -> Project:
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """Return what changes when a file is edited."""
     found = path.stat()
     return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
@@ -162,11 +152,6 @@ def texts(project: Project) -> Iterator[str]:
 
 
 def packed(archive: bytes) -> Project:
-    """Return the project space in an archive that `pack` has made.
-
-    Raises:
-        ValueError: it is another one.
-    """
     try:
         with zipfile.ZipFile(io.BytesIO(archive)) as opened:
             if sum(info.file_size for info in opened.infolist()) > 2 * MAX_BYTES:
@@ -184,7 +169,6 @@ def _hash(contents: dict[str, bytes]) -> str:
 
 
 def _files(root: Path) -> list[Path]:
-    """Return the files of a layer that are shipped."""
     return [
         path
         for name in FOLDERS

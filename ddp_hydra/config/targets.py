@@ -22,16 +22,6 @@ from ddp_hydra.errors import ConfigError
 
 
 def check(config: dict[str, Any], roots: Sequence[Path], installed_here: bool) -> None:
-    """Refuse a config whose `_target_`s the ranks could not import.
-
-    Args:
-        config: the config as dicts and values.
-        roots: the layers of the project space.
-        installed_here: whether the ranks have the packages of this process, so that one missing here is missing there.
-
-    Raises:
-        ConfigError: with the key, the file and the line.
-    """
     sources = Sources(roots, installed_here)
     for key, target in targets(config):
         try:
@@ -64,11 +54,6 @@ class Sources:
         self.trees: dict[Path, ast.Module] = {}
 
     def check_target(self, target: str, installed_here: bool) -> None:
-        """Find the class or function that a `_target_` names.
-
-        Raises:
-            ConfigError: there is none.
-        """
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
             if installed_here and not is_installed(parts[0]):
@@ -92,7 +77,6 @@ class Sources:
         raise ConfigError(f"{self.shown(path)} has no {rest[0]}{_hint(rest[0], names)}")
 
     def find(self, module: str) -> Path | None:
-        """Return the file of a module of the project; None if there is none."""
         bases = [root.joinpath(*module.split(".")) for root in self.roots]
         paths = (path for base in bases for path in (base / "__init__.py", base.with_suffix(".py")))
         return next((path for path in paths if path.is_file()), None)
@@ -102,7 +86,6 @@ class Sources:
         return any(root.joinpath(*parts).is_dir() for root in self.roots)
 
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:
-        """Return the error for a module that does not exist, with the one that may be meant."""
         folders = [root.joinpath(*parts[:-1]) for root in self.roots]
         paths = [path for folder in folders for path in folder.glob("[!_]*")]
         names = [path.stem for path in paths if path.suffix == ".py" or path.is_dir()]
@@ -115,15 +98,10 @@ class Sources:
         return self.relative(path).as_posix()
 
     def relative(self, path: Path) -> Path:
-        """Return a path relative to its layer."""
         return next(path.relative_to(root) for root in self.roots if path.is_relative_to(root))
 
     def read(self, path: Path) -> ast.Module:
-        """Parse a module, and those of the project that it imports.
-
-        Raises:
-            ConfigError: one of them cannot be imported.
-        """
+        """Parse a module, and those of the project that it imports."""
         if path not in self.trees:
             source = path.read_bytes()
             try:
@@ -138,7 +116,6 @@ class Sources:
         return self.trees[path]
 
     def check_import(self, path: Path, statement: ast.stmt) -> None:
-        """Refuse an import of a module or a name that does not exist."""
         if isinstance(statement, ast.Import):
             modules = [(alias.name, ()) for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom):
@@ -157,7 +134,6 @@ class Sources:
                 raise ConfigError(message if ", line " in message else where + message) from None
 
     def check_module(self, module: str, names: tuple[str, ...]) -> None:
-        """Refuse a module that does not exist, or does not have the names."""
         parts = tuple(module.split("."))
         if parts[0] not in PACKAGES:
             if self.installed_here and parts[0] and not is_installed(parts[0]):
@@ -178,7 +154,6 @@ class Sources:
 
 
 def explain(target: str, error: BaseException) -> str:
-    """Return why a rank could not import a `_target_`: what its file raised, or the most similar name."""
     cause = error
     while cause.__cause__ is not None:
         cause = cause.__cause__
@@ -200,7 +175,6 @@ def _importable(target: str) -> tuple[ModuleType | None, list[str]]:
 
 
 def describe_syntax(error: Exception, path: str) -> str:
-    """Return the place and the reason of a syntax error."""
     if not isinstance(error, SyntaxError):
         return f"{path}: {error}"
     line = f"\n    {error.text.strip()}" if error.text else ""

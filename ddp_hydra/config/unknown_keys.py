@@ -25,9 +25,6 @@ OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb", 
 def check(cfg: DictConfig) -> None:
     """Refuse keys that no schema has: Hydra accepts them after `+`.
 
-    Args:
-        cfg: the composed config.
-
     Raises:
         ConfigError: with the key that may be meant, and the known keys.
     """
@@ -45,12 +42,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def _interpolated(node: Any, place: tuple[str, ...]) -> Iterator[str]:
-    """Yield the words inside all interpolations: the full names of the keys that other values refer to are among them.
-
-    Args:
-        node: of a config, its interpolations unresolved.
-        place: the keys that lead to it.
-    """
+    """Yield the words inside all interpolations, with the full names of the keys that other values refer to."""
     if isinstance(node, str):
         for word in re.findall(r"[\w.\[\]-]+", node) if "${" in node else ():
             name = word.replace("[", ".").replace("]", "")
@@ -74,13 +66,6 @@ def _is_read(key: str, words: Iterable[str]) -> bool:
 
 
 def unknown(key: str, known: Iterable[str], more: str = "") -> str:
-    """Return the message for an unknown key.
-
-    Args:
-        key: the key, "trainer.epoch".
-        known: known keys of its group.
-        more: text to append.
-    """
     group, _, name = key.rpartition(".")
     names = [one for one in known if not one.startswith("_") and one != "hydra"]
     there = f"the keys of {group} are" if group else "the groups and keys are"
@@ -89,7 +74,6 @@ def unknown(key: str, known: Iterable[str], more: str = "") -> str:
 
 
 def explain(error: BaseException | None) -> str | None:
-    """Return the message for a key that Hydra did not find; None for another error."""
     if not isinstance(error, ConfigAttributeError | ConfigKeyError) or not isinstance(error.parent_node, DictConfig):
         return None
     key, node = str(error.full_key), error.parent_node
@@ -117,11 +101,7 @@ def check_typed(
     """Refuse texts where the group's own file has a number or a boolean, and experiments that lose; warn of new keys.
 
     Args:
-        cfg: the composed config.
-        typed: the overrides.
-        choices: the chosen option of each group.
         repository: Hydra's config repository, which reads the files of the search path; None if it is not known.
-        main: name of the main config.
 
     Raises:
         ConfigError: with the value in the group's file.

@@ -55,9 +55,6 @@ _POSITIVE_SECONDS = (
 def check(cfg: DictConfig) -> None:
     """Refuse values that no job can have.
 
-    Args:
-        cfg: the composed config.
-
     Raises:
         ConfigError: with the key, the value given and what is allowed.
     """
@@ -105,7 +102,6 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_numbers(cfg: DictConfig) -> None:
-    """Refuse numbers that are out of their range; see `check`."""
     for key, value in _given(cfg, _AT_LEAST_1):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"{key}={value}: give a whole number of at least 1")
@@ -118,7 +114,6 @@ def check_numbers(cfg: DictConfig) -> None:
 
 
 def _given(cfg: DictConfig, keys: Iterable[str]) -> list[tuple[str, Any]]:
-    """Return the keys that have a value, with it."""
     values = [(key, OmegaConf.select(cfg, key)) for key in keys]
     return [(key, value) for key, value in values if value is not None]
 
@@ -169,11 +164,6 @@ CLOSURES = ("LBFGS",)
 
 
 def check_training(cfg: DictConfig) -> None:
-    """Refuse what the composed config tells.
-
-    Raises:
-        ConfigError: with what goes instead.
-    """
     if expected_ranks(cfg) > 1:
         check_static_graph(cfg)
     backend, device = (getattr(one, "name", one) for one in (cfg.dispatch.backend, cfg.trainer.device))
@@ -212,11 +202,7 @@ def expected_ranks(cfg: DictConfig) -> int:
 
 
 def check_static_graph(cfg: DictConfig) -> None:
-    """Refuse DDP's static graph where several ranks add up gradients of micro-batches, which torch computes wrongly.
-
-    Raises:
-        ConfigError: with what goes instead.
-    """
+    """Refuse DDP's static graph where several ranks add up gradients of micro-batches, which torch computes wrongly."""
     micro_batches = cfg.trainer.gradient_accumulation_steps
     if micro_batches > 1 and OmegaConf.select(cfg, "parallel.static_graph"):
         raise ConfigError(
@@ -227,12 +213,6 @@ def check_static_graph(cfg: DictConfig) -> None:
 
 
 def needs_closure(target: str, needed: str) -> ConfigError:
-    """Return the error of an optimizer whose step() needs arguments.
-
-    Args:
-        target: the optimizer's `_target_`.
-        needed: names of the arguments.
-    """
     return ConfigError(
         f"optimizer._target_={target}: its step() needs {needed}, but each step computes the loss of its batch once "
         "and calls step() without an argument: give another optimizer, such as optimizer=sgd or optimizer=adamw"
@@ -240,7 +220,6 @@ def needs_closure(target: str, needed: str) -> ConfigError:
 
 
 def _targets(node: Any) -> list[str]:
-    """Return the `_target_` of an optimizer, or of each update's optimizer."""
     if not OmegaConf.is_dict(node):
         return []
     nodes = [node] if "_target_" in node else [one for one in node.values() if OmegaConf.is_dict(one)]

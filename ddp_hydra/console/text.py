@@ -24,12 +24,7 @@ def plain(text: str) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """Keep the head and the tail of a text that is too long, and say how much is left out.
-
-    Args:
-        text: a text of any length.
-        most: number of characters to keep.
-    """
+    """Keep the head and the tail of a text that is too long, and say how much is left out."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -45,17 +40,11 @@ def message_of(error: object) -> str:
 
 
 def traceback_of(error: BaseException) -> str:
-    """Return an error's traceback, with the errors that led to it."""
     return shorten("".join(traceback.format_exception(error)), TRACE_CHARS)
 
 
 def counted(number: float, noun: str) -> str:
-    """Return for example "1 thread" or "1,442 samples".
-
-    Args:
-        number: any number.
-        noun: the noun in the singular.
-    """
+    """Return for example "1 thread" or "1,442 samples"."""
     if round(number) == 1:
         return f"1 {noun}"
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"

@@ -57,7 +57,6 @@ def shortened(error: BaseException, others: str = "they are in the rank's log") 
     """Format an error with the user's own frames and the one that raised it; with all frames if none is the user's.
 
     Args:
-        error: the error.
         others: where the frames of libraries can be seen.
     """
     if not place(error):

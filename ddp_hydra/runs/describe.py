@@ -82,12 +82,7 @@ class Row:
 
 
 def row_of(files: RunFiles, state: RunState) -> Row:
-    """Return the row of a run; its `status` is left to the caller, who knows whether it goes on.
-
-    Args:
-        files: of the run.
-        state: of the run.
-    """
+    """Return the row of a run; its `status` is left to the caller, who knows whether it goes on."""
     summary, status, newest = state.summary or Summary(status=""), state.status or Status(), state.newest
     now = newest if isinstance(newest, Status) else Status()
     chosen = choices(files.read(".hydra/hydra.yaml"))
@@ -128,7 +123,6 @@ def row_of(files: RunFiles, state: RunState) -> Row:
 
 
 def failed_attempts(found: Iterable[AttemptEntry]) -> list[dict[str, Any]]:
-    """Return what a row says of the attempts that failed."""
     return [
         {
             "attempt": one.attempt,
@@ -233,19 +227,16 @@ class RunState(NamedTuple):
 
     @property
     def newest(self) -> Summary | Status:
-        """Return the one that is newer: status.json while it is there, unless it says that the run has ended."""
         if self.status is None or (self.status.state in ENDED and self.summary is not None):
             return self.summary or Summary(status="")
         return self.status
 
     @property
     def attempts(self) -> list[AttemptEntry]:
-        """Return the first attempts that have failed."""
         return self.newest.attempts[:MOST_ATTEMPTS]
 
 
 def read_state(files: RunFiles) -> RunState:
-    """Return summary.json and status.json of a run."""
     problems: list[str] = []
 
     def read(name: str, kind: type[State]) -> State | None:

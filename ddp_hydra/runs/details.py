@@ -24,11 +24,7 @@ ABSENT = "(missing)"
 
 
 def of(files: RunFiles) -> dict[str, Any]:
-    """Return the row of a run, its attempts, its failure, checkpoints and size, as JSON has them.
-
-    Raises:
-        ConfigError: a store does not answer.
-    """
+    """Return the row of a run, its attempts, its failure, checkpoints and size, as JSON has them."""
     state = read_state(files)
     summary = state.summary or Summary(status="")
     return {
@@ -45,7 +41,6 @@ def of(files: RunFiles) -> dict[str, Any]:
 
 
 def row(files: RunFiles) -> Row:
-    """Return the row of one run, with its status."""
     if isinstance(files, StoredRun):
         return stored_row(files)
     found = next(local_rows(files.place), None) or Row(files.place)  # removed meanwhile
@@ -64,7 +59,6 @@ def last_metrics(files: RunFiles, state: RunState) -> dict[str, Any]:
 
 
 def checkpoints(files: RunFiles) -> dict[str, Any]:
-    """Return step and size of each checkpoint of the manifest, by file name."""
     entries = json_object(files.read(f"{FOLDER}/{NAME}")).get("files")
     if not isinstance(entries, dict):
         return {}
@@ -97,9 +91,6 @@ def between(*runs: RunFiles) -> dict[str, Any]:
     Returns:
         For `choices` (groups), `config` (dotted keys) and `metrics` a table from name to the value of each run,
         `ABSENT` where a run has none; `code`: the sha256 of their code, None if it is the same.
-
-    Raises:
-        ConfigError: a store does not answer.
     """
     rows = [row(files) for files in runs]
     metrics = [last_metrics(files, read_state(files)) for files in runs]
@@ -147,11 +138,6 @@ class Reproduction:
 
 
 def reproduction(files: RunFiles) -> Reproduction:
-    """Return what runs a run again.
-
-    Raises:
-        ConfigError: it is not a run of a config, or the code here can't be packed.
-    """
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
     if not isinstance(typed, list) or not all(isinstance(word, str) for word in typed):
         raise ConfigError(f"{files.place} has no .hydra/overrides.yaml: only a run of a config can be run again")
@@ -177,10 +163,6 @@ def reproduction(files: RunFiles) -> Reproduction:
 
 def kept_code(files: RunFiles, sha256: str) -> str:
     """Unpack the code that a run has kept into the user's cache folder, and return where.
-
-    Args:
-        files: of the run.
-        sha256: what summary.json says of it.
 
     Returns:
         "" if there is none, or it is not the code that the run was made with.

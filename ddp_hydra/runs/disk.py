@@ -24,7 +24,6 @@ _LAST = (".hydra", "summary.json", "status.json", LOCK, OWNER)
 
 
 def by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the bytes of each of `KINDS` from the sizes of files."""
     found = dict.fromkeys(KINDS, 0)
     for name, size in sizes.items():
         top = name.partition("/")[0]
@@ -55,26 +54,10 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
 
 
 def count(run: str) -> int:
-    """Return how many runs go with a run, or with a sweep.
-
-    Args:
-        run: a run directory, the folder of a sweep, or the URL of a run.
-
-    Raises:
-        ConfigError: it can't be removed.
-    """
     return 1 if RunRef.own(run).is_stored and _stored_run(run) else len(removable(run))
 
 
 def removable(run: str) -> list[Path]:
-    """Return the run directories that go with a run or a sweep.
-
-    Args:
-        run: a run directory, or the folder of a sweep.
-
-    Raises:
-        ConfigError: it is a link or no run, or the sweep goes on.
-    """
     folder = Path(RunRef.own(run).place)
     if folder.is_symlink():
         raise ConfigError(f"{run} is a link: give the folder itself, {os.path.realpath(folder)}")
@@ -137,11 +120,6 @@ def _remove_run(run_dir: Path) -> None:
 
 
 def _stored_run(url: str) -> StoredRun:
-    """Return the run at a URL.
-
-    Raises:
-        ConfigError: there is none, it holds other runs, or the store does not answer.
-    """
     found = stored_runs(url)
     run = next((one for one in found if one.place == url.rstrip("/")), None)
     if run is None:
@@ -153,11 +131,6 @@ def _stored_run(url: str) -> StoredRun:
 
 
 def _remove_stored(url: str) -> int:
-    """Remove a run from a store, and return the bytes that are freed.
-
-    Raises:
-        ConfigError: as `_stored_run`, the run is running or was resumed meanwhile, or an object can't be removed.
-    """
     sizes = _stored_run(url).sizes()
     with reachable():
         store = _acquire(url)

@@ -62,12 +62,7 @@ class Index:
             return {}
 
     def write(self, entries: Entries, earlier: Entries) -> None:
-        """Write the index, unless nothing has changed. Where that is not possible, listing is only slower.
-
-        Args:
-            entries: all that there are.
-            earlier: as read before.
-        """
+        """Write the index, unless nothing has changed. Where that is not possible, listing is only slower."""
         self._kept = entries
         if {run: stamp for run, (stamp, _) in entries.items()} == {run: stamp for run, (stamp, _) in earlier.items()}:
             return
@@ -95,14 +90,6 @@ _THREADS = 16
 
 
 def rows(roots: list[str]) -> list[Row]:
-    """Return the rows of all runs below some places.
-
-    Args:
-        roots: folders and URLs; [] for outputs and multirun of the current folder.
-
-    Raises:
-        ConfigError: there is no such folder, or a store does not answer.
-    """
     found: dict[str, Row] = {}
     for root in roots or [name for name in DEFAULT_ROOTS if Path(name).is_dir()]:
         place = results_root.plain_path(root)
@@ -122,7 +109,6 @@ def local_rows(root: str, index: Index | None = None) -> Iterator[Row]:
     """Yield the row of each run below a folder.
 
     Args:
-        root: the folder.
         index: to use, and to keep up to date; None for none.
     """
     earlier = index.read() if index else {}
@@ -218,11 +204,6 @@ def stamp_of(entries: dict[str, os.DirEntry[str]]) -> Stamp:
 
 
 def stored_rows(url: str) -> list[Row]:
-    """Return the rows of all runs below a URL.
-
-    Raises:
-        ConfigError: the store does not answer, or may not be read.
-    """
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(stored_row, stored_runs(url)))
 
@@ -257,7 +238,6 @@ def stored_runs(url: str) -> list[StoredRun]:
 
 
 def stored_row(files: StoredRun) -> Row:
-    """Return the row of a run in a store."""
     state = read_state(files)
     found = row_of(files, state)
     found.status = status.of_stored(state.summary.status if state.summary else "", state.status)
@@ -281,7 +261,6 @@ class SweepJobs:
         self.objective = objective if isinstance(objective, dict) else {}
 
     def fill(self, row: Row) -> None:
-        """Take over the state and the results of a job into its row."""
         job = self.jobs.get(Path(row.run).name)
         if job is None:
             return

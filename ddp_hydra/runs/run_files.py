@@ -34,7 +34,6 @@ class LocalRun:
         """Return the content of a file; b"" if there is none, or it is not a file, or too large.
 
         Args:
-            name: below the run.
             last_bytes: read only so many bytes at the end, of a file of any size; 0: all of it.
         """
         try:
@@ -81,7 +80,6 @@ def open_below(folder: str, name: str) -> int:
 
     Raises:
         OSError: there is no such file, or it is behind a link.
-        ValueError: the name is none.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     *inner, last = name.split("/")
@@ -119,7 +117,6 @@ class StoredRun:
         self.place = f"{store.url}/{folder}".rstrip("/")
 
     def key(self, name: str) -> str:
-        """Return the key of a file in the store."""
         return f"{self._folder}/{name}".lstrip("/")
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
@@ -134,7 +131,6 @@ class StoredRun:
         return content
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each object."""
         if self._listed is not None:
             return self._listed
         with reachable():
@@ -161,15 +157,6 @@ def reachable() -> Iterator[None]:
 
 
 def open_run(run: str) -> RunFiles:
-    """Return the files of the run that a user names.
-
-    Args:
-        run: a run directory, its `checkpoints`, one of these, the URL of a run, or a run directory that points to
-            results elsewhere.
-
-    Raises:
-        ConfigError: there is no run.
-    """
     ref = RunRef.of(run)
     place = ref.folder
     if ref.is_stored:
@@ -195,7 +182,6 @@ MARKS = frozenset({".hydra", "summary.json", "status.json", "metrics.jsonl", res
 
 
 def is_run(names: set[str]) -> bool:
-    """Return whether a folder with these names is a run directory."""
     return not MARKS.isdisjoint(names)
 
 

@@ -41,17 +41,12 @@ class Comparison:
     limit: float
 
     def holds(self, row: Row) -> bool:
-        """Return whether a run has the metric, and it is so."""
         value = value_of(row, self.metric)
         return value is not None and _OPERATORS[self.sign](value, self.limit)
 
 
 def comparison(word: str) -> Comparison | None:
-    """Return the comparison that a word is, "val/loss<0.5"; None for another word.
-
-    Raises:
-        ConfigError: it compares with something that is not a number.
-    """
+    """Return the comparison that a word is, "val/loss<0.5"; None for another word."""
     found = _COMPARISON.fullmatch(word)
     if found is None:
         return None
@@ -82,11 +77,6 @@ class Filter:
     comparisons: Sequence[Comparison] = ()
 
     def choose(self, rows: Sequence[Row]) -> list[Row]:
-        """Return the rows that are chosen.
-
-        Raises:
-            ConfigError: there is no such status, `since` is not a date, or no run has a metric that is compared.
-        """
         for word in _words(self.status):
             if word not in STATUSES:
                 raise ConfigError(f"status={word}: give {', '.join(STATUSES)}, several with commas")
@@ -107,11 +97,7 @@ class Filter:
 
 
 def begin_of(text: str) -> float:
-    """Return a time in seconds since 1970, from a local date or from "7d" for seven days ago.
-
-    Raises:
-        ConfigError: it is none of them.
-    """
+    """Return a time in seconds since 1970, from a local date or from "7d" for seven days ago."""
     if found := _AGO.fullmatch(text):
         return time.time() - float(found[1]) * _SECONDS[found[2]]
     try:
@@ -128,16 +114,6 @@ def value_of(row: Row, metric: str) -> float | None:
 
 
 def check_metric(metric: str, rows: Sequence[Row], others: Sequence[str] = ()) -> None:
-    """Refuse a metric that no run has.
-
-    Args:
-        metric: its name.
-        rows: of the runs.
-        others: words that are allowed, too.
-
-    Raises:
-        ConfigError: no run has it.
-    """
     if not rows or metric == OBJECTIVE or any(metric in row.metrics for row in rows):
         return
     known = sorted({name for row in rows for name in row.metrics})
@@ -150,11 +126,7 @@ def ordered(rows: Sequence[Row], by: str) -> list[Row]:
     """Order rows: the newest, longest, farthest or best first; by status or folder, from a to z.
 
     Args:
-        rows: of the runs.
         by: one of `SORTS`, or a metric; runs without it come last.
-
-    Raises:
-        ConfigError: no run has that metric.
     """
     if by in ("status", "folder"):
         return sorted(rows, key=lambda row: (row.status if by == "status" else "", row.run))

@@ -24,7 +24,6 @@ SILENT_S = 600.0
 
 
 def of_run_dir(run_dir: Path) -> str:
-    """Return the status of a run by its directory, one of `STATUSES`."""
     state = read_state(LocalRun(run_dir))
     try:
         names = {path.name for path in run_dir.iterdir()}
@@ -34,14 +33,6 @@ def of_run_dir(run_dir: Path) -> str:
 
 
 def of_local(run_dir: str, names: Iterable[str], ended: str, status: Status | None) -> str:
-    """Return the status of a run in a folder.
-
-    Args:
-        run_dir: the run directory.
-        names: of its files and folders.
-        ended: the status in its summary.json, if any.
-        status: its status.json, if there is one.
-    """
     names = set(names)
     if status is not None and status.scheduler is not None:  # a driver has written this folder, through a store
         return of_stored(ended, status)
@@ -71,7 +62,6 @@ def _without_word(run_dir: Path, held: bool | None) -> str:
     """Return the status of a run that has left its lock and no summary.
 
     Args:
-        run_dir: the run directory.
         held: False: nobody on this host holds the lock; None: the file system can't tell.
     """
     holder = LocalRun(run_dir).read(LOCK).decode(errors="replace")

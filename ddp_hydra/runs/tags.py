@@ -24,12 +24,7 @@ _TRIES = 5
 
 
 def read(files: RunFiles, of_config: object) -> list[str]:
-    """Return the tags of a run.
-
-    Args:
-        files: of the run.
-        of_config: the tags of its config.
-    """
+    """Return the tags of a run."""
     try:
         kept = json.loads(files.read(NAME) or b"null")
     except (ValueError, RecursionError):
@@ -39,16 +34,6 @@ def read(files: RunFiles, of_config: object) -> list[str]:
 
 
 def change(files: RunFiles, of_config: object, words: Sequence[str]) -> list[str]:
-    """Add and remove tags, and return those that the run has now. It may be running.
-
-    Args:
-        files: of the run.
-        of_config: the tags of its config.
-        words: "+good" adds a tag, "-old" removes one.
-
-    Raises:
-        ConfigError: a word is none of them, the run has no such tag, or it cannot be written.
-    """
     for word in words:
         if word[:1] not in ("+", "-") or not _TAG.fullmatch(word[1:]):
             raise ConfigError(
@@ -63,11 +48,6 @@ def change(files: RunFiles, of_config: object, words: Sequence[str]) -> list[str
 
 
 def changed(tags: Sequence[str], words: Sequence[str]) -> list[str]:
-    """Return tags with the changes of `words`.
-
-    Raises:
-        ConfigError: a tag to remove is not there, or there are too many.
-    """
     found = list(dict.fromkeys(tags))
     for word in words:
         sign, tag = word[0], word[1:]
@@ -80,7 +60,6 @@ def changed(tags: Sequence[str], words: Sequence[str]) -> list[str]:
 
 
 def _change_stored(files: StoredRun, of_config: object, words: Sequence[str]) -> list[str]:
-    """Write the tags only if nobody else has written them since they were read."""
     for _ in range(_TRIES):
         with reachable():
             etag = files.store.etag(files.key(NAME))

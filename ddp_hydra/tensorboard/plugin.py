@@ -58,7 +58,6 @@ class RunsPlugin(base_plugin.TBPlugin):
 
     @functools.cached_property
     def runs(self) -> RunList:
-        """Return the list of runs."""
         from ddp_hydra.tensorboard.run_list import RunList
 
         return RunList(self.roots)

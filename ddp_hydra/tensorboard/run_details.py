@@ -29,11 +29,6 @@ _LOG = re.compile(r"logs/rank-(\d{1,6})\.log")
 
 
 def of_run(files: RunFiles) -> dict[str, Any]:
-    """Return all that the page shows of a run.
-
-    Raises:
-        ConfigError: a store does not answer.
-    """
     found = details.of(files)
     state = read_state(files)
     summary = state.summary or Summary(status="")
@@ -60,14 +55,12 @@ def of_run(files: RunFiles) -> dict[str, Any]:
 
 
 def attempt_of(entry: AttemptEntry) -> dict[str, Any]:
-    """Return an attempt that failed."""
     (short,) = failed_attempts([entry])
     counts = {"world_size": entry.world_size, "steps_done": entry.steps_done}
     return {**short, **counts, "failure": failure_of(entry.failure)}
 
 
 def failure_of(failure: FailureEntry | None) -> dict[str, Any] | None:
-    """Return a failure with its texts cut; None if there is none."""
     if failure is None:
         return None
     long = {name: getattr(failure, name)[:MOST_TRACEBACK] for name in ("message", "traceback")}
@@ -98,7 +91,6 @@ def progress(files: RunFiles, objective: str) -> dict[str, Any]:
 
 
 def logs(files: RunFiles) -> list[dict[str, int]]:
-    """Return rank and size in bytes of each log."""
     found = [
         {"rank": int(name[1]), "bytes": size}
         for path, size in files.sizes().items()
@@ -108,25 +100,11 @@ def logs(files: RunFiles) -> list[dict[str, int]]:
 
 
 def log(files: RunFiles, rank: int) -> dict[str, Any]:
-    """Return the end of the log of a rank.
-
-    Raises:
-        ConfigError: a store does not answer.
-    """
     content = files.read(f"logs/rank-{rank}.log", LOG_BYTES)
     return {"rank": rank, "text": content.decode(errors="replace"), "is_cut": len(content) >= LOG_BYTES}
 
 
 def comparison(runs: Sequence[RunFiles], names: Sequence[str]) -> dict[str, Any]:
-    """Return what differs between two or more runs, as texts.
-
-    Args:
-        runs: to compare.
-        names: of them, as the page shows them.
-
-    Raises:
-        ConfigError: a store does not answer.
-    """
     found = details.between(*runs)
     parts = {part: _texts_of(found[part]) for part in ("choices", "config", "metrics")}
     return {"names": list(names), "status": found["status"], "code": found["code"], **parts}

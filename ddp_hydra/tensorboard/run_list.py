@@ -75,7 +75,6 @@ class RunList:
 
         Args:
             instance: as the page got it before; all rows are returned if it is another one, "" for example.
-            since: the version that the page has.
             filter_text: words as `ddp-hydra runs ls` takes them, and "sweep=<name>"; others are looked for in names,
                 overrides, tags and messages.
 
@@ -99,12 +98,7 @@ class RunList:
             return found
 
     def files(self, key: str) -> RunFiles:
-        """Return the files of the run with an id. Links are not followed, nor are pointers to results elsewhere.
-
-        Raises:
-            NoSuchRunError: there is none.
-            ConfigError: a store does not answer.
-        """
+        """Return the files of the run with an id. Links are not followed, nor are pointers to results elsewhere."""
         with self._lock:
             if key not in self._runs:
                 self._look()
@@ -119,7 +113,6 @@ class RunList:
         return LocalRun(place)
 
     def name(self, key: str) -> str:
-        """Return the name of the run with an id, as the page shows it."""
         with self._lock:
             return str(self._runs[key].shown["name"]) if key in self._runs else ""
 
@@ -148,7 +141,6 @@ class RunList:
         return list(find.local_rows(root, index=self._indexes[root])) if Path(root).is_dir() else []
 
     def _take_over(self, seen: dict[str, Listed]) -> None:
-        """Note which rows have changed."""
         version = self._version + 1
         for key, one in seen.items():
             before = self._runs.get(key)
@@ -179,15 +171,6 @@ class RunList:
 
 
 def choose(runs: Sequence[Listed], filter_text: str) -> list[str]:
-    """Return the ids of the runs that a filter takes.
-
-    Args:
-        runs: all of them.
-        filter_text: "status=done val/accuracy>0.9 optimizer.lr=0.1 night".
-
-    Raises:
-        ConfigError: a status, date or metric is not known, or a metric is compared with no number.
-    """
     try:
         words = shlex.split(filter_text)
     except ValueError:  # a quote that is still open

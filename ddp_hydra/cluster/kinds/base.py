@@ -69,22 +69,15 @@ class Manager:
 
     @property
     def name(self) -> str:
-        """Return the name of the cluster's class."""
         return self.target.rpartition(".")[2]
 
     @property
     def expected(self) -> int:
-        """Return how many workers to wait for."""
         return self.n_workers or 1
 
     # -- before anything is started ------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Check the config before anything is started.
-
-        Raises:
-            ClusterError: it cannot work; says what to install, or what to give instead.
-        """
         for package in (self.target.partition(".")[0], *self.required_packages):
             if not is_installed(package):
                 extra = EXTRAS.get(package)
@@ -99,12 +92,10 @@ class Manager:
 
     @property
     def can_keep(self) -> bool:
-        """Return whether the cluster can go on without this process."""
         return "shutdown_on_close" in self.accepted
 
     @property
     def accepted(self) -> Mapping[str, inspect.Parameter]:
-        """Return the parameters that the cluster's class names."""
         try:
             with signals_kept():
                 return inspect.signature(get_object(self.target)).parameters
@@ -127,28 +118,20 @@ class Manager:
         return self.instantiate(self.target, arguments)
 
     def instantiate(self, target: str, arguments: Mapping[str, Any]) -> Any:
-        """Call a class or function, with plain lists and dicts of Python."""
         objects = {key: value for key, value in arguments.items() if not isinstance(value, _PLAIN)}
         plain = {key: value for key, value in arguments.items() if key not in objects}
         with signals_kept():  # Hydra 1.4 takes no objects, such as a loop, in a node
             return instantiate({"_target_": target, "_convert_": "all", **plain}, **objects)
 
     def client(self, cluster: Any) -> Any:
-        """Connect; return the `distributed.Client`."""
         return cluster.get_client()
 
     def scale(self, cluster: Any, workers: int) -> None:
-        """Ask for `n_workers` workers, if the class has no such argument.
-
-        Args:
-            cluster: that was started.
-            workers: how many run already.
-        """
+        """Ask for `n_workers` workers, if the class has no such argument."""
         if self.n_workers is not None and "n_workers" not in self.accepted and hasattr(cluster, "scale"):
             cluster.scale(self.n_workers)
 
     def reuse_with(self, cluster: Any) -> str:
-        """Return what to type to use a kept cluster again."""
         name = getattr(cluster, "name", None)
         if name is None:
             return f"cluster=remote cluster.address={cluster.scheduler_address}"
@@ -157,7 +140,6 @@ class Manager:
     # -- errors --------------------------------------------------------------------------------------------
 
     def explain(self, error: BaseException) -> str:
-        """Say why the cluster did not start."""
         hint = f": {self.hint}" if self.hint else ""
         return f"cluster {self.target} could not be started: {str(error) or repr(error)} ({type(error).__name__}){hint}"
 

@@ -68,7 +68,6 @@ class Local(Manager):
             runner.stop()
 
     def status(self, cluster: Any) -> str:
-        """Say which worker processes have ended."""
         dead = [name for name, nanny in cluster.workers.items() if getattr(nanny, "pid", 1) is None]
         return f"the processes of workers {', '.join(map(str, dead))} have ended" if dead else ""
 
@@ -77,7 +76,6 @@ class LocalCuda(Local):
     """`dask_cuda.LocalCUDACluster`: one worker for each GPU; the GPU is cuda:0 of its rank."""
 
     def check(self) -> None:
-        """Check that there are as many GPUs as workers."""
         if isinstance(given := self.arguments.get("CUDA_VISIBLE_DEVICES"), int):  # Hydra makes a number of 1
             self.arguments["CUDA_VISIBLE_DEVICES"] = [given]
         there = len(visible) if (visible := self.visible()) is not None else gpus.count()
@@ -171,11 +169,9 @@ class Ssh(Manager):
         """Do nothing: the list of hosts determines the number of workers."""
 
     def status(self, cluster: Any) -> str:
-        """Repeat the last lines that came over ssh."""
         return f"the hosts said: {' | '.join(self.last_lines.lines)}" if self.last_lines.lines else ""
 
     def explain(self, error: BaseException) -> str:
-        """Add the last lines that came over ssh, and what can be wrong there."""
         reason = super().explain(error)
         output = f". It said: {' | '.join(self.last_lines.lines)}" if self.last_lines.lines else ""
         return (
@@ -192,11 +188,9 @@ class LastLines(logging.Handler):
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a log record's message."""
         self.add(record.getMessage())
 
     def add(self, line: str) -> None:
-        """Keep a line."""
         self.lines = [*self.lines, line.strip()][-KEPT_LINES:]
 
     async def read(self, stream: Any) -> None:
@@ -228,8 +222,7 @@ class Remote:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leave the cluster as it is."""
+    def __exit__(self, *_: object) -> None: ...
 
     def get_client(self) -> Any:
         """Connect; clusters of Dask have a method of this name, too.
@@ -253,7 +246,6 @@ class RemoteManager(Manager):
     can_keep = True
 
     def check(self) -> None:
-        """Check that exactly one of address and scheduler_file is given."""
         super().check()
         if bool(self.arguments.get("address")) == bool(self.arguments.get("scheduler_file")):
             raise ClusterError(

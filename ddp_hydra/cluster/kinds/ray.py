@@ -28,7 +28,6 @@ class Ray(Manager):
         self.arguments["runtime_env"] = environment
 
     def check(self) -> None:
-        """Refuse what can't be placed."""
         super().check()
         strategy = self.arguments.get("strategy")
         if strategy is not None and strategy not in STRATEGIES:
@@ -40,12 +39,10 @@ class Ray(Manager):
             )
 
     def open(self) -> Any:
-        """Start the cluster, or use the running one of this name."""
         self.arguments["keep"] = self.keep
         return super().open()
 
     def explain(self, error: BaseException) -> str:
-        """Say what can be wrong with the address, the name or what Ray installs."""
         name = self.arguments.get("name")
         if name is not None and isinstance(error, ValueError):
             return f"no cluster of the name {name} runs on this Ray: leave out cluster.name={name} to start one"
@@ -55,9 +52,7 @@ class Ray(Manager):
         return super().explain(error)
 
     def reuse_with(self, cluster: Any) -> str:
-        """Return what to type to use a kept cluster again."""
         return f"cluster=ray cluster.address={self.arguments['address']} cluster.name={cluster.name}"
 
     def status(self, cluster: Any) -> str:
-        """Say what Ray knows of the placement group."""
         return str(cluster.describe())

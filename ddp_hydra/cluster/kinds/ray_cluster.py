@@ -102,11 +102,6 @@ class RayCluster:
             self.workers.append(worker.remote([*command, "--name", name], config))
 
     def _find(self) -> None:
-        """Find the processes of a kept cluster.
-
-        Raises:
-            ValueError: it runs no more.
-        """
         self.scheduler = ray.get_actor(f"{self.name}-scheduler", NAMESPACE)
         self.group = ray.util.get_placement_group(self.name)
         for number in range(len(self.group.bundle_specs)):
@@ -115,17 +110,14 @@ class RayCluster:
         self._address()
 
     def _address(self) -> None:
-        """Wait for the address of the scheduler."""
         self.scheduler_address: str = ray.get(self.scheduler.address.remote(START_S), timeout=2 * START_S)
 
     def get_client(self) -> Any:
-        """Connect; return the `distributed.Client`."""
         from distributed import Client
 
         return Client(self.scheduler_address)
 
     def describe(self) -> str:
-        """Return what Ray says of the workers that are not there."""
         state = ray.util.placement_group_table(self.group)["state"]
         wanted = " ".join(f"{kind}={amount:g}" for kind, amount in self.bundle.items())
         total, free = ray.cluster_resources(), ray.available_resources()
@@ -133,7 +125,6 @@ class RayCluster:
         return f"Ray's placement group of {self.n_workers} x {{{wanted}}} is {state}; Ray has {there}"
 
     def close(self) -> None:
-        """End the cluster, unless it is kept; and the connection to Ray."""
         if self.shutdown_on_close:
             for actor in (*self.workers, self.scheduler):
                 with contextlib.suppress(Exception):  # it has ended already
@@ -151,12 +142,6 @@ class RayCluster:
 
 @contextlib.contextmanager
 def connected(address: str | None, cpus: int) -> Iterator[None]:
-    """Connect this process to Ray for the block.
-
-    Args:
-        address: see `RayCluster`.
-        cpus: that a Ray that is started here has at least, as a local Dask cluster takes any number of workers.
-    """
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"address": address}
         if address is None:
@@ -222,11 +207,6 @@ class DaskProcess:
         threading.Thread(target=self._end_with_child, daemon=True).start()
 
     def address(self, timeout_s: float) -> str:
-        """Return the address of the scheduler.
-
-        Raises:
-            RuntimeError: it has ended, or takes longer than the timeout.
-        """
         deadline = time.monotonic() + timeout_s
         while not self.found:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -257,7 +237,6 @@ class DaskProcess:
 
 
 def own_address() -> str:
-    """Return the address under which the other nodes of Ray reach this one."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()

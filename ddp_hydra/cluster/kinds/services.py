@@ -31,7 +31,6 @@ class Slurm(Manager):
     hint = "the queue's limits may say no (cluster.queue, account, walltime, cores, memory)"
 
     def check(self) -> None:
-        """Check that SLURM is installed here."""
         super().check()
         if shutil.which("sbatch") is None:
             raise ClusterError(
@@ -40,7 +39,6 @@ class Slurm(Manager):
             )
 
     def open(self) -> Any:
-        """Start the cluster; have its batch jobs keep the messages of sbatch."""
         self.refusals: list[str] = []
         directives = list(self.arguments.get("job_extra_directives") or [])
         own_folder = self.arguments.get("log_directory") or dask.config.get("jobqueue.slurm.log-directory", None)
@@ -59,7 +57,6 @@ class Slurm(Manager):
             return make(job_cls=job_class_that_notes_refusals(get_object(target).job_cls, self.refusals))
 
     def refusal(self, cluster: Any) -> str:
-        """Say why sbatch refused, once it has answered for all batch jobs."""
         if not self.refusals or len(cluster.workers) < len(cluster.worker_spec):
             return ""
         reasons = " / ".join(dict.fromkeys(self.refusals))
@@ -70,7 +67,6 @@ class Slurm(Manager):
         )
 
     def status(self, cluster: Any) -> str:
-        """Say which state each batch job has in the queue."""
         jobs = [str(job.job_id) for job in cluster.workers.values() if getattr(job, "job_id", None)]
         if not jobs:
             return "sbatch has not taken any job yet"
@@ -107,7 +103,6 @@ def job_class_that_notes_refusals(kind: Any, refusals: list[str]) -> Any:
 
 
 def sbatch_message(error: str) -> str:
-    """Extract the message of sbatch from dask-jobqueue's error."""
     lines = error.rpartition("stderr:\n")[2].splitlines()
     messages = [line.removeprefix("sbatch: ").removeprefix("error: ").strip() for line in lines]
     return "; ".join(filter(None, messages)) or " ".join(error.split())
@@ -130,7 +125,6 @@ class Kubernetes(Manager):
     hint = "is the Dask operator installed there, and does `kubectl get daskclusters` work from here?"
 
     def open(self) -> Any:
-        """Create the resource, or connect to the existing one of this name."""
         given = {"n_workers": self.expected, **self.arguments}
         given["name"] = given.get("name") or _unique_name()
         given.setdefault("quiet", True)
@@ -140,7 +134,6 @@ class Kubernetes(Manager):
         return self.instantiate(self.target, given)
 
     def scale(self, cluster: Any, workers: int) -> None:
-        """Ask for more workers if the existing cluster has fewer."""
         if self.n_workers is not None and self.n_workers > (cluster.n_workers or 0):
             cluster.scale(self.n_workers)
 
@@ -153,9 +146,7 @@ def cluster_spec(name: str, n_workers: int, worker_command: Any = None, **native
     """Make the `DaskCluster` resource that KubeCluster would make, with commands that exist.
 
     Args:
-        name: of the cluster.
         n_workers: number of pods; each has one worker.
-        worker_command: a list of words, or one string.
         native: image, resources, env, idle_timeout, jupyter, scheduler_service_type, as in KubeCluster.
     """
     from dask_kubernetes.operator import make_cluster_spec
@@ -221,7 +212,6 @@ class Gateway(Manager):
     hint = "the logs of the gateway's server say more"
 
     def open(self) -> Any:
-        """Start a cluster, or use the running one of this name."""
         name = self.arguments.get("name")
         if name is None:
             self.arguments.pop("name", None)
@@ -240,7 +230,6 @@ class Gateway(Manager):
                 log.warning("gateway: %s", warning.message)
 
     def explain(self, error: BaseException) -> str:
-        """Say which arguments can be wrong."""
         kind, name = type(error).__name__, self.arguments.get("name")
         if kind == "GatewayClusterError" or name is None:
             advice = "" if kind.startswith("Gateway") else f". {QUESTION}"
@@ -249,7 +238,6 @@ class Gateway(Manager):
         return f"{super().explain(error)}{advice}"
 
     def status(self, cluster: Any) -> str:
-        """Say which status the gateway gives the cluster."""
         return f"the gateway says that {cluster.name} is {cluster.gateway.get_cluster(cluster.name).status.name}"
 
 
@@ -259,7 +247,6 @@ class Saturn(Manager):
     hint = "its page in Saturn Cloud may say more"
 
     def check(self) -> None:
-        """Check that the credentials are set."""
         super().check()
         missing = [name for name in ("SATURN_BASE_URL", "SATURN_TOKEN") if not os.environ.get(name)]
         if missing:
@@ -273,7 +260,6 @@ class Saturn(Manager):
         return Scheduler(cluster.scheduler_address, cluster.security).client()
 
     def scale(self, cluster: Any, workers: int) -> None:
-        """Ask for more workers if the running cluster has fewer."""
         if self.n_workers is not None and 0 < workers < self.n_workers:
             cluster.scale(self.n_workers)
 
@@ -282,5 +268,4 @@ class Saturn(Manager):
         return "cluster=saturn"
 
     def status(self, cluster: Any) -> str:
-        """Say which status Saturn Cloud gives the cluster."""
         return f"Saturn Cloud says that the cluster {cluster.name} is {cluster.status}"
