@@ -96,7 +96,6 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id."""
         assert self.process.pid is not None
         return self.process.pid
 
@@ -114,7 +113,6 @@ class ForkedProcess:
         return True
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -137,12 +135,10 @@ class ForkedProcess:
 
 
 def wait_for_message(processes: Sequence[ForkedProcess], timeout_s: float) -> None:
-    """Wait until one of the processes has sent a message or ended."""
     connection.wait([process.pipe for process in processes], timeout_s)
 
 
 def redirect(output: Path) -> None:
-    """Append to a file the output of this process and of those that it starts, from now on."""
     output.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for number in (1, 2):
@@ -154,14 +150,7 @@ def redirect(output: Path) -> None:
 
 
 def lock(folder: Path) -> int:
-    """Keep other processes from running a sweep in the same folder.
-
-    Returns:
-        A file descriptor that holds the lock.
-
-    Raises:
-        ConfigError: another process holds the lock.
-    """
+    """Keep other processes from running a sweep in the same folder; return what holds the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -173,6 +162,5 @@ def lock(folder: Path) -> int:
 
 
 def unlock(handle: int) -> None:
-    """Release the lock of a folder."""
     LOCKS.remove(handle)
     os.close(handle)

@@ -56,11 +56,6 @@ class JobOutcome:
 
 
 def preload(is_ours: bool) -> None:
-    """Import the modules that every job needs, and pack the project.
-
-    Args:
-        is_ours: whether the jobs have configs of ours.
-    """
     from distributed.versions import get_versions
 
     for name in PRELOAD if is_ours else ():
@@ -76,14 +71,6 @@ def preload(is_ours: bool) -> None:
 def run_planned_job(
     planned: PlannedJob, context: HydraContext, task: TaskFunction, scheduler: Scheduler | None
 ) -> JobOutcome:
-    """Run one job through Hydra.
-
-    Args:
-        planned: the job.
-        context: Hydra's.
-        task: the app's function.
-        scheduler: of the sweep's cluster, if it has one.
-    """
     if scheduler is not None:
         connect.use_existing(scheduler)
     if scheduler is not None and not planned.is_ours:
@@ -115,7 +102,6 @@ def run_planned_job(
 
 
 def describe_exit(error: SystemExit) -> str:
-    """Return a message for a task that has called sys.exit."""
     if error.code in (None, 0):
         return "the task exited with code 0 (sys.exit) before it returned"
     if isinstance(error.code, int):
@@ -124,7 +110,6 @@ def describe_exit(error: SystemExit) -> str:
 
 
 def print_traceback(error: BaseException) -> str:
-    """Print a traceback into the job's log, and return it."""
     trace = traceback_of(error)
     print(trace, flush=True)  # noqa: T201
     return trace

@@ -22,7 +22,7 @@ _open: list[GangLauncher] = []
 
 
 def close_all() -> None:
-    """Close all sweeps and their clusters. Hydra does not tell a launcher when its sweep is over."""
+    """Close all sweeps: Hydra does not tell a launcher when its sweep is over."""
     for launcher in list(_open):
         launcher.close()
 
@@ -68,15 +68,7 @@ class GangLauncher(Launcher):
         atexit.register(close_all)  # registered last, so that it runs before multiprocessing waits for its children
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        """Run one batch of jobs. Called by Hydra.
-
-        Args:
-            job_overrides: the overrides of each job.
-            initial_job_idx: number of the first.
-
-        Returns:
-            One result per job, in order; reading the value of a failed one raises its error.
-        """
+        """Return one result per job, in order; reading the value of a failed one raises its error. Called by Hydra."""
         self._hide_secrets()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         assert self.sweep is not None, "setup comes first"
@@ -88,7 +80,6 @@ class GangLauncher(Launcher):
             raise
 
     def close(self) -> None:
-        """Close this sweep and its cluster."""
         sweep, self.sweep = self.sweep, None
         if sweep is not None:
             _open.remove(self)

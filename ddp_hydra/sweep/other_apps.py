@@ -20,17 +20,7 @@ from ddp_hydra.config.hydra_compat import allowing, targets_allowed_by
 
 
 def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[[DictConfig], Any]:
-    """Return a task function that runs `task` on each rank of a gang, inside its process group.
-
-    Args:
-        task: finds RANK, WORLD_SIZE and so on in the environment, and `torch.distributed` initialised.
-        ranks: number of ranks.
-        context: Hydra's.
-
-    Returns:
-        A function of the config that returns what rank 0 returned: None, a number, a text, a tensor, or a list or
-        dict of such.
-    """
+    """Return a task function that runs `task` on each rank of a gang, and returns what rank 0 returned."""
 
     def run(cfg: DictConfig) -> Any:
         from ddp_hydra.cluster import connect
@@ -52,12 +42,7 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
 
 
 def run_task(call: bytes, path: list[str]) -> Any:
-    """Run the task on a rank.
-
-    Args:
-        call: the task and its config, pickled by `on_ranks`.
-        path: the folders of the app's modules.
-    """
+    """Run the task on a rank; `call` is pickled by `on_ranks`, and `path` has the folders of the app's modules."""
     sys.path += [folder for folder in path if folder not in sys.path]
     task, cfg, hydra_cfg, state, targets = cloudpickle.loads(call)
     setup_globals()
@@ -70,11 +55,6 @@ def run_task(call: bytes, path: list[str]) -> Any:
 
 
 def set_up_logging(hydra_cfg: DictConfig) -> None:
-    """Set up logging on rank 0 as `hydra.job_logging` says: to the terminal and into `<app>.log`.
-
-    Args:
-        hydra_cfg: the config of `HydraConfig`.
-    """
     try:
         configure_log(hydra_cfg.hydra.job_logging, hydra_cfg.hydra.verbose)
     except ValueError as error:  # the job's folder is on another host

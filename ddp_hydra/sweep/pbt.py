@@ -45,7 +45,6 @@ class PopulationSweeper(Sweeper):
         self.folders: list[str] = []
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Check the options, and make the launcher. Called by Hydra."""
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.population import PopulationSettings
         from ddp_hydra.sweep.settings import objective_of
@@ -66,18 +65,6 @@ class PopulationSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        """Train all generations. Called by Hydra.
-
-        Args:
-            arguments: the overrides as typed.
-
-        Returns:
-            The results of each generation.
-
-        Raises:
-            ConfigError: there is nothing to search, or a key is the sweeper's own.
-            SweepFailed: all members of a generation have failed.
-        """
         from ddp_hydra.config import redact
         from ddp_hydra.sweep.population import first_generation, next_generation, ranked
 
@@ -103,7 +90,6 @@ class PopulationSweeper(Sweeper):
         return returns
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:
-        """Return the overrides of all jobs, and the keys to search."""
         from ddp_hydra.sweep import population
 
         words = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
@@ -120,7 +106,6 @@ class PopulationSweeper(Sweeper):
         return fixed, searched
 
     def train(self, generation: int, members: Sequence[Member], fixed: Sequence[str]) -> Sequence[JobReturn]:
-        """Train one generation; `fixed` are overrides of all its jobs."""
         pause = self.settings.pause_after(generation)
         batch = []
         for member in members:
@@ -147,18 +132,15 @@ class PopulationSweeper(Sweeper):
 
 
 def score_of(result: JobReturn) -> float | None:
-    """Return the objective of a job; None if it has failed."""
     value = result._return_value if result.status == JobStatus.COMPLETED else None
     return float(value) if isinstance(value, int | float) else None
 
 
 def folder_of(result: JobReturn) -> str:
-    """Return the run directory of a job."""
     if result.hydra_cfg is not None:
         return str(result.hydra_cfg.hydra.runtime.output_dir)
     return str(result.working_dir)  # of a job that ended in an earlier run of the sweep
 
 
 def quoted(path: str) -> str:
-    """Return a path as the value of an override."""
     return path if re.fullmatch(r"[\w./-]+", path) else QuotedString(path, Quote.single).with_quotes()

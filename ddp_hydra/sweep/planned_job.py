@@ -38,11 +38,7 @@ class CompactReturn(JobReturn):
             setattr(self, name, self.__dict__.pop(name, None))
 
     def shrink(self, other: CompactReturn) -> None:
-        """Compress the configs again, by what they have in common with those of another result: nearly all.
-
-        Args:
-            other: it is kept as long as this one; nothing is done if it is this one.
-        """
+        """Compress the configs again, by what they have in common with another result's: nearly all."""
         if other is self:
             return
         for name in ("_cfg", "_hydra_cfg"):
@@ -92,7 +88,7 @@ class RemoteTraceback(Exception):
 
 
 def with_trace(result: JobReturn, trace: str) -> JobReturn:
-    """Add to an error the traceback that it had in the job's process. Hydra 1.4 does that itself."""
+    """Add the traceback in the job's process to its error. Hydra 1.4 does that itself."""
     error = result._return_value
     if isinstance(error, BaseException) and getattr(result, "_remote_traceback", None) is None:
         error.__cause__ = RemoteTraceback(trace)
@@ -100,7 +96,6 @@ def with_trace(result: JobReturn, trace: str) -> JobReturn:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an error in one line."""
     if isinstance(error, DdpHydraError):
         return first_line(str(error))
     return first_line(": ".join(filter(None, [type(error).__name__, message_of(error)])))
@@ -156,23 +151,19 @@ class PlannedJob:
 
     @property
     def is_composed(self) -> bool:
-        """Return whether its config is composed."""
         return "hydra" in self.config
 
     @property
     def is_dry(self) -> bool:
-        """Return whether it is a dry run."""
         return self.is_ours and bool(self.config.get("dry_run"))
 
     @property
     def task_config(self) -> DictConfig | None:
-        """Return its config without Hydra's own part."""
         if not self.is_composed:
             return None
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
 
     def fail(self, error: Exception) -> None:
-        """Let it fail before it starts."""
         self.row.state, self.row.message = State.failed, first_line(str(error))
         self.result = self.failed_return(error)
 
@@ -186,7 +177,6 @@ class PlannedJob:
         return self._return(JobStatus.COMPLETED, value)
 
     def earlier_return(self) -> JobReturn:
-        """Return the result that the job had in an earlier run of the sweep."""
         if self.row.state in (State.done, State.paused, State.stopped):
             return self.value_return()
         reason = f"job {self.row.number} failed before ({self.row.message})"
@@ -199,7 +189,6 @@ class PlannedJob:
 
 
 def without_hydras(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that are not of Hydra's own part; jobs with the same ones are the same job."""
     return [override for override in overrides if not override.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
@@ -221,7 +210,6 @@ def is_ours(config: DictConfig) -> bool:
 
 
 def need_of(config: DictConfig) -> Need:
-    """Return what a job of ours needs."""
     if config.get("dry_run") or is_inline(config.cluster):
         return Need()
     ranks, each = config.dispatch.ranks, config.dispatch.ranks_per_worker
@@ -235,11 +223,7 @@ def is_paused(row: Row) -> bool:
 
 
 def take_over_folder(planned: PlannedJob) -> None:
-    """Resume a job that an earlier run of the sweep had started when it was killed, and had not noted yet.
-
-    Raises:
-        ConfigError: the folder contains the results of another job, which must not be written over.
-    """
+    """Resume a job that an earlier run of the sweep had started when it was killed, and had not noted yet."""
     saved = planned.folder / ".hydra" / "overrides.yaml"
     if not saved.is_file():
         return
@@ -253,12 +237,7 @@ def take_over_folder(planned: PlannedJob) -> None:
 
 
 def resume(planned: PlannedJob, spent_s: float) -> None:
-    """Let a job of ours resume from its last checkpoint, if it has one.
-
-    Args:
-        planned: the job.
-        spent_s: how long it has taken so far, in seconds.
-    """
+    """Let a job of ours resume from its last checkpoint, if it has one."""
     checkpoints = planned.folder / "checkpoints" / "manifest.json"
     if planned.is_ours and checkpoints.is_file():
         with open_dict(planned.config):
@@ -267,18 +246,13 @@ def resume(planned: PlannedJob, spent_s: float) -> None:
 
 
 def first_need(config: DictConfig) -> Need:
-    """Return what the first job of a sweep probably needs, before it is composed.
-
-    Args:
-        config: of the sweep, without the swept overrides.
-    """
+    """Return what the first job of a sweep probably needs, before it is composed."""
     with hydra_config_of(config):
         swept = [override for override in config.hydra.overrides.task if override.startswith("cluster")]
         return need_of(config) if is_ours(config) and not any("," in override for override in swept) else Need()
 
 
 def own_need(ranks: int | None, config: Any) -> Need:
-    """Return what tasks of other apps need, by `hydra.launcher.ranks` and `hydra.launcher.cluster`."""
     if ranks is None:
         return Need()
     settings = {"_target_": "distributed.LocalCluster", **(config or {})}

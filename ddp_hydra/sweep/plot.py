@@ -67,7 +67,6 @@ class Plotter:
         self._send(is_last=False)
 
     def finish(self) -> None:
-        """Wait until all is drawn."""
         if self.process is not None:
             self._send(is_last=True)
             self.process.process.join(DRAW_S)
@@ -175,7 +174,6 @@ def _words(config: Repeated) -> str:
 
 
 def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, over_seeds: Sequence[Repeated]) -> None:
-    """Draw a point for each job, and a line through the best job or mean of each value."""
     at = scale.positions
     good = _good(rows, objective)
     means = [(at[one.jobs[0]], one.mean, one.sd) for one in over_seeds if one.mean is not None and _is_drawn(one)]
@@ -217,7 +215,6 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, 
 
 
 def _mark(axes: Axes, scale: Scale) -> None:
-    """Set scale, limits and ticks of the axis of the swept values."""
     numbers = sorted(set(scale.numbers.values()))
     if not numbers:
         _mark_texts(axes, scale)
@@ -305,7 +302,6 @@ def _star(axes: Axes, x: float, y: float, size: int) -> None:
 
 
 def _is_grid(one: Scale, other: Scale) -> bool:
-    """Return whether nearly every pair of values has a job."""
     sizes = len(one.categories), len(other.categories)
     pairs = {(one.values[job], other.values[job]) for job in one.values}
     return min(sizes) >= 2 and max(sizes) <= _MAX_GRID and len(pairs) >= _NEARLY_FULL * sizes[0] * sizes[1]
@@ -333,7 +329,7 @@ def _value(row: Row) -> float:
 
 
 def _log_values(rows: Sequence[Row], objective: Objective) -> bool:
-    """Return whether to use a logarithmic axis: on a linear one, a very high loss would flatten the others."""
+    """On a linear axis, a very high loss would flatten the others."""
     return objective.maximize is False and needs_logarithm([_value(row) for row in rows if _has_value(row)])
 
 
@@ -355,37 +351,31 @@ class Scale:
 
     @property
     def numbers(self) -> dict[int, float]:
-        """Return the numbers by job number; {} if not all values are numbers."""
         numbers = {job: _number(value) for job, value in self.values.items()}
         found = {job: number for job, number in numbers.items() if number is not None}
         return found if len(found) == len(numbers) else {}
 
     @property
     def categories(self) -> list[str | None]:
-        """Return all values: numbers in order, texts as they were given."""
         numbers = self.numbers
         jobs = sorted(self.values, key=lambda job: numbers.get(job, 0.0))
         return list(dict.fromkeys(self.values[job] for job in jobs))
 
     @property
     def positions(self) -> dict[int, float]:
-        """Return the position on the axis by job number."""
         places = {value: float(place) for place, value in enumerate(self.categories)}
         return self.numbers or {job: places[value] for job, value in self.values.items()}
 
     @property
     def labels(self) -> list[str]:
-        """Return the labels of the categories."""
         return ["none" if value is None else short_text(value) for value in self.categories]
 
 
 def needs_logarithm(numbers: Sequence[float]) -> bool:
-    """Return whether numbers are better placed by their logarithms."""
     return min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_FROM
 
 
 def short_text(text: str, most: int = _MAX_LABEL) -> str:
-    """Return a text as one line of at most so many letters."""
     text = " ".join(plain(text).split()) or "''"
     return text if len(text) <= most else f"{text[: most - 1]}…"
 

@@ -36,7 +36,6 @@ class Interval:
     is_int: bool = False
 
     def draw(self, rng: random.Random) -> str:
-        """Return a number drawn from all."""
         if self.is_log:
             return self._text(math.exp(rng.uniform(math.log(self.low), math.log(self.high))))
         return self._text(rng.uniform(self.low, self.high))
@@ -71,11 +70,9 @@ class Choice:
     values: tuple[str, ...]
 
     def draw(self, rng: random.Random) -> str:
-        """Return a value drawn from all."""
         return rng.choice(self.values)
 
     def change(self, value: str, rng: random.Random, factors: Sequence[float]) -> str:
-        """Return the value before or after it."""
         at = self.values.index(value) + rng.choice((-1, 1))
         return self.values[min(max(at, 0), len(self.values) - 1)]
 
@@ -85,15 +82,7 @@ Dimension = Interval | Choice
 
 
 def parse(words: Sequence[str], config_loader: Any = None) -> tuple[list[str], dict[str, Dimension]]:
-    """Return the overrides that all jobs have, and the keys to search.
-
-    Args:
-        words: overrides in Hydra's syntax; of two for the same key, the later one counts.
-        config_loader: Hydra's.
-
-    Raises:
-        ConfigError: a sweep has no values, or is of a kind that can't be searched.
-    """
+    """Return the overrides that all jobs have, and the keys to search. Of two words for a key, the later one counts."""
     fixed: dict[str, str] = {}
     searched: dict[str, Dimension] = {}
     for override in OverridesParser.create(config_loader=config_loader).parse_overrides(list(words)):
@@ -195,12 +184,6 @@ class Member:
 
 
 def first_generation(space: Mapping[str, Dimension], settings: PopulationSettings) -> list[Member]:
-    """Return the members of the first generation, with values drawn from all.
-
-    Args:
-        space: the keys to search.
-        settings: how many there are, and the seed.
-    """
     rng = random.Random(f"{settings.seed}/0")  # noqa: S311, a search and no secret
     members = range(settings.population)
     return [Member({key: dimension.draw(rng) for key, dimension in space.items()}) for _ in members]
@@ -214,21 +197,10 @@ def next_generation(
     space: Mapping[str, Dimension],
     settings: PopulationSettings,
 ) -> list[Member]:
-    """Return the members of the next generation.
+    """Return the next generation; scores are None for members that have failed. Raise ValueError if all have.
 
     The worst go on from a checkpoint of one of the best, with changed values (truncation selection); so do those that
     have failed. The others go on as they are. What is drawn depends on the seed, the number and the scores only.
-
-    Args:
-        number: of the next generation.
-        members: of the last one.
-        scores: of its members; None for one that failed.
-        maximize: whether higher is better.
-        space: the keys to search.
-        settings: see `PopulationSettings`.
-
-    Raises:
-        ValueError: all have failed.
     """
     rng = random.Random(f"{settings.seed}/{number}")  # noqa: S311
     ranking = ranked(scores, maximize)
@@ -253,7 +225,6 @@ def next_generation(
 
 
 def ranked(scores: Sequence[float | None], maximize: bool) -> list[int]:
-    """Return the places of members from the best to the worst; those without a finite score come last."""
     good = [score if _is_good(score) else None for score in scores]
     return sorted(range(len(scores)), key=lambda place: sort_key(good[place], maximize))
 

@@ -178,7 +178,6 @@ class Pruning:
 
 
 def remove_stored(runs: Sequence[StoredRun], reason: str) -> dict[int, str]:
-    """Remove checkpoints from stores; return by the number of each job why they stay, "" if they are gone."""
     from ddp_hydra.storage.run_ref import remove_checkpoints
 
     found = {}
@@ -214,16 +213,7 @@ def remove(run_dir: Path, reason: str) -> bool:
 
 
 def stored_run(row: Row, run_dir: Path, mirror: str) -> StoredRun | None:
-    """Return the checkpoints of a job in a store; None if they are in its run directory only.
-
-    Args:
-        row: of the job.
-        run_dir: its run directory.
-        mirror: `results.mirror` of the sweep; the job may have one of its own.
-
-    Raises:
-        CheckpointError: the manifest in the run directory can't be read.
-    """
+    """Return the checkpoints of a job in a store; None if they are in its run directory only."""
     from ddp_hydra.storage.run_ref import RunRef
 
     if (results := RunRef.of(run_dir)) != RunRef.own(run_dir):  # of results.handler=cluster

@@ -96,15 +96,7 @@ class Template:
         self.pickled, self.overrides = pickle.dumps(config), tuple(overrides)
 
     def derive(self, master_config: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
-        """Return the config of another job.
-
-        Args:
-            master_config: of the sweep.
-            overrides: of the job; of the same shape.
-
-        Returns:
-            The config that Hydra would compose; None where only Hydra can tell.
-        """
+        """Return the config that Hydra would compose for a job of the same shape; None where only Hydra can tell."""
         others = [parse_override(word) for word in overrides]
         changed = {old: parse_override(new) for old, new in zip(self.overrides, overrides, strict=True) if old != new}
         config: DictConfig = pickle.loads(self.pickled)  # noqa: S301 (by this very process)
@@ -138,7 +130,6 @@ class QuickCopy(DictConfig):
 
 
 def copy_quickly(config: DictConfig) -> None:
-    """Let Hydra copy a job's config quickly: it does so five times before the job begins."""
     for node in (config, config.hydra):
         object.__setattr__(node, "__class__", QuickCopy)
 
@@ -162,18 +153,12 @@ def is_value(config: DictConfig, override: Override, others: Sequence[Override])
 
 
 def groups_of(config: DictConfig) -> Container[str]:
-    """Return the groups that a config has chosen from."""
     groups: Container[str] = OmegaConf.select(config, "hydra.runtime.choices", default=())
     return groups
 
 
 def shape_of(overrides: Sequence[str], groups: Container[str]) -> tuple[str, ...]:
-    """Return the overrides without the numbers and words that keys are set to, unless those are Hydra's.
-
-    Args:
-        overrides: of a job.
-        groups: names of config groups, whose words choose files.
-    """
+    """Return the overrides without the numbers and words that keys are set to, unless these words choose files."""
 
     def shape(word: str) -> str:
         plain = _PLAIN.fullmatch(word)
@@ -183,7 +168,6 @@ def shape_of(overrides: Sequence[str], groups: Container[str]) -> tuple[str, ...
 
 
 def is_within(outer: str, inner: str) -> bool:
-    """Return whether a key is another one, or in it."""
     return inner == outer or inner.startswith(f"{outer}.")
 
 
@@ -232,12 +216,7 @@ class JobQueue:
         return bool(self.jobs)
 
     def add(self, overrides: Sequence[str], wanted: int) -> PlannedJob:
-        """Return a job; add it to the queue, unless it ended in an earlier run of this sweep.
-
-        Args:
-            overrides: of the job.
-            wanted: the number that Hydra would give it.
-        """
+        """Return a job; add it to the queue, unless it ended in an earlier run of this sweep."""
         task_overrides = redact.without(planned_job.without_hydras(overrides))  # rows are written to files
         number, earlier = self._numbered(task_overrides, wanted)
         job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
@@ -266,17 +245,12 @@ class JobQueue:
         job.is_ours = planned_job.is_ours(self.config)
 
     def fill_started(self, rows: Sequence[Row]) -> None:
-        """Fill in the values that jobs which have started before do not give themselves."""
         for row in rows:
             if row.state != State.queued:
                 fill_row_from_folder(row, self.keys, self.folder / row.folder)
 
     def first(self, cluster: str | None) -> PlannedJob | None:
-        """Return the next job, composed; it stays in the queue.
-
-        Args:
-            cluster: the config of the cluster that is up; jobs that need another one are set aside. None for any.
-        """
+        """Return the next job, composed; it stays in the queue. Jobs for another cluster are set aside."""
         while self.jobs:
             job = self.jobs[0]
             if job.row.state == State.failed or (not job.is_composed and not self.compose(job)):
@@ -288,14 +262,12 @@ class JobQueue:
         return None
 
     def put_first(self, job: PlannedJob, priority: int) -> None:
-        """Put a job before those with a lower priority; new jobs have the priority 0."""
         self.remove(job)
         job.priority = priority
         place = next((at for at, other in enumerate(self.jobs) if other.priority < priority), len(self.jobs))
         self.jobs.insert(place, job)
 
     def remove(self, job: PlannedJob) -> None:
-        """Remove a job, if it is in the queue."""
         for jobs in (self.jobs, self.waiting):
             if job in jobs:
                 jobs.remove(job)
@@ -337,12 +309,6 @@ class JobQueue:
         return False
 
     def fail_all_on(self, cluster: str, error: ClusterError) -> None:
-        """Fail all jobs that need a cluster that cannot be brought up.
-
-        Args:
-            cluster: its config.
-            error: the reason.
-        """
         for job in self.jobs:
             if (job.is_composed or self.compose(job)) and job.need.cluster == cluster:
                 job.fail(error)

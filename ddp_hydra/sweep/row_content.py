@@ -20,13 +20,6 @@ from ddp_hydra.writers import run_dir
 
 
 def read_status(row: Row, folder: Path, objective: Objective) -> None:
-    """Take over the progress of a running job.
-
-    Args:
-        row: the job's row, changed in place.
-        folder: its run directory.
-        objective: the metric that jobs are compared by.
-    """
     try:
         status = decode((folder / "status.json").read_bytes(), Status, folder / "status.json")
     except (OSError, ConfigError):
@@ -39,7 +32,6 @@ def read_status(row: Row, folder: Path, objective: Objective) -> None:
 
 
 def read_summary(row: Row, folder: Path, objective: Objective) -> str | None:
-    """Take over the summary of a job that has ended, and return its status; arguments as for `read_status`."""
     summary = _summary(row, folder) or Summary(status="")
     row.step = summary.steps
     if summary.status == "done" and row.total_steps is None:  # it ended before its status was ever read
@@ -61,7 +53,6 @@ def take_end(row: Row, folder: Path, objective: Objective) -> None:
 
 
 def take_value(row: Row, value: Any, objective: Objective) -> None:
-    """Take over the return value of the task."""
     row.value = plain_value(value)
     returned = as_number(row.value)
     if returned is not None:
@@ -84,7 +75,6 @@ def to_scalar(value: Any) -> Any:
 
 
 def as_number(value: Any, kind: type = float) -> Any:
-    """Return a number converted to `kind`; None for anything else."""
     return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
@@ -95,7 +85,6 @@ def _take_metrics(row: Row, metrics: dict[str, float | None], objective: Objecti
 
 
 def _summary(row: Row, folder: Path) -> Summary | None:
-    """Return the summary of a job; None if it can't be read: its row says why."""
     try:
         return run_dir.read_summary(folder)
     except ConfigError as error:
@@ -107,14 +96,7 @@ _ABSENT = object()
 
 
 def fill_row(row: Row, keys: Iterable[str], config: DictConfig, choices: Mapping[str, Any]) -> None:
-    """Fill in the values of the keys that a job does not give itself.
-
-    Args:
-        row: of the job, changed in place.
-        keys: that some job of the sweep gives.
-        config: of the job, as it was composed.
-        choices: the options of its groups, by group.
-    """
+    """Fill in the values of the keys that a job does not give itself, from its config and choices of groups."""
     own = typed(row)
     for key in keys:
         if key not in own and key not in row.filled and (value := _value_in_config(key, config, choices)) is not None:
@@ -122,13 +104,7 @@ def fill_row(row: Row, keys: Iterable[str], config: DictConfig, choices: Mapping
 
 
 def fill_row_from_folder(row: Row, keys: Iterable[str], folder: Path) -> None:
-    """Do the same for a job that has started, from what Hydra has saved of it; a job without that stays as it is.
-
-    Args:
-        row: of the job, changed in place.
-        keys: that some job of the sweep gives.
-        folder: its run directory.
-    """
+    """Do the same for a job that has started, from what Hydra has saved of it."""
     own = typed(row)
     if all(key in own or key in row.filled for key in keys):
         return

@@ -41,7 +41,6 @@ class State(Enum):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the job runs no more in this sweep."""
         return self in (State.done, State.stopped, State.failed, State.interrupted)
 
 
@@ -107,7 +106,6 @@ class Objective:
 
     @property
     def better(self) -> str:
-        """Return a phrase for the direction."""
         return "higher is better" if self.maximize else "lower is better"
 
     def ranks(self, rows: Sequence[Row]) -> bool:
@@ -132,11 +130,8 @@ def sort_key(value: float | None, maximize: bool | None) -> tuple[bool, float]:
 def best_first(rows: Iterable[Row], objective: Objective) -> list[Row]:
     """Order jobs: those with an objective by it, then the others by number; failed ones last.
 
-    Jobs are grouped by their data, because values from different data sets cannot be compared.
-
-    Args:
-        rows: of a sweep.
-        objective: if it has no direction, all jobs are ordered by number.
+    Jobs are grouped by their data, because values from different data sets cannot be compared. Without a direction, all
+    are ordered by number.
     """
     rows = list(rows)
     data = data_of(rows)
@@ -157,7 +152,6 @@ def data_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
 
 
 def group_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
-    """Return, by job number, the swept keys and values that choose the job's data sets and its model."""
     return _chosen(rows, DATA_KEYS | MODEL_KEYS)
 
 
@@ -169,17 +163,12 @@ def _chosen(rows: Sequence[Row], keys: frozenset[str]) -> dict[int, tuple[tuple[
 
 
 def typed(row: Row) -> dict[str, str]:
-    """Return the overrides of a job by key."""
     parts = (override.partition("=") for override in row.overrides)
     return {key.lstrip("+"): value for key, _, value in parts}
 
 
 def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
-    """Return, by job number, the keys that some job gives and that have not the same value in all jobs.
-
-    Args:
-        rows: of a sweep. If there is only one, all its overrides are returned.
-    """
+    """Return, by job number, the keys that some job gives and that have not the same value in all jobs."""
     given = {row.number: typed(row) for row in rows}
     hidden = LINEAGE_KEYS if any(row.labels for row in rows) else ()
     keys = {key: None for values in given.values() for key in values if key not in hidden}
@@ -199,7 +188,6 @@ def comparable(value: str | None) -> object:
 
 
 def describe_counts(rows: Iterable[Row]) -> str:
-    """Return for example "12 jobs: 9 done, 3 failed"."""
     rows = list(rows)
     names = [row.shown_state for row in rows]
     parts = []

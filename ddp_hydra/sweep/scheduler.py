@@ -53,7 +53,6 @@ class RunningJob:
 
     @property
     def row(self) -> Row:
-        """Return its row in the table of jobs."""
         return self.planned.row
 
     @property
@@ -62,11 +61,6 @@ class RunningJob:
         return self.planned.spent_s + time.monotonic() - self.begun
 
     def outcome(self, is_interrupted: bool) -> JobOutcome:
-        """End its process, and return how the job ended.
-
-        Args:
-            is_interrupted: whether the user has ended the sweep, and so perhaps the process before it sent its outcome.
-        """
         last = self.process.messages[-1] if self.process.messages else None
         self.process.end()
         if isinstance(last, JobOutcome):
@@ -80,12 +74,6 @@ class RunningJob:
         return outcome
 
     def check_time(self, limit_s: float | None, now: float) -> None:
-        """Stop the job if it has exceeded its time limit, and kill it if it does not end then.
-
-        Args:
-            limit_s: in seconds; None for no limit.
-            now: by the monotonic clock.
-        """
         if limit_s is not None and now - self.begun > limit_s and not self.stop_reason:
             self.stop_reason = f"it took longer than hydra.launcher.job_timeout_s={limit_s:g}"
             self.kill_at = now + STOP_S
@@ -115,30 +103,18 @@ class JobScheduler:
         self.running: list[RunningJob] = []
 
     def bring_up(self, config: str) -> None:
-        """Start a cluster, unless it is up already; another one is closed first.
-
-        Args:
-            config: of the cluster, as YAML; "" for none.
-        """
         if self.cluster is not None and (self.cluster.config != config or self.cluster.is_gone):
             self.close_cluster()
         if self.cluster is None and config:
             self.cluster = self.start_cluster(config)
 
     def close_cluster(self) -> None:
-        """End the cluster that is up."""
         cluster, self.cluster = self.cluster, None
         if cluster is not None:
             cluster.close()
 
     def ready_jobs(self, is_stopping: Callable[[], bool]) -> Iterator[PlannedJob]:
-        """Yield the jobs to start now, taken from the queue.
-
-        If a cluster cannot be brought up, all jobs that need it fail.
-
-        Args:
-            is_stopping: no further job is yielded once it returns True.
-        """
+        """Yield the jobs to start now, taken from the queue. If a cluster cannot be brought up, all its jobs fail."""
         try:
             job = self._next_job()
             if job is not None and not self.running:
@@ -157,7 +133,6 @@ class JobScheduler:
             self.queue.fail_all_on(config, error)
 
     def bring_up_next(self) -> None:
-        """Once all jobs on a cluster have ended, bring up the one that the waiting jobs need."""
         if not self.queue and not self.running and self.queue.switch_cluster():
             self.bring_up(self.queue.jobs[0].need.cluster)
 
@@ -219,11 +194,6 @@ class ClusterProcess:
         self.is_gone = False
 
     def update(self) -> None:
-        """Receive the cluster's messages.
-
-        Raises:
-            ClusterError: it did not come up.
-        """
         is_alive = self.process.receive()
         for kind, value in self.process.messages:
             if kind == "up":
@@ -241,7 +211,6 @@ class ClusterProcess:
                 raise ClusterError(f"the process of the cluster {self.process.describe_end()}: see {self.output}")
 
     def close(self) -> None:
-        """End the cluster."""
         self.process.end(CLOSE_S)
 
 

@@ -79,11 +79,6 @@ class Settings:
         number_kept(self.keep)
 
     def check(self, is_ours: bool) -> None:
-        """Refuse the options that are only for jobs with our configs, or only for other apps.
-
-        Raises:
-            ConfigError: the message says what to give instead.
-        """
         if not is_ours:
             if number_kept(self.keep) is not None:
                 raise ConfigError(f"hydra.launcher.keep={self.keep}: only jobs of ddp_hydra's configs have checkpoints")
@@ -100,12 +95,6 @@ class Settings:
 
 
 def objective_of(config: DictConfig, direction: str | None = None) -> Objective:
-    """Return the metric that jobs are compared by: `objective` of the config, else the return value of the task.
-
-    Args:
-        config: of the sweep; `objective` or `hydra.sweeper` may have a direction.
-        direction: the launcher's option, which has priority for other apps.
-    """
     given = config.get("objective")
     if is_ours(config):
         metric, ours = objective.of(config)
@@ -117,16 +106,7 @@ def objective_of(config: DictConfig, direction: str | None = None) -> Objective:
 
 
 def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
-    """Refuse a sweeper that searches in another direction than the objective's: Optuna's own default is minimize.
-
-    Args:
-        config: of the sweep.
-        metric: the objective.
-        direction: of the objective.
-
-    Raises:
-        ConfigError: with what to type.
-    """
+    """Refuse a sweeper that searches in another direction than the objective's: Optuna's own default is minimize."""
     wants_more = _maximizes(direction)
     for key, found in (
         ("direction", OmegaConf.select(config, "hydra.sweeper.direction")),  # Optuna
@@ -160,7 +140,6 @@ def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
 
 
 def _maximizes(direction: object) -> bool | None:
-    """Return whether a direction is "maximize"; None if there is no direction, or one for each of several values."""
     name = getattr(direction, "name", direction)
     return name == "maximize" if name in DIRECTIONS else None
 
@@ -173,9 +152,6 @@ def stop_policy(given: Any, objective: Objective, config: DictConfig, ranks: int
         objective: of the sweep.
         config: of the sweep, without the swept overrides.
         ranks: of the tasks of another app.
-
-    Raises:
-        ConfigError: there is no such rule or option, or the jobs have nothing that a rule could go by.
     """
     if given is None or config.get("dry_run"):
         return None
@@ -202,11 +178,6 @@ def stop_policy(given: Any, objective: Objective, config: DictConfig, ranks: int
 
 
 def check_objective(objective: Objective, config: DictConfig, ranks: int | None) -> None:
-    """Refuse a sweep whose jobs report nothing that a rule could go by.
-
-    Raises:
-        ConfigError: the message says what to give.
-    """
     if objective.maximize is None:
         raise ConfigError(
             f"{STOP} needs to know whether a higher {objective.metric} is better: give "
@@ -237,7 +208,6 @@ def _options(given: Any) -> dict[str, Any]:
 
 
 def _make(name: str, kind: Callable[..., Any], options: Mapping[str, Any], maximize: bool) -> Any:
-    """Make a rule, unless it has no such option, lacks one, or can't have such a value."""
     known = {key: part for key, part in inspect.signature(kind).parameters.items() if key != "maximize"}
     if name == "asha":
         known.pop("brackets", None)

@@ -302,7 +302,6 @@ class OptunaRule:
         return self.studies[report - 1]
 
     def _add(self, study: Any, place: int, values: Sequence[float], end: str | None = None) -> None:
-        """Add a job to a study; `end` is None for the job that is judged."""
         states = self.optuna.trial.TrialState
         ended = {None: states.RUNNING, "": states.COMPLETE, "stopped": states.PRUNED, "failed": states.FAIL}[end]
         notes = self.notes.get(place, [])[: len(values)]
@@ -319,7 +318,7 @@ class OptunaRule:
 
 
 def _last_number(values: Sequence[float]) -> float:
-    """Return the last value that is not NaN: a trial of Optuna can't end with NaN."""
+    """A trial of Optuna can't end with NaN."""
     return next((value for value in reversed(values) if not math.isnan(value)), 0.0)
 
 

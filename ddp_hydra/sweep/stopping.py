@@ -166,11 +166,6 @@ class JobStopper:
         self.stops: dict[int, Verdict] = {}
 
     def add(self, jobs: Sequence[PlannedJob]) -> None:
-        """Take over the jobs of a batch, and decide about what they have reported in an earlier run of the sweep.
-
-        Raises:
-            ConfigError: the jobs pause by themselves, and the policy pauses them, too.
-        """
         if self.policy is None:
             return
         if self.pauses and any("pause_after_validations" in override for job in jobs for override in job.overrides):
@@ -205,7 +200,6 @@ class JobStopper:
         self.files[job.row.number] = ReportFile(job.folder, self.objective.metric, job.is_ours)
 
     def poll(self) -> None:
-        """Read what running jobs have reported, and decide."""
         if self.policy is None:
             return
         for running in () if self.pauses else self.running:
@@ -250,11 +244,7 @@ class JobStopper:
         job.row.state, job.result = State.paused, job.value_return()
 
     def _saved_reports(self, job: PlannedJob) -> list[Report]:
-        """Return what a job has reported in an earlier run of the sweep.
-
-        What it has done after its last checkpoint does not count, because it will be done again, unless it has paused:
-        then it had come to its end.
-        """
+        """Return what a job reported in an earlier run of the sweep: up to its last checkpoint, unless it had ended."""
         if job.earlier is None:
             return []
         run_dir = self.queue.folder / job.earlier.folder
@@ -272,7 +262,6 @@ class JobStopper:
         return _ENDS.get(job.row.state, "")
 
     def _set_length(self, job: PlannedJob) -> None:
-        """Note in the row how many epochs a job of ours has."""
         trainer = (job.config if job.is_composed else self.config).get("trainer")
         is_known = job.row.epochs is not None and not job.is_composed
         if job.is_ours and not is_known and trainer is not None and trainer.epochs is not None:

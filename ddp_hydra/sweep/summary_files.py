@@ -56,12 +56,6 @@ class SummaryFiles:
         self._warned = False
 
     def write(self, rows: Sequence[Row], now: bool = False) -> None:
-        """Write the files that have changed, but not much more often than once a second.
-
-        Args:
-            rows: all jobs of the sweep.
-            now: write at once in any case.
-        """
         if time.monotonic() < self._wait_until and not now:
             return
         begin = time.process_time()
@@ -110,13 +104,11 @@ class SummaryFiles:
             return False
 
     def _metric_names(self, names: set[str]) -> list[str]:
-        """Return the objective and all val/ and train/ metrics; all metrics if there are none of these."""
         others = sorted(name for name in names if name.startswith(("val/", "train/"))) or sorted(names)
         return list(dict.fromkeys([self.objective.metric, *others]))
 
 
 def json_text(rows: Iterable[Row], objective: Objective, over_seeds: Sequence[Repeated] = ()) -> str:
-    """Return the content of sweep.json: one line per job, and one per config of a sweep that repeats seeds."""
     lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(Row)}) for row in rows)
     head = f'"version": {_VERSION}, "objective": {_strict(vars(objective))}'
     configs = ",\n".join(_strict(vars(entry)) for entry in over_seeds)
@@ -125,11 +117,6 @@ def json_text(rows: Iterable[Row], objective: Objective, over_seeds: Sequence[Re
 
 
 def read(folder: Path) -> list[Row]:
-    """Return the jobs of a sweep from its sweep.json; [] if there is no such file.
-
-    Raises:
-        ConfigError: the file has another content than `json_text` writes.
-    """
     path = folder / "sweep.json"
     try:
         content = json.loads(path.read_bytes().decode(), parse_constant=_no_constant)
@@ -150,7 +137,6 @@ def _strict(value: object) -> str:
 
 
 def _finite(value: object) -> object:
-    """Return a value with None instead of numbers that JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -109,19 +109,6 @@ class Sweep:
     def run(
         self, job_overrides: Sequence[Sequence[str]], first: int, labels: Sequence[dict[str, str]]
     ) -> list[JobReturn]:
-        """Run one batch of jobs.
-
-        Args:
-            job_overrides: the overrides of each job.
-            first: number of the first job.
-            labels: what the sweeper says of each job, if it says anything.
-
-        Returns:
-            One result per job, in order; reading the value of a failed one raises its error.
-
-        Raises:
-            Interrupted: the user ended the sweep.
-        """
         garbage.resume(searches=True)
         known = len(self.queue.keys)
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
@@ -149,14 +136,12 @@ class Sweep:
 
     @property
     def shown_dir(self) -> str:
-        """Return the sweep's folder as the user would type it."""
         relative = os.path.relpath(self.folder)
         return str(self.folder) if relative.startswith("..") else relative
 
     # -- running jobs --------------------------------------------------------------------------------------
 
     def run_queue(self) -> None:
-        """Run all jobs of the queue."""
         while self.running or (self.queue and not self.is_stopping()):
             for job in self.scheduler.ready_jobs(self.is_stopping):
                 self.start(job)
@@ -173,11 +158,9 @@ class Sweep:
                 self.scheduler.bring_up_next()
 
     def is_stopping(self) -> bool:
-        """Return whether no more jobs are started."""
         return bool(self.stop_reason) or self.interrupts.wanted
 
     def start(self, job: PlannedJob) -> None:
-        """Start a job in a process of its own."""
         self.stopping.before_start(job)
         job.row.state, job.row.message = State.running, ""
         waits = job.is_ours and job.need.cluster
@@ -190,7 +173,6 @@ class Sweep:
         self.running.append(RunningJob(job, process))
 
     def on_end(self, job: RunningJob) -> None:
-        """Take over the outcome of a job whose process has ended."""
         self.running.remove(job)
         outcome = job.outcome(self.interrupts.wanted)
         row, ended = job.row, None
@@ -236,12 +218,10 @@ class Sweep:
             job.check_time(self.settings.job_timeout_s, now)
 
     def interrupt_notice(self) -> str:
-        """Return the message for a user who has pressed Ctrl-C."""
         where = f"in {self.shown_dir}"
         return f"the jobs that run save a checkpoint at their next step, and no other begins, {where}. {SECOND}"
 
     def stop_all(self, reason: str) -> None:
-        """Start no more jobs, and have those that run save a checkpoint and end."""
         self.stop_reason = reason
         if not self.interrupts.wanted:  # otherwise the user has been told already
             log.warning("%s: the jobs that run are asked to end", reason)
@@ -249,7 +229,6 @@ class Sweep:
             job.process.signal(signal.SIGINT)
 
     def end_all(self) -> None:
-        """End all jobs that still run."""
         for job in self.running:
             job.row.state, job.row.message = State.interrupted, "ended at once"
             job.process.signal(signal.SIGINT)
@@ -267,7 +246,6 @@ class Sweep:
     # -- results -------------------------------------------------------------------------------------------
 
     def write_summary(self) -> None:
-        """Write the files of the sweep, and print the table and the errors."""
         self.files.write(self.rows, now=True)
         self.plotter.draw()
         lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == State.failed]
@@ -275,11 +253,9 @@ class Sweep:
 
     @property
     def closing_line(self) -> str:
-        """Return how many jobs are in each state, and the file to look at."""
         return f"{describe_counts(self.rows)}  ->  {self.shown_dir}/sweep.md"
 
     def result(self, job: PlannedJob) -> JobReturn:
-        """Return the result of a job for Hydra's sweeper."""
         if job.is_ours and job.row.state not in (State.done, State.stopped, State.paused):
             return job.failed_return(SweepFailed(self.closing_line))
         reason = job.row.message or self.stop_reason

@@ -56,21 +56,13 @@ class Repeated:
 
 
 def is_seed(key: str) -> bool:
-    """Return whether a key is that of a seed."""
     return key == "seed" or key.endswith(".seed")
 
 
 def repeated(rows: Sequence[Row], objective: Objective) -> list[Repeated]:
-    """Return one entry for each config, the one with the best mean first.
+    """Return one entry for each config, the best mean first; [] if no config is repeated with another seed.
 
     Configs with other data are grouped, because their values cannot be compared.
-
-    Args:
-        rows: of a sweep.
-        objective: if it has no direction, configs stay in the order of their jobs.
-
-    Returns:
-        [] if no config is repeated with another seed.
     """
     values = swept(rows)
     if not any(is_seed(key) for given in values.values() for key in given):
@@ -114,7 +106,6 @@ _MAX_MESSAGE = 300
 
 
 def csv_text(rows: Sequence[Row], objective: Objective) -> str:
-    """Return a CSV table with one line per job, the best first."""
     overrides = swept(rows)
     keys = _keys(overrides.values())
     metrics = sorted({name for row in rows for name in row.metrics} - {objective.metric})
@@ -133,7 +124,6 @@ def csv_text(rows: Sequence[Row], objective: Objective) -> str:
 
 
 def seeds_csv_text(repeated: Sequence[Repeated], objective: Objective) -> str:
-    """Return a CSV table with one line per config, the one with the best mean over its seeds first."""
     keys = _keys(entry.values for entry in repeated)
     head = [*keys, *(f"{objective.metric} {word}" for word in ("mean", "sd", "best", "worst")), "n", "jobs"]
     target = io.StringIO()
@@ -147,15 +137,7 @@ def seeds_csv_text(repeated: Sequence[Repeated], objective: Objective) -> str:
 
 
 def markdown_text(rows: Sequence[Row], objective: Objective, repeated: Sequence[Repeated] = ()) -> str:
-    """Return a Markdown page: the number of jobs in each state, and tables of the jobs, the best first.
-
-    Jobs with other data or another model have a table of their own.
-
-    Args:
-        rows: of a sweep.
-        objective: the metric that jobs are compared by.
-        repeated: the configs of the sweep over their seeds, if it repeats seeds.
-    """
+    """Return a page with tables of the jobs. Jobs with other data or another model have a table of their own."""
     lines = [f"# Sweep of {describe_counts(rows)}", "", _order_of(rows, objective), ""]
     if repeated:
         lines += ["## Over seeds", "", *_seeds_table(repeated, objective), ""]
@@ -178,7 +160,6 @@ def markdown_text(rows: Sequence[Row], objective: Objective, repeated: Sequence[
 def _table(
     ordered: Sequence[Row], keys: Sequence[str], overrides: Mapping[int, dict[str, str]], objective: Objective
 ) -> Iterator[str]:
-    """Yield the lines of a table of jobs that can be compared."""
     labels = _keys(row.labels for row in ordered)
     head = ["job", "state", *labels, *keys, objective.metric, "steps", "time", "message"]
     kinds = ["--:", ":--", *(":--" for _ in (*labels, *keys)), "--:", "--:", "--:", ":--"]
@@ -200,7 +181,6 @@ def _table(
 
 
 def _seeds_table(repeated: Sequence[Repeated], objective: Objective) -> Iterator[str]:
-    """Yield the lines of the table of the configs over their seeds."""
     keys = _keys(entry.values for entry in repeated)
     head = [*keys, f"{objective.metric}, mean ± sd", "best", "worst", "n", "jobs"]
     yield _line(map(_markup, head))
@@ -218,7 +198,6 @@ def _short(number: float | None) -> str:
 
 
 def _order_of(rows: Sequence[Row], objective: Objective) -> str:
-    """Return a sentence about the order of the jobs."""
     metric = _markup(objective.metric)
     if objective.maximize is None:
         return (
@@ -244,7 +223,6 @@ def _words(group: Iterable[tuple[str, str]]) -> str:
 
 
 def _best(ordered: Sequence[Row], objective: Objective) -> Row | None:
-    """Return the best of some jobs that can be compared; None if the direction is not known."""
     if objective.maximize is None:
         return None
     good = (row for row in ordered if row.state is not State.failed and row.objective is not None)
@@ -274,7 +252,6 @@ def _is_number(text: str) -> bool:
 
 
 def _markup(text: str) -> str:
-    """Escape a text, so that Markdown shows it unchanged."""
     return _MARKUP.sub(r"\\\g<0>", _one_line(text))
 
 
@@ -321,7 +298,6 @@ class LiveTable:
             self.live.update(self._table(rows, most=max(5, self.console.height - 6)), refresh=True)
 
     def close(self, rows: Sequence[Row], lines: Sequence[str]) -> None:
-        """Show the final table and some last lines."""
         if self.live is not None:
             self.live.stop()
             self.live = None
