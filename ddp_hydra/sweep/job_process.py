@@ -18,8 +18,7 @@ from ddp_hydra.config import project
 from ddp_hydra.console.text import traceback_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import CompactReturn, PlannedJob, describe_error, first_line, portable
-from ddp_hydra.sweep.queue import copy_quickly
-from ddp_hydra.sweep.rows import State
+from ddp_hydra.sweep.rows import JobState
 
 PRELOAD = (
     "ddp_hydra.job.run",
@@ -49,7 +48,7 @@ class JobOutcome:
         trace: the traceback of the error, as text.
     """
 
-    state: State
+    state: JobState
     result: CompactReturn | None
     message: str = ""
     trace: str = ""
@@ -78,8 +77,6 @@ def run_planned_job(
 
         assert planned.need.workers is not None
         task = on_ranks(task, planned.need.workers, context)
-    if planned.is_ours:
-        copy_quickly(planned.config)
     try:
         result = run_job(
             hydra_context=context,
@@ -89,16 +86,16 @@ def run_planned_job(
             job_subdir_key="hydra.sweep.subdir",
         )
     except KeyboardInterrupt as error:
-        return JobOutcome(State.interrupted, None, first_line(str(error)) or "interrupted")
+        return JobOutcome(JobState.interrupted, None, first_line(str(error)) or "interrupted")
     except SystemExit as error:
-        return JobOutcome(State.failed, None, describe_exit(error))
+        return JobOutcome(JobState.failed, None, describe_exit(error))
     except Exception as error:  # Hydra could not start the job: hydra.job.env_set, its logging, the folder
-        return JobOutcome(State.failed, None, describe_error(error), print_traceback(error))
+        return JobOutcome(JobState.failed, None, describe_error(error), print_traceback(error))
     value, sent = result._return_value, portable(result)
     if sent.status == JobStatus.COMPLETED:
-        return JobOutcome(State.done, sent)
+        return JobOutcome(JobState.done, sent)
     raised = value if isinstance(value, BaseException) else sent._return_value
-    return JobOutcome(State.failed, sent, describe_error(raised), print_traceback(raised))
+    return JobOutcome(JobState.failed, sent, describe_error(raised), print_traceback(raised))
 
 
 def describe_exit(error: SystemExit) -> str:

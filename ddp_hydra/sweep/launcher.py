@@ -32,7 +32,7 @@ class GangLauncher(Launcher):
 
     Args:
         resume: folder of an earlier sweep to resume; None for `hydra.sweep.dir`.
-        settings: see `settings.Settings`.
+        settings: see `settings.SweepSettings`.
 
     Attributes:
         labels: what a sweeper of ours says of each job of the next batch; the tables show it.
@@ -47,7 +47,7 @@ class GangLauncher(Launcher):
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
-        from ddp_hydra.sweep.settings import Settings
+        from ddp_hydra.sweep.settings import SweepSettings
         from ddp_hydra.sweep.sweep import Sweep
 
         signals.leave_tidily()
@@ -55,7 +55,7 @@ class GangLauncher(Launcher):
         hydra_context.config_loader = loader  # type: ignore[assignment]
         self.config = config
         setup_globals()
-        ours, settings = is_ours(config), Settings(**self.settings)
+        ours, settings = is_ours(config), SweepSettings(**self.settings)
         settings.check(ours)
         dry = ours and config.get("dry_run")
         folder = Path(str(self.resume or config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")

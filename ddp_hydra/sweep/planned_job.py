@@ -19,7 +19,7 @@ from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.config import redact
 from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
-from ddp_hydra.sweep.rows import Row, State, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, typed
 
 DICTIONARY_BYTES = 2**15
 """Size of zlib's dictionary, which is the end of a config: configs differ least there."""
@@ -138,9 +138,9 @@ class PlannedJob:
         priority: jobs with a higher one start first.
     """
 
-    row: Row
+    row: JobRow
     overrides: Sequence[str] = ()
-    earlier: Row | None = None
+    earlier: JobRow | None = None
     config: DictConfig = field(default_factory=lambda: OmegaConf.create({}))
     need: Need = Need()
     folder: Path = Path()
@@ -164,7 +164,7 @@ class PlannedJob:
         return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
 
     def fail(self, error: Exception) -> None:
-        self.row.state, self.row.message = State.failed, first_line(str(error))
+        self.row.state, self.row.message = JobState.failed, first_line(str(error))
         self.result = self.failed_return(error)
 
     def failed_return(self, error: Exception) -> JobReturn:
@@ -173,11 +173,11 @@ class PlannedJob:
 
     def value_return(self) -> JobReturn:
         """Return the result of a job whose value is in its row; a stopped one has at least NaN."""
-        value = math.nan if self.row.value is None and self.row.state == State.stopped else self.row.value
+        value = math.nan if self.row.value is None and self.row.state == JobState.stopped else self.row.value
         return self._return(JobStatus.COMPLETED, value)
 
     def earlier_return(self) -> JobReturn:
-        if self.row.state in (State.done, State.paused, State.stopped):
+        if self.row.state in (JobState.done, JobState.paused, JobState.stopped):
             return self.value_return()
         reason = f"job {self.row.number} failed before ({self.row.message})"
         return self.failed_return(SweepFailed(f"{reason}: run it again with hydra.launcher.retry_failed=true"))
@@ -217,9 +217,9 @@ def need_of(config: DictConfig) -> Need:
     return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), workers)
 
 
-def is_paused(row: Row) -> bool:
+def is_paused(row: JobRow) -> bool:
     """Return whether a job has paused where its own overrides ask for it, so that it has nothing more to do."""
-    return row.state == State.paused and "trainer.pause_after_validations" in typed(row)
+    return row.state == JobState.paused and "trainer.pause_after_validations" in typed(row)
 
 
 def take_over_folder(planned: PlannedJob) -> None:

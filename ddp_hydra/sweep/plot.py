@@ -22,9 +22,9 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import garbage
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.forked_process import ForkedProcess
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, comparable, describe_counts, swept
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, best_first, comparable, describe_counts, swept
 from ddp_hydra.sweep.summary_files import read
-from ddp_hydra.sweep.tables import Repeated, is_seed, repeated
+from ddp_hydra.sweep.tables import SeedSummary, is_seed, repeated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ STYLE: dict[Any, Any] = {
 class Plotter:
     """Has sweep.json drawn after batches of jobs; sweepers may have hundreds of them."""
 
-    def __init__(self, folder: Path, objective: Objective) -> None:
+    def __init__(self, folder: Path, objective: SweepObjective) -> None:
         self.folder, self.objective = folder, objective
         self.process: ForkedProcess | None = None
 
@@ -96,7 +96,7 @@ class Plotter:
                 is_wanted |= not is_last
 
 
-def draw(rows: Sequence[Row], objective: Objective, folder: Path) -> bool:
+def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> bool:
     """Draw the objective over each swept key, and as a map over two of them; return whether there is a picture.
 
     If the sweep repeats seeds, a line from the mean by one standard deviation up and down shows each config. The same
@@ -125,7 +125,7 @@ def draw(rows: Sequence[Row], objective: Objective, folder: Path) -> bool:
     return True
 
 
-def _figure(rows: Sequence[Row], objective: Objective, keys: list[str]) -> Figure:
+def _figure(rows: Sequence[JobRow], objective: SweepObjective, keys: list[str]) -> Figure:
     from matplotlib.figure import Figure
 
     given, over_seeds = swept(rows), repeated(rows, objective)
@@ -156,7 +156,7 @@ def _figure(rows: Sequence[Row], objective: Objective, keys: list[str]) -> Figur
     return figure
 
 
-def _title(rows: Sequence[Row], objective: Objective, keys: int, over_seeds: Sequence[Repeated]) -> str:
+def _title(rows: Sequence[JobRow], objective: SweepObjective, keys: int, over_seeds: Sequence[SeedSummary]) -> str:
     best, metric = _good(rows, objective)[0], short_text(objective.metric, 40)
     verdict = f"best: job {best.number} with {metric} {best.objective:.5g} ({objective.better})"
     if over_seeds and over_seeds[0].mean is not None:
@@ -169,11 +169,13 @@ def _title(rows: Sequence[Row], objective: Objective, keys: int, over_seeds: Seq
     return f"{describe_counts(rows)}\n{verdict}{omitted}"
 
 
-def _words(config: Repeated) -> str:
+def _words(config: SeedSummary) -> str:
     return ", ".join(f"{key}={value}" for key, value in config.values.items()) or "the only config"
 
 
-def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, over_seeds: Sequence[Repeated]) -> None:
+def _panel(
+    axes: Axes, scale: Scale, rows: Sequence[JobRow], objective: SweepObjective, over_seeds: Sequence[SeedSummary]
+) -> None:
     at = scale.positions
     good = _good(rows, objective)
     means = [(at[one.jobs[0]], one.mean, one.sd) for one in over_seeds if one.mean is not None and _is_drawn(one)]
@@ -184,7 +186,7 @@ def _panel(axes: Axes, scale: Scale, rows: Sequence[Row], objective: Objective, 
         places = sorted(bests)
         axes.plot(places, [bests[place] for place in places], color=JOB, alpha=0.35, linewidth=1.2, zorder=1)
     for is_done, label in ((True, "done"), (False, "stopped, running or interrupted")):
-        drawn = [row for row in good if (row.state == State.done) == is_done]
+        drawn = [row for row in good if (row.state == JobState.done) == is_done]
         if drawn:
             axes.scatter(
                 [at[row.number] for row in drawn], [_value(row) for row in drawn], s=30, alpha=0.75, linewidth=0.9,
@@ -245,7 +247,7 @@ def _mark_texts(axes: Axes, scale: Scale) -> None:
     axes.set_xlim(-0.5, len(labels) - 0.5)
 
 
-def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Objective) -> None:
+def _map(axes: Axes, scales: list[Scale], rows: Sequence[JobRow], objective: SweepObjective) -> None:
     """Draw a cell for each pair of values with the objective of its best job."""
     across, up = sorted(scales, key=lambda scale: -len(scale.categories))
     columns = {value: place for place, value in enumerate(across.categories)}
@@ -284,7 +286,7 @@ def _map(axes: Axes, scales: list[Scale], rows: Sequence[Row], objective: Object
     axes.tick_params(which="both", length=0)
 
 
-def _one_a_config(rows: Sequence[Row], over_seeds: Sequence[Repeated]) -> list[Row]:
+def _one_a_config(rows: Sequence[JobRow], over_seeds: Sequence[SeedSummary]) -> list[JobRow]:
     """Return one row for each config of a sweep that repeats seeds, with the mean of its jobs; else all rows."""
     if not over_seeds:
         return list(rows)
@@ -292,7 +294,7 @@ def _one_a_config(rows: Sequence[Row], over_seeds: Sequence[Repeated]) -> list[R
     found = []
     for config in over_seeds:
         jobs = [of_number[number] for number in config.jobs]
-        chosen = next((row for row in jobs if config.n and row.state == State.done), jobs[0])
+        chosen = next((row for row in jobs if config.n and row.state == JobState.done), jobs[0])
         found.append(replace(chosen, objective=config.mean if _is_drawn(config) else None))
     return found
 
@@ -307,28 +309,28 @@ def _is_grid(one: Scale, other: Scale) -> bool:
     return min(sizes) >= 2 and max(sizes) <= _MAX_GRID and len(pairs) >= _NEARLY_FULL * sizes[0] * sizes[1]
 
 
-def _good(rows: Sequence[Row], objective: Objective) -> list[Row]:
+def _good(rows: Sequence[JobRow], objective: SweepObjective) -> list[JobRow]:
     return [row for row in best_first(rows, objective) if _has_value(row)]
 
 
-def _has_value(row: Row) -> bool:
-    return row.state != State.failed and row.objective is not None and abs(row.objective) < HUGE
+def _has_value(row: JobRow) -> bool:
+    return row.state != JobState.failed and row.objective is not None and abs(row.objective) < HUGE
 
 
-def _is_drawn(config: Repeated) -> bool:
+def _is_drawn(config: SeedSummary) -> bool:
     return config.mean is not None and abs(config.mean) < HUGE and (config.sd or 0.0) < HUGE
 
 
-def _is_lost(row: Row) -> bool:
-    return row.state == State.failed or (row.state == State.done and not _has_value(row))
+def _is_lost(row: JobRow) -> bool:
+    return row.state == JobState.failed or (row.state == JobState.done and not _has_value(row))
 
 
-def _value(row: Row) -> float:
+def _value(row: JobRow) -> float:
     assert row.objective is not None
     return row.objective if abs(row.objective) > 1 / HUGE else 0.0
 
 
-def _log_values(rows: Sequence[Row], objective: Objective) -> bool:
+def _log_values(rows: Sequence[JobRow], objective: SweepObjective) -> bool:
     """On a linear axis, a very high loss would flatten the others."""
     return objective.maximize is False and needs_logarithm([_value(row) for row in rows if _has_value(row)])
 

@@ -14,15 +14,15 @@ from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Record
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
-from ddp_hydra.sweep.rows import Objective, Row, State, data_of, sort_key, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, sort_key, typed
 from ddp_hydra.writers.run_dir import locked
 
 log = logging.getLogger(__name__)
 FINISH_S = 60.0
 """How long the end of a sweep waits for a store."""
-_FINAL = (State.done, State.stopped)
+_FINAL = (JobState.done, JobState.stopped)
 """Jobs in other states may be resumed, and need their checkpoints."""
-_WELL = (*_FINAL, State.paused)
+_WELL = (*_FINAL, JobState.paused)
 """The states in which a member of a population has ended its generation well."""
 
 
@@ -38,7 +38,7 @@ def number_kept(keep: object) -> int | None:
     return int(match[1])
 
 
-def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
+def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list[JobRow]:
     """Return the jobs that can't be among the best any more, because so many others are better already.
 
     Of a population, the last generation has the best. The members of another one are losers once all members of the
@@ -48,7 +48,7 @@ def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
     """
     surpassed, latest = _by_generation(rows)
     data = data_of(rows)
-    groups: dict[object, list[Row]] = {}
+    groups: dict[object, list[JobRow]] = {}
     for row in latest:
         if row.state in _FINAL:
             groups.setdefault(data[row.number], []).append(row)
@@ -58,9 +58,9 @@ def losers(rows: Sequence[Row], objective: Objective, most: int) -> list[Row]:
     return surpassed
 
 
-def _by_generation(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+def _by_generation(rows: Sequence[JobRow]) -> tuple[list[JobRow], list[JobRow]]:
     """Return the members that no generation needs any more, and the jobs that are compared by their objectives."""
-    generations: dict[int, list[Row]] = {}
+    generations: dict[int, list[JobRow]] = {}
     for row in rows:
         if "generation" in row.labels:
             generations.setdefault(int(row.labels["generation"]), []).append(row)
@@ -69,7 +69,7 @@ def _by_generation(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
         if number + 1 in generations:
             if all(row.state in _WELL for row in generations[number + 1]):
                 surpassed += [row for row in members if row.state in _WELL]
-        elif all(row.state in (*_FINAL, State.failed) for row in members):  # one that has paused is a parent soon
+        elif all(row.state in (*_FINAL, JobState.failed) for row in members):  # one that has paused is a parent soon
             latest += members
     return surpassed, latest
 
@@ -105,7 +105,7 @@ class Pruning:
         ConfigError: it is not known which jobs are better, or `keep` has no such value.
     """
 
-    def __init__(self, folder: Path, keep: str | None, objective: Objective, mirror: str = "") -> None:
+    def __init__(self, folder: Path, keep: str | None, objective: SweepObjective, mirror: str = "") -> None:
         self.folder, self.objective, self.most, self.mirror = folder, objective, number_kept(keep), mirror
         self.reason = f"hydra.launcher.keep={keep}"
         self.note = f"its checkpoints were removed: {self.reason}"
@@ -118,7 +118,7 @@ class Pruning:
                 "objective.direction=maximize or minimize, too"
             )
 
-    def update(self, rows: Sequence[Row]) -> None:
+    def update(self, rows: Sequence[JobRow]) -> None:
         """Remove the checkpoints of the jobs that are losers by now; their rows say so."""
         if self.most is None:
             return
@@ -141,7 +141,7 @@ class Pruning:
             self.asked = stored
             self.process = ForkedProcess(lambda pipe: remove_stored(stored, self.reason))
 
-    def finish(self, rows: Sequence[Row], timeout_s: float = FINISH_S) -> None:
+    def finish(self, rows: Sequence[JobRow], timeout_s: float = FINISH_S) -> None:
         """Wait until the checkpoints of all losers are removed, but not longer than the timeout for a store."""
         deadline = time.monotonic() + timeout_s
         self.update(rows)
@@ -153,7 +153,7 @@ class Pruning:
                 return
             self.update(rows)
 
-    def _take_results(self, rows: Sequence[Row]) -> None:
+    def _take_results(self, rows: Sequence[JobRow]) -> None:
         """Once checkpoints are removed from stores, remove them from run directories, too."""
         process = self.process
         if process is None or process.receive():
@@ -173,7 +173,7 @@ class Pruning:
                 if not (run_dir / FOLDER).is_dir() or remove(run_dir, self.reason):
                     self._note(row)
 
-    def _note(self, row: Row) -> None:
+    def _note(self, row: JobRow) -> None:
         row.message = "; ".join(filter(None, [row.message, self.note]))
 
 
@@ -212,7 +212,7 @@ def remove(run_dir: Path, reason: str) -> bool:
     return True
 
 
-def stored_run(row: Row, run_dir: Path, mirror: str) -> StoredRun | None:
+def stored_run(row: JobRow, run_dir: Path, mirror: str) -> StoredRun | None:
     """Return the checkpoints of a job in a store; None if they are in its run directory only."""
     from ddp_hydra.storage.run_ref import RunRef
 

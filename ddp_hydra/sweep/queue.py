@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import importlib
 import itertools
-import pickle
 import re
 from collections import deque
 from collections.abc import Container, Sequence
@@ -23,13 +22,15 @@ from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.row_content import fill_row, fill_row_from_folder
-from ddp_hydra.sweep.rows import Row, State, comparable, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, comparable, typed
 
 CHECKED = 64
 """Number of jobs of a sweep that are composed and checked before the first one starts. Of later jobs, only those are
 that have a new override whose value is not a number."""
 TEMPLATES = 16
 """Number of configs that are kept to derive others from."""
+AHEAD = 16
+"""How many jobs are composed before they can start."""
 _PLAIN = re.compile(r"(?P<key>[A-Za-z_]\w*(\.\w+)*)=(?P<value>[\w.+-]+)")
 """An override that sets a key to a number or a word."""
 
@@ -48,7 +49,7 @@ class CachingConfigLoader:
         self.composed: dict[tuple[str, ...], DictConfig] = {}
         self.checked: set[str] = set()
         self.last: DictConfig | None = None
-        self.templates: dict[tuple[str, ...], Template] = {}
+        self.templates: dict[tuple[str, ...], tuple[DictConfig, Sequence[str]]] = {}
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         """Compose a job for a sweeper, which only checks that it can be composed, and cache its config."""
@@ -70,38 +71,24 @@ class CachingConfigLoader:
     def compose(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
         """Compose a job, from the config of another one if that is the same but for plain values."""
         shape = shape_of(sweep_overrides, groups_of(master_config))
-        template = self.templates.get(shape)
-        config = template.derive(master_config, sweep_overrides) if template else None
-        if config is not None:
-            return config
+        if shape in self.templates:
+            config = self._derive(*self.templates[shape], master_config, sweep_overrides)
+            if config is not None:
+                return config
         config = self.loader.load_sweep_config(master_config, list(sweep_overrides))
-        if template is None and len(self.templates) < TEMPLATES:
-            with contextlib.suppress(Exception):  # a class of another app that cannot be pickled
-                self.templates[shape] = Template(config, sweep_overrides)
+        if shape not in self.templates and len(self.templates) < TEMPLATES:
+            self.templates[shape] = copy.deepcopy(config), tuple(sweep_overrides)
         return config
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-
-class Template:
-    """Derives the configs of jobs from the config of one. It is kept pickled, of which a copy takes least time.
-
-    Args:
-        config: of that job, with Hydra's own part.
-        overrides: of that job.
-    """
-
-    def __init__(self, config: DictConfig, overrides: Sequence[str]) -> None:
-        self.pickled, self.overrides = pickle.dumps(config), tuple(overrides)
-
-    def derive(self, master_config: DictConfig, overrides: Sequence[str]) -> DictConfig | None:
+    def _derive(
+        self, template: DictConfig, words: Sequence[str], master_config: DictConfig, overrides: Sequence[str]
+    ) -> DictConfig | None:
         """Return the config that Hydra would compose for a job of the same shape; None where only Hydra can tell."""
         others = [parse_override(word) for word in overrides]
-        changed = {old: parse_override(new) for old, new in zip(self.overrides, overrides, strict=True) if old != new}
-        config: DictConfig = pickle.loads(self.pickled)  # noqa: S301 (by this very process)
-        if not all(is_value(config, override, others) for override in changed.values()):
+        changed = {old: parse_override(new) for old, new in zip(words, overrides, strict=True) if old != new}
+        if not all(is_value(template, override, others) for override in changed.values()):
             return None
+        config = copy.deepcopy(template)
         try:
             for override in changed.values():
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
@@ -115,23 +102,8 @@ class Template:
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config
 
-
-class QuickCopy(DictConfig):
-    """A config that is copied by pickling, which takes less than half the time of OmegaConf's own way."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuickCopy:
-        parent, self.__dict__["_parent"] = self.__dict__["_parent"], None
-        try:
-            copied: QuickCopy = pickle.loads(pickle.dumps(self))  # noqa: S301 (by this very process)
-        finally:
-            self.__dict__["_parent"] = parent
-        copied.__dict__["_parent"] = parent
-        return copied
-
-
-def copy_quickly(config: DictConfig) -> None:
-    for node in (config, config.hydra):
-        object.__setattr__(node, "__class__", QuickCopy)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
 def is_value(config: DictConfig, override: Override, others: Sequence[Override]) -> bool:
@@ -144,10 +116,15 @@ def is_value(config: DictConfig, override: Override, others: Sequence[Override])
         return False
     if OmegaConf.is_config(node._get_node(key.rpartition(".")[2])):
         return False
+
+    def overlaps(other_key: str) -> bool:
+        outer, inner = sorted((key, other_key), key=len)
+        return f"{inner}.".startswith(f"{outer}.")
+
     return not any(
         other is not override
         and (other.key_or_group not in groups or isinstance(other.value(), dict))
-        and is_within(*sorted((key, other.key_or_group), key=len))
+        and overlaps(other.key_or_group)
         for other in others
     )
 
@@ -165,14 +142,6 @@ def shape_of(overrides: Sequence[str], groups: Container[str]) -> tuple[str, ...
         return f"{plain['key']}=" if plain and plain["key"] not in groups and not word.startswith("hydra.") else word
 
     return tuple(map(shape, overrides))
-
-
-def is_within(outer: str, inner: str) -> bool:
-    return inner == outer or inner.startswith(f"{outer}.")
-
-
-AHEAD = 16
-"""How many jobs are composed before they can start."""
 
 
 class JobQueue:
@@ -198,7 +167,7 @@ class JobQueue:
         loader: CachingConfigLoader,
         config: DictConfig,
         own_need: Need,
-        earlier: Sequence[Row] | None,
+        earlier: Sequence[JobRow] | None,
         retry_failed: bool,
     ) -> None:
         self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
@@ -207,7 +176,7 @@ class JobQueue:
         for row in self.earlier:
             row.overrides = redact.without(row.overrides)  # earlier versions wrote secrets, too
         self.next_number = max((row.number for row in self.earlier), default=-1) + 1
-        self.not_repeated = {State.done, State.stopped} | (set() if retry_failed else {State.failed})
+        self.not_repeated = {JobState.done, JobState.stopped} | (set() if retry_failed else {JobState.failed})
         self.jobs: deque[PlannedJob] = deque()
         self.waiting: deque[PlannedJob] = deque()
         self.keys = dict.fromkeys(key for row in self.earlier for key in typed(row))
@@ -219,7 +188,7 @@ class JobQueue:
         """Return a job; add it to the queue, unless it ended in an earlier run of this sweep."""
         task_overrides = redact.without(planned_job.without_hydras(overrides))  # rows are written to files
         number, earlier = self._numbered(task_overrides, wanted)
-        job = PlannedJob(Row(number, task_overrides, str(number)), overrides, earlier)
+        job = PlannedJob(JobRow(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))
         if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
             self.keep_earlier(job)
@@ -228,7 +197,7 @@ class JobQueue:
             self.jobs.append(job)
         return job
 
-    def _numbered(self, overrides: list[str], wanted: int) -> tuple[int, Row | None]:
+    def _numbered(self, overrides: list[str], wanted: int) -> tuple[int, JobRow | None]:
         """Return a job's number, and its row in an earlier run of the sweep: then it keeps its number."""
         for row in self.earlier:
             if row.overrides == overrides:
@@ -244,16 +213,16 @@ class JobQueue:
         job.row, job.folder = job.earlier, self.folder / job.earlier.folder
         job.is_ours = planned_job.is_ours(self.config)
 
-    def fill_started(self, rows: Sequence[Row]) -> None:
+    def fill_started(self, rows: Sequence[JobRow]) -> None:
         for row in rows:
-            if row.state != State.queued:
+            if row.state != JobState.queued:
                 fill_row_from_folder(row, self.keys, self.folder / row.folder)
 
     def first(self, cluster: str | None) -> PlannedJob | None:
         """Return the next job, composed; it stays in the queue. Jobs for another cluster are set aside."""
         while self.jobs:
             job = self.jobs[0]
-            if job.row.state == State.failed or (not job.is_composed and not self.compose(job)):
+            if job.row.state == JobState.failed or (not job.is_composed and not self.compose(job)):
                 self.jobs.popleft()
             elif cluster is not None and job.need.cluster != cluster:
                 self.waiting.append(self.jobs.popleft())
@@ -299,12 +268,12 @@ class JobQueue:
         if job.is_dry:
             # It imports torch: do that once, before the processes of the jobs are forked.
             importlib.import_module("ddp_hydra.training.dry_run")
-        return job.row.state != State.failed
+        return job.row.state != JobState.failed
 
     def compose_ahead(self) -> bool:
         """Compose one of the next jobs, so that it can start at once later; return False if all are composed."""
         for job in itertools.islice(self.jobs, AHEAD):
-            if not job.is_composed and job.row.state == State.queued:
+            if not job.is_composed and job.row.state == JobState.queued:
                 return self.compose(job)
         return False
 
@@ -312,4 +281,4 @@ class JobQueue:
         for job in self.jobs:
             if (job.is_composed or self.compose(job)) and job.need.cluster == cluster:
                 job.fail(error)
-        self.jobs = deque(job for job in self.jobs if job.row.state != State.failed)
+        self.jobs = deque(job for job in self.jobs if job.row.state != JobState.failed)

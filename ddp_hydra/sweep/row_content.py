@@ -15,11 +15,11 @@ from yaml import YAMLError
 from ddp_hydra.config import redact
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import Status, Summary, decode
-from ddp_hydra.sweep.rows import Objective, Row, State, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, typed
 from ddp_hydra.writers import run_dir
 
 
-def read_status(row: Row, folder: Path, objective: Objective) -> None:
+def read_status(row: JobRow, folder: Path, objective: SweepObjective) -> None:
     try:
         status = decode((folder / "status.json").read_bytes(), Status, folder / "status.json")
     except (OSError, ConfigError):
@@ -31,7 +31,7 @@ def read_status(row: Row, folder: Path, objective: Objective) -> None:
     _take_metrics(row, status.metrics, objective)
 
 
-def read_summary(row: Row, folder: Path, objective: Objective) -> str | None:
+def read_summary(row: JobRow, folder: Path, objective: SweepObjective) -> str | None:
     summary = _summary(row, folder) or Summary(status="")
     row.step = summary.steps
     if summary.status == "done" and row.total_steps is None:  # it ended before its status was ever read
@@ -44,15 +44,15 @@ def read_summary(row: Row, folder: Path, objective: Objective) -> str | None:
     return summary.status
 
 
-def take_end(row: Row, folder: Path, objective: Objective) -> None:
+def take_end(row: JobRow, folder: Path, objective: SweepObjective) -> None:
     """Take over that a job of ours is done or paused, if its process has written so after the last look at it."""
     summary = _summary(row, folder)
     if summary is not None and summary.status in ("done", "paused"):
         read_summary(row, folder, objective)
-        row.state, row.value = State(summary.status), row.objective
+        row.state, row.value = JobState(summary.status), row.objective
 
 
-def take_value(row: Row, value: Any, objective: Objective) -> None:
+def take_value(row: JobRow, value: Any, objective: SweepObjective) -> None:
     row.value = plain_value(value)
     returned = as_number(row.value)
     if returned is not None:
@@ -78,13 +78,13 @@ def as_number(value: Any, kind: type = float) -> Any:
     return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _take_metrics(row: Row, metrics: dict[str, float | None], objective: Objective) -> None:
+def _take_metrics(row: JobRow, metrics: dict[str, float | None], objective: SweepObjective) -> None:
     row.metrics |= metrics
     if row.metrics.get(objective.metric) is not None:
         row.objective = row.metrics[objective.metric]
 
 
-def _summary(row: Row, folder: Path) -> Summary | None:
+def _summary(row: JobRow, folder: Path) -> Summary | None:
     try:
         return run_dir.read_summary(folder)
     except ConfigError as error:
@@ -95,7 +95,7 @@ def _summary(row: Row, folder: Path) -> Summary | None:
 _ABSENT = object()
 
 
-def fill_row(row: Row, keys: Iterable[str], config: DictConfig, choices: Mapping[str, Any]) -> None:
+def fill_row(row: JobRow, keys: Iterable[str], config: DictConfig, choices: Mapping[str, Any]) -> None:
     """Fill in the values of the keys that a job does not give itself, from its config and choices of groups."""
     own = typed(row)
     for key in keys:
@@ -103,7 +103,7 @@ def fill_row(row: Row, keys: Iterable[str], config: DictConfig, choices: Mapping
             row.filled[key] = value
 
 
-def fill_row_from_folder(row: Row, keys: Iterable[str], folder: Path) -> None:
+def fill_row_from_folder(row: JobRow, keys: Iterable[str], folder: Path) -> None:
     """Do the same for a job that has started, from what Hydra has saved of it."""
     own = typed(row)
     if all(key in own or key in row.filled for key in keys):

@@ -28,7 +28,7 @@ LINEAGE_KEYS = frozenset({"resume", "trainer.pause_after_validations"})
 """Overrides of a sweeper that labels its jobs: the labels say the same in better words."""
 
 
-class State(Enum):
+class JobState(Enum):
     """The states of a job."""
 
     queued = "queued"
@@ -41,11 +41,11 @@ class State(Enum):
 
     @property
     def has_ended(self) -> bool:
-        return self in (State.done, State.stopped, State.failed, State.interrupted)
+        return self in (JobState.done, JobState.stopped, JobState.failed, JobState.interrupted)
 
 
 @dataclass
-class Row:
+class JobRow:
     """The state and the results of one job.
 
     Args:
@@ -71,7 +71,7 @@ class Row:
     number: Count
     overrides: list[str]
     folder: str
-    state: State = State.queued
+    state: JobState = JobState.queued
     objective: Finite | None = None
     metrics: dict[str, Finite | None] = field(default_factory=dict)
     step: Count | None = None
@@ -89,11 +89,11 @@ class Row:
     @property
     def shown_state(self) -> str:
         """Return the state for the user: a running job may still wait for its workers."""
-        return "waiting" if self.state == State.running and not self.workers else self.state.value
+        return "waiting" if self.state == JobState.running and not self.workers else self.state.value
 
 
 @dataclass(frozen=True)
-class Objective:
+class SweepObjective:
     """The metric that jobs are compared by.
 
     Args:
@@ -108,7 +108,7 @@ class Objective:
     def better(self) -> str:
         return "higher is better" if self.maximize else "lower is better"
 
-    def ranks(self, rows: Sequence[Row]) -> bool:
+    def ranks(self, rows: Sequence[JobRow]) -> bool:
         """Return whether one of these jobs is the best: the direction is known, and all have the same data."""
         return self.maximize is not None and len(set(data_of(rows).values())) < 2
 
@@ -127,7 +127,7 @@ def sort_key(value: float | None, maximize: bool | None) -> tuple[bool, float]:
     return False, -value if maximize else value
 
 
-def best_first(rows: Iterable[Row], objective: Objective) -> list[Row]:
+def best_first(rows: Iterable[JobRow], objective: SweepObjective) -> list[JobRow]:
     """Order jobs: those with an objective by it, then the others by number; failed ones last.
 
     Jobs are grouped by their data, because values from different data sets cannot be compared. Without a direction, all
@@ -137,8 +137,8 @@ def best_first(rows: Iterable[Row], objective: Objective) -> list[Row]:
     data = data_of(rows)
     places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
 
-    def key(row: Row) -> tuple[bool, int, bool, float, int]:
-        failed = row.state == State.failed
+    def key(row: JobRow) -> tuple[bool, int, bool, float, int]:
+        failed = row.state == JobState.failed
         if objective.maximize is None or failed:
             return failed, 0, True, 0.0, row.number
         return False, places[data[row.number]], *sort_key(row.objective, objective.maximize), row.number
@@ -146,28 +146,28 @@ def best_first(rows: Iterable[Row], objective: Objective) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def data_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
+def data_of(rows: Sequence[JobRow]) -> dict[int, tuple[tuple[str, str], ...]]:
     """Return, by job number, the swept keys and values that choose the job's data sets."""
     return _chosen(rows, DATA_KEYS)
 
 
-def group_of(rows: Sequence[Row]) -> dict[int, tuple[tuple[str, str], ...]]:
+def group_of(rows: Sequence[JobRow]) -> dict[int, tuple[tuple[str, str], ...]]:
     return _chosen(rows, DATA_KEYS | MODEL_KEYS)
 
 
-def _chosen(rows: Sequence[Row], keys: frozenset[str]) -> dict[int, tuple[tuple[str, str], ...]]:
+def _chosen(rows: Sequence[JobRow], keys: frozenset[str]) -> dict[int, tuple[tuple[str, str], ...]]:
     return {
         number: tuple((key, value) for key, value in values.items() if key in keys)
         for number, values in swept(rows).items()
     }
 
 
-def typed(row: Row) -> dict[str, str]:
+def typed(row: JobRow) -> dict[str, str]:
     parts = (override.partition("=") for override in row.overrides)
     return {key.lstrip("+"): value for key, _, value in parts}
 
 
-def swept(rows: Sequence[Row]) -> dict[int, dict[str, str]]:
+def swept(rows: Sequence[JobRow]) -> dict[int, dict[str, str]]:
     """Return, by job number, the keys that some job gives and that have not the same value in all jobs."""
     given = {row.number: typed(row) for row in rows}
     hidden = LINEAGE_KEYS if any(row.labels for row in rows) else ()
@@ -187,7 +187,7 @@ def comparable(value: str | None) -> object:
     return number if math.isfinite(number) else value
 
 
-def describe_counts(rows: Iterable[Row]) -> str:
+def describe_counts(rows: Iterable[JobRow]) -> str:
     rows = list(rows)
     names = [row.shown_state for row in rows]
     parts = []

@@ -26,7 +26,7 @@ from ddp_hydra.sweep.forked_process import ForkedProcess
 from ddp_hydra.sweep.job_process import JobOutcome
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState
 
 log = logging.getLogger(__name__)
 STOP_S = 10.0
@@ -52,7 +52,7 @@ class RunningJob:
     kill_at: float | None = None
 
     @property
-    def row(self) -> Row:
+    def row(self) -> JobRow:
         return self.planned.row
 
     @property
@@ -68,9 +68,9 @@ class RunningJob:
         else:
             log_file = self.planned.folder / "logs" / "job.log"
             message = f"its own process {self.process.describe_end()}; see {log_file}"
-            outcome = JobOutcome(State.interrupted if is_interrupted else State.failed, None, message)
-        if self.stop_reason and outcome.state != State.done:
-            return JobOutcome(State.failed, None, self.stop_reason)
+            outcome = JobOutcome(JobState.interrupted if is_interrupted else JobState.failed, None, message)
+        if self.stop_reason and outcome.state != JobState.done:
+            return JobOutcome(JobState.failed, None, self.stop_reason)
         return outcome
 
     def check_time(self, limit_s: float | None, now: float) -> None:

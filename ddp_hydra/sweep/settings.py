@@ -16,7 +16,7 @@ from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours
 from ddp_hydra.sweep.pruning import number_kept
-from ddp_hydra.sweep.rows import Objective
+from ddp_hydra.sweep.rows import SweepObjective
 from ddp_hydra.sweep.stop_rules import (
     Halving,
     Median,
@@ -38,7 +38,7 @@ COUNTS = ("first", "reduction", "brackets", "after", "trials", "patience")
 
 
 @dataclass(frozen=True)
-class Settings:
+class SweepSettings:
     """The options of `hydra.launcher`.
 
     Args:
@@ -94,15 +94,15 @@ class Settings:
             )
 
 
-def objective_of(config: DictConfig, direction: str | None = None) -> Objective:
+def objective_of(config: DictConfig, direction: str | None = None) -> SweepObjective:
     given = config.get("objective")
     if is_ours(config):
         metric, ours = objective.of(config)
         _check_sweeper(config, metric, ours)
-        return Objective(str(metric), _maximizes(ours))
+        return SweepObjective(str(metric), _maximizes(ours))
     if isinstance(given, DictConfig) and given.get("metric"):
-        return Objective(str(given.metric), _maximizes(direction or given.get("direction")))
-    return Objective("value", _maximizes(direction or config.hydra.sweeper.get("direction")))
+        return SweepObjective(str(given.metric), _maximizes(direction or given.get("direction")))
+    return SweepObjective("value", _maximizes(direction or config.hydra.sweeper.get("direction")))
 
 
 def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
@@ -144,7 +144,7 @@ def _maximizes(direction: object) -> bool | None:
     return name == "maximize" if name in DIRECTIONS else None
 
 
-def stop_policy(given: Any, objective: Objective, config: DictConfig, ranks: int | None) -> StopPolicy | None:
+def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks: int | None) -> StopPolicy | None:
     """Return what decides which jobs of a sweep are stopped; None: no job is.
 
     Args:
@@ -177,7 +177,7 @@ def stop_policy(given: Any, objective: Objective, config: DictConfig, ranks: int
     return policy
 
 
-def check_objective(objective: Objective, config: DictConfig, ranks: int | None) -> None:
+def check_objective(objective: SweepObjective, config: DictConfig, ranks: int | None) -> None:
     if objective.maximize is None:
         raise ConfigError(
             f"{STOP} needs to know whether a higher {objective.metric} is better: give "

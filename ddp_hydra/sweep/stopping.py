@@ -26,7 +26,7 @@ from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.row_content import as_number
-from ddp_hydra.sweep.rows import Objective, State
+from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
 from ddp_hydra.writers.run_dir import read_summary, write_summary
@@ -37,7 +37,7 @@ PAUSES_ITSELF = (
     "hydra.launcher.stop=asha and hyperband pause jobs themselves: leave out trainer.pause_after_validations and "
     "hydra/sweeper=pbt, or give another rule"
 )
-_ENDS = {State.done: "done", State.failed: "failed", State.interrupted: "failed", State.stopped: "stopped"}
+_ENDS = {JobState.done: "done", JobState.failed: "failed", JobState.interrupted: "failed", JobState.stopped: "stopped"}
 """The end of a job, in the words of the policies."""
 
 
@@ -150,7 +150,7 @@ class JobStopper:
         policy: StopPolicy | None,
         queue: JobQueue,
         running: Sequence[RunningJob],
-        objective: Objective,
+        objective: SweepObjective,
         config: DictConfig,
     ) -> None:
         self.policy, self.queue, self.running, self.objective, self.config = policy, queue, running, objective, config
@@ -158,7 +158,7 @@ class JobStopper:
         if self.pauses and config.trainer.pause_after_validations is not None:
             raise ConfigError(PAUSES_ITSELF)
         self.is_ours = planned_job.is_ours(config)
-        self.state_at_end = State.done if policy is None or self.pauses else State.paused
+        self.state_at_end = JobState.done if policy is None or self.pauses else JobState.paused
         self.jobs: dict[int, PlannedJob] = {}
         self.reports: dict[int, list[Report]] = {}
         self.files: dict[int, ReportFile] = {}
@@ -176,7 +176,7 @@ class JobStopper:
             self.policy.add(number, self._values(number), self._end_of(job))
             if job.row is earlier or earlier is None or self.pauses:
                 continue
-            if earlier.state == State.paused and earlier.value is not None:  # it had ended, but was not decided upon
+            if earlier.state == JobState.paused and earlier.value is not None:  # it had ended, but was not decided upon
                 self._take_from_queue(job)
                 self.waiting.add(number)
                 self._update(job, "done")
@@ -194,7 +194,7 @@ class JobStopper:
         if (goal := self.policy.goal(job.row.number)) is not None:
             with open_dict(job.config):
                 job.config.trainer.pause_after_validations = goal
-            if job.row.state == State.paused:
+            if job.row.state == JobState.paused:
                 planned_job.resume(job, job.row.wall_s)
         self._set_length(job)
         self.files[job.row.number] = ReportFile(job.folder, self.objective.metric, job.is_ours)
@@ -205,7 +205,7 @@ class JobStopper:
         for running in () if self.pauses else self.running:
             self._read(running.planned)
         for number, job in self.jobs.items():
-            if job.row.state == State.failed and not self.policy.trials[number].end:  # it failed before it began
+            if job.row.state == JobState.failed and not self.policy.trials[number].end:  # it failed before it began
                 self.queue.remove(job)
                 self._update(job, "failed")
         self._decide()
@@ -223,9 +223,9 @@ class JobStopper:
             self._stop(job, self.stops[number])
             return
         self._update(job, self._end_of(job))
-        if job.row.state == State.done and not self.pauses:
+        if job.row.state == JobState.done and not self.pauses:
             self.waiting.add(number)
-            job.row.state, job.row.message = State.paused, WAITS
+            job.row.state, job.row.message = JobState.paused, WAITS
         self._decide()
 
     def end_batch(self) -> bool:
@@ -241,7 +241,7 @@ class JobStopper:
         """Let a job that has reports, and so an earlier run, stay as it was there."""
         self.queue.remove(job)
         self.queue.keep_earlier(job)
-        job.row.state, job.result = State.paused, job.value_return()
+        job.row.state, job.result = JobState.paused, job.value_return()
 
     def _saved_reports(self, job: PlannedJob) -> list[Report]:
         """Return what a job reported in an earlier run of the sweep: up to its last checkpoint, unless it had ended."""
@@ -249,15 +249,15 @@ class JobStopper:
             return []
         run_dir = self.queue.folder / job.earlier.folder
         file = ReportFile(run_dir, self.objective.metric, job.is_ours)
-        if job.row.state in (State.done, State.failed) or job.earlier.state == State.paused:
+        if job.row.state in (JobState.done, JobState.failed) or job.earlier.state == JobState.paused:
             file.read()
         else:
-            step = job.row.step if job.row.state == State.stopped else saved_step(run_dir)
+            step = job.row.step if job.row.state == JobState.stopped else saved_step(run_dir)
             file.read(-1 if step is None else step)
         return file.reports
 
     def _end_of(self, job: PlannedJob) -> str:
-        if job.row.state == State.paused and not self.pauses:
+        if job.row.state == JobState.paused and not self.pauses:
             return "done"  # by its own trainer.pause_after_validations
         return _ENDS.get(job.row.state, "")
 
@@ -308,7 +308,7 @@ class JobStopper:
         for number in [number for number in self.waiting if self.policy.is_settled(number)]:
             self.waiting.remove(number)
             if number not in self.stops:
-                self.jobs[number].row.state, self.jobs[number].row.message = State.done, ""
+                self.jobs[number].row.state, self.jobs[number].row.message = JobState.done, ""
 
     def _apply(self, verdict: Verdict) -> None:
         assert self.policy is not None
@@ -334,7 +334,7 @@ class JobStopper:
             self._take_from_queue(job)
         message = f"stopped at {self._describe(job, verdict.report)}: {verdict.reason}"
         row, report = job.row, self.reports[job.row.number][verdict.report - 1]
-        row.state, row.message, row.eta_s = State.stopped, message, None
+        row.state, row.message, row.eta_s = JobState.stopped, message, None
         row.total_steps = None  # only known where the status was read in time, and tables are to be repeatable
         row.step, row.epoch, row.objective = report.step, report.epoch, report.value
         row.metrics, row.value = dict(report.metrics), report.value

@@ -19,8 +19,8 @@ import msgspec
 
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.storage.files import remove_parts, write_atomic, writing
-from ddp_hydra.sweep.rows import Objective, Row, State
-from ddp_hydra.sweep.tables import Repeated, csv_text, markdown_text, repeated, seeds_csv_text
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
+from ddp_hydra.sweep.tables import SeedSummary, csv_text, markdown_text, repeated, seeds_csv_text
 
 log = logging.getLogger(__name__)
 _VERSION = 1
@@ -35,7 +35,7 @@ class _Content(msgspec.Struct):
     """What is read of sweep.json."""
 
     version: Literal[1]
-    jobs: list[Row]
+    jobs: list[JobRow]
 
 
 class SummaryFiles:
@@ -48,14 +48,14 @@ class SummaryFiles:
         objective: the metric that jobs are compared by.
     """
 
-    def __init__(self, folder: Path, objective: Objective) -> None:
+    def __init__(self, folder: Path, objective: SweepObjective) -> None:
         self.folder, self.objective = folder, objective
         self._written: dict[str, object] = {}
         self._is_open = False
         self._wait_until = 0.0
         self._warned = False
 
-    def write(self, rows: Sequence[Row], now: bool = False) -> None:
+    def write(self, rows: Sequence[JobRow], now: bool = False) -> None:
         if time.monotonic() < self._wait_until and not now:
             return
         begin = time.process_time()
@@ -85,7 +85,7 @@ class SummaryFiles:
             write_atomic(self.folder / name, text.encode(errors="replace"), durable=durable)
             self._written[name] = text
 
-    def _update_columns(self, rows: Sequence[Row]) -> None:
+    def _update_columns(self, rows: Sequence[JobRow]) -> None:
         """Write the HParams tab's columns once metrics are known, because TensorBoard keeps the first ones it reads."""
         names = {name for row in rows for name in row.metrics}
         wanted = self._metric_names(names), [row.overrides for row in rows]
@@ -97,7 +97,7 @@ class SummaryFiles:
             hparams.write_experiment(self.folder, wanted[1], wanted[0])
             self._written["columns"] = wanted[0], [list(overrides) for overrides in wanted[1]]
 
-    def _has_curves(self, row: Row) -> bool:
+    def _has_curves(self, row: JobRow) -> bool:
         try:
             return (self.folder / row.folder / "tensorboard").is_dir()
         except (OSError, ValueError):  # not a valid folder name
@@ -108,15 +108,15 @@ class SummaryFiles:
         return list(dict.fromkeys([self.objective.metric, *others]))
 
 
-def json_text(rows: Iterable[Row], objective: Objective, over_seeds: Sequence[Repeated] = ()) -> str:
-    lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(Row)}) for row in rows)
+def json_text(rows: Iterable[JobRow], objective: SweepObjective, over_seeds: Sequence[SeedSummary] = ()) -> str:
+    lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(JobRow)}) for row in rows)
     head = f'"version": {_VERSION}, "objective": {_strict(vars(objective))}'
     configs = ",\n".join(_strict(vars(entry)) for entry in over_seeds)
     rest = f', "seeds": [\n{configs}\n]' if over_seeds else ""
     return f'{{{head}, "jobs": [\n{lines}\n]{rest}}}\n'
 
 
-def read(folder: Path) -> list[Row]:
+def read(folder: Path) -> list[JobRow]:
     path = folder / "sweep.json"
     try:
         content = json.loads(path.read_bytes().decode(), parse_constant=_no_constant)
@@ -143,7 +143,7 @@ def _finite(value: object) -> object:
         return {str(name): _finite(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(inner) for inner in value]
-    return value.value if isinstance(value, State) else value
+    return value.value if isinstance(value, JobState) else value
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -28,9 +28,9 @@ from ddp_hydra.sweep.planned_job import CompactReturn, PlannedJob, with_trace
 from ddp_hydra.sweep.plot import Plotter
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
-from ddp_hydra.sweep.rows import State, describe_counts
+from ddp_hydra.sweep.rows import JobState, describe_counts
 from ddp_hydra.sweep.scheduler import ClusterProcess, JobScheduler, RunningJob
-from ddp_hydra.sweep.settings import Settings, objective_of, stop_policy
+from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
 from ddp_hydra.sweep.stopping import JobStopper
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 from ddp_hydra.sweep.tables import LiveTable
@@ -57,7 +57,7 @@ class Sweep:
     def __init__(
         self,
         folder: Path,
-        settings: Settings,
+        settings: SweepSettings,
         context: HydraContext,
         loader: CachingConfigLoader,
         task: TaskFunction,
@@ -81,10 +81,10 @@ class Sweep:
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.rows = earlier or []
         for row in self.rows:
-            if row.state == State.running:  # the earlier run was killed
-                row.state = State.interrupted
+            if row.state == JobState.running:  # the earlier run was killed
+                row.state = JobState.interrupted
                 row_content.take_end(row, folder / row.folder, self.objective)
-                row.state = self.stopping.state_at_end if row.state == State.done else row.state
+                row.state = self.stopping.state_at_end if row.state == JobState.done else row.state
         self.plotter = Plotter(folder, self.objective)
         self.stop_reason = ""
         self.first_result: CompactReturn | None = None
@@ -162,7 +162,7 @@ class Sweep:
 
     def start(self, job: PlannedJob) -> None:
         self.stopping.before_start(job)
-        job.row.state, job.row.message = State.running, ""
+        job.row.state, job.row.message = JobState.running, ""
         waits = job.is_ours and job.need.cluster
         job.row.workers = 0 if waits else job.need.workers or 1  # without waiting for workers, it reports none
         with contextlib.suppress(OSError):
@@ -184,15 +184,15 @@ class Sweep:
             self.first_result = self.first_result or outcome.result
             outcome.result.shrink(self.first_result)
             job.planned.result = with_trace(outcome.result, outcome.trace)
-            if outcome.state == State.done:
+            if outcome.state == JobState.done:
                 row_content.take_value(row, outcome.result.return_value, self.objective)
                 if ended == "paused":
-                    row.state = State.paused
+                    row.state = JobState.paused
         if not self.is_stopping():
             self.stopping.on_end(job.planned)
-        if row.state == State.failed and self.settings.fail_fast and not self.is_stopping():
+        if row.state == JobState.failed and self.settings.fail_fast and not self.is_stopping():
             self.stop_all(f"job {row.number} failed ({row.message}), and hydra.launcher.fail_fast=true")
-        if row.state in (State.done, State.stopped, State.failed):
+        if row.state in (JobState.done, JobState.stopped, JobState.failed):
             job.planned.config = DictConfig({})  # hundreds of them would fill the memory
         self.pruning.update(self.rows)
 
@@ -230,7 +230,7 @@ class Sweep:
 
     def end_all(self) -> None:
         for job in self.running:
-            job.row.state, job.row.message = State.interrupted, "ended at once"
+            job.row.state, job.row.message = JobState.interrupted, "ended at once"
             job.process.signal(signal.SIGINT)
         for job in self.running:
             job.process.end()
@@ -248,7 +248,7 @@ class Sweep:
     def write_summary(self) -> None:
         self.files.write(self.rows, now=True)
         self.plotter.draw()
-        lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == State.failed]
+        lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == JobState.failed]
         self.table.close(self.rows, [*lines, self.closing_line])
 
     @property
@@ -256,7 +256,7 @@ class Sweep:
         return f"{describe_counts(self.rows)}  ->  {self.shown_dir}/sweep.md"
 
     def result(self, job: PlannedJob) -> JobReturn:
-        if job.is_ours and job.row.state not in (State.done, State.stopped, State.paused):
+        if job.is_ours and job.row.state not in (JobState.done, JobState.stopped, JobState.paused):
             return job.failed_return(SweepFailed(self.closing_line))
         reason = job.row.message or self.stop_reason
         unfinished = f"job {job.row.number} was not run to its end: {reason}"

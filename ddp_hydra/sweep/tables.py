@@ -20,9 +20,9 @@ from rich.text import Text
 from ddp_hydra.console.text import duration, plain
 from ddp_hydra.sweep.rows import (
     DATA_KEYS,
-    Objective,
-    Row,
-    State,
+    JobRow,
+    JobState,
+    SweepObjective,
     best_first,
     data_of,
     describe_counts,
@@ -33,7 +33,7 @@ from ddp_hydra.sweep.rows import (
 
 
 @dataclass(frozen=True)
-class Repeated:
+class SeedSummary:
     """The objective of one config over its seeds.
 
     Args:
@@ -59,7 +59,7 @@ def is_seed(key: str) -> bool:
     return key == "seed" or key.endswith(".seed")
 
 
-def repeated(rows: Sequence[Row], objective: Objective) -> list[Repeated]:
+def repeated(rows: Sequence[JobRow], objective: SweepObjective) -> list[SeedSummary]:
     """Return one entry for each config, the best mean first; [] if no config is repeated with another seed.
 
     Configs with other data are grouped, because their values cannot be compared.
@@ -67,7 +67,7 @@ def repeated(rows: Sequence[Row], objective: Objective) -> list[Repeated]:
     values = swept(rows)
     if not any(is_seed(key) for given in values.values() for key in given):
         return []
-    configs: dict[tuple[tuple[str, str], ...], list[Row]] = {}
+    configs: dict[tuple[tuple[str, str], ...], list[JobRow]] = {}
     for row in rows:
         given = tuple((key, value) for key, value in values[row.number].items() if not is_seed(key))
         configs.setdefault(given, []).append(row)
@@ -81,15 +81,15 @@ def repeated(rows: Sequence[Row], objective: Objective) -> list[Repeated]:
     return [entry for _, entry in found]
 
 
-def _summed(values: dict[str, str], rows: Sequence[Row], objective: Objective) -> Repeated:
+def _summed(values: dict[str, str], rows: Sequence[JobRow], objective: SweepObjective) -> SeedSummary:
     counted = [
         row.objective
         for row in rows
-        if row.state == State.done and row.objective is not None and math.isfinite(row.objective)
+        if row.state == JobState.done and row.objective is not None and math.isfinite(row.objective)
     ]
     ordered = sorted(counted, reverse=bool(objective.maximize))
     is_known = bool(ordered) and objective.maximize is not None
-    return Repeated(
+    return SeedSummary(
         values=values,
         jobs=[row.number for row in rows],
         n=len(counted),
@@ -105,7 +105,7 @@ _MARKUP = re.compile(r"[\\`*\[\]<>|&~$]|(?<![^\W_])_|_(?![^\W_])")
 _MAX_MESSAGE = 300
 
 
-def csv_text(rows: Sequence[Row], objective: Objective) -> str:
+def csv_text(rows: Sequence[JobRow], objective: SweepObjective) -> str:
     overrides = swept(rows)
     keys = _keys(overrides.values())
     metrics = sorted({name for row in rows for name in row.metrics} - {objective.metric})
@@ -123,7 +123,7 @@ def csv_text(rows: Sequence[Row], objective: Objective) -> str:
     return target.getvalue()
 
 
-def seeds_csv_text(repeated: Sequence[Repeated], objective: Objective) -> str:
+def seeds_csv_text(repeated: Sequence[SeedSummary], objective: SweepObjective) -> str:
     keys = _keys(entry.values for entry in repeated)
     head = [*keys, *(f"{objective.metric} {word}" for word in ("mean", "sd", "best", "worst")), "n", "jobs"]
     target = io.StringIO()
@@ -136,14 +136,14 @@ def seeds_csv_text(repeated: Sequence[Repeated], objective: Objective) -> str:
     return target.getvalue()
 
 
-def markdown_text(rows: Sequence[Row], objective: Objective, repeated: Sequence[Repeated] = ()) -> str:
+def markdown_text(rows: Sequence[JobRow], objective: SweepObjective, repeated: Sequence[SeedSummary] = ()) -> str:
     """Return a page with tables of the jobs. Jobs with other data or another model have a table of their own."""
     lines = [f"# Sweep of {describe_counts(rows)}", "", _order_of(rows, objective), ""]
     if repeated:
         lines += ["## Over seeds", "", *_seeds_table(repeated, objective), ""]
     overrides, of_row = swept(rows), group_of(rows)
     ordered = best_first(rows, objective)
-    groups: dict[tuple[tuple[str, str], ...], list[Row]] = {}
+    groups: dict[tuple[tuple[str, str], ...], list[JobRow]] = {}
     for row in ordered:
         groups.setdefault(of_row[row.number], []).append(row)
     in_headings = {key for group in groups for key, _ in group}
@@ -158,7 +158,7 @@ def markdown_text(rows: Sequence[Row], objective: Objective, repeated: Sequence[
 
 
 def _table(
-    ordered: Sequence[Row], keys: Sequence[str], overrides: Mapping[int, dict[str, str]], objective: Objective
+    ordered: Sequence[JobRow], keys: Sequence[str], overrides: Mapping[int, dict[str, str]], objective: SweepObjective
 ) -> Iterator[str]:
     labels = _keys(row.labels for row in ordered)
     head = ["job", "state", *labels, *keys, objective.metric, "steps", "time", "message"]
@@ -180,7 +180,7 @@ def _table(
         yield _line([str(row.number), row.shown_state, *values, number, steps, took, message])
 
 
-def _seeds_table(repeated: Sequence[Repeated], objective: Objective) -> Iterator[str]:
+def _seeds_table(repeated: Sequence[SeedSummary], objective: SweepObjective) -> Iterator[str]:
     keys = _keys(entry.values for entry in repeated)
     head = [*keys, f"{objective.metric}, mean ± sd", "best", "worst", "n", "jobs"]
     yield _line(map(_markup, head))
@@ -197,7 +197,7 @@ def _short(number: float | None) -> str:
     return "" if number is None else f"{number:.5g}"
 
 
-def _order_of(rows: Sequence[Row], objective: Objective) -> str:
+def _order_of(rows: Sequence[JobRow], objective: SweepObjective) -> str:
     metric = _markup(objective.metric)
     if objective.maximize is None:
         return (
@@ -222,10 +222,10 @@ def _words(group: Iterable[tuple[str, str]]) -> str:
     return ", ".join(f"{key}={value}" for key, value in group)
 
 
-def _best(ordered: Sequence[Row], objective: Objective) -> Row | None:
+def _best(ordered: Sequence[JobRow], objective: SweepObjective) -> JobRow | None:
     if objective.maximize is None:
         return None
-    good = (row for row in ordered if row.state is not State.failed and row.objective is not None)
+    good = (row for row in ordered if row.state is not JobState.failed and row.objective is not None)
     return next((row for row in good if math.isfinite(row.objective or 0.0)), None)
 
 
@@ -261,12 +261,12 @@ def _line(cells: Iterable[str]) -> str:
 
 REFRESH_S = 0.5
 STYLES = {
-    State.done: "green",
-    State.stopped: "cyan",
-    State.paused: "cyan",
-    State.failed: "red",
-    State.interrupted: "yellow",
-    State.running: "bold",
+    JobState.done: "green",
+    JobState.stopped: "cyan",
+    JobState.paused: "cyan",
+    JobState.failed: "red",
+    JobState.interrupted: "yellow",
+    JobState.running: "bold",
 }
 
 
@@ -278,15 +278,15 @@ class LiveTable:
         console: where to print; None is stderr, which Hydra uses, too.
     """
 
-    def __init__(self, objective: Objective, console: Console | None = None) -> None:
+    def __init__(self, objective: SweepObjective, console: Console | None = None) -> None:
         self.objective = objective
         self.console = console or Console(stderr=True, highlight=False)
         self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
         self.live: Live | None = None
         self.drawn = -math.inf
-        self.printed: dict[int, State] = {}
+        self.printed: dict[int, JobState] = {}
 
-    def show(self, rows: Sequence[Row]) -> None:
+    def show(self, rows: Sequence[JobRow]) -> None:
         """Show the present state; this is cheap if nothing has changed."""
         if not self.is_live:
             self._print_changes(rows)
@@ -297,7 +297,7 @@ class LiveTable:
                 self.live.start()
             self.live.update(self._table(rows, most=max(5, self.console.height - 6)), refresh=True)
 
-    def close(self, rows: Sequence[Row], lines: Sequence[str]) -> None:
+    def close(self, rows: Sequence[JobRow], lines: Sequence[str]) -> None:
         if self.live is not None:
             self.live.stop()
             self.live = None
@@ -308,8 +308,8 @@ class LiveTable:
         for line in lines:
             self.console.print(Text(line), soft_wrap=True)
 
-    def _print_changes(self, rows: Sequence[Row]) -> None:
-        changed = [row for row in rows if row.state not in (State.queued, self.printed.get(row.number))]
+    def _print_changes(self, rows: Sequence[JobRow]) -> None:
+        changed = [row for row in rows if row.state not in (JobState.queued, self.printed.get(row.number))]
         values = swept(rows) if changed else {}
         for row in changed:
             self.printed[row.number] = row.state
@@ -321,7 +321,7 @@ class LiveTable:
             words += [f"[{ended}/{len(rows)}]"] if row.state.has_ended else []
             self.console.print(Text(plain(" ".join(words))), soft_wrap=True)
 
-    def _table(self, rows: Sequence[Row], most: int | None = None) -> Group:
+    def _table(self, rows: Sequence[JobRow], most: int | None = None) -> Group:
         values = swept(rows)
         keys = list(dict.fromkeys(key for own in values.values() for key in own))
         table = Table(box=None, padding=(0, 1), header_style="dim")
@@ -331,8 +331,8 @@ class LiveTable:
             )
         ordered = best_first(rows, self.objective)
         if most is not None and len(ordered) > most:
-            running = [row for row in ordered if row.state == State.running]
-            ordered = (running + [row for row in ordered if row.state != State.running])[:most]
+            running = [row for row in ordered if row.state == JobState.running]
+            ordered = (running + [row for row in ordered if row.state != JobState.running])[:most]
         for row in ordered:
             table.add_row(
                 str(row.number),
@@ -342,14 +342,14 @@ class LiveTable:
                 "" if row.objective is None else f"{row.objective:.4g}",
                 str(row.workers) if row.workers else "",
                 duration(row.wall_s or None),
-                duration(row.eta_s if row.state == State.running else None),
+                duration(row.eta_s if row.state == JobState.running else None),
             )
         hidden = len(rows) - len(ordered)
         note = describe_counts(rows) + (f"; {hidden} not shown" if hidden > 0 else "")
         return Group(table, Text(note, style="dim"))
 
 
-def _position(row: Row) -> str:
+def _position(row: JobRow) -> str:
     if row.epoch is not None and row.epochs:
         return f"epoch {row.epoch:g}/{row.epochs:g}"
     if row.step is not None:

@@ -18,13 +18,13 @@ from ddp_hydra.runs import disk, tags
 from ddp_hydra.runs.run_files import LocalRun
 from ddp_hydra.storage import results_root
 from ddp_hydra.sweep.forked_process import lock, unlock
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
 from ddp_hydra.writers.run_dir import locked as run_locked
 from tests.ddp_hydra.runs.conftest import kill
 
 pytestmark = pytest.mark.medium
-VALUE = Objective("value", maximize=None)
+VALUE = SweepObjective("value", maximize=None)
 
 
 def test_a_file_with_two_names_counts_once(make_run, tmp_path):
@@ -117,7 +117,9 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
     for number in range(2):
         make_run(f"multirun/a/{number}")
     folder = tmp_path / "multirun" / "a"
-    (folder / "sweep.json").write_text(json_text([Row(0, [], "0", State.done), Row(1, [], "1", State.done)], VALUE))
+    (folder / "sweep.json").write_text(
+        json_text([JobRow(0, [], "0", JobState.done), JobRow(1, [], "1", JobState.done)], VALUE)
+    )
     handle = lock(folder)
     with pytest.raises(ConfigError, match="the sweep is running"):
         disk.remove(str(folder))
@@ -131,7 +133,7 @@ def test_the_runs_of_a_sweep_are_removed_one_at_a_time_those_inside_others_first
     for name in ("0", "0/inner", "1"):
         make_run(f"multirun/a/{name}")
     folder = tmp_path / "multirun" / "a"
-    (folder / "sweep.json").write_text(json_text([Row(0, [], "0", State.done)], VALUE))
+    (folder / "sweep.json").write_text(json_text([JobRow(0, [], "0", JobState.done)], VALUE))
     held: list[Path] = []
 
     @contextmanager

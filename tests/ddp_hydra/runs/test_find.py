@@ -13,8 +13,8 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.runs import find, tags
 from ddp_hydra.runs.describe import Row, choices
 from ddp_hydra.runs.run_files import LocalRun
-from ddp_hydra.sweep.rows import Objective, State
-from ddp_hydra.sweep.rows import Row as SweepRow
+from ddp_hydra.sweep.rows import JobRow as SweepRow
+from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
 from tests.ddp_hydra.runs.conftest import kill
 
@@ -148,11 +148,11 @@ def test_links_pipes_and_huge_files_are_not_read(tmp_path):
 
 def test_jobs_of_another_app_are_what_their_sweep_says(tmp_path):
     rows = []
-    for number, state in enumerate([State.done, State.failed, State.running, State.queued]):
+    for number, state in enumerate([JobState.done, JobState.failed, JobState.running, JobState.queued]):
         (tmp_path / str(number) / ".hydra").mkdir(parents=True)
-        objective = 0.5 if state is State.done else None
+        objective = 0.5 if state is JobState.done else None
         rows.append(SweepRow(number, [f"x={number}"], str(number), state, objective, message="why"))
-    (tmp_path / "sweep.json").write_text(json_text(rows, Objective("result", False)))
+    (tmp_path / "sweep.json").write_text(json_text(rows, SweepObjective("result", False)))
     found = by_name(tmp_path)
     assert [found[str(number)].status for number in range(4)] == ["done", "failed", "killed", "unknown"]
     assert (found["0"].objective, found["0"].value, found["0"].overrides) == ("result", 0.5, ["x=0"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -141,28 +138,3 @@ def test_what_was_composed_to_be_checked_is_not_composed_again(real):
     assert loader.take(master, ["model=small"]) is checked[2]
     assert all(loader.take(master, ["model=small"]) is not config for config in checked), "each job has its own"
     assert loader.loads == "another of Hydra's"
-
-
-def test_a_quick_copy_is_the_copy_that_omegaconf_makes(real):
-    loader, master = real
-    config = loader.load_sweep_config(master, ["seed=7"])
-    slow, slow_hydra = copy.deepcopy(config), copy.deepcopy(config.hydra)
-    queue.copy_quickly(config)
-    quick, quick_hydra = copy.deepcopy(config), copy.deepcopy(config.hydra)
-    assert content(quick) == content(slow)
-    assert (quick.data.of_model, quick.twice.n) == (4, 7)
-    assert quick.hydra._get_parent() is quick
-    assert quick_hydra._get_parent() is slow_hydra._get_parent() is config
-    assert OmegaConf.get_type(quick, "hydra") is OmegaConf.get_type(slow, "hydra")
-    quick.data.batch_size = 1
-    assert config.data.batch_size == 8
-
-
-def test_the_original_keeps_its_parent_where_it_cannot_be_copied(real):
-    loader, master = real
-    config = loader.load_sweep_config(master, [])
-    queue.copy_quickly(config)
-    object.__setattr__(config.hydra, "odd", lambda: None)
-    with pytest.raises((pickle.PicklingError, AttributeError)):
-        copy.deepcopy(config.hydra)
-    assert config.hydra._get_parent() is config

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.sweep.row_content import fill_row, fill_row_from_folder
-from ddp_hydra.sweep.rows import Row, swept
+from ddp_hydra.sweep.rows import JobRow, swept
 
 CHOICES = {"model": "resnet18", "mix": None, "experiment@here": "a"}
 
@@ -51,13 +51,13 @@ CONFIG = OmegaConf.create(
     ],
 )
 def test_a_value_is_that_of_the_config_as_one_would_type_it(key, value):
-    row = Row(0, ["other=1"], "0")
+    row = JobRow(0, ["other=1"], "0")
     fill_row(row, [key], CONFIG, CHOICES)
     assert row.filled.get(key) == value
 
 
 def test_what_a_job_gives_itself_is_not_filled_in():
-    row = Row(0, ["optimizer.lr=1", "+model=b"], "0", filled={"double": "9"})
+    row = JobRow(0, ["optimizer.lr=1", "+model=b"], "0", filled={"double": "9"})
     fill_row(row, ["optimizer.lr", "model", "double"], CONFIG, CHOICES)
     assert row.filled == {"double": "9"}
 
@@ -68,7 +68,7 @@ def test_a_job_that_has_started_is_filled_in_from_its_folder(tmp_path):
     OmegaConf.save(OmegaConf.create({"optimizer": {"lr": 0.1}, "model": {}}), folder / "config.yaml")
     hydra = {"hydra": {"runtime": {"choices": {"model": "resnet18"}}}}
     OmegaConf.save(OmegaConf.create(hydra), folder / "hydra.yaml")
-    row = Row(0, [], "0")
+    row = JobRow(0, [], "0")
     fill_row_from_folder(row, ["optimizer.lr", "model"], tmp_path)
     assert row.filled == {"optimizer.lr": "0.1", "model": "resnet18"}
     (folder / "config.yaml").unlink()
@@ -81,9 +81,9 @@ def test_a_job_that_has_started_is_filled_in_from_its_folder(tmp_path):
 
 def test_only_what_differs_with_the_defaults_is_a_column():
     rows = [
-        Row(0, ["lr=0.1", "size=32"], "0"),
-        Row(1, ["lr=0.2"], "1", filled={"size": "32"}),
-        Row(2, ["size=32"], "2", filled={"lr": "1e-1", "nobody.gives": "1"}),
+        JobRow(0, ["lr=0.1", "size=32"], "0"),
+        JobRow(1, ["lr=0.2"], "1", filled={"size": "32"}),
+        JobRow(2, ["size=32"], "2", filled={"lr": "1e-1", "nobody.gives": "1"}),
     ]
     assert swept(rows) == {0: {"lr": "0.1"}, 1: {"lr": "0.2"}, 2: {"lr": "1e-1"}}
     assert swept([rows[0], rows[2]]) == {0: {}, 2: {}}, "0.1 and 1e-1 are one value"

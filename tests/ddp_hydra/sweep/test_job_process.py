@@ -17,7 +17,7 @@ from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.sweep import job_process, other_apps
 from ddp_hydra.sweep.job_process import JobOutcome, run_planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState
 
 
 @pytest.fixture
@@ -30,7 +30,9 @@ def end(tmp_path, hydra_restore_singletons, logging_restored):
         with open_dict(config):
             config.hydra.sweep.subdir, config.hydra.job.id, config.hydra.job.num = "0", "0", 0
             config.hydra.job.env_set = env or {}
-        return run_planned_job(PlannedJob(Row(0, [], "0"), config=config), HydraContext(None, Callbacks()), task, None)
+        return run_planned_job(
+            PlannedJob(JobRow(0, [], "0"), config=config), HydraContext(None, Callbacks()), task, None
+        )
 
     return run
 
@@ -56,13 +58,13 @@ def logging_restored():
 )
 def test_an_exit_code_is_told_as_such(end, code, said):
     ended = end(lambda _: sys.exit(code))
-    assert (ended.state, ended.message) == (State.failed, said)
+    assert (ended.state, ended.message) == (JobState.failed, said)
 
 
 @pytest.mark.medium
 def test_what_hydra_cannot_begin_with_is_told(end, capsys):
     ended = end(lambda _: 1.0, {"PLACE": "${nowhere}"})
-    assert ended.state == State.failed
+    assert ended.state == JobState.failed
     assert "Interpolation key 'nowhere' not found" in ended.message
     assert "Interpolation key 'nowhere' not found" in capsys.readouterr().out, "in the job's log, with the traceback"
 

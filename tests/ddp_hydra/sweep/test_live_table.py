@@ -9,10 +9,10 @@ import time
 import pytest
 from rich.console import Console
 
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.tables import LiveTable
 
-OBJECTIVE = Objective("val/accuracy", maximize=True)
+OBJECTIVE = SweepObjective("val/accuracy", maximize=True)
 
 
 def show(terminal: bool, height: int = 25) -> tuple[LiveTable, io.StringIO]:
@@ -23,17 +23,17 @@ def show(terminal: bool, height: int = 25) -> tuple[LiveTable, io.StringIO]:
 
 @pytest.fixture
 def rows():
-    return [Row(0, ["lr=1", "data=a"], "0"), Row(1, ["lr=2", "data=a"], "1")]
+    return [JobRow(0, ["lr=1", "data=a"], "0"), JobRow(1, ["lr=2", "data=a"], "1")]
 
 
 def test_without_a_terminal_each_change_is_one_line(rows):
     display, out = show(terminal=False)
     display.show(rows)
-    rows[0].state = State.running
+    rows[0].state = JobState.running
     display.show(rows)
     display.show(rows)
-    rows[0].state, rows[0].objective = State.done, 0.5
-    rows[1].state, rows[1].message = State.failed, "it \x1b[31mbroke"
+    rows[0].state, rows[0].objective = JobState.done, 0.5
+    rows[1].state, rows[1].message = JobState.failed, "it \x1b[31mbroke"
     display.show(rows)
     display.close(rows, ["the end"])
     assert out.getvalue().splitlines() == [
@@ -46,8 +46,8 @@ def test_without_a_terminal_each_change_is_one_line(rows):
 
 def test_on_a_terminal_a_table_follows_the_jobs_and_stays_at_the_end(rows):
     display, out = show(terminal=True)
-    rows[1].state, rows[1].epoch, rows[1].epochs, rows[1].workers, rows[1].eta_s = State.running, 2, 5, 2, 65.0
-    rows[0].state, rows[1].wall_s = State.running, 3.0
+    rows[1].state, rows[1].epoch, rows[1].epochs, rows[1].workers, rows[1].eta_s = JobState.running, 2, 5, 2, 65.0
+    rows[0].state, rows[1].wall_s = JobState.running, 3.0
     display.show(rows)
     first = out.getvalue()
     head, waiting, at_work = (line.split() for line in first.splitlines()[:3])
@@ -58,7 +58,7 @@ def test_on_a_terminal_a_table_follows_the_jobs_and_stays_at_the_end(rows):
     display.show(rows)
     assert out.getvalue() == first, "not more often than the eye follows"
     display.drawn = -math.inf
-    rows[0].state = rows[1].state = State.done
+    rows[0].state = rows[1].state = JobState.done
     rows[1].objective = 0.875
     rows[1].wall_s = 70.0
     display.show(rows)
@@ -70,8 +70,8 @@ def test_on_a_terminal_a_table_follows_the_jobs_and_stays_at_the_end(rows):
 
 def test_more_jobs_than_lines_show_those_at_work(rows):
     display, out = show(terminal=True, height=12)
-    rows = [Row(number, [f"lr={number}"], "", State.queued) for number in range(100)]
-    rows[77].state = State.running
+    rows = [JobRow(number, [f"lr={number}"], "", JobState.queued) for number in range(100)]
+    rows[77].state = JobState.running
     display.show(rows)
     assert "77" in out.getvalue()
     assert "94 not shown" in out.getvalue()
@@ -80,6 +80,6 @@ def test_more_jobs_than_lines_show_those_at_work(rows):
 
 def test_a_value_with_brackets_is_shown_as_it_is():
     display, out = show(terminal=True)
-    display.show([Row(0, ["a=[red]"], ""), Row(1, ["a=[b]"], "")])
+    display.show([JobRow(0, ["a=[red]"], ""), JobRow(1, ["a=[b]"], "")])
     display.close([], [])
     assert "[red]" in out.getvalue()

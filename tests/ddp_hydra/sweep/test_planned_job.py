@@ -10,16 +10,16 @@ from omegaconf import OmegaConf
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState
 
 
-def row(number: int, override: str, state: State = State.done) -> Row:
-    return Row(number, [override], str(number), state)
+def row(number: int, override: str, state: JobState = JobState.done) -> JobRow:
+    return JobRow(number, [override], str(number), state)
 
 
-def planned(folder: Path, earlier: Row | None = None, is_ours: bool = True) -> PlannedJob:
+def planned(folder: Path, earlier: JobRow | None = None, is_ours: bool = True) -> PlannedJob:
     config = OmegaConf.create({"resume": None, "hydra": {}})
-    return PlannedJob(Row(0, [], "0"), (), earlier, config, Need(), folder, is_ours)
+    return PlannedJob(JobRow(0, [], "0"), (), earlier, config, Need(), folder, is_ours)
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_jobs_are_told_apart_by_what_is_not_hydras(overrides, kept):
 @pytest.mark.parametrize(
     ("state", "has_checkpoint", "is_ours", "resumes"),
     [
-        (State.interrupted, True, True, True),
-        (State.running, True, True, True),
-        (State.failed, True, True, True),
-        (State.interrupted, False, True, False),
-        (State.interrupted, True, False, False),
+        (JobState.interrupted, True, True, True),
+        (JobState.running, True, True, True),
+        (JobState.failed, True, True, True),
+        (JobState.interrupted, False, True, False),
+        (JobState.interrupted, True, False, False),
     ],
 )
 def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has_checkpoint, is_ours, resumes):

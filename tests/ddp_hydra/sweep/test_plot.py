@@ -15,20 +15,20 @@ from PIL import Image
 
 from ddp_hydra.sweep import plot
 from ddp_hydra.sweep.plot import Plotter, Scale, draw, short_text
-from ddp_hydra.sweep.rows import Objective, Row, State, swept
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, swept
 from ddp_hydra.sweep.summary_files import json_text
 from tests.support.warm_server import wait_for
 
-ACCURACY = Objective("val/accuracy", maximize=True)
-LOSS = Objective("val/loss", maximize=False)
+ACCURACY = SweepObjective("val/accuracy", maximize=True)
+LOSS = SweepObjective("val/loss", maximize=False)
 
 
-def grid(value: Callable[..., float], **values: list[Any]) -> list[Row]:
+def grid(value: Callable[..., float], **values: list[Any]) -> list[JobRow]:
     """A job for each combination."""
     rows = []
     for number, chosen in enumerate(itertools.product(*values.values())):
         overrides = [f"{key}={one}" for key, one in zip(values, chosen, strict=True)]
-        rows.append(Row(number, overrides, str(number), State.done, value(*chosen)))
+        rows.append(JobRow(number, overrides, str(number), JobState.done, value(*chosen)))
     return rows
 
 
@@ -55,7 +55,7 @@ def points(axes: Any) -> dict[str, list[list[float]]]:
 def test_a_panel_for_each_key_and_a_map_for_two(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, size: 0.9 - lr - size / 1000, lr=[0.001, 0.01, 0.1], size=[16, 32])
-    rows[5].state = State.failed
+    rows[5].state = JobState.failed
     assert draw(rows, ACCURACY, tmp_path)
     with Image.open(tmp_path / "sweep.png") as image:
         assert image.format == "PNG"
@@ -100,8 +100,8 @@ def test_seeds_are_no_axis_but_a_mean_and_a_spread(tmp_path, monkeypatch):
     assert figures[0].get_suptitle().splitlines()[1].startswith("best mean over seeds: lr=3 with val/accuracy 0.8")
     (means,) = axes.containers
     assert [bar.tolist()[0][0] for bar in means.lines[2][0].get_segments()] == [3.0, 1.0, 2.0]
-    assert draw([replace(row, state=State.failed) if row.number % 2 else row for row in rows], ACCURACY, tmp_path)
-    assert draw(rows, Objective("m", None), tmp_path)
+    assert draw([replace(row, state=JobState.failed) if row.number % 2 else row for row in rows], ACCURACY, tmp_path)
+    assert draw(rows, SweepObjective("m", None), tmp_path)
     assert "the best" not in points(figures[2].axes[0])
     assert figures[2].get_suptitle().endswith("no best: no direction was given")
 
@@ -110,7 +110,7 @@ def test_seeds_are_no_axis_but_a_mean_and_a_spread(tmp_path, monkeypatch):
 def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, size: lr - size, lr=[1, 2, 3], size=[1, 2])
-    assert draw(rows, Objective("value", maximize=None), tmp_path)
+    assert draw(rows, SweepObjective("value", maximize=None), tmp_path)
     assert all("the best" not in points(axes) for axes in figures[0].axes[:3])
     assert figures[0].get_suptitle() == "6 jobs: 6 done\nno best: no direction was given"
     assert draw(grid(lambda lr, data: lr, lr=[1, 2], data=[1, 2]), LOSS, tmp_path)
@@ -121,7 +121,7 @@ def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypa
 def test_texts_are_side_by_side(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda model: len(model), model=["lstm", "gru", "resnet18"])
-    rows.append(Row(3, [], "3", State.interrupted, 1.0))
+    rows.append(JobRow(3, [], "3", JobState.interrupted, 1.0))
     assert draw(rows, LOSS, tmp_path)
     (axes,) = figures[0].axes
     assert [label.get_text() for label in axes.get_xticklabels()] == ["lstm", "gru", "resnet18", "none"]
@@ -142,7 +142,7 @@ def test_a_loss_that_went_far_up_leaves_the_others_apart(tmp_path, monkeypatch, 
 @pytest.mark.medium
 def test_no_map_where_pairs_are_missing(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
-    rows = [Row(n, [f"a={n}", f"b={n * 7 % 10}"], "", State.done, n / 10) for n in range(10)]
+    rows = [JobRow(n, [f"a={n}", f"b={n * 7 % 10}"], "", JobState.done, n / 10) for n in range(10)]
     assert draw(rows, ACCURACY, tmp_path)
     assert len(figures[0].axes) == 2
 
@@ -150,7 +150,7 @@ def test_no_map_where_pairs_are_missing(tmp_path, monkeypatch):
 @pytest.mark.medium
 def test_many_keys_are_cut_short(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
-    rows = [Row(n, [f"key{k}={n}" for k in range(20)], "", State.done, 0.5) for n in range(2)]
+    rows = [JobRow(n, [f"key{k}={n}" for k in range(20)], "", JobState.done, 0.5) for n in range(2)]
     assert draw(rows, ACCURACY, tmp_path)
     assert len(figures[0].axes) == 12
     assert figures[0].get_suptitle().endswith("the first 12 of 20 keys")
@@ -173,7 +173,7 @@ def test_an_objective_that_is_not_finite_is_no_best(tmp_path, monkeypatch, odd, 
         [],
         grid(lambda a: a, a=[1]),
         grid(lambda a: a, a=[1, 1]),
-        [Row(0, ["a=1"], "0"), Row(1, ["a=2"], "1", State.failed, 0.5)],
+        [JobRow(0, ["a=1"], "0"), JobRow(1, ["a=2"], "1", JobState.failed, 0.5)],
         grid(lambda a: math.nan, a=[1, 2]),
     ],
     ids=["no jobs", "one job", "nothing swept", "no values", "nan"],
@@ -218,13 +218,20 @@ def test_any_values_can_be_drawn(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("picture")
     numbers = st.none() | st.floats()
     rows = [
-        Row(number, [f"a={data.draw(values)}", f"$b={data.draw(values)}"], "", data.draw(st.sampled_from(State)), value)
+        JobRow(
+            number,
+            [f"a={data.draw(values)}", f"$b={data.draw(values)}"],
+            "",
+            data.draw(st.sampled_from(JobState)),
+            value,
+        )
         for number, value in enumerate(data.draw(st.lists(numbers, max_size=6)))
     ]
-    objective = Objective("$loss", data.draw(st.booleans()))
+    objective = SweepObjective("$loss", data.draw(st.booleans()))
     keys = {key for given in swept(rows).values() for key in given}
     has_values = any(
-        row.state != State.failed and abs(math.inf if row.objective is None else row.objective) < 1e30 for row in rows
+        row.state != JobState.failed and abs(math.inf if row.objective is None else row.objective) < 1e30
+        for row in rows
     )
     assert (
         draw(rows, objective, folder)

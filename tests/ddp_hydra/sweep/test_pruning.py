@@ -15,15 +15,15 @@ from ddp_hydra.storage.manifest import find_checkpoint, name_in_store, read_mani
 from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.storage.run_ref import fetch_checkpoint
 from ddp_hydra.sweep.pruning import Pruning, losers, number_kept
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.writers.run_dir import locked
 
-ACCURACY = Objective("val/accuracy", maximize=True)
-LOSS = Objective("val/loss", maximize=False)
+ACCURACY = SweepObjective("val/accuracy", maximize=True)
+LOSS = SweepObjective("val/loss", maximize=False)
 
 
-def row(number: int, objective: float | None, state: State = State.done, *overrides: str) -> Row:
-    return Row(number, list(overrides), str(number), state, objective)
+def row(number: int, objective: float | None, state: JobState = JobState.done, *overrides: str) -> JobRow:
+    return JobRow(number, list(overrides), str(number), state, objective)
 
 
 def with_checkpoints(run_dir: Path, mirror: Path | None = None) -> Path:
@@ -53,57 +53,57 @@ def test_losers_are_done_and_worse_than_enough_others(objective, most, expected)
         row(2, 0.9),
         row(3, math.nan),
         row(4, 0.3),
-        *(row(5 + n, 0.0, state) for n, state in enumerate(State) if state not in (State.done, State.stopped)),
+        *(row(5 + n, 0.0, state) for n, state in enumerate(JobState) if state not in (JobState.done, JobState.stopped)),
     ]
     assert sorted(one.number for one in losers(rows, objective, most)) == sorted(expected)
 
 
 def test_a_job_that_a_rule_has_stopped_can_lose_and_win():
-    rows = [row(0, 0.9, State.stopped), row(1, 0.5), row(2, 0.1, State.stopped), row(3, 0.2, State.paused)]
+    rows = [row(0, 0.9, JobState.stopped), row(1, 0.5), row(2, 0.1, JobState.stopped), row(3, 0.2, JobState.paused)]
     assert [one.number for one in losers(rows, ACCURACY, 1)] == [1, 2]
 
 
 def test_each_data_set_has_its_best():
-    rows = [row(n, n / 10, State.done, f"data={'ab'[n % 2]}") for n in range(4)]
+    rows = [row(n, n / 10, JobState.done, f"data={'ab'[n % 2]}") for n in range(4)]
     assert [one.number for one in losers(rows, ACCURACY, 1)] == [0, 1]
 
 
-def member(number: int, generation: int, objective: float | None, state: State = State.paused) -> Row:
+def member(number: int, generation: int, objective: float | None, state: JobState = JobState.paused) -> JobRow:
     found = row(number, objective, state)
     found.labels = {"generation": str(generation)}
     return found
 
 
 def test_a_generation_loses_once_all_members_of_the_next_one_have_ended_well():
-    first = [member(0, 0, 0.9), member(1, 0, 0.2, State.done)]
+    first = [member(0, 0, 0.9), member(1, 0, 0.2, JobState.done)]
     assert losers(first, ACCURACY, 0) == [], "one has paused: the next generation begins with both"
-    second = [member(2, 1, 0.3), member(3, 1, None, State.queued)]
-    for state in (State.queued, State.running, State.failed, State.interrupted):
+    second = [member(2, 1, 0.3), member(3, 1, None, JobState.queued)]
+    for state in (JobState.queued, JobState.running, JobState.failed, JobState.interrupted):
         second[1].state = state
         assert losers([*first, *second], ACCURACY, 0) == []
-    second[1].state = State.paused
+    second[1].state = JobState.paused
     assert losers([*first, *second], ACCURACY, 9) == first, "also the best of all: the last generation counts"
 
 
 def test_of_the_last_generation_the_best_stay():
     first = [member(0, 0, 0.9), member(1, 0, 0.2)]
-    last = [member(2, 1, 0.3, State.done), member(3, 1, 0.4, State.running)]
+    last = [member(2, 1, 0.3, JobState.done), member(3, 1, 0.4, JobState.running)]
     assert losers([*first, *last], ACCURACY, 1) == []
-    last[1].state = State.done
+    last[1].state = JobState.done
     assert losers([*first, *last], ACCURACY, 1) == [*first, last[0]]
-    last[1].state = State.failed
+    last[1].state = JobState.failed
     assert losers([*first, *last], ACCURACY, 1) == [], "a retry of it begins with a checkpoint of the first one"
     assert losers([*first, *last], ACCURACY, 0) == [last[0]]
 
 
 def test_checkpoints_go_as_soon_as_a_job_is_a_loser(tmp_path):
-    rows = [row(n, None, State.running) for n in range(4)]
+    rows = [row(n, None, JobState.running) for n in range(4)]
     folders = [with_checkpoints(tmp_path / str(n)) for n in range(4)]
     pruning = Pruning(tmp_path, "best:1", ACCURACY)
     for number, value in ((2, 0.5), (0, 0.7), (1, 0.6)):
         pruning.update(rows)
-        rows[number].state, rows[number].objective = State.done, value
-    rows[3].state, rows[3].objective = State.failed, 0.1
+        rows[number].state, rows[number].objective = JobState.done, value
+    rows[3].state, rows[3].objective = JobState.failed, 0.1
     pruning.update(rows)
     assert [(folder / "last.pt").exists() for folder in folders] == [True, False, False, True]
     assert [one.message for one in rows[1:3]] == ["its checkpoints were removed: hydra.launcher.keep=best:1"] * 2
@@ -148,12 +148,12 @@ def test_a_run_that_somebody_writes_or_whose_manifest_is_odd_is_left_alone(tmp_p
 def test_what_is_kept(keep, most, tmp_path):
     assert number_kept(keep) == most
     folder = with_checkpoints(tmp_path / "0")
-    Pruning(tmp_path, keep, Objective("m", True)).update([row(0, 0.1)])
+    Pruning(tmp_path, keep, SweepObjective("m", True)).update([row(0, 0.1)])
     assert (folder / "last.pt").exists() == (most != 0)
 
 
 def test_the_best_of_an_unknown_direction_is_refused(tmp_path):
-    unknown = Objective("value", None)
+    unknown = SweepObjective("value", None)
     with pytest.raises(ConfigError, match=r"keep=best:5: it is not known whether a higher value is better: give"):
         Pruning(tmp_path, "best:5", unknown)
     Pruning(tmp_path, "none", unknown)

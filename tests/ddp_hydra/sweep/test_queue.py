@@ -10,18 +10,18 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.sweep.planned_job import Need
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState
 
 
-def row(number: int, override: str) -> Row:
-    return Row(number, [override], str(number), State.done)
+def row(number: int, override: str) -> JobRow:
+    return JobRow(number, [override], str(number), JobState.done)
 
 
-def queue(earlier: list[Row]) -> JobQueue:
+def queue(earlier: list[JobRow]) -> JobQueue:
     return JobQueue(Path(), None, OmegaConf.create({}), Need(), earlier, False)
 
 
-def numbered(jobs: JobQueue, override: str, wanted: int) -> tuple[int, Row | None]:
+def numbered(jobs: JobQueue, override: str, wanted: int) -> tuple[int, JobRow | None]:
     job = jobs.add([override], wanted)
     return job.row.number, job.earlier
 
@@ -43,7 +43,7 @@ def test_a_secret_is_in_no_row_and_its_job_is_known_again():
     job = queue([]).add(typed, 0)
     assert job.row.overrides == ["cluster.password=***", "a=1"], "rows are written to files"
     assert job.overrides == typed, "which Hydra composes"
-    earlier = [Row(0, typed, "0", State.done), job.row]  # the first one as it was written when rows had secrets
+    earlier = [JobRow(0, typed, "0", JobState.done), job.row]  # the first one as it was written when rows had secrets
     jobs = queue(earlier)
     assert [jobs.add(typed, wanted).earlier for wanted in (0, 1)] == earlier
     assert "hunter2" not in str(earlier)

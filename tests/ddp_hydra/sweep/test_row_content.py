@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.sweep import row_content
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 
-ACCURACY = Objective("val/accuracy", maximize=True)
+ACCURACY = SweepObjective("val/accuracy", maximize=True)
 
 
 @pytest.fixture
 def row():
-    return Row(0, [], "0")
+    return JobRow(0, [], "0")
 
 
 def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
@@ -40,9 +40,9 @@ def test_the_epoch_of_a_job_that_ended_before_its_last_step_is_not_known(row, tm
     assert (row.step, row.total_steps, row.epoch) == (8, 10, None)
 
 
-@pytest.mark.parametrize(("status", "state"), [("done", State.done), ("failed", State.interrupted)])
+@pytest.mark.parametrize(("status", "state"), [("done", JobState.done), ("failed", JobState.interrupted)])
 def test_a_job_that_was_done_when_the_sweep_was_killed_is_done(row, tmp_path, status, state):
-    row.state = State.interrupted
+    row.state = JobState.interrupted
     summary = {"status": status, "steps": 10, "metrics": {"val/accuracy": 0.75}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     row_content.take_end(row, tmp_path, ACCURACY)
@@ -57,7 +57,7 @@ def test_a_job_that_ends_keeps_its_number_of_steps(row, tmp_path):
     (tmp_path / "status.json").unlink()
     row_content.read_status(row, tmp_path, ACCURACY)
     assert (row.step, row.total_steps) == (5, 10)
-    quick = Row(1, [], "1")
+    quick = JobRow(1, [], "1")
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 10}))
     row_content.read_summary(quick, tmp_path, ACCURACY)
     assert (quick.step, quick.total_steps) == (10, 10)

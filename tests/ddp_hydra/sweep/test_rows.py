@@ -4,48 +4,48 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.sweep.rows import Objective, Row, State, best_first, describe_counts, swept
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, best_first, describe_counts, swept
 
 
-def row(number: int, objective: float | None = None, state: State = State.done, *overrides: str) -> Row:
-    return Row(number, list(overrides), str(number), state, objective)
+def row(number: int, objective: float | None = None, state: JobState = JobState.done, *overrides: str) -> JobRow:
+    return JobRow(number, list(overrides), str(number), state, objective)
 
 
 @pytest.mark.parametrize(("maximize", "order"), [(True, [2, 0, 3, 4, 1]), (False, [0, 2, 3, 4, 1])])
 def test_the_best_comes_first_and_what_failed_last(maximize, order):
-    rows = [row(0, 0.5), row(1, 9.0, State.failed), row(2, 0.9), row(3, float("nan")), row(4, None, State.queued)]
-    assert [found.number for found in best_first(rows, Objective("m", maximize))] == order
+    rows = [row(0, 0.5), row(1, 9.0, JobState.failed), row(2, 0.9), row(3, float("nan")), row(4, None, JobState.queued)]
+    assert [found.number for found in best_first(rows, SweepObjective("m", maximize))] == order
 
 
 def test_without_a_direction_nothing_is_better_and_the_number_counts():
-    rows = [row(2, 0.1), row(0, 0.2), row(1, 0.3, State.failed)]
-    assert [found.number for found in best_first(rows, Objective("m", None))] == [0, 2, 1]
-    assert not Objective("m", None).ranks(rows)
+    rows = [row(2, 0.1), row(0, 0.2), row(1, 0.3, JobState.failed)]
+    assert [found.number for found in best_first(rows, SweepObjective("m", None))] == [0, 2, 1]
+    assert not SweepObjective("m", None).ranks(rows)
 
 
 def test_jobs_with_other_data_stand_apart():
     given = [("data=a", "lr=1"), ("data=b", "lr=1"), ("data=a", "lr=2"), ("data=b", "lr=2"), ("data=a", "lr=3")]
-    rows = [row(n, n / 10, State.failed if n == 4 else State.done, *words) for n, words in enumerate(given)]
-    objective = Objective("m", maximize=True)
+    rows = [row(n, n / 10, JobState.failed if n == 4 else JobState.done, *words) for n, words in enumerate(given)]
+    objective = SweepObjective("m", maximize=True)
     assert [found.number for found in best_first(rows, objective)] == [2, 0, 3, 1, 4]
     assert not objective.ranks(rows)
-    sizes = [row(n, n / 10, State.done, "data=a", f"data.batch_size={n}") for n in range(3)]
+    sizes = [row(n, n / 10, JobState.done, "data=a", f"data.batch_size={n}") for n in range(3)]
     assert objective.ranks(sizes), "how data are read makes no other data"
 
 
 def test_what_is_swept_is_what_differs():
-    rows = [row(0, None, State.done, "data=a", "lr=1"), row(1, None, State.done, "data=a", "lr=2", "+new.key=3")]
+    rows = [row(0, None, JobState.done, "data=a", "lr=1"), row(1, None, JobState.done, "data=a", "lr=2", "+new.key=3")]
     assert swept(rows) == {0: {"lr": "1"}, 1: {"lr": "2", "new.key": "3"}}
     assert swept(rows[:1]) == {0: {"data": "a", "lr": "1"}}
 
 
 def test_jobs_are_counted_by_how_they_ended():
-    rows = [row(0), row(1), row(2, None, State.failed), row(3, None, State.queued)]
+    rows = [row(0), row(1), row(2, None, JobState.failed), row(3, None, JobState.queued)]
     assert describe_counts(rows) == "4 jobs: 2 done, 1 failed, 1 queued"
     assert describe_counts(rows[:1]) == "1 job: 1 done"
 
 
 def test_who_waits_for_workers_does_not_run():
-    rows = [row(number, None, State.running) for number in range(4)]
+    rows = [row(number, None, JobState.running) for number in range(4)]
     rows[0].workers = rows[3].workers = 2
     assert describe_counts(rows) == "4 jobs: 2 running, 2 waiting"

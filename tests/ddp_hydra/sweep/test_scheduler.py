@@ -13,7 +13,7 @@ from ddp_hydra.sweep import scheduler as module
 from ddp_hydra.sweep.job_process import JobOutcome
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState
 from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob
 
 
@@ -37,7 +37,7 @@ def job(
     number: int = 0, ranks: int | None = 2, cluster: str = "a", workers: int = 0, is_ours: bool = True
 ) -> PlannedJob:
     config = OmegaConf.create({"hydra": {}})
-    row = Row(number, [], str(number), workers=workers)
+    row = JobRow(number, [], str(number), workers=workers)
     return PlannedJob(row, config=config, need=Need(cluster, ranks), is_ours=is_ours)
 
 
@@ -148,7 +148,7 @@ def test_jobs_on_a_cluster_that_cannot_be_brought_up_fail(make):
     scheduler.bring_up("a")
     started[0].error = ClusterError("no quota")
     assert start_all(scheduler) == []
-    assert (first.row.state, first.row.message) == (State.failed, "no quota")
+    assert (first.row.state, first.row.message) == (JobState.failed, "no quota")
     assert started[0].closed
     assert start_all(scheduler) == [1]
 
@@ -169,17 +169,17 @@ class Process:
         self.signals.append(number)
 
 
-DONE, INTERRUPTED = JobOutcome(State.done, None), JobOutcome(State.interrupted, None, "saved")
+DONE, INTERRUPTED = JobOutcome(JobState.done, None), JobOutcome(JobState.interrupted, None, "saved")
 
 
 @pytest.mark.parametrize(
     ("messages", "is_interrupted", "stop_reason", "state", "words"),
     [
-        ([DONE], False, "", State.done, ""),
-        ([DONE], False, "it took longer", State.done, ""),  # it came to its end all the same
-        ([INTERRUPTED], False, "it took longer", State.failed, "it took longer"),
-        ([], False, "", State.failed, "its own process was killed by SIGSEGV; see 0/logs/job.log"),
-        ([], True, "", State.interrupted, "its own process was killed"),
+        ([DONE], False, "", JobState.done, ""),
+        ([DONE], False, "it took longer", JobState.done, ""),  # it came to its end all the same
+        ([INTERRUPTED], False, "it took longer", JobState.failed, "it took longer"),
+        ([], False, "", JobState.failed, "its own process was killed by SIGSEGV; see 0/logs/job.log"),
+        ([], True, "", JobState.interrupted, "its own process was killed"),
     ],
 )
 def test_how_a_job_ended(messages, is_interrupted, stop_reason, state, words):

@@ -6,14 +6,16 @@ import math
 
 import pytest
 
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.tables import is_seed, repeated
 
-LOSS = Objective("val/loss", maximize=False)
+LOSS = SweepObjective("val/loss", maximize=False)
 
 
-def row(number: int, objective: float | None, *overrides: str, state: State = State.done, **filled: str) -> Row:
-    return Row(number, list(overrides), str(number), state, objective, filled=filled)
+def row(
+    number: int, objective: float | None, *overrides: str, state: JobState = JobState.done, **filled: str
+) -> JobRow:
+    return JobRow(number, list(overrides), str(number), state, objective, filled=filled)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +24,7 @@ def row(number: int, objective: float | None, *overrides: str, state: State = St
 def test_configs_are_ranked_by_the_mean(maximize, order, best):
     values = {("a", 1): 1.0, ("a", 2): 3.0, ("b", 1): 5.0, ("b", 2): 3.0}
     rows = [row(n, value, f"x={x}", f"seed={s}") for n, ((x, s), value) in enumerate(values.items())]
-    found = repeated(rows, Objective("m", maximize))
+    found = repeated(rows, SweepObjective("m", maximize))
     assert [one.values["x"] for one in found] == order
     assert [one.mean for one in found] == ([2.0, 4.0] if order[0] == "a" else [4.0, 2.0])
     assert {one.sd for one in found} == {math.sqrt(2)}
@@ -32,7 +34,7 @@ def test_configs_are_ranked_by_the_mean(maximize, order, best):
 def test_without_a_direction_nothing_is_ranked():
     rows = [row(n, value, f"x={n // 2}", f"seed={n % 2}") for n, value in enumerate([1.0, 1.0, 2.0, 2.0])]
     for values in (rows, rows[::-1]):
-        found = repeated(values, Objective("m", None))
+        found = repeated(values, SweepObjective("m", None))
         assert [one.jobs for one in found] == [[row.number for row in values[:2]], [row.number for row in values[2:]]]
         assert [(one.best, one.worst) for one in found] == [(None, None)] * 2
 
@@ -41,8 +43,8 @@ def test_only_done_jobs_with_a_value_count():
     rows = [
         row(0, 1.0, "seed=0"),
         row(1, math.nan, "seed=1"),
-        row(2, 9.0, "seed=2", state=State.failed),
-        row(3, 9.0, "seed=3", state=State.running),
+        row(2, 9.0, "seed=2", state=JobState.failed),
+        row(3, 9.0, "seed=3", state=JobState.running),
         row(4, None, "seed=4"),
     ]
     (found,) = repeated(rows, LOSS)

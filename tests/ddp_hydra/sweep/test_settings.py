@@ -9,8 +9,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.rows import Objective
-from ddp_hydra.sweep.settings import Settings, objective_of, stop_policy
+from ddp_hydra.sweep.rows import SweepObjective
+from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
 from ddp_hydra.sweep.stop_rules import Halving, Median, OptunaRule, Patient, ReportPolicy, Rungs, Threshold
 
 OURS = {"cluster": {"_target_": "distributed.LocalCluster"}, "dispatch": {}, "trainer": {}}
@@ -30,43 +30,51 @@ STOPPABLE = {**OURS, "results": {"handler": "client"}}
 )
 def test_what_cannot_be_is_refused_by_its_key(wrong):
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.{next(iter(wrong))}=.*null"):
-        Settings(**wrong)
+        SweepSettings(**wrong)
 
 
 def test_what_is_for_tasks_with_ranks_is_refused_elsewhere():
     with pytest.raises(ConfigError, match=r"give hydra\.launcher\.ranks=2"):
-        Settings(cluster={"n_workers": 2})
+        SweepSettings(cluster={"n_workers": 2})
     with pytest.raises(ConfigError, match=r"give dispatch\.ranks and cluster instead"):
-        Settings(ranks=2).check(is_ours=True)
+        SweepSettings(ranks=2).check(is_ours=True)
     with pytest.raises(ConfigError, match=r"give objective\.direction instead"):
-        Settings(direction="maximize").check(is_ours=True)
-    Settings(max_jobs=2).check(is_ours=True)
+        SweepSettings(direction="maximize").check(is_ours=True)
+    SweepSettings(max_jobs=2).check(is_ours=True)
 
 
 @pytest.mark.parametrize("keep", ["best", "best:0", "best:-1", "best:x", "some", 5, True])
 def test_what_to_keep_is_checked(keep):
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.keep={keep}: give all, none or best:5"):
-        Settings(keep=keep)
+        SweepSettings(keep=keep)
 
 
 def test_other_apps_have_no_checkpoints_to_keep():
     with pytest.raises(ConfigError, match="only jobs of ddp_hydra's configs have checkpoints"):
-        Settings(keep="none").check(is_ours=False)
-    Settings(keep=None).check(is_ours=False)
-    Settings(keep="none").check(is_ours=True)
+        SweepSettings(keep="none").check(is_ours=False)
+    SweepSettings(keep=None).check(is_ours=False)
+    SweepSettings(keep="none").check(is_ours=True)
 
 
 @pytest.mark.parametrize(
     ("config", "direction", "objective"),
     [
-        ({"objective": {"metric": "val/loss", "direction": "minimize"}}, None, Objective("val/loss", maximize=False)),
-        ({"objective": {"metric": "val/accuracy"}}, None, Objective("val/accuracy", maximize=None)),
-        (OURS | {"objective": {"metric": "val/loss"}}, None, Objective("val/loss", maximize=False)),
-        (OURS | {"objective": {"metric": "a", "direction": "maximize"}}, None, Objective("a", maximize=True)),
-        ({}, None, Objective("value", maximize=None)),
-        ({}, "maximize", Objective("value", maximize=True)),
-        ({"objective": 3, "hydra": {"sweeper": {"direction": "maximize"}}}, None, Objective("value", maximize=True)),
-        ({"hydra": {"sweeper": {"direction": ["maximize", "minimize"]}}}, None, Objective("value", maximize=None)),
+        (
+            {"objective": {"metric": "val/loss", "direction": "minimize"}},
+            None,
+            SweepObjective("val/loss", maximize=False),
+        ),
+        ({"objective": {"metric": "val/accuracy"}}, None, SweepObjective("val/accuracy", maximize=None)),
+        (OURS | {"objective": {"metric": "val/loss"}}, None, SweepObjective("val/loss", maximize=False)),
+        (OURS | {"objective": {"metric": "a", "direction": "maximize"}}, None, SweepObjective("a", maximize=True)),
+        ({}, None, SweepObjective("value", maximize=None)),
+        ({}, "maximize", SweepObjective("value", maximize=True)),
+        (
+            {"objective": 3, "hydra": {"sweeper": {"direction": "maximize"}}},
+            None,
+            SweepObjective("value", maximize=True),
+        ),
+        ({"hydra": {"sweeper": {"direction": ["maximize", "minimize"]}}}, None, SweepObjective("value", maximize=None)),
     ],
 )
 def test_the_objective_is_the_configs_or_what_the_task_returns(config, direction, objective):
@@ -108,7 +116,7 @@ def policy(
 ) -> Any:
     config = OmegaConf.merge(STOPPABLE if ours else {"lr": 1}, more)
     assert isinstance(config, DictConfig)
-    return stop_policy(given, Objective(metric, maximize), config, ranks)
+    return stop_policy(given, SweepObjective(metric, maximize), config, ranks)
 
 
 def test_without_a_rule_or_in_a_dry_run_no_job_is_stopped():

@@ -14,13 +14,13 @@ from omegaconf import OmegaConf
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.scheduler import RunningJob
 from ddp_hydra.sweep.stop_rules import Median, ReportPolicy, Rule, Rungs, Threshold
 from ddp_hydra.sweep.stopping import WAITS, JobStopper, ReportFile
 from ddp_hydra.writers.run_dir import read_summary
 
-LOSS = Objective("val/loss", maximize=False)
+LOSS = SweepObjective("val/loss", maximize=False)
 OURS = {
     "cluster": {"_target_": "distributed.LocalCluster"},
     "dispatch": {},
@@ -41,7 +41,7 @@ class Signals:
 class Sweep:
     """The parts of a sweep that a rule needs: a folder, a queue, and jobs that run."""
 
-    def __init__(self, folder: Path, rule: Rule, earlier: list[Row] | None = None, ours: bool = True) -> None:
+    def __init__(self, folder: Path, rule: Rule, earlier: list[JobRow] | None = None, ours: bool = True) -> None:
         config = OmegaConf.create(OURS if ours else {"lr": 1})
         self.folder, self.running = folder, []
         self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
@@ -56,13 +56,13 @@ class Sweep:
     def start(self, job: PlannedJob) -> Signals:
         process: Any = Signals()
         self.queue.remove(job)
-        job.row.state, job.folder, job.is_ours = State.running, self.folder / job.row.folder, self.ours
+        job.row.state, job.folder, job.is_ours = JobState.running, self.folder / job.row.folder, self.ours
         job.folder.mkdir(exist_ok=True)
         self.running.append(RunningJob(job, process))
         self.stopping.before_start(job)
         return process
 
-    def end(self, job: PlannedJob, state: State) -> None:
+    def end(self, job: PlannedJob, state: JobState) -> None:
         self.running[:] = [running for running in self.running if running.planned is not job]
         job.row.state = state
         self.stopping.on_end(job)
@@ -77,7 +77,7 @@ def report(folder: Path, *losses: float, steps: bool = True) -> None:
             file.write(json.dumps({**place, "val/loss": loss, "train/loss": loss / 2}) + "\n")
 
 
-def states(jobs: list[PlannedJob]) -> list[State]:
+def states(jobs: list[PlannedJob]) -> list[JobState]:
     return [job.row.state for job in jobs]
 
 
@@ -93,10 +93,10 @@ def test_a_job_is_interrupted_and_counts_up_to_the_report_that_it_was_stopped_at
     assert sweep.running[1].kill_at is None  # it saves a checkpoint first
     (bad.folder / "metrics.jsonl").unlink()
     report(bad.folder, 0.9, 0.8, 0.7)
-    sweep.end(bad, State.interrupted)
+    sweep.end(bad, JobState.interrupted)
     row = bad.row
     assert (row.state, row.objective, row.step, row.epoch, row.metrics["train/loss"]) == (
-        State.stopped,
+        JobState.stopped,
         0.8,
         10,
         2,
@@ -106,8 +106,8 @@ def test_a_job_is_interrupted_and_counts_up_to_the_report_that_it_was_stopped_at
     assert bad.result.return_value == 0.8
     summary = read_summary(bad.folder)
     assert (summary.status, summary.stopped) == ("stopped", row.message)
-    sweep.end(good, State.done)
-    assert (good.row.state, good.row.message) == (State.done, "")
+    sweep.end(good, JobState.done)
+    assert (good.row.state, good.row.message) == (JobState.done, "")
 
 
 def test_a_job_that_has_ended_waits_for_those_before_it(tmp_path):
@@ -115,16 +115,16 @@ def test_a_job_that_has_ended_waits_for_those_before_it(tmp_path):
     slow, quick = sweep.add(2)
     sweep.start(slow), sweep.start(quick)
     report(quick.folder, 0.9, 0.8, 0.7)
-    sweep.end(quick, State.done)
-    assert (quick.row.state, quick.row.message) == (State.paused, WAITS)
+    sweep.end(quick, JobState.done)
+    assert (quick.row.state, quick.row.message) == (JobState.paused, WAITS)
     report(slow.folder, 1.0)
     sweep.stopping.poll()
-    assert quick.row.state == State.paused
+    assert quick.row.state == JobState.paused
     report(slow.folder, 1.0, 0.9)  # the first is known
     sweep.stopping.poll()
-    assert (quick.row.state, quick.row.message) == (State.paused, WAITS)
-    sweep.end(slow, State.failed)
-    assert states([slow, quick]) == [State.failed, State.done]
+    assert (quick.row.state, quick.row.message) == (JobState.paused, WAITS)
+    sweep.end(slow, JobState.failed)
+    assert states([slow, quick]) == [JobState.failed, JobState.done]
     assert quick.row.message == ""
 
 
@@ -133,10 +133,10 @@ def test_a_job_that_has_ended_may_be_stopped_at_an_earlier_report(tmp_path):
     slow, quick = sweep.add(2)
     sweep.start(slow), sweep.start(quick)
     report(quick.folder, 0.9, 0.1)
-    sweep.end(quick, State.done)
+    sweep.end(quick, JobState.done)
     report(slow.folder, 0.2)
     sweep.stopping.poll()
-    assert (quick.row.state, quick.row.objective, quick.row.epoch) == (State.stopped, 0.9, 1)
+    assert (quick.row.state, quick.row.objective, quick.row.epoch) == (JobState.stopped, 0.9, 1)
 
 
 def test_a_last_report_of_the_whole_run_stops_nobody(tmp_path):
@@ -146,8 +146,8 @@ def test_a_last_report_of_the_whole_run_stops_nobody(tmp_path):
     report(job.folder, 0.9, 0.9, 0.9, 0.9)
     sweep.stopping.poll()
     assert process.sent == []
-    sweep.end(job, State.done)
-    assert job.row.state == State.done
+    sweep.end(job, JobState.done)
+    assert job.row.state == JobState.done
 
 
 def test_a_job_that_fails_before_it_starts_keeps_nobody_waiting(tmp_path):
@@ -155,12 +155,12 @@ def test_a_job_that_fails_before_it_starts_keeps_nobody_waiting(tmp_path):
     failing, other = sweep.add(2)
     sweep.start(other)
     report(other.folder, 0.9)
-    sweep.end(other, State.done)
-    assert other.row.state == State.paused
+    sweep.end(other, JobState.done)
+    assert other.row.state == JobState.paused
     sweep.queue.remove(failing)
     failing.fail(ValueError("no such key"))
     sweep.stopping.poll()
-    assert states([failing, other]) == [State.failed, State.done]
+    assert states([failing, other]) == [JobState.failed, JobState.done]
 
 
 def test_the_task_of_another_app_is_killed_if_it_does_not_heed_the_signal(tmp_path):
@@ -171,8 +171,8 @@ def test_the_task_of_another_app_is_killed_if_it_does_not_heed_the_signal(tmp_pa
     sweep.stopping.poll()
     assert process.sent == [signal.SIGINT]
     assert sweep.running[0].kill_at is not None
-    sweep.end(job, State.failed)
-    assert (job.row.state, job.row.message) == (State.stopped, "stopped at report 1: its objective is NaN")
+    sweep.end(job, JobState.failed)
+    assert (job.row.state, job.row.message) == (JobState.stopped, "stopped at report 1: its objective is NaN")
     assert math.isnan(job.result.return_value)
 
 
@@ -183,12 +183,12 @@ class TestKilled:
         report(tmp_path / "0", 0.5, 0.4, 0.3, 0.2)
         report(tmp_path / "1", 0.9, 0.8)
         earlier = [
-            Row(0, ["lr=0"], "0", State.done, 0.2, value=0.2),
-            Row(1, ["lr=1"], "1", State.stopped, 0.9, step=5, value=0.9, message="stopped"),
+            JobRow(0, ["lr=0"], "0", JobState.done, 0.2, value=0.2),
+            JobRow(1, ["lr=1"], "1", JobState.stopped, 0.9, step=5, value=0.9, message="stopped"),
         ]
         sweep = Sweep(tmp_path, Median(False, trials=2), earlier)
         done, stopped, new = sweep.add(3)
-        assert (states([done, stopped]), stopped.row.message) == ([State.done, State.stopped], "stopped")
+        assert (states([done, stopped]), stopped.row.message) == ([JobState.done, JobState.stopped], "stopped")
         assert [job.row.number for job in sweep.queue.jobs] == [2]
         process = sweep.start(new)
         report(new.folder, 0.8)  # worse than 0.7, the median of 0.5 and 0.9
@@ -197,39 +197,39 @@ class TestKilled:
 
     def test_a_job_that_was_done_keeps_nobody_waiting(self, tmp_path):
         report(tmp_path / "0", 0.5)
-        sweep = Sweep(tmp_path, Median(False, trials=1), [Row(0, ["lr=0"], "0", State.done, 0.5, value=0.5)])
+        sweep = Sweep(tmp_path, Median(False, trials=1), [JobRow(0, ["lr=0"], "0", JobState.done, 0.5, value=0.5)])
         _, new = sweep.add(2)
         sweep.start(new)
         report(new.folder, 0.4, 0.3)
-        sweep.end(new, State.done)
-        assert new.row.state == State.done
+        sweep.end(new, JobState.done)
+        assert new.row.state == JobState.done
 
     def test_a_job_that_had_ended_is_not_run_again(self, tmp_path):
         report(tmp_path / "1", 0.9, 0.8, 0.7)
         earlier = [
-            Row(0, ["lr=0"], "0", State.interrupted, None),
-            Row(1, ["lr=1"], "1", State.paused, 0.7, step=15, value=0.7, message=WAITS),
+            JobRow(0, ["lr=0"], "0", JobState.interrupted, None),
+            JobRow(1, ["lr=1"], "1", JobState.paused, 0.7, step=15, value=0.7, message=WAITS),
         ]
         (tmp_path / "1" / "summary.json").write_text('{"status": "done"}')
         sweep = Sweep(tmp_path, Median(False, trials=1), earlier)
         first, ended = sweep.add(2)
         assert [job.row.number for job in sweep.queue.jobs] == [0]
-        assert (ended.row.state, ended.result.return_value, ended.is_ours) == (State.paused, 0.7, True)
+        assert (ended.row.state, ended.result.return_value, ended.is_ours) == (JobState.paused, 0.7, True)
         sweep.start(first)
         report(first.folder, 1.0, 0.9, 0.8, 0.7)
-        sweep.end(first, State.done)
-        assert states([first, ended]) == [State.done, State.done]
+        sweep.end(first, JobState.done)
+        assert states([first, ended]) == [JobState.done, JobState.done]
 
     @pytest.mark.parametrize(("step", "is_stopped"), [(10, True), (5, False), (None, False)])
     def test_what_was_reported_before_the_last_checkpoint_counts(self, step, is_stopped, tmp_path, monkeypatch):
         """A job that would be stopped at such a report is not started."""
         monkeypatch.setattr("ddp_hydra.sweep.stopping.saved_step", lambda run_dir: step)
         report(tmp_path / "0", 0.9, 0.8)
-        earlier = [Row(0, ["lr=0"], "0", State.interrupted, 0.8, step=10)]
+        earlier = [JobRow(0, ["lr=0"], "0", JobState.interrupted, 0.8, step=10)]
         sweep = Sweep(tmp_path, Threshold(False, bound=0.5, after=2), earlier)
         (job,) = sweep.add(1)
         assert bool(sweep.queue) != is_stopped
-        assert (job.row.state == State.stopped) == is_stopped
+        assert (job.row.state == JobState.stopped) == is_stopped
 
 
 NINE_EPOCHS = {"epochs": 9, "max_steps": None, "pause_after_validations": None}
@@ -239,7 +239,7 @@ PAUSING = {**OURS, "trainer": NINE_EPOCHS}
 class RungSweep:
     """The parts of a sweep that rungs need. Jobs report their lr as the loss, less a hundredth for each epoch."""
 
-    def __init__(self, folder: Path, earlier: list[Row] | None = None) -> None:
+    def __init__(self, folder: Path, earlier: list[JobRow] | None = None) -> None:
         self.folder, config = folder, OmegaConf.create(PAUSING)
         self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
         self.stopping = JobStopper(Rungs(maximize=False), self.queue, [], LOSS, config)
@@ -257,7 +257,7 @@ class RungSweep:
         goal = job.config.trainer.pause_after_validations
         if not fails:
             report_epochs(job.folder, float(job.row.overrides[0].partition("=")[2]), min(goal, 9))
-        job.row.state = State.failed if fails else State.done if goal >= 9 else State.paused
+        job.row.state = JobState.failed if fails else JobState.done if goal >= 9 else JobState.paused
         self.stopping.on_end(job)
         return job.row.number, goal
 
@@ -268,8 +268,8 @@ def report_epochs(folder: Path, lr: float, epochs: int) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def row(number: int, lr: float, state: State, epochs: int) -> Row:
-    return Row(number, [f"optimizer.lr={lr}"], str(number), state, lr, step=5 * epochs, value=lr)
+def row(number: int, lr: float, state: JobState, epochs: int) -> JobRow:
+    return JobRow(number, [f"optimizer.lr={lr}"], str(number), state, lr, step=5 * epochs, value=lr)
 
 
 def test_the_best_third_goes_on_and_the_others_are_stopped_at_the_end(tmp_path, caplog):
@@ -285,7 +285,7 @@ def test_the_best_third_goes_on_and_the_others_are_stopped_at_the_end(tmp_path, 
     assert "job 1 goes on to report 9: rung 1: no job has come to its end" in caplog.text
     assert sweep.run_next() == (1, 9)
     assert not sweep.stopping.end_batch()
-    assert [job.row.state for job in jobs] == [State.stopped, State.done, State.stopped]
+    assert [job.row.state for job in jobs] == [JobState.stopped, JobState.done, JobState.stopped]
     message = "stopped at 1 of 9 epochs: rung 0: place 3 of 3, and the best 1 go on"
     assert (jobs[0].row.message, jobs[0].row.objective) == (message, 0.29)
     assert f"job 0 is {message}" in caplog.text
@@ -311,10 +311,10 @@ def test_a_job_that_fails_holds_up_nobody(tmp_path):
 def test_a_killed_sweep_goes_on_where_each_job_stands(tmp_path):
     for number, lr, epochs in ((0, 0.3, 1), (1, 0.1, 3), (2, 0.2, 1)):
         report_epochs(tmp_path / str(number), lr, epochs)
-    earlier = [row(0, 0.3, State.paused, 1), row(1, 0.1, State.paused, 3), row(2, 0.2, State.paused, 1)]
+    earlier = [row(0, 0.3, JobState.paused, 1), row(1, 0.1, JobState.paused, 3), row(2, 0.2, JobState.paused, 1)]
     sweep = RungSweep(tmp_path, earlier)
     jobs = sweep.add(0.3, 0.1, 0.2, 0.05)
-    assert [job.row.state for job in jobs[:3]] == [State.paused] * 3
+    assert [job.row.state for job in jobs[:3]] == [JobState.paused] * 3
     assert [job.row.number for job in sweep.queue.jobs] == [3]
     assert jobs[1].row is earlier[1]
     assert sweep.run_next() == (3, 1)
@@ -325,7 +325,7 @@ def test_a_killed_sweep_goes_on_where_each_job_stands(tmp_path):
 def test_a_job_that_was_promoted_when_the_sweep_was_killed_is_promoted_again(tmp_path):
     for number, lr in enumerate((0.3, 0.1, 0.2)):
         report_epochs(tmp_path / str(number), lr, 1)
-    sweep = RungSweep(tmp_path, [row(number, lr, State.paused, 1) for number, lr in enumerate((0.3, 0.1, 0.2))])
+    sweep = RungSweep(tmp_path, [row(number, lr, JobState.paused, 1) for number, lr in enumerate((0.3, 0.1, 0.2))])
     sweep.add(0.3, 0.1, 0.2)
     assert sweep.run_next() == (1, 3)
 

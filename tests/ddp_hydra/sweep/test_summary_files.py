@@ -15,29 +15,29 @@ from markdown_it import MarkdownIt
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import summary_files
-from ddp_hydra.sweep.rows import Objective, Row, State
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import SummaryFiles, json_text, read
 from ddp_hydra.sweep.tables import csv_text, markdown_text
 from ddp_hydra.writers import hparams
 
-ACCURACY = Objective("val/accuracy", maximize=True)
+ACCURACY = SweepObjective("val/accuracy", maximize=True)
 
 
-def job(number: int, *overrides: str, **changes: Any) -> Row:
+def job(number: int, *overrides: str, **changes: Any) -> JobRow:
     given = {"overrides": list(overrides) or [f"optimizer.lr={number}"], "folder": f"multirun/{number}"}
-    return Row(number, **given | changes)
+    return JobRow(number, **given | changes)
 
 
-def done(number: int, objective: float, *overrides: str, **changes: Any) -> Row:
+def done(number: int, objective: float, *overrides: str, **changes: Any) -> JobRow:
     metrics = {"val/accuracy": objective, "train/loss": 1 - objective}
-    return job(number, *overrides, state=State.done, objective=objective, metrics=metrics, step=100, **changes)
+    return job(number, *overrides, state=JobState.done, objective=objective, metrics=metrics, step=100, **changes)
 
 
 ROWS = [
     done(0, 0.5, "optimizer.lr=0.1", "loss=a", "seed=1", wall_s=61.25, workers=2),
     done(1, 0.75, "optimizer.lr=0.01", "loss=a", "seed=1", wall_s=3725.0, total_steps=100),
-    job(2, "optimizer.lr=9", "loss=a|b", "seed=1", state=State.failed, step=3, message="no\n*sense* | at <all>"),
-    job(3, "optimizer.lr=1", "loss=a", "seed=1", state=State.running, step=5, total_steps=100, workers=1),
+    job(2, "optimizer.lr=9", "loss=a|b", "seed=1", state=JobState.failed, step=3, message="no\n*sense* | at <all>"),
+    job(3, "optimizer.lr=1", "loss=a", "seed=1", state=JobState.running, step=5, total_steps=100, workers=1),
     job(4, "optimizer.lr=2", "loss=a", "seed=1"),
 ]
 
@@ -67,11 +67,11 @@ returned = st.recursive(
 )
 texts = st.text(st.characters())
 rows = st.builds(
-    Row,
+    JobRow,
     number=counts,
     overrides=st.lists(texts, max_size=3),
     folder=texts,
-    state=st.sampled_from(State),
+    state=st.sampled_from(JobState),
     objective=st.none() | numbers,
     metrics=st.dictionaries(texts, st.none() | numbers, max_size=3),
     step=st.none() | counts,
@@ -212,7 +212,7 @@ def test_negative_numbers_stay_numbers():
 
 @given(
     st.lists(rows, min_size=1, max_size=3, unique_by=lambda row: row.number),
-    st.sampled_from([ACCURACY, Objective("m", None)]),
+    st.sampled_from([ACCURACY, SweepObjective("m", None)]),
 )
 def test_each_job_is_one_line_of_each_table(rows, objective):
     text = csv_text(rows, objective)
@@ -244,7 +244,7 @@ def test_the_markdown_is_a_table_best_first():
 
 
 def test_without_a_direction_no_job_is_called_better():
-    text = markdown_text(ROWS, Objective("value", maximize=None))
+    text = markdown_text(ROWS, SweepObjective("value", maximize=None))
     assert "hydra.launcher.direction=maximize" in text
     assert "better:" not in text
     assert "**" not in text
@@ -277,7 +277,7 @@ def test_each_model_has_a_table_and_it_is_said_which_is_the_best_of_all():
     both = [done(0, 0.1, "model=a", "data=x"), done(1, 0.2, "model=b", "data=y")]
     assert "Grouped by data set and model, the best" in markdown_text(both, ACCURACY)
     assert "best of all" not in markdown_text(both, ACCURACY)
-    assert "best of all" not in markdown_text(rows, Objective("val/accuracy", None))
+    assert "best of all" not in markdown_text(rows, SweepObjective("val/accuracy", None))
 
 
 SEEDS = [
@@ -337,7 +337,7 @@ def test_files_are_written_about_once_a_second_and_at_the_end(tmp_path, monkeypa
     rows = [job(number) for number in range(500)]
     made = SummaryFiles(tmp_path / "new" / "sweep", ACCURACY)
     for row in rows:  # a job begins and ends each 10 ms
-        for row.state in (State.running, State.done):
+        for row.state in (JobState.running, JobState.done):
             made.write(rows)
             now[0] += 0.005
     assert texts == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0], abs=0.03)

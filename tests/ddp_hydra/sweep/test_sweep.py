@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.sweep import sweep
 from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.queue import CachingConfigLoader
-from ddp_hydra.sweep.settings import Settings
+from ddp_hydra.sweep.settings import SweepSettings
 from ddp_hydra.sweep.sweep import Sweep
 
 CONFIG = {"hydra": {"overrides": {"task": []}, "sweep": {"dir": "."}, "job": {"name": "app"}}}
@@ -19,7 +19,7 @@ CONFIG = {"hydra": {"overrides": {"task": []}, "sweep": {"dir": "."}, "job": {"n
 
 def start(folder: Path) -> Sweep:
     """Start a sweep of an app of others, whose task has one rank."""
-    loader, settings = CachingConfigLoader(None), Settings(ranks=1, direction="minimize")
+    loader, settings = CachingConfigLoader(None), SweepSettings(ranks=1, direction="minimize")
     return Sweep(folder, settings, None, loader, lambda config: None, OmegaConf.create(CONFIG), is_resumed=False)
 
 

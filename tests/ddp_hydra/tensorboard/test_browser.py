@@ -9,8 +9,8 @@ from urllib.parse import quote
 
 import pytest
 
-from ddp_hydra.sweep.rows import Objective, State
-from ddp_hydra.sweep.rows import Row as SweepRow
+from ddp_hydra.sweep.rows import JobRow as SweepRow
+from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
 from tests.ddp_hydra.runs.conftest import kill, write_run
 from tests.support import browser
@@ -39,11 +39,11 @@ def logdir(hydra_files, tmp_path_factory) -> Path:
         write_run(folder / name, hydra_files(*words), **given)
     hostile(write_run(folder / HOSTILE, hydra_files()))
     restarted(folder / "day" / "a")
-    rows = [SweepRow(number, [f"x={number}"], str(number), State.done, number / 8) for number in range(2)]
+    rows = [SweepRow(number, [f"x={number}"], str(number), JobState.done, number / 8) for number in range(2)]
     for row in rows:
         (folder / "sweep" / row.folder / ".hydra").mkdir(parents=True)
     rows.append(SweepRow(2, ["x=2"], "2"))
-    (folder / "sweep" / "sweep.json").write_text(json_text(rows, Objective("val/loss", False)))
+    (folder / "sweep" / "sweep.json").write_text(json_text(rows, SweepObjective("val/loss", False)))
     return folder
 
 

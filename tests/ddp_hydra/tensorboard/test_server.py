@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.sweep.rows import Objective, State
-from ddp_hydra.sweep.rows import Row as SweepRow
+from ddp_hydra.sweep.rows import JobRow as SweepRow
+from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
 from ddp_hydra.tensorboard import run_details, run_list
 from ddp_hydra.tensorboard.plugin import RunsPlugin, roots_of
@@ -97,11 +97,11 @@ def test_all_runs_are_told_once_and_then_what_has_changed(ask, make_run, process
 
 def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path, monkeypatch):
     folder = tmp_path / "outputs" / "day" / "sweep"
-    rows = [SweepRow(number, [f"x={number}"], str(number), State.done, 0.5) for number in range(2)]
+    rows = [SweepRow(number, [f"x={number}"], str(number), JobState.done, 0.5) for number in range(2)]
     for row in rows:
         (folder / row.folder / ".hydra").mkdir(parents=True)
     rows.append(SweepRow(2, ["x=2"], "2"))  # queued: it has no folder
-    (folder / "sweep.json").write_text(json_text(rows, Objective("val/loss", False)))
+    (folder / "sweep.json").write_text(json_text(rows, SweepObjective("val/loss", False)))
     found = ask()("/runs")
     assert {(row["name"], row["sweep"], row["value"]) for row in found["rows"]} == {
         ("day/sweep/0", "day/sweep", 0.5), ("day/sweep/1", "day/sweep", 0.5),
