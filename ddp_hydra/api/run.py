@@ -56,6 +56,12 @@ class Run:
         summary = read_summary(self.dir)
         return {} if summary is None else to_builtins(summary)
 
+    @property
+    def objective(self) -> float | None:
+        """The last value of the objective; None if the run has none yet."""
+        summary = self.summary
+        return summary.get("metrics", {}).get((summary.get("objective") or {}).get("metric"))
+
     def records(self) -> list[dict[str, Any]]:
         """Return the lines of metrics.jsonl so far: step, epoch, samples, train/loss, val/loss …"""
         path = self.dir / "metrics.jsonl"

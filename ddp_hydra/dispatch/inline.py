@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -128,10 +129,11 @@ def ignore(record: Record) -> None:
 
 @contextmanager
 def variables_restored() -> Iterator[None]:
-    """Restore the environment variables after the block."""
-    before = dict(os.environ)
+    """Restore the environment variables after the block, and the hook for errors, which a process group replaces."""
+    before, hook = dict(os.environ), sys.excepthook
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(before)
+        sys.excepthook = hook

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 import ddp_hydra
@@ -11,6 +12,7 @@ from ddp_hydra.api.run import Run
 from ddp_hydra.cli import commands
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.errors import ClusterError, ConfigError
+from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.writers.run_dir import locked
 
 pytestmark = pytest.mark.medium
@@ -145,3 +147,10 @@ def test_a_table_needs_pandas(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
     with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[notebook\]'"):
         Run(tmp_path).metrics()
+
+
+def test_the_objective_of_any_run_is_in_its_summary(tmp_path):
+    assert Run(tmp_path).objective is None
+    summary = Summary(status="done", objective=Objective("val/f1", "maximize"), metrics={"val/f1": 0.5})
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
+    assert Run(tmp_path).objective == 0.5

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from ddp_hydra.dispatch import inline
@@ -16,3 +18,10 @@ def test_a_fault_strikes_in_its_attempt_only_as_on_dask():
         inline.run(load, on_record=inline.ignore)
     assert inline.run(load, on_record=inline.ignore, attempt=1) == ["done"]
     fault_injection.install(0, 0, {})
+
+
+@pytest.mark.medium
+def test_later_errors_of_the_process_are_not_those_of_a_rank():
+    before = sys.excepthook
+    inline.run(int, on_record=inline.ignore)
+    assert sys.excepthook is before
