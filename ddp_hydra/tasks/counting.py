@@ -197,7 +197,8 @@ def _kind(criterion: Any, options: dict[str, Any]) -> str:
         return "own"
     for base in type(criterion).__mro__:
         if vars(base).get("counts_classes"):
-            return "classes" if type(criterion).forward is base.forward else ""  # another loss of a subclass
+            own = getattr(base, "forward", None)
+            return "classes" if type(criterion).forward is own else ""  # else another loss of a subclass
     for name, known in (("classes", _CLASSES), ("elements", _ELEMENTS), ("rows", _ROWS)):
         for module, function in known.items():
             if criterion is function:

@@ -76,15 +76,8 @@ ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
 
 
 def dataset(node: DictConfig | None, seed: int, key: str = "data.train") -> Any:
-    """Build a data set; return None for none. If its class has `built_once`, only rank 0 builds it. A collective.
-
-    The global generators are seeded before, so that it is split in the same way each time that it is built.
-
-    Args:
-        node: of the config.
-        seed: of the run.
-        key: of the node.
-    """
+    # If its class has `built_once`, only rank 0 builds it. A collective. The global generators are seeded before, so
+    # that it is split in the same way each time that it is built.
     if node is None:
         return None
 
@@ -102,18 +95,7 @@ def dataset(node: DictConfig | None, seed: int, key: str = "data.train") -> Any:
 
 @contextmanager
 def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = None) -> Iterator[Any]:
-    """Build a data set of a run; None if there is none. At the end name its bad samples, and close it. A collective.
-
-    Args:
-        cfg: the resolved config.
-        split: "train" or "val".
-        device: where its batches go.
-        like: the training data, whose columns this one reads where its node leaves them open; None for any.
-
-    Raises:
-        ConfigError: data.workers does not suit.
-        DataError: the ranks have different data.
-    """
+    # At the end name its bad samples, and close it. A collective.
     node, workers = cfg.data.get(split), cfg.data.get("workers")
     if node is not None and like is not None:
         fill_features(node, DataDescription.of(like))
@@ -140,15 +122,6 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
 
 
 def _check_kind(data: Any, key: str) -> None:
-    """Refuse what makes no samples.
-
-    Args:
-        data: as it was built.
-        key: of its node in the config.
-
-    Raises:
-        ConfigError: it is several data sets, a `DataLoader` that makes batches, or has no length or no samples.
-    """
     name = name_of(data)
     if isinstance(data, (list, tuple)) and data and all(isinstance(part, Dataset) for part in data):
         raise ConfigError(
@@ -169,7 +142,6 @@ def _check_kind(data: Any, key: str) -> None:
 
 
 def built_once(node: DictConfig) -> bool:
-    """Return whether only one rank builds data sets of this class."""
     try:
         return bool(getattr(get_class(node["_target_"]), "built_once", False))
     except (ValueError, ImportError):  # not a class; a bad name is reported when it is built
@@ -177,7 +149,6 @@ def built_once(node: DictConfig) -> bool:
 
 
 def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
-    """Build the training sampler of a rank; pass the attributes of the data set that it takes."""
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
     batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     if streams.is_stream(data):
@@ -189,18 +160,6 @@ def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
 
 
 def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world_size: int) -> streams.StreamSampler:
-    """Build the sampler of an iterable data set.
-
-    Args:
-        cfg: the resolved config.
-        data: the data set.
-        batch_size: samples per rank and step.
-        rank: this rank.
-        world_size: number of ranks.
-
-    Raises:
-        ConfigError: the config wants an order that only a map-style data set can have, or the run has no end.
-    """
     target = cfg.sampler["_target_"]
     if target not in ORDER_OF_DATA or not cfg.sampler.get("drop_last", True):
         what = target.rpartition(".")[2] if target not in ORDER_OF_DATA else "sampler.drop_last=false"
@@ -220,11 +179,7 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
 
 
 def _length_of_all(cfg: DictConfig, data: Any) -> int | None:
-    """Return the length of an iterable data set, over all ranks; None if it does not know it. A collective.
-
-    Raises:
-        ConfigError: the ranks have other lengths, though all are taken to read the same samples.
-    """
+    # A collective.
     lengths: list[int] = gather_objects(length(data))
     if len(set(lengths)) == 1 or None in lengths:
         return lengths[0]
@@ -237,7 +192,6 @@ def _length_of_all(cfg: DictConfig, data: Any) -> int | None:
 
 
 def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
-    """Refuse what needs the length of an epoch, where nobody knows it."""
     needs = []
     if cfg.trainer.max_steps is None:
         needs.append(f"trainer.epochs={cfg.trainer.epochs} without trainer.max_steps")
@@ -254,7 +208,6 @@ def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
 
 
 def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
-    """Build the loader of a data set."""
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
     if streams.is_stream(data):
         options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress, "seed": cfg.seed}
@@ -264,17 +217,10 @@ def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool
 
 
 def name_of(data: Any) -> str:
-    """Return the name of a data set's class."""
     return wrappers.name_of(data.dataset if isinstance(data, InWorkers) else data)
 
 
 def fill_features(node: DictConfig, trained: DataDescription) -> None:
-    """Have a data set of columns read those that a model was trained on, where its node leaves them open.
-
-    Args:
-        node: of the data set, changed in place.
-        trained: what the model was trained on.
-    """
     is_open = node.features is None if "features" in node else "features" in parameters(str(node.get("_target_")))
     if trained.features and is_open:
         with open_dict(node):
@@ -282,17 +228,6 @@ def fill_features(node: DictConfig, trained: DataDescription) -> None:
 
 
 def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> None:
-    """Refuse data whose targets can't be the classes of a cross-entropy, where the data set can tell.
-
-    Args:
-        cfg: the resolved config.
-        task: that computes the loss.
-        data: the data set, or None.
-        num_classes: those that the model has; 0 if nobody knows.
-
-    Raises:
-        ConfigError: they can't.
-    """
     criterion = getattr(task, "criterion", None)
     if not hasattr(data, "check_classes") or not takes_class_numbers(criterion):
         return
@@ -301,12 +236,6 @@ def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> No
 
 
 def only_class(task: Any, description: DataDescription) -> str:
-    """Return a warning where a cross-entropy has nothing to tell apart; "" elsewhere.
-
-    Args:
-        task: that computes the loss.
-        description: of the training data.
-    """
     if description.num_classes != 1 or not takes_class_numbers(getattr(task, "criterion", None)):
         return ""
     name = "".join(f" ({name})" for name in description.classes)
@@ -317,16 +246,6 @@ def only_class(task: Any, description: DataDescription) -> str:
 
 
 def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
-    """Return a node whose `num_classes`, if it is null, comes from the data set.
-
-    Args:
-        node: of the config.
-        data: the data set.
-        key: of the node, for the error message.
-
-    Raises:
-        ConfigError: the data set does not know its classes.
-    """
     if "num_classes" not in node or node.num_classes is not None:
         return node
     num_classes = DataDescription.of(data).num_classes

@@ -53,12 +53,7 @@ class BuildUpdates:
         self.names = updates_of(task)
 
     def first(self, progress: ScheduleProgress, unfrozen: Sequence[Stage]) -> dict[str, Update]:
-        """Build the updates of a run that begins, or goes on, by their names. A collective.
-
-        Args:
-            progress: how long the schedules are.
-            unfrozen: what was unfrozen before the checkpoint, in this order.
-        """
+        # A collective.
         cfg = self.cfg
         parts = {name: self.task.part(self.model, name) if name else self.model for name in self.names}
         loss = trained_loss(self.task)
@@ -83,7 +78,6 @@ class BuildUpdates:
         return OptimizerStep(parallel, optimizer, scaler, trainer.clip_norm, name, in_place)
 
     def _relate(self, updates: Mapping[str, Update]) -> None:
-        """Tell each update what the others train, and whether its gradients may be checked late."""
         all_trained = [parameter for update in updates.values() for _, parameter in update.optimizer_step.trained]
         may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(updates) == 1
         for update in updates.values():
@@ -92,13 +86,7 @@ class BuildUpdates:
             update.late = may_be_late and update.parallel.same_gradients
 
     def unfreeze(self, run: Any, patterns: Sequence[str], lr: float | None) -> None:
-        """Train frozen parameters from now on; see `View.unfreeze`. A collective.
-
-        Args:
-            run: the `training.run.Run` that these updates were built for; it gets new ones.
-            patterns: of parameter names.
-            lr: the optimizer's own rate for them; None: that of the others.
-        """
+        # A collective.
         stage: Stage = {"patterns": list(patterns), "lr": lr}
         for update in run.updates.values():  # several updates freeze each other's parameters
             for parameter in update.others:
@@ -119,11 +107,6 @@ class BuildUpdates:
 
 
 def updates_of(task: Task) -> list[str]:
-    """Return the names of all updates that a task makes, in the order of the first steps.
-
-    Raises:
-        ConfigError: it names none, or parts beside the whole model.
-    """
     of_steps = {step: task.updates(step) for step in range(1, UPDATES_REPEAT + 1)}
     names = list(dict.fromkeys(name for of_step in of_steps.values() for name in of_step))
     for step, of_step in of_steps.items():
@@ -137,17 +120,6 @@ def updates_of(task: Task) -> list[str]:
 
 
 def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
-    """Let the optimizers train parameters that `trainer.freeze` has frozen; the model may have frozen others itself.
-
-    Args:
-        cfg: the config.
-        model: the model.
-        parts: each part of the model that has an optimizer, and that.
-        stage: which parameters, and their learning rate.
-
-    Raises:
-        ConfigError: a pattern fits no frozen parameter.
-    """
     named = {
         parameter: names
         for parameter, names in parameter_groups.with_names(model).items()
@@ -169,11 +141,6 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
 
 
 def extend(scheduler: Any, optimizer: Optimizer) -> None:
-    """Let a schedule set the rates of an optimizer's new groups, too.
-
-    Raises:
-        ConfigError: it is one of torch's, whose groups are fixed.
-    """
     if not isinstance(scheduler, FactorLR):
         raise ConfigError(
             f"parameters can't be unfrozen with {type(scheduler).__name__}, whose parameter groups are fixed: take "

@@ -39,11 +39,7 @@ FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
 
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
-    """Build the model. If its `num_classes` is null, the data set fills it.
-
-    Raises:
-        ConfigError: it is not a module, or some of its parameters have no shape yet.
-    """
+    # If its `num_classes` is null, the data set fills it.
     built = make(fill_num_classes(cfg.model, data, "model"))
     target = cfg.model["_target_"]
     if not isinstance(built, nn.Module):
@@ -58,7 +54,6 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
 
 
 def give_memory(model: nn.Module) -> None:
-    """Give each number of an expanded buffer a place of its own, without which none can be loaded or averaged."""
     whole: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -69,11 +64,6 @@ def give_memory(model: nn.Module) -> None:
 
 
 def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
-    """Wrap a training step for its ranks, and compile its model if trainer.compile is set.
-
-    Raises:
-        ConfigError: what wraps it does not go with its task, its ranks or trainer.compile.
-    """
     if cfg.trainer.compile is not None and cfg.parallel["_target_"].endswith(".parallel.dp"):
         raise ConfigError(
             f"trainer.compile={cfg.trainer.compile} does not go with parallel=dp, which copies the model in each step: "
@@ -93,12 +83,11 @@ def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
 
 
 def makes_cuda_graphs(cfg: DictConfig, device: torch.device) -> bool:
-    """Return whether what is compiled is recorded as CUDA graphs."""
     return device.type == "cuda" and cfg.trainer.compile in ("reduce_overhead", "max_autotune")
 
 
 def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
-    """Build the task; pass what it takes of the loss, the mix and the classes. Its own models go to the device."""
+    # The task's own models go to the device.
     taken = init_parameters(str(cfg.task["_target_"]))
     known: dict[str, Callable[[], Any]] = {
         "criterion": lambda: criterion(cfg),
@@ -131,17 +120,14 @@ def _refuse_gradient(task: str, name: str, gradient: torch.Tensor) -> None:
 
 
 def loss_state(task: Task) -> nn.Module | None:
-    """Return the loss of a task if it has parameters or buffers, which checkpoints hold; else None."""
     criterion = getattr(task, "criterion", None)
     return criterion if isinstance(criterion, nn.Module) and criterion.state_dict() else None
 
 
 def criterion(cfg: DictConfig) -> Any:
-    """Build the loss. Weights of its classes, a list in the config, become a tensor.
-
-    `loss._target_=` alone keeps the other keys of `conf/loss/cross_entropy.yaml`. A smoothing of 0 asks for nothing, so
-    it is left out for a loss that doesn't take it.
-    """
+    # Weights of its classes, a list in the config, become a tensor. `loss._target_=` alone keeps the other keys of
+    # `conf/loss/cross_entropy.yaml`. A smoothing of 0 asks for nothing, so it is left out for a loss that doesn't take
+    # it.
     weights = {name: cfg.loss[name] for name in WEIGHTS if OmegaConf.is_list(cfg.loss.get(name))}
     taken = parameters(str(cfg.loss.get("_target_")))
     takes_all = not taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
@@ -155,11 +141,6 @@ def criterion(cfg: DictConfig) -> Any:
 
 
 def callbacks(cfg: DictConfig) -> dict[str, Callback]:
-    """Build the callbacks, by their names.
-
-    Raises:
-        ConfigError: one of them is none.
-    """
     built = {str(name): make(node) for name, node in cfg.callbacks.items() if node is not None}
     for name, one in built.items():
         if not isinstance(one, Callback):
@@ -170,7 +151,6 @@ def callbacks(cfg: DictConfig) -> dict[str, Callback]:
 
 
 def mix(cfg: DictConfig, data: Any) -> Any:
-    """Build the function that mixes the samples of a batch: (x, y) -> (x, shares of the classes); None for none."""
     if cfg.mix.get("_target_") is None:
         return None
     return make(fill_num_classes(cfg.mix, data, "mix"))
@@ -181,7 +161,6 @@ _CURVE = re.compile(r"((?<!AU)ROC|PrecisionRecallCurve|AtFixed\w+|SensitivityAtS
 
 
 def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics:
-    """Build the additional metrics of the validation."""
     nodes = cfg.metrics or {}
     of_torchmetrics = [name for name, node in nodes.items() if node["_target_"].startswith("torchmetrics.")]
     if of_torchmetrics and importlib.util.find_spec("torchmetrics") is None:
@@ -215,7 +194,6 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
 
 
 def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, channels_last: bool) -> Evaluation:
-    """Build the evaluation of the model on the validation set."""
     return Evaluation(
         loader(cfg, data, device, channels_last),
         cfg.data.batch_size,
@@ -228,20 +206,7 @@ def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, cha
 def optimizer(
     cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "", loss: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the parameters of a model, or of a part of it.
-
-    A function that has an argument `model`, and `loss` for that of the loss, makes parameter groups of its own.
-
-    Args:
-        cfg: the config.
-        model: the model, or its part; frozen parameters are left out.
-        global_batch: samples in a step; with trainer.base_batch_size, lr grows with it.
-        update: name of the part; "" for the whole model.
-        loss: that has parameters; None for none.
-
-    Raises:
-        ConfigError: the optimizer needs a closure, or does not train what is to be trained.
-    """
+    # A function that has an argument `model`, and `loss` for that of the loss, makes parameter groups of its own.
     node = of_update(cfg.optimizer, update, "optimizer")
     if cfg.trainer.base_batch_size is not None and global_batch:
         node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
@@ -259,7 +224,6 @@ def optimizer(
 
 
 def makes_groups(target: str) -> bool:
-    """Return whether an optimizer's function takes the model, of which it makes parameter groups."""
     taken = parameters(target)
     return "model" in taken and "params" not in taken
 
@@ -267,11 +231,6 @@ def makes_groups(target: str) -> bool:
 def check_groups(
     optimizer: torch.optim.Optimizer, target: str, model: nn.Module, weights: Iterable[nn.Parameter]
 ) -> None:
-    """Take frozen parameters out of the groups that a function has made, and refuse groups that leave others out.
-
-    Raises:
-        ConfigError: they do, or have parameters of something else.
-    """
     given = [one for group in optimizer.param_groups for one in group["params"]]
     names = {parameter: name for name, parameter in model.named_parameters()}
     left_out = [names.get(one, "one of the loss") for one in weights if one.requires_grad and one not in set(given)]
@@ -286,26 +245,13 @@ def check_groups(
 
 
 def fused(node: DictConfig, weights: Iterable[nn.Parameter]) -> dict[str, bool]:
-    """Return the argument that lets an optimizer of torch update all weights on a GPU in one pass.
-
-    torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
-    takes are left to it, and so is what the config says itself.
-    """
+    # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
+    # takes are left to it, and so is what the config says itself.
     can_be = all(one.is_cuda and one.is_floating_point() for one in weights) and node["_target_"] in FUSED
     return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 
 
 def of_update(node: DictConfig, update: str, key: str) -> DictConfig:
-    """Return the node of an update: its own, where the config has one for each name, else the one for all.
-
-    Args:
-        node: of the config.
-        update: name of the update; "" for the only one.
-        key: of the node, for the error message.
-
-    Raises:
-        ConfigError: there is no node of that name.
-    """
     if "_target_" in node:
         return node
     if update not in node:
@@ -320,15 +266,6 @@ def of_update(node: DictConfig, update: str, key: str) -> DictConfig:
 def schedule(
     cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1, update: str = ""
 ) -> Any:
-    """Build the learning-rate schedule: one of ours or one of torch's.
-
-    Args:
-        cfg: the config.
-        optimizer: its learning rate is scheduled.
-        total_steps: steps of the run.
-        epoch_steps: steps of an epoch.
-        update: name of the update whose optimizer it is.
-    """
     node = of_update(cfg.scheduler, update, "scheduler")
     known = {"optimizer": optimizer, "total_steps": total_steps, "epoch_steps": epoch_steps}
     if takes_mode(node):  # its value is the objective
@@ -339,7 +276,6 @@ def schedule(
 
 
 def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
-    """Build a schedule; schedules among its arguments get the optimizer, too."""
     taken = parameters(node["_target_"])
     inner = {str(key): value for key, value in node.items() if any(_schedules_in(value))}
     built = {
@@ -357,23 +293,16 @@ def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
 
 
 def _schedules_in(value: Any) -> Iterator[DictConfig]:
-    """Yield the nodes in an argument that take an optimizer."""
     for one in value if isinstance(value, ListConfig) else [value]:
         if isinstance(one, DictConfig) and "_target_" in one and "optimizer" in parameters(one["_target_"]):
             yield one
 
 
 def takes_mode(node: DictConfig) -> bool:
-    """Return whether a node is torch's ReduceLROnPlateau without a mode."""
     return str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node
 
 
 def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
-    """Refuse a schedule that the loop can't step.
-
-    Raises:
-        ConfigError: its step() needs an argument, or it has ReduceLROnPlateau within.
-    """
     if isinstance(scheduler, ReduceLROnPlateau) and not nested:
         return
     if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
@@ -392,7 +321,6 @@ def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
 
 
 def depends_on_length(node: Any) -> bool:
-    """Return whether a schedule, or one within it, is told how long the run is."""
     if isinstance(node, (ListConfig, list)):
         return any(depends_on_length(one) for one in node)
     if not isinstance(node, (DictConfig, dict)):
@@ -405,11 +333,7 @@ def depends_on_length(node: Any) -> bool:
 
 
 def device(cfg: DictConfig) -> torch.device:
-    """Return the rank's device. Each rank sees its own GPU first, so that is always `cuda:0`.
-
-    Raises:
-        ConfigError: trainer.device=cuda, but there is no GPU.
-    """
+    # Each rank sees its own GPU first, so that is always `cuda:0`.
     given = cfg.trainer.device
     if given == "cuda" and not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch finds no GPU on this worker: give trainer.device=cpu or auto")
@@ -417,26 +341,21 @@ def device(cfg: DictConfig) -> torch.device:
 
 
 def set_float32(cfg: DictConfig) -> None:
-    """Set the precision of float32 matrix products: 24 bits of mantissa or, for tf32 on GPUs, 11.
-
-    Convolutions keep torch's default: TF32 if the GPU has it. To use all bits there, set
-    `torch.backends.cudnn.allow_tf32 = False` in the model's file.
-    """
+    # Convolutions keep torch's default: TF32 if the GPU has it. To use all bits there, set
+    # `torch.backends.cudnn.allow_tf32 = False` in the model's file.
     torch.set_float32_matmul_precision("high" if cfg.trainer.precision == "tf32" else "highest")
 
 
 def autocast(cfg: DictConfig, device: torch.device) -> torch.autocast:
-    """Return the context of the forward pass. For bf16 and fp16, it lowers operations that torch considers safe."""
+    # For bf16 and fp16, it lowers operations that torch considers safe.
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
     return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None)
 
 
 def scaler(cfg: DictConfig, device: torch.device) -> torch.amp.GradScaler:
-    """Return the scaler that keeps small fp16 gradients above zero (Micikevicius et al., 2018); else disabled."""
     return torch.amp.GradScaler(device.type, enabled=cfg.trainer.precision == "fp16")
 
 
 def channels_last(cfg: DictConfig, model: nn.Module) -> bool:
-    """Return whether the model takes images as channels_last: by default, if it has 2-d convolutions."""
     given: bool | None = cfg.trainer.channels_last
     return any(isinstance(module, nn.Conv2d) for module in model.modules()) if given is None else given

@@ -53,7 +53,6 @@ class Cadence:
 
     @classmethod
     def from_config(cls, trainer: DictConfig, total_steps: int) -> Cadence:
-        """Take the intervals from `trainer` in the config."""
         return cls(
             total_steps,
             trainer.log_every_steps,
@@ -64,17 +63,8 @@ class Cadence:
         )
 
     def after_step(self, step: int, epoch_ends: bool, stop: bool, log: bool = False) -> Actions:
-        """Return the actions that follow a step.
-
-        At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Metrics are logged before
-        each checkpoint, so that a resumed run has nothing counted yet, and before each validation.
-
-        Args:
-            step: the step's number, from 1.
-            epoch_ends: it is the last step of its epoch.
-            stop: the run is asked to stop after it.
-            log: by the clock, it is time to log.
-        """
+        # At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Metrics are logged before
+        # each checkpoint, so that a resumed run has nothing counted yet, and before each validation.
         run_ends = step >= self.total_steps
         epoch_ends = epoch_ends or run_ends
         save = stop or (is_due(step, self.checkpoint_every_steps) and not epoch_ends)
@@ -83,21 +73,14 @@ class Cadence:
         return Actions(log=logs, save=save, leave=stop or run_ends, validate=validate)
 
     def validates_amid_epoch(self, step: int) -> bool:
-        """Return whether a validation is due after a step that does not end its epoch."""
         return is_due(step, self.validate_every_steps)
 
     @property
     def only_at_end(self) -> bool:
-        """True if the only checkpoint is that of the run's end."""
         return not (self.checkpoint_every_steps or self.checkpoint_every_epochs)
 
     def after_epoch(self, step: int, epochs: int) -> Actions:
-        """Return the actions that follow an epoch. At its end, a run validates and saves even amid an epoch.
-
-        Args:
-            step: optimizer steps done.
-            epochs: epochs completed.
-        """
+        # At its end, a run validates and saves even amid an epoch.
         run_ends = step >= self.total_steps
         return Actions(
             validate=run_ends or is_due(epochs, self.validate_every_epochs) or is_due(step, self.validate_every_steps),
@@ -106,7 +89,6 @@ class Cadence:
 
 
 def is_due(count: int, every: int) -> bool:
-    """Return whether something that happens at every so many counts happens at this one."""
     return every > 0 and count % every == 0
 
 
@@ -123,11 +105,9 @@ class LogClock:
         self.began = time.monotonic()
 
     def is_due(self) -> bool:
-        """Return whether it is time to log."""
         return self.interval_s is not None and time.monotonic() - self.began >= self.interval_s
 
     def restart(self) -> None:
-        """Begin the next interval: something was logged."""
         if self.interval_s is not None and self.is_due():
             self.interval_s *= self.growth
         self.began = time.monotonic()
@@ -151,12 +131,10 @@ class EarlyStopping:
 
     @classmethod
     def from_config(cls, cfg: Any) -> EarlyStopping:
-        """Build it from `trainer` and `objective` in the config."""
         patience, min_delta = cfg.trainer.early_stopping_patience, cfg.trainer.early_stopping_min_delta
         return cls(cfg.objective.metric, cfg.objective.direction == "maximize", patience, min_delta)
 
     def update(self, metrics: Mapping[str, float]) -> bool:
-        """Count the end of an epoch; return whether the run should end."""
         value = metrics.get(self.metric)
         if self.patience is None or value is None:
             return False
@@ -168,20 +146,16 @@ class EarlyStopping:
 
     @property
     def reason(self) -> str:
-        """Return why the run should end, for a person to read."""
         what = "validation" if self.metric.startswith("val/") else "epoch"
         return f"no progress in {self.metric} for {counted(self.validations_without_progress, what)}"
 
     @property
     def should_stop(self) -> bool:
-        """True if the run should end."""
         return self.patience is not None and self.validations_without_progress >= self.patience
 
     def state_dict(self) -> dict[str, float | int | None]:
-        """Return the counts for a checkpoint."""
         return {"best": self.best, "validations_without_progress": self.validations_without_progress}
 
     def load_state_dict(self, state: Mapping[str, float | int | None]) -> None:
-        """Restore the counts of a checkpoint."""
         self.best = state["best"]
         self.validations_without_progress = int(state["validations_without_progress"] or 0)

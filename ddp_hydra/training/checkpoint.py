@@ -23,11 +23,6 @@ from ddp_hydra.training.state import FORMAT, State
 
 
 def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
-    """Raise an error if a captured state is not finite: no checkpoint may hold such numbers.
-
-    Raises:
-        NonFiniteLoss: it names the tensors.
-    """
     unchecked = [name for name, _ in state.model.named_buffers(remove_duplicate=False)]
     # A frozen parameter may be a mask.
     unchecked += [name for name, one in state.model.named_parameters(remove_duplicate=False) if not one.requires_grad]
@@ -42,11 +37,6 @@ def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of a checkpoint file; nothing in it is unpickled.
-
-    Raises:
-        CheckpointError: the file is missing or damaged, or is not a checkpoint.
-    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
@@ -65,18 +55,6 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def load_fitting(model: nn.Module, path: Path) -> list[str]:
-    """Load the weights of a file, except those of another shape, as of a new last layer.
-
-    Args:
-        model: not wrapped in DDP.
-        path: one of our checkpoints, or any state_dict that `torch.load(weights_only=True)` can read.
-
-    Returns:
-        Names of the parameters and buffers that keep their initial values.
-
-    Raises:
-        CheckpointError: the file holds no weights, or fits less than half of the model.
-    """
     given = weights_in(path)
     own = dict(plain_state.tensors(model.state_dict()))
     fitting = {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
@@ -90,11 +68,6 @@ def load_fitting(model: nn.Module, path: Path) -> list[str]:
 
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a file; nothing in it is unpickled.
-
-    Raises:
-        CheckpointError: it holds no weights.
-    """
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
@@ -110,7 +83,6 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> None:
-    """Write a captured state to a file, and report progress meanwhile."""
     with path.open("wb") as file:
         reporting = ReportingFile(file, step)
         try:
@@ -146,13 +118,7 @@ class CheckpointWriter:
         self.error: BaseException | None = None
 
     def save(self, state: State, metrics: dict[str, float], best: bool) -> None:
-        """Copy the state, and write it while training continues. Wait for the checkpoint before it.
-
-        Args:
-            state: of the run.
-            metrics: the last value of each metric, for the manifest.
-            best: the objective is better than ever before.
-        """
+        # Wait for the checkpoint before it.
         self.wait()
         content = state.begin_capture()
         position = state.position
@@ -176,7 +142,6 @@ class CheckpointWriter:
             heartbeat.here().saving = False
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is written and submitted; raise its error if it failed."""
         if self.thread is not None:
             self.thread.join()
             self.thread = None

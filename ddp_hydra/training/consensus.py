@@ -63,17 +63,7 @@ class StepConsensus:
         send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None,
         n: float | Callable[[], float] = 0.0,
     ) -> Callable[[], Decision]:
-        """Cast this rank's vote; return a function that waits for the decision of all ranks. A collective.
-
-        Args:
-            good: whether this rank's step may count. If the answer takes time, a function that returns it: then the
-                vote is cast when the decision is asked for, and other work is done until then.
-            stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 for none.
-            log: it is time to log.
-            send_along: sends the vote with the gradients of the backward pass that follows, see `SharedGradients`;
-                otherwise it travels by itself.
-            n: what this rank's loss is a mean over; as `good`, it may take time.
-        """
+        # A collective.
         if callable(good) or callable(n):
             return functools.cache(
                 lambda: self.vote(good() if callable(good) else good, stop, log, n=n() if callable(n) else n)()
@@ -100,18 +90,11 @@ class StepConsensus:
         return decision
 
     def decide(self, good: bool = True, stop: int = 0) -> Decision:
-        """Cast this rank's vote, see `vote`, and wait for the decision. A collective."""
+        # A collective.
         return self.vote(good, stop)()
 
     def gather(self, *parts: list[float]) -> list[list[list[float]]]:
-        """Gather lists of numbers from all ranks, in one exchange. A collective.
-
-        Args:
-            parts: lists of numbers; each is as long on every rank.
-
-        Returns:
-            For each list, those of all ranks.
-        """
+        # A collective.
         local = torch.tensor([number for part in parts for number in part], dtype=torch.float64)
         rows = [local]
         if not self.alone:
@@ -121,18 +104,17 @@ class StepConsensus:
         return [[part.tolist() for part in of_ranks] for of_ranks in zip(*split, strict=True)]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Gather a value that can be pickled from all ranks. A collective."""
+        # A collective.
         return gather_objects(value, self.group)
 
 
 def things(votes: torch.Tensor) -> list[float]:
-    """Return what the step's loss is a mean over, of each rank, from the votes of all ranks, (ranks, numbers)."""
     found: list[int] = torch.amax(votes[:, FIELDS:], 0).tolist()
     return list(map(_number, found))
 
 
 def _bits(number: float) -> int:
-    """Return a number's 64 bits as an integer that is larger than 0 if the number is not 0. A negative one is NaN."""
+    # A negative one is NaN.
     found: int = struct.unpack("q", struct.pack("d", number if number >= 0 else math.nan))[0]
     return found & 0x7FFF_FFFF_FFFF_FFFF
 
@@ -143,12 +125,11 @@ def _number(bits: int) -> float:
 
 
 def world_size() -> int:
-    """Return the number of ranks; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks, which can be pickled, in their order. A collective."""
+    # A collective.
     values = [value] * world_size()
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)
@@ -156,7 +137,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 
 
 def from_rank_0(make: Callable[[], Any]) -> Any:
-    """Return on all ranks what rank 0 makes, which can be pickled. A collective."""
+    # A collective.
     if world_size() == 1:
         return make()
     box = [make() if dist.get_rank() == 0 else None]
@@ -165,7 +146,6 @@ def from_rank_0(make: Callable[[], Any]) -> Any:
 
 
 def has_gloo() -> bool:
-    """Return whether the default process group takes tensors on the CPU."""
     try:
         return "gloo" in str(dist.get_backend_config())
     except (AttributeError, RuntimeError, ValueError):
@@ -188,12 +168,10 @@ class StopSignal:
         self.asked, self.why = 0, ""
 
     def reason(self) -> int:
-        """Return the reason to stop, a number of `heartbeat.REASONS`; 0 to continue."""
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return heartbeat.REASONS.index("time_limit")
         return heartbeat.here().finish or self.asked
 
     def interrupted(self) -> int:
-        """Return the reason to stop and be resumed; 0 where none is given, or a callback calls the run done."""
         reason = self.reason()
         return 0 if heartbeat.REASONS[reason] == "done" else reason

@@ -38,7 +38,6 @@ class DataDescription:
 
     @classmethod
     def of(cls, data: Any) -> DataDescription:
-        """Return the description of a data set."""
         if isinstance(data, DataDescription):
             return data
         names, features, scaling, widths = (
@@ -59,11 +58,6 @@ class DataDescription:
         )
 
     def check_validation(self, validation: DataDescription) -> None:
-        """Refuse validation data whose numbers mean something else to a model than those of the training data.
-
-        Raises:
-            ConfigError: a class has another number, the features are others, or the inputs are scaled differently.
-        """
         if (name := self._renumbered(validation)) is not None:
             raise ConfigError(
                 f"the class {name} has number {self.classes.index(name)} in data.train and "
@@ -75,17 +69,6 @@ class DataDescription:
         self._check_scaling(validation, "data.val", "data.train")
 
     def check_resume(self, now: DataDescription) -> str:
-        """Refuse to resume a checkpoint, whose data this describes, with other classes, features or scaling.
-
-        Args:
-            now: the training data of the resumed run.
-
-        Returns:
-            A warning where the number of samples is another one; "" where it is not.
-
-        Raises:
-            ConfigError: they differ.
-        """
         begin = "or begin a new run with its weights: model.weights=<run>, without resume="
         if self.classes and now.classes and self.classes != now.classes:
             raise ConfigError(
@@ -109,15 +92,6 @@ class DataDescription:
         )
 
     def check_model(self, data: DataDescription, key: str) -> None:
-        """Refuse data whose numbers mean something else than to the model that was trained on what this describes.
-
-        Args:
-            data: to evaluate or to predict.
-            key: of its node in the config, "data.val".
-
-        Raises:
-            ConfigError: a class has another number, there are more classes, other features, or another scaling.
-        """
         more = self.num_classes and data.num_classes > self.num_classes
         if more or self._renumbered(data) is not None:
             own = shown(data.classes) if data.classes else str(data.num_classes)
@@ -130,11 +104,9 @@ class DataDescription:
         self._check_scaling(data, key, "the model's training data")
 
     def other_names(self, data: DataDescription) -> bool:
-        """Return whether a data set has names of classes that the model does not know."""
         return bool(self.classes) and not set(data.classes) <= set(self.classes)
 
     def _renumbered(self, other: DataDescription) -> str | None:
-        """Return a class that has another number in another data set; None if there is none."""
         own, others = ({name: number for number, name in enumerate(one.classes)} for one in (self, other))
         return next((name for name in own if others.get(name, own[name]) != own[name]), None)
 
@@ -162,12 +134,10 @@ class DataDescription:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for a checkpoint."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> DataDescription:
-        """Return the description that a checkpoint holds; an empty one if it holds none."""
         given: Any = {
             name: tuple(value) if isinstance(value, list) else value for name, value in (values or {}).items()
         }
@@ -175,7 +145,6 @@ class DataDescription:
 
 
 def length(data: Any) -> int | None:
-    """Return the number of samples; None if the data set, or what is inside of it, does not know it."""
     try:
         return len(data)
     except TypeError:
@@ -183,7 +152,6 @@ def length(data: Any) -> int | None:
 
 
 def _names(classes: Any) -> tuple[str, ...]:
-    """Return the names of classes in the order of their numbers; () for what are no names."""
     if isinstance(classes, Mapping):
         pairs = list(classes.items())
         if all(isinstance(number, int) for _, number in pairs):  # name -> number, as `class_to_idx` of torchvision
@@ -194,7 +162,6 @@ def _names(classes: Any) -> tuple[str, ...]:
 
 
 def shown(names: Sequence[str], most: int = 12) -> str:
-    """Return the first few names."""
     return ", ".join(names[:most]) + (f" … ({len(names)})" if len(names) > most else "")
 
 
@@ -205,16 +172,7 @@ READ_S = 0.1
 
 
 def check_same_data(data: Any, key: str, seed: int) -> None:
-    """Refuse to go on where the ranks have different data. A collective.
-
-    Args:
-        data: a map-style data set.
-        key: of the config, for the message.
-        seed: of the run.
-
-    Raises:
-        DataError: the ranks have different data.
-    """
+    # A collective.
     lengths: list[int] = gather_objects(len(data))
     name = wrappers.name_of(data)
     how = "build it from the arguments and the global random generators alone, which all ranks have alike"
@@ -231,7 +189,6 @@ def check_same_data(data: Any, key: str, seed: int) -> None:
 
 
 def fingerprint(data: Any, seed: int) -> list[Any]:
-    """Return what tells a data set from another one of its length: ids of samples, or two samples."""
     n = len(data)
     if hasattr(data, "sample_id"):
         places = sorted({n * number // IDS for number in range(min(IDS, n))})

@@ -30,24 +30,12 @@ class DataStats:
         self.ranks = 1
 
     def local_counts(self, interval_s: float) -> list[float]:
-        """Return this rank's counts since the run began, for `interval`.
-
-        Args:
-            interval_s: length of the interval, without validation, in seconds.
-        """
         self.train_s += interval_s
         stats = self.loader.dataset.stats() if hasattr(self.loader.dataset, "stats") else {}
         return [self.loader.waited_s, self.train_s, *(float(stats.get(name, 0)) for name in COUNTS)]
 
     def interval(self, all_counts: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return the metrics of the time since the last interval. A collective if there are bad samples.
-
-        Args:
-            all_counts: the local counts of each rank.
-
-        Raises:
-            DataError: all ranks together found too many bad samples.
-        """
+        # A collective if there are bad samples.
         self.ranks = len(all_counts)
         now = [sum(column) for column in zip(*all_counts, strict=True)]
         waited, spent, *counts = (a - b for a, b in zip(now, self.previous, strict=True))
@@ -63,13 +51,11 @@ class DataStats:
         return metrics | {f"data/{name}": so_far[name] for name in ("retries", "bad_samples")}
 
     def totals(self) -> dict[str, float]:
-        """Return the waiting time and the counts from the start of the run to the last interval."""
         waited, spent, *counts = self.previous
         totals = {"wait_s": waited / self.ranks, "wait": waited / max(spent, 1e-9)}
         return totals | (dict(zip(COUNTS, counts, strict=True)) if hasattr(self.loader.dataset, "stats") else {})
 
     def _refuse_too_many(self) -> None:
-        """Raise an error if all ranks together found more bad samples than data.max_bad_fraction allows."""
         dataset = self.loader.dataset
         share = getattr(dataset, "max_bad_fraction", None)
         if share is None or not hasattr(dataset, "__len__"):  # a stream judges by itself
@@ -85,7 +71,6 @@ class DataStats:
 
 
 def skipped_by(dataset: Any) -> str:
-    """Return how many files a data set left out, by extension; "" if it left out none, or does not report it."""
     skipped: Mapping[str, int] = getattr(dataset, "skipped", None) or {}
     if not skipped:
         return ""
@@ -95,7 +80,7 @@ def skipped_by(dataset: Any) -> str:
 
 
 def bad_of_all_ranks(*datasets: Any) -> dict[str, tuple[str, int]]:
-    """Return {name: (reason, samples)} of the samples, or shards of samples, that any rank replaced. A collective."""
+    # A collective.
     local = {
         name: (reason, getattr(data, "bad_counts", {}).get(name, 1))
         for data in datasets
@@ -105,5 +90,4 @@ def bad_of_all_ranks(*datasets: Any) -> dict[str, tuple[str, int]]:
 
 
 def count_bad(bad: Mapping[str, tuple[str, int]]) -> int:
-    """Return the number of samples that are bad."""
     return sum(count for _, count in bad.values())

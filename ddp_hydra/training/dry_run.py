@@ -33,18 +33,12 @@ from ddp_hydra.training.weighing import Weighing
 
 
 def dry_run(config: Mapping[str, Any]) -> None:
-    """Build data, model, optimizer and schedule; take one step, and evaluate one batch of the validation set.
-
-    Args:
-        config: the resolved config as plain dicts.
-    """
     cfg = OmegaConf.create(dict(config))
     with opened(cfg, "train") as train_set, opened(cfg, "val", like=train_set) as val_set:
         results.emit(Start(first_step(cfg, train_set, val_set)))
 
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
-    """Build the model and take its first step as a rank does; return lines that describe it."""
     DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
     device = builders.device(cfg)
     world_size = expected_ranks(cfg)

@@ -39,7 +39,6 @@ class Ema:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
-        """Add the weights after a step to the average."""
         weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
         for (_, kind), (averaged, current) in self._by_type(model).items():
             if not self.steps or kind == "copied":
@@ -54,7 +53,6 @@ class Ema:
     def _by_type(
         self, model: nn.Module
     ) -> dict[tuple[torch.dtype, str], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        """Return pairs of lists, the average's tensors and the model's, one pair per type: each takes one kernel."""
         groups: dict[tuple[torch.dtype, str], tuple[list[torch.Tensor], list[torch.Tensor]]]
         groups = defaultdict(lambda: ([], []))
         for averaged, (name, current, is_buffer) in zip(_tensors(self.model), _tensors(model), strict=True):
@@ -64,7 +62,6 @@ class Ema:
         return groups
 
     def _kind(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> str:
-        """Return what becomes of a tensor: averaged; watched: averaged where it is finite; copied."""
         is_number = (tensor.is_floating_point() and tensor.itemsize > 1) or tensor.is_complex()
         if not is_number or tensor.layout != torch.strided:
             return "copied"
@@ -72,11 +69,9 @@ class Ema:
         return "watched" if may_be_infinite else "averaged"
 
     def state_dict(self) -> dict[str, object]:
-        """Return the average and its number of steps."""
         return {"model": self.model.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Restore the average."""
         self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 
@@ -101,6 +96,5 @@ def _copied(model: nn.Module, build: Callable[[], nn.Module] | None) -> nn.Modul
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yield the name of each parameter and buffer, the tensor, and whether it is a buffer."""
     yield from ((name, parameter, False) for name, parameter in model.named_parameters())
     yield from ((name, buffer, True) for name, buffer in model.named_buffers())

@@ -51,11 +51,7 @@ class Evaluation:
     metrics: EvalMetrics
 
     def try_metrics(self, model: nn.Module) -> None:
-        """Compute the additional metrics of a few samples, so that mistakes show before the first step. A collective.
-
-        Raises:
-            ConfigError: one can't be computed.
-        """
+        # A collective.
         if self.metrics.metrics:
             few = replace(self, batch_size=min(self.batch_size, FEW))
             with warnings.catch_warnings(action="ignore"), restored_buffers(model):
@@ -64,18 +60,7 @@ class Evaluation:
 
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
-        """Return the metrics of the task, and the additional ones. A collective.
-
-        The ranks' shares of the samples may differ in size.
-
-        Args:
-            model: not wrapped in DDP.
-            stop: returns whether to end early; then the numbers mean nothing.
-            are_few: some metrics may need more samples than there are.
-
-        Raises:
-            ConfigError: an additional metric can't be computed, or has a name of the task's own.
-        """
+        # A collective. The ranks' shares of the samples may differ in size.
         rank, ranks = 0, world_size()
         if ranks > 1:
             rank = dist.get_rank()
@@ -103,15 +88,8 @@ class Evaluation:
 
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
-    """Return the states of a metric of all ranks, which may differ in shape and type. A collective.
-
-    torchmetrics itself gathers a state without samples as floats of shape (0,), which crashes where those of the other
-    ranks have more dimensions or another type.
-
-    Args:
-        state: of this rank.
-        group: of the ranks; None: all.
-    """
+    # A collective. torchmetrics itself gathers a state without samples as floats of shape (0,), which crashes where
+    # those of the other ranks have more dimensions or another type.
     kinds: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(kinds, (tuple(state.shape), state.dtype), group=group)
     whole = max(kinds, key=lambda kind: math.prod(kind[0]))
@@ -130,13 +108,7 @@ def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
 
 
 def gather_lists(metric: Any) -> None:
-    """Let a metric take the lists of all ranks that it doesn't concatenate itself, however many entries each has.
-
-    torchmetrics gathers them entry by entry: ranks with fewer batches would leave the others waiting.
-
-    Args:
-        metric: of torchmetrics.
-    """
+    # Torchmetrics gathers them entry by entry: ranks with fewer batches would leave the others waiting.
     synchronise = metric._sync_dist
 
     def synchronise_lists(*args: Any, **options: Any) -> None:
@@ -179,11 +151,6 @@ class EvalMetrics:
 
     @torch.no_grad()
     def add(self, task: Task, step: Step) -> None:
-        """Count one batch.
-
-        Raises:
-            ConfigError: a metric of torchmetrics doesn't take what the task predicts.
-        """
         for name, metric in self.metrics.items():
             try:
                 task.update_metric(metric, step)
@@ -198,11 +165,7 @@ class EvalMetrics:
                 ) from error
 
     def result(self, are_few: bool = False) -> dict[str, float]:
-        """Return the metrics that are numbers, over all ranks since the last call. A collective.
-
-        Args:
-            are_few: leave out metrics that can't be computed of so few samples.
-        """
+        # A collective.
         numbers: dict[str, float] = {}
         self.matrices.clear()
         for name, metric in self.metrics.items():
@@ -226,7 +189,6 @@ class EvalMetrics:
         return numbers
 
     def _logged(self, name: str, value: Tensor) -> dict[str, float]:
-        """Return a metric's numbers; keep a matrix for its picture."""
         if value.ndim == 0:
             return {name: float(value)}
         if value.ndim == 1:
@@ -235,11 +197,9 @@ class EvalMetrics:
         return {}
 
     def lists(self) -> dict[str, list[Any]]:
-        """Return the last result's matrices as lists: of a confusion matrix, true class -> predicted class."""
         return {name: matrix.tolist() for name, matrix in self.matrices.items()}
 
     def show(self, step: int) -> None:
-        """Send pictures of the last result's matrices; called on rank 0."""
         for name, matrix in self.matrices.items():
             results.image(name, picture(matrix, self._labels(matrix)), step)
 
@@ -248,12 +208,6 @@ class EvalMetrics:
 
 
 def picture(matrix: Tensor, labels: Sequence[str]) -> bytes:
-    """Return a confusion matrix as a PNG.
-
-    Args:
-        matrix: (classes, classes): true class -> predicted class.
-        labels: names of the classes.
-    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure

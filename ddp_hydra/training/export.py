@@ -44,27 +44,11 @@ class Positional(nn.Module):
         self.model, self.names = model, list(names)
 
     def forward(self, *args: Any) -> Any:
-        """Call the model."""
         count = len(args) - len(self.names)
         return self.model(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
 
 
 def export(trained: Trained, example: Example, form: str, out: Path, tolerance: float) -> dict[str, Any]:
-    """Write a model, read it again, and compare both on batches of several sizes.
-
-    Args:
-        trained: the model; it is moved to the CPU.
-        example: arguments for it.
-        form: one of `FORMATS`.
-        out: the file, written only if it is right.
-        tolerance: the largest difference that is allowed, as a share of the largest number in the output.
-
-    Returns:
-        difference: the largest one; sizes: of the batches that were compared; dynamic: whether others can be computed.
-
-    Raises:
-        ConfigError: a package is missing, the model can't be written so, or what was written differs.
-    """
     model = trained.model.cpu().to(memory_format=torch.contiguous_format)
     example = Example(
         *(mapped(lambda tensor: tensor.cpu().contiguous(), part) for part in (example.args, example.kwargs))
@@ -87,7 +71,6 @@ def export(trained: Trained, example: Example, form: str, out: Path, tolerance: 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress what exporters say about themselves inside the block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -99,11 +82,6 @@ def quiet() -> Iterator[None]:
 
 
 def check_call(model: nn.Module, example: Example) -> None:
-    """Refuse arguments that the model does not take.
-
-    Raises:
-        ConfigError: with the model's error.
-    """
     try:
         model(*example.args, **example.kwargs)
     except Exception as error:
@@ -114,11 +92,6 @@ def check_call(model: nn.Module, example: Example) -> None:
 
 
 def compared(model: nn.Module, again: Callable[..., Any], example: Example, tolerance: float) -> float:
-    """Return the largest difference between the outputs of a model and of what was written.
-
-    Raises:
-        ConfigError: it is too large.
-    """
     wanted = tensors(list(pytree.tree_leaves(model(*example.args, **example.kwargs))))
     found = tensors(list(pytree.tree_leaves(again(*example.args, **example.kwargs))))
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in found]:
@@ -139,7 +112,6 @@ def compared(model: nn.Module, again: Callable[..., Any], example: Example, tole
 
 
 def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
-    """Write the weights; tensors that are one are written once."""
     try:
         from safetensors.torch import load_model, save_model
     except ModuleNotFoundError:
@@ -156,7 +128,6 @@ def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path
 
 
 def torch_export(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
-    """Write the model's graph with its weights, which needs no code of the model to run."""
     program, dynamic = exported(model, example)
     with path.open("wb") as file:
         torch.export.save(program, file)
@@ -165,11 +136,6 @@ def torch_export(trained: Trained, model: nn.Module, example: Example, path: Pat
 
 
 def exported(model: nn.Module, example: Example) -> tuple[Any, bool]:
-    """Return the graph of a model, and whether its batch may have any size.
-
-    Raises:
-        ConfigError: torch can't follow the model's code.
-    """
     shapes = example.dynamic()
     try:
         by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
@@ -186,7 +152,6 @@ def exported(model: nn.Module, example: Example) -> tuple[Any, bool]:
 
 
 def onnx(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
-    """Write the model for ONNX runtimes."""
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
@@ -217,7 +182,6 @@ def onnx(trained: Trained, model: nn.Module, example: Example, path: Path) -> tu
 
 
 def missing(form: str, package: str) -> ConfigError:
-    """Return the error for a package that is not installed."""
     return ConfigError(f"format={form} needs {package}: type pip install 'ddp-hydra[export]'")
 
 
@@ -238,24 +202,19 @@ class Example:
     kwargs: dict[str, Any]
 
     def of_size(self, size: int) -> Example:
-        """Return arguments with so many samples: the first ones, repeated."""
-
         def resize(tensor: Tensor) -> Tensor:
             return tensor[torch.arange(size) % len(tensor)] if self.is_batched(tensor) else tensor
 
         return Example(mapped(resize, self.args), mapped(resize, self.kwargs))
 
     def is_batched(self, tensor: Tensor) -> bool:
-        """Tell whether the first axis of a tensor is that of the samples."""
         return bool(tensor.ndim) and len(tensor) == self.size
 
     @property
     def size(self) -> int:
-        """The number of samples."""
         return next((len(tensor) for tensor in tensors([*self.args, *self.kwargs.values()]) if tensor.ndim), 0)
 
     def dynamic(self) -> dict[str, Any]:
-        """Return the shapes for torch.export by argument: the first axis of each batched tensor may have any size."""
         batch = torch.export.Dim("batch")
 
         def shape(tensor: Any) -> Any:
@@ -264,19 +223,11 @@ class Example:
         return {"args": pytree.tree_map(shape, self.args), "kwargs": pytree.tree_map(shape, self.kwargs)}
 
     def described(self) -> Mapping[str, str]:
-        """Return the shape and type of each argument."""
         named = {**{f"input {number}": part for number, part in enumerate(self.args)}, **self.kwargs}
         return {name: described(part) for name, part in named.items() if isinstance(part, Tensor)}
 
 
 def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) -> Example:
-    """Return arguments for the model: those with which its task predicts samples of the run's data.
-
-    Args:
-        trained: the model.
-        split: the data set, "val" or "train"; "train" where the run has no other.
-        input_shape: of one sample of random numbers instead, without the batch axis.
-    """
     if input_shape is not None:
         generator = torch.Generator().manual_seed(0)
         return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
@@ -301,7 +252,6 @@ def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) 
 
 
 def called_with(model: nn.Module, call: Callable[[], Any]) -> Example:
-    """Return the arguments of the first call of a model."""
     calls: list[Example] = []
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: calls.append(Example(tuple(args), dict(kwargs))), with_kwargs=True

@@ -41,15 +41,13 @@ class GradientNorms:
 
     @functools.cached_property
     def total_norm(self) -> Tensor:
-        """The norm of all gradients together, a scalar on the device."""
         return torch.linalg.vector_norm(self.norms)
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradients so that their total norm is at most `max_norm`, as torch does."""
         torch._foreach_mul_(self.tensors, torch.clamp(max_norm / (self.total_norm + 1e-6), max=1.0))
 
     def nonfinite_names(self) -> list[str]:
-        """Return the names of parameters whose gradient is not finite. On a GPU, wait for the backward pass."""
+        # On a GPU, wait for the backward pass.
         norms = self._on_cpu()
         if math.isfinite(norms.sum()):
             return []
@@ -57,25 +55,16 @@ class GradientNorms:
 
     @property
     def loss(self) -> float:
-        """The loss of the step, on this rank."""
         return self._loss()
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient, in 32 bits: the norm of a float16 gradient may overflow in 16."""
     values = gradient._values() if gradient.is_sparse else gradient
     return values.float() if values.dtype == torch.float16 else values
 
 
 def are_finite(losses: Sequence[Tensor], before: GradientNorms | None = None) -> bool | Callable[[], bool]:
-    """Return whether the losses of all micro-batches of a step are finite.
-
-    On a GPU, return a function that waits for the answer: meanwhile the backward pass can be launched.
-
-    Args:
-        losses: of the step's micro-batches, scalars.
-        before: gradients of the step before, if they have not been checked yet.
-    """
+    # On a GPU, return a function that waits for the answer: meanwhile the backward pass can be launched.
     good = torch.stack(list(losses)).isfinite().all()
     if not good.is_cuda and before is None:
         return bool(good)
@@ -84,7 +73,6 @@ def are_finite(losses: Sequence[Tensor], before: GradientNorms | None = None) ->
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of any type has finite numbers only."""
     values = tensor.detach()
     if values.layout is torch.sparse_coo:
         values = values._values()
@@ -97,13 +85,6 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = ()) -> list[str]:
-    """Return the names of tensors that are not finite: weights, their average, statistics, the optimizer's state.
-
-    Args:
-        content: a captured state, on the CPU.
-        buffers: names of the model's buffers, of which only those in `STATISTICS` are checked, and of parameters
-            that are not checked.
-    """
     unchecked = {name for name in buffers if name.rpartition(".")[2] not in STATISTICS}
     return [name for name, value in _checked(content, unchecked) if isinstance(value, Tensor) and not is_finite(value)]
 

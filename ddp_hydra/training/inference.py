@@ -56,13 +56,7 @@ class Opened:
 
 @contextmanager
 def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
-    """Build model, task and data; close the data at the end. A collective.
-
-    Args:
-        job: overrides: changes of the run's config; groups: nodes that replace its groups; split: "train" or "val";
-            faults: to inject.
-        checkpoint: the file, on rank 0's host.
-    """
+    # A collective.
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
     content = from_rank_0(lambda: load_run.needed(read(Path(checkpoint))))
@@ -84,16 +78,6 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
 
 
 def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
-    """Repeat the validation of a run.
-
-    Args:
-        job: see `opened`.
-        files: "checkpoint", on rank 0's host.
-
-    Returns:
-        metrics, samples (None of a data set without a length), step of the checkpoint, and `interrupted`: the reason
-        why it stopped early, or "".
-    """
     with opened(job, files["checkpoint"]) as run:
         cfg, trained = run.trained.cfg, run.trained
         check_labels(run.data)
@@ -113,7 +97,6 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
 
 
 def check_labels(data: Any) -> None:
-    """Refuse a data set without labels."""
     if not getattr(data, "labelled", True):
         raise ConfigError(
             f"{build_data.name_of(data)} has no labels here, so there is nothing to compare with: use predict"
@@ -121,13 +104,6 @@ def check_labels(data: Any) -> None:
 
 
 def check_data(trained: DataDescription, data: DataDescription, key: str) -> None:
-    """Refuse data that is not as the model was trained on; warn if its classes have other names.
-
-    Args:
-        trained: what the model was trained on.
-        data: to evaluate or to predict.
-        key: of its node in the config.
-    """
     trained.check_model(data, key)
     if dist.get_rank() == 0 and trained.other_names(data):
         results.warn(
@@ -137,16 +113,6 @@ def check_data(trained: DataDescription, data: DataDescription, key: str) -> Non
 
 
 def predict(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
-    """Predict a data set, and send the rows in parts; each part is the same whatever the number of ranks.
-
-    Args:
-        job: see `opened`; kind: of the result, see `predictions.KINDS`; done: numbers of parts that are there;
-            targets: whether to add what is true of samples that have labels.
-        files: "checkpoint", on rank 0's host.
-
-    Returns:
-        samples, step of the checkpoint, and `interrupted`: the reason why this rank stopped early, or "".
-    """
     with opened(job, files["checkpoint"]) as run:
         done = frozenset(job["done"])
         run.with_targets = job["targets"] and getattr(run.data, "labelled", True)
@@ -158,12 +124,6 @@ def predict(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
 
 
 def part_length(n_samples: int | None, batch_size: int) -> int:
-    """Return the rows of each part but the last: a multiple of the batch size that does not depend on the ranks.
-
-    Args:
-        n_samples: of the data set; None if nobody knows it.
-        batch_size: samples of a batch.
-    """
     if n_samples is None:
         return batch_size * max(1, STREAM_ROWS // batch_size)
     batches = -(-n_samples // batch_size)
@@ -171,7 +131,6 @@ def part_length(n_samples: int | None, batch_size: int) -> int:
 
 
 def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
-    """Predict this rank's share of the parts that aren't done; return the number of all samples, and `interrupted`."""
     cfg, n_samples = run.trained.cfg, len(run.data)
     length = part_length(n_samples, cfg.data.batch_size)
     results.emit(Rows(n_samples, length))  # on each rank, before its parts
@@ -189,10 +148,7 @@ def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, st
 
 
 def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
-    """Do as `send_samples` with an iterable data set.
-
-    Each rank reads all samples, as their numbers are known only by counting, and predicts every so many parts.
-    """
+    # Each rank reads all samples, as their numbers are known only by counting, and predicts every so many parts.
     cfg = run.trained.cfg
     length = part_length(None, cfg.data.batch_size)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -220,14 +176,6 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
 
 
 def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
-    """Predict some parts, and send each as a file; return why it stopped early, or "".
-
-    Args:
-        run: the model.
-        batches: of all samples of these parts in order, each with the numbers of its samples.
-        length: rows of each part but the last.
-        kind: of the result, see `predictions.KINDS`.
-    """
     trained, stop, classes = run.trained, StopSignal(None), DataDescription.of(run.data).classes
     autocast = builders.autocast(trained.cfg, trained.device)
     number = 0
@@ -252,7 +200,6 @@ def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: in
 
 
 def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rows of a batch with the sample's id in front, and why it could not be read, if the data set knows."""
     found: dict[str, Any] = {}
     if hasattr(data, "sample_id"):
         found["id"] = [str(data.sample_id(index)) for index in indices]
@@ -266,8 +213,6 @@ def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> 
 
 
 def submit(spool: Any, part: int) -> None:
-    """Send the rows of a part as a file."""
-
     def write(path: Path) -> None:
         spool.seek(0)
         with path.open("wb") as file:

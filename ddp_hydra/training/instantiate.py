@@ -19,7 +19,7 @@ from ddp_hydra.errors import ConfigError, DdpHydraError
 
 
 def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    """Instantiate a node of the config. If the class refuses an argument, raise its message as a ConfigError."""
+    # If the class refuses an argument, raise its message as a ConfigError.
     try:
         # Arguments go past Hydra, which would copy each into a config.
         return prepared(node)(*args, **kwargs)
@@ -34,11 +34,8 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def prepared(node: DictConfig) -> Callable[..., Any]:
-    """Return the target of a node with the arguments that the node gives.
-
-    Hydra copies a node several times before it calls the target, which takes milliseconds. Of a node with plain values
-    only, nothing is left to do but to find the target.
-    """
+    # Hydra copies a node several times before it calls the target, which takes milliseconds. Of a node with plain
+    # values only, nothing is left to do but to find the target.
     with contextlib.suppress(Exception):  # Hydra says what is wrong with it
         values = {str(key): value for key, value in node.items()}
         target = values.pop("_target_")
@@ -49,10 +46,7 @@ def prepared(node: DictConfig) -> Callable[..., Any]:
 
 
 def without(node: DictConfig, keys: Iterable[str]) -> DictConfig:
-    """Return a copy of a node without some keys, at the node's place in the config.
-
-    `OmegaConf.masked_copy` has no place: interpolations of other parts find nothing, and messages name half a key.
-    """
+    # `OmegaConf.masked_copy` has no place: interpolations of other parts find nothing, and messages name half a key.
     copied = copy.copy(node)
     with open_dict(copied):
         for key in keys:
@@ -61,7 +55,6 @@ def without(node: DictConfig, keys: Iterable[str]) -> DictConfig:
 
 
 def not_taken(node: DictConfig) -> str:
-    """Return a message that names the keys of a node that its target does not take; "" if it takes all."""
     taken = parameters(str(node.get("_target_")))
     if not taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
         return ""
@@ -76,7 +69,6 @@ def not_taken(node: DictConfig) -> str:
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the object that a `_target_` names; empty if they can't be found."""
     try:
         return inspect.signature(get_object(target)).parameters
     except (ValueError, ImportError, TypeError, InstantiationException):
@@ -84,7 +76,6 @@ def parameters(target: str) -> Mapping[str, inspect.Parameter]:
 
 
 def needed_arguments(function: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's arguments that have no default."""
     return [
         name
         for name, one in inspect.signature(function).parameters.items()
@@ -93,7 +84,6 @@ def needed_arguments(function: Callable[..., Any]) -> list[str]:
 
 
 def init_parameters(target: str) -> set[str]:
-    """Return the arguments of a class, also those that it hands on to its base class by **options."""
     taken: set[str] = set()
     for base in getattr(get_object(target), "__mro__", ()):
         if "__init__" in vars(base):

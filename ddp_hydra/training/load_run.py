@@ -46,7 +46,6 @@ class Trained:
 
     @cached_property
     def train_set(self) -> Any:
-        """The data set that it was trained on."""
         return build_data.dataset(self.cfg.data.train, self.cfg.seed)
 
 
@@ -73,22 +72,12 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), sp
 
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return what a model needs of a checkpoint: its weights, or their moving average, and no optimizer."""
     weights = content["ema"] if content.get("ema") else content
     kept = {name: content.get(name) for name in ("config", "data", "loss", "position")}
     return {**kept, "model": weights["model"]}
 
 
 def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
-    """Build the model of a checkpoint, in the memory layout of its training, with its weights.
-
-    Args:
-        content: see `needed`.
-        cfg: the checkpoint's config with changes, resolved.
-
-    Raises:
-        CheckpointError: the weights are of another model.
-    """
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     model = builders.model(cfg, data).to(device)
     channels_last = builders.channels_last(cfg, model)
@@ -100,13 +89,6 @@ def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
 
 
 def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
-    """Give the loss of a task what it has learned.
-
-    Args:
-        task: of the run.
-        content: see `needed`.
-        cfg: the checkpoint's config with changes, resolved.
-    """
     if (loss := builders.loss_state(task)) is not None:
         before = OmegaConf.to_container(OmegaConf.create(content["config"]).loss, resolve=True)
         saved = resume.fitting_loss(loss, content["loss"], before, OmegaConf.to_container(cfg.loss))

@@ -55,7 +55,7 @@ def train(
 
 
 def fit(run: Run) -> None:
-    """Train until the run is over. If it should stop early, save first; `run.stop` then holds the reason."""
+    # A run that should stop early is saved first.
     if run.validation is not None:
         run.validation.try_metrics(run.model)
     validate_first(run)
@@ -109,11 +109,7 @@ def fit(run: Run) -> None:
 def forward_backward(
     run: Run, update: Update, micro_batches: Iterable[MicroBatch]
 ) -> tuple[Decision, list[Tensor], list[Count]]:
-    """Add up the gradients of an update's micro-batches, and agree with all ranks on their losses. A collective.
-
-    Returns:
-        The decision of all ranks; the loss of each micro-batch, times its weight; its counts.
-    """
+    # A collective.
     losses: list[Tensor] = []
     counts: list[Count] = []
     for batch in micro_batches:
@@ -136,11 +132,7 @@ def forward_backward(
 
 
 def end_epoch(run: Run) -> None:
-    """Validate and save at the end of an epoch, or of the run. A collective.
-
-    Raises:
-        ConfigError: the objective is not among the metrics; the run is saved before.
-    """
+    # A collective.
     means = run.end_epoch()
     due = run.cadence.after_epoch(run.position.step, run.position.epoch)
     run.synchronise()
@@ -154,16 +146,7 @@ def end_epoch(run: Run) -> None:
 
 
 def validate_amid_epoch(run: Run, due: Actions) -> None:
-    """Validate after a step that does not end its epoch; save if it is due, or the weights are the best so far.
-
-    A collective. An objective of the training waits for the epoch's end.
-
-    Args:
-        due: what follows the step.
-
-    Raises:
-        ConfigError: the objective is not among the metrics; the run is saved before.
-    """
+    # A collective. An objective of the training waits for the epoch's end.
     run.synchronise()
     validated = run.validation is None or validate(run)
     if run.held:
@@ -177,17 +160,7 @@ def validate_amid_epoch(run: Run, due: Actions) -> None:
 
 
 def decide(run: Run, due: Actions, validated: bool, is_new: bool, amid_epoch: bool = False) -> None:
-    """Go by a validation or by an epoch's means: stop early, pause, save, choose the best. A collective.
-
-    Args:
-        due: the actions that are due.
-        validated: the weights were validated, or there is no validation set.
-        is_new: there are new means of the training metrics over an epoch.
-        amid_epoch: the epoch goes on.
-
-    Raises:
-        ConfigError: the objective is not among the metrics; the run is saved before.
-    """
+    # A collective.
     metric = run.cfg.objective.metric
     counts = validated and (is_new or metric.startswith("val/"))
     if counts:
@@ -209,11 +182,6 @@ def decide(run: Run, due: Actions, validated: bool, is_new: bool, amid_epoch: bo
 
 
 def validate(run: Run, means: Mapping[str, float] | None = None) -> bool:
-    """Evaluate the model, or its moving average; return whether the run was not asked to stop meanwhile.
-
-    Args:
-        means: over the epoch that has ended, which are logged together with the validation.
-    """
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
     with run.monitor.throughput.paused():
@@ -228,14 +196,14 @@ def validate(run: Run, means: Mapping[str, float] | None = None) -> bool:
 
 
 def validate_first(run: Run) -> None:
-    """Validate before the first step, if trainer.validate_first is set. Nothing goes by these numbers. A collective."""
+    # Nothing goes by these numbers. A collective.
     if run.cfg.trainer.validate_first and run.position.step == 0 and run.validation is not None:
         validate(run)
         run.stop = 0  # there is nothing to save yet: the first step will stop the run
 
 
 def summarise(run: Run) -> dict[str, Any]:
-    """Return the results of a run; see `train`. A collective."""
+    # A collective.
     stopped_early = run.stopped_early()
     if stopped_early and run.rank == 0:
         results.text("stopped early", stopped_early, run.position.step)

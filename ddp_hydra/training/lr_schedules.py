@@ -43,11 +43,6 @@ class FactorLR:
         self.go_to(0)
 
     def go_to(self, done: float) -> None:
-        """Set the rate of the next step.
-
-        Args:
-            done: steps done before it.
-        """
         self.last_epoch = done
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
             group["lr"] = rate
@@ -57,15 +52,12 @@ class FactorLR:
         self.go_to(self.last_epoch + 1)
 
     def get_last_lr(self) -> list[float]:
-        """Return the rate of each parameter group."""
         return [base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
         return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint; the rates are in the optimizer's own state."""
         self.base_lrs, self.last_epoch = list(state["base_lrs"]), state["last_epoch"]
 
 
@@ -159,11 +151,6 @@ def _schedule(
     warmup_epochs: float = 0.0,
     by: str = "step",
 ) -> FactorLR:
-    """Build a schedule that begins with a linear warm-up from 1 / (warm-up steps + 1).
-
-    Args:
-        factor: (steps done, share that is done of the steps after the warm-up, 0..1) -> factor of the rate.
-    """
     if by not in ("step", "epoch"):
         raise ValueError(f"by={by!r}: give scheduler.by=step or scheduler.by=epoch")
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
@@ -207,22 +194,17 @@ class ScheduleProgress:
 
     @property
     def total(self) -> int:
-        """The number of steps of the whole run."""
         return min(length for _, length in self._limits())
 
     @property
     def done(self) -> float:
-        """The steps done: a whole number as long as the global batch stays the same.
-
-        A run that epochs limit is measured by its samples; a run that max_steps limits, by its steps, however large
-        they are. If both limit it, the one that is nearer to its end counts.
-        """
+        # A run that epochs limit is measured by its samples; a run that max_steps limits, by its steps, however large
+        # they are. If both limit it, the one that is nearer to its end counts.
         total = self.total
         done = max(count * total / length for count, length in self._limits())
         return int(done) if done == int(done) else done
 
     def _limits(self) -> Iterator[tuple[float, int]]:
-        """Yield (done, length) of each limit of the run, in steps."""
         if self.epochs:
             began, now = self.epoch_steps * self.global_batch, planned_steps(self.sampler) * self.sampler.global_batch
             passed = self.position.offset * self.epoch_steps / max(began, now)
@@ -231,11 +213,7 @@ class ScheduleProgress:
             yield self.position.step, self.max_steps
 
     def move(self, scheduler: Any) -> None:
-        """Move a scheduler to the run's position. torch's own schedulers take whole steps only, so they round down.
-
-        Args:
-            scheduler: one, or several by name.
-        """
+        # Torch's own schedulers take whole steps only, so they round down.
         parts = [part for _, part in each(scheduler)]
         for part in parts:
             if isinstance(part, FactorLR):
@@ -248,39 +226,24 @@ class ScheduleProgress:
 
     @staticmethod
     def judge(scheduler: Any, value: float | None) -> None:
-        """Tell each ReduceLROnPlateau the value of the objective, after a validation.
-
-        Args:
-            scheduler: one, or several by name.
-            value: None if it was not measured.
-        """
         for _, part in each(scheduler):
             if isinstance(part, ReduceLROnPlateau) and value is not None:
                 part.step(value)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the counts for a checkpoint."""
         counts = {"global_batch": self.global_batch, "epoch_steps": self.epoch_steps, "taken": self.taken}
         return {**counts, "total": self.total}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the counts of a checkpoint."""
         self.global_batch = int(state["global_batch"])
         self.epoch_steps = int(state["epoch_steps"]) or self.epoch_steps
         self.taken = int(state["taken"])
 
 
 def steps_in_epoch(sampler: Any) -> int | None:
-    """Return how many steps an epoch has; None if nobody knows."""
     length = planned_steps(sampler)
     return int(length) if length < math.inf else None
 
 
 def planned_steps(sampler: Any, position: int = 0) -> float:
-    """Return how many steps of an epoch are left, as far as is known; infinity if nobody knows.
-
-    Args:
-        sampler: the training sampler; that of an iterable data set can't know when the data ends.
-        position: samples of the epoch that all ranks have seen.
-    """
     return float(sampler.planned(position) if hasattr(sampler, "planned") else sampler.steps(position))

@@ -23,21 +23,19 @@ GIB = 2**30
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this rank has taken on its GPU, or as a process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def begin(device: torch.device) -> None:
-    """Reset the peak of a GPU: the process may have run another job before."""
     if device.type == "cuda":
         torch.cuda.init()  # NCCL has opened the GPU by now, gloo has not
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_of_all_ranks(device: torch.device) -> int:
-    """Return the most memory that any rank has taken, in bytes. A collective."""
+    # A collective.
     peak = torch.tensor([peak_bytes(device)], device=device)
     if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -48,17 +46,11 @@ _watched: list[weakref.ref[nn.Module]] = []
 
 
 def watch(model: nn.Module) -> None:
-    """Remember the model, to describe it when memory runs out."""
     _watched[:] = [weakref.ref(model)]
 
 
 @contextmanager
 def explained(cfg: DictConfig) -> Iterator[None]:
-    """Replace torch's out-of-memory error by one that says what took the memory and what to lower.
-
-    Raises:
-        OutOfMemory: instead of torch's error.
-    """
     try:
         yield
     except RuntimeError as error:
@@ -100,7 +92,6 @@ def _message(cfg: DictConfig, reason: str) -> str:
 
 
 def _repeated(model: nn.Module) -> str | None:
-    """Return the class that most submodules have, among those with several children; None if there is none."""
     kinds = Counter(
         type(part).__name__ for part in model.modules() if part is not model and len(list(part.children())) > 1
     )

@@ -32,13 +32,6 @@ class Count(NamedTuple):
 
 @torch.no_grad()
 def count(step: Step, size: int, update: str = "") -> Count:
-    """Return the sums of one batch.
-
-    Args:
-        step: what the task returned.
-        size: samples in the batch.
-        update: name of the update; the names of its sums begin with it.
-    """
     prefix = f"{update}/" if update else ""
     n = size if step.n is None else step.n
     sums = {
@@ -56,7 +49,6 @@ def count(step: Step, size: int, update: str = "") -> Count:
 
 
 def _flat(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sums with their counts; see `Task.metrics` for the names."""
     found: dict[str, Any] = {}
     for name, value in sums.items():
         total, n = value if isinstance(value, tuple) else (value, ())
@@ -79,7 +71,6 @@ class Meter:
         self.numbers: dict[str, float] = {}
 
     def add(self, *counts: Count) -> None:
-        """Add the sums of batches; see `count`."""
         for shapes, sums, numbers in counts:
             if shapes in self.on_device:
                 self.on_device[shapes] += sums
@@ -89,7 +80,7 @@ class Meter:
                 self.numbers[name] = self.numbers.get(name, 0.0) + number
 
     def take(self) -> dict[str, Tensor]:
-        """Return this rank's sums since the last call, on the CPU, and start from zero. Wait for the device."""
+        # Wait for the device.
         found: dict[str, Tensor] = {}
         for shapes, flat in self.on_device.items():
             for name, part in split(flat.cpu(), shapes).items():
@@ -100,7 +91,7 @@ class Meter:
         return found
 
     def result(self) -> dict[str, Tensor]:
-        """Return the sums over all ranks since the last call, on the CPU. A collective."""
+        # A collective.
         sums = self.take()
         if world_size() == 1:
             return sums
@@ -110,7 +101,6 @@ class Meter:
         return split(flat.cpu(), shapes)
 
     def clear(self) -> None:
-        """Start from zero."""
         self.on_device.clear()
         self.numbers.clear()
 
@@ -122,21 +112,17 @@ class SumsOfRanks:
         self.shapes: Shapes = ()
 
     def packed(self, sums: Mapping[str, Tensor]) -> list[float]:
-        """Return a rank's sums as numbers, in the order of the shapes; first, how many of them have no known shape."""
         unknown = len(set(shapes_of(sums)) - set(self.shapes))
         known = {name: part for name, part in sums.items() if (name, part.shape) in self.shapes}
         return [float(unknown), *packed(known, self.shapes).tolist()]
 
     def are_known(self, rows: Sequence[Sequence[float]]) -> bool:
-        """Return whether the packed sums of all ranks are complete."""
         return not any(row[0] for row in rows)
 
     def learn(self, of_ranks: Iterable[Shapes]) -> None:
-        """Take up the shapes of the sums of all ranks, in the same order on each."""
         self.shapes = union([self.shapes, *of_ranks])
 
     def total(self, rows: Sequence[Sequence[float]]) -> dict[str, Tensor]:
-        """Return the sums over all ranks of what was packed; nothing of what no rank has counted."""
         flat = torch.zeros(len(rows[0]) - 1, dtype=torch.float64)
         for row in rows:
             flat += torch.tensor(row[1:], dtype=torch.float64)
@@ -144,16 +130,10 @@ class SumsOfRanks:
 
 
 def shapes_of(sums: Mapping[str, Tensor]) -> Shapes:
-    """Return names and shapes of sums."""
     return tuple((name, part.shape) for name, part in sums.items())
 
 
 def union(of_ranks: Iterable[Shapes]) -> Shapes:
-    """Return all shapes, each once.
-
-    Raises:
-        ValueError: a name has several shapes.
-    """
     found = dict.fromkeys(pair for shapes in of_ranks for pair in shapes)
     names = [name for name, _ in found]
     for name in names:
@@ -164,19 +144,16 @@ def union(of_ranks: Iterable[Shapes]) -> Shapes:
 
 
 def packed(sums: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
-    """Return sums one after the other, with 0 for those that are missing."""
     parts = [sums[name].reshape(-1) if name in sums else torch.zeros(shape.numel()).double() for name, shape in shapes]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 def split(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
-    """Return the sums that lie one after the other."""
     parts = flat.split([shape.numel() for _, shape in shapes])
     return {name: part.reshape(shape) for (name, shape), part in zip(shapes, parts, strict=True)}
 
 
 def named(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics under a prefix, "val/loss"."""
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items()}
 
 
@@ -199,24 +176,20 @@ class EpochMeans:
         self.last: dict[str, float] = {}
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
-        """Add the sums over all ranks since the last call."""
         for name, part in sums.items():
             self.sums[name] = self.sums[name] + part if name in self.sums else part
 
     def so_far(self) -> dict[str, float]:
-        """Return the metrics of the epoch under way; {} where no step has counted yet."""
         found = self.task.metrics(self.sums) if self.sums else {}
         return {name: float(value) for name, value in found.items()}
 
     def end_epoch(self) -> None:
-        """Keep the means of the epoch, and begin the next one. An epoch whose steps were all left out has none."""
+        # An epoch whose steps were all left out has none.
         self.last = self.so_far() or self.last
         self.sums = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums and the last means for a checkpoint."""
         return {"sums": dict(self.sums), "last": dict(self.last)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the sums and means of a checkpoint."""
         self.sums, self.last = dict(state["sums"]), dict(state["last"])

@@ -41,11 +41,6 @@ class ExchangeTime:
         self.mean_s, self.held_s = math.nan, 0.0
 
     def watch(self, parallels: Sequence[Parallel]) -> None:
-        """Measure these updates of a step from now on, in place of those before.
-
-        Args:
-            parallels: of the updates. Those that are not DistributedDataParallel take no times.
-        """
         if not math.isnan(self.mean_s):
             self.before_s += self.mean_s * self.steps + self.held_s
             self.steps = 0
@@ -57,11 +52,8 @@ class ExchangeTime:
         self.mean_s, self.held_s = math.nan, 0.0
 
     def local_seconds(self) -> list[float]:
-        """Return this rank's seconds, for `interval`.
-
-        They are the mean wait of a step after its backward pass, NaN while it is not known; and the wait of all steps
-        in hooks.
-        """
+        # The mean wait of a step after its backward pass, NaN while it is not known; and the wait of all steps
+        # in hooks.
         if self.is_known and not self.is_alone:
             self._measure()
         mean_s = self.sum_s / self.count if self.count else math.nan
@@ -79,11 +71,9 @@ class ExchangeTime:
         self.count, self.measured_at = self.count + 1, step
 
     def interval(self, all_seconds: Sequence[Sequence[float]]) -> None:
-        """Take over the local seconds of each rank."""
         self.mean_s, self.held_s = (sum(column) / len(all_seconds) for column in zip(*all_seconds, strict=True))
 
     def total_s(self) -> float | None:
-        """Return for how long a rank has waited since the run began, in seconds; None if it is not known."""
         if self.is_alone:
             return 0.0
         if math.isnan(self.mean_s):
@@ -108,7 +98,6 @@ class Stragglers:
         self.sums: list[float] = []
 
     def watch(self, step: nn.Module) -> None:
-        """Measure a training step inside DDP: DDP waits for other ranks before it calls the step."""
         step.register_forward_pre_hook(self._begin)
         step.register_forward_hook(self._end)
 
@@ -131,7 +120,6 @@ class Stragglers:
         return event
 
     def local_seconds(self) -> list[float]:
-        """Return the seconds that this rank worked alone since the last call, for `interval`."""
         for begin, end in self.events:  # the device has finished them
             self.forward_s += begin.elapsed_time(end) / 1000
         seconds = self.forward_s + self.loader.waited_s - self.waited_s
@@ -140,11 +128,6 @@ class Stragglers:
         return [seconds]
 
     def interval(self, all_seconds: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return the slowest rank's seconds as a multiple of the median; nothing for a single rank.
-
-        Args:
-            all_seconds: the local seconds of each rank.
-        """
         if len(all_seconds) == 1:
             return {}
         ranks = [seconds for (seconds,) in all_seconds]
@@ -152,7 +135,6 @@ class Stragglers:
         return {"slowest_rank": max(ranks) / max(statistics.median(ranks), 1e-9)}
 
     def totals(self) -> dict[str, float]:
-        """Return the slowest rank of the run, and its seconds as a multiple of the median; empty for a single rank."""
         if not self.sums:
             return {}
         slowest = max(range(len(self.sums)), key=self.sums.__getitem__)
@@ -197,23 +179,16 @@ class Monitor:
         self.watch(updates)
 
     def watch(self, updates: Collection[Update]) -> None:
-        """Measure these updates of a step from now on, in place of those before."""
         self.exchange.watch([update.parallel for update in updates])
         for update in updates:
             self.stragglers.watch(update.parallel.step)
 
     def after_step(self) -> None:
-        """Count the step, and begin or end the profile when it is time."""
         self.exchange.steps += 1
         self.profiler.after_step()
 
     def interval(self, samples: int, step_metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics since the last interval, over all ranks, and begin a new one. A collective.
-
-        Args:
-            samples: samples that all ranks have seen so far.
-            step_metrics: metrics of the last optimizer step, to stand among them.
-        """
+        # A collective.
         sums = self.meter.take()  # waits for the device, whose work belongs to this interval
         seconds, samples_per_s = self.throughput.interval(samples)
         all_sums, all_counts, all_seconds, all_waits = self.consensus.gather(
@@ -233,7 +208,6 @@ class Monitor:
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
 
     def totals(self, samples: int) -> dict[str, Any]:
-        """Return the time, the speed, the cost of data and exchange, and the slowest rank of the whole run."""
         return {
             **self.throughput.totals(samples),
             "data": self.data_stats.totals(),
@@ -254,11 +228,6 @@ class Throughput:
         self.samples_at_start = self.samples_at_interval = samples
 
     def interval(self, samples: int) -> tuple[float, float]:
-        """End an interval; return its seconds and its samples per second.
-
-        Args:
-            samples: samples that all ranks have seen so far.
-        """
         now = time.perf_counter()
         seconds = max(now - self.interval_began, 1e-9)
         speed = (samples - self.samples_at_interval) / seconds
@@ -267,7 +236,6 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time of the block out of the interval and the totals."""
         begin = time.perf_counter()
         yield
         seconds = time.perf_counter() - begin
@@ -275,10 +243,5 @@ class Throughput:
         self.interval_began += seconds
 
     def totals(self, samples: int) -> dict[str, float]:
-        """Return the time and the mean speed since the run began.
-
-        Args:
-            samples: samples that all ranks have seen so far.
-        """
         seconds = max(time.perf_counter() - self.run_began, 1e-9)
         return {"train_s": seconds, "samples_per_s": (samples - self.samples_at_start) / seconds}

@@ -62,37 +62,23 @@ class NonFinite:
         self.remember()
 
     def remember(self) -> None:
-        """Copy the state: a rollback goes back to here. Called at each checkpoint."""
+        # Called at each checkpoint.
         if self.policy == "rollback":
             self.checkpoint = self.state.begin_capture()
             self.stages = len(self.state.unfrozen)
 
     @property
     def is_outdated(self) -> bool:
-        """True if parameters were unfrozen since: the copy does not fit the optimizer any more."""
+        # Parameters were unfrozen since: the copy does not fit the optimizer any more.
         return self.policy == "rollback" and self.stages != len(self.state.unfrozen)
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copy the buffers: a forward pass with NaN would spoil BatchNorm's statistics for good."""
         for saved, buffer in zip(self.saved_buffers, self.buffers, strict=True):
             saved.copy_(buffer)
 
     @torch.no_grad()
     def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:
-        """Record a step that is not finite, and undo it.
-
-        Args:
-            found: the step.
-            rank: this rank.
-            samples: ids of this rank's samples in the step.
-
-        Returns:
-            Whether the run went back to its last checkpoint. If not, the step's update is to be left out.
-
-        Raises:
-            NonFiniteLoss: the policy is "abort", or too many steps failed.
-        """
         step = self.state.position.step + 1 - found.steps_ago
         record(step, found, rank, samples)
         again = step in self.steps
@@ -131,7 +117,7 @@ class NonFinite:
 
 
 def record(step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> None:
-    """Record the samples of a step: on the ranks whose loss is not finite; on all ranks if a gradient is not."""
+    # Samples of the ranks whose loss is not finite; of all ranks if a gradient is not.
     if found.gradients or not math.isfinite(found.loss):
         content = {"step": step, "rank": rank, "loss": str(found.loss), "samples": [int(sample) for sample in samples]}
         content |= {"gradients": list(found.gradients)} if found.gradients else {}

@@ -30,12 +30,10 @@ SENT = {
 
 
 def can_be_sent(tensor: Tensor) -> bool:
-    """Return whether a collective takes a tensor as it is. int16, float8, expanded and sparse ones it does not."""
     return tensor.dtype in SENT and tensor.layout is torch.strided and not overlaps(tensor)
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as after `expand`."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -43,17 +41,13 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def left_out(module: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers and frozen parameters of a module that DDP can't send, by their names."""
     frozen = [(name, value) for name, value in module.named_parameters() if not value.requires_grad]
     return {name: value for name, value in [*module.named_buffers(), *frozen] if not can_be_sent(value)}
 
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Give all ranks the tensors of rank 0; those of a type that is not sent go as bytes. A collective.
-
-    Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
-    """
+    # A collective. Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
     for tensor in tensors:
         if can_be_sent(tensor):
             dist.broadcast(tensor, src=0)
@@ -89,15 +83,9 @@ class Parallel:
         self.part = step.part
 
     def __call__(self, batch: Any) -> Any:
-        """Compute the loss of a micro-batch."""
         return self.wrapped(batch)
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
-        """Return the context of a forward and backward pass.
-
-        Args:
-            enabled: average the gradients over the ranks after it; otherwise only add them up on this rank.
-        """
         return nullcontext()
 
     def after_step(self) -> None:
@@ -108,11 +96,9 @@ class Parallel:
 
     @property
     def is_weighed(self) -> bool:
-        """Return whether the last gradients have their factor already; see `SharedGradients.send_along`."""
         return False
 
     def held_s(self) -> float:
-        """Return for how long communication hooks have held backward passes up, in seconds."""
         return 0.0
 
     def synchronise(self, *averages: nn.Module) -> None:
@@ -132,7 +118,6 @@ class OneRank(Parallel):
         self.needed = trained_parameters(step) if uses_all else []
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context that looks for parameters without a gradient at the end of a step."""
         return all_used(self.needed) if enabled else nullcontext()
 
 
@@ -149,32 +134,27 @@ class DDP(Parallel):
         self.own_statistics = batchnorm == "average"
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
-        """Return a context that averages gradients over the ranks, or only adds them up."""
         return all_used(self.needed) if enabled else self.wrapped.no_sync()  # type: ignore[operator]
 
     @property
     def is_weighed(self) -> bool:
-        """Return whether the exchange has multiplied the last gradients by their factor."""
         return self.shared is not None and self.shared.is_weighed
 
     def held_s(self) -> float:
-        """Return for how long hooks have waited, in seconds. DDP itself counts it as part of the backward pass."""
+        # DDP itself counts it as part of the backward pass.
         return self.hook_s if self.shared is None else self.shared.held_s
 
     def after_step(self) -> None:
-        """Average the weights if the gradients are not averaged over all ranks."""
         if self.averager is not None:
             self.averager.average_parameters(self.step.parameters())
 
     def discard_gradients(self) -> None:
-        """Clear the errors and factors that gradient compression keeps from former steps."""
         if self.compression is not None:
             for memory in (self.compression.error_dict, self.compression.p_memory_dict, self.compression.q_memory_dict):
                 memory.clear()
 
     @torch.no_grad()
     def synchronise(self, *averages: nn.Module) -> None:
-        """Average the weights and statistics that differ between ranks."""
         for model in (self.step, *averages):
             if self.averager is not None:
                 average(model.parameters())
@@ -183,17 +163,12 @@ class DDP(Parallel):
 
 
 def trained_parameters(step: TrainStep) -> list[tuple[str, nn.Parameter]]:
-    """Return names and parameters that are not frozen."""
     return [(name, parameter) for parameter, name in step.names().items() if parameter.requires_grad]
 
 
 @contextmanager
 def all_used(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
-    """Look for parameters without a gradient after the block. DDP fails in the step after, and gives their numbers.
-
-    Raises:
-        ConfigError: there are some; it names them.
-    """
+    # DDP fails in the step after, and gives their numbers.
     yield
     unused = [name for name, parameter in parameters if parameter.grad is None and parameter.requires_grad]
     if unused:
@@ -205,14 +180,13 @@ def all_used(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
 
 
 def statistics(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the running means and variances of BatchNorm layers."""
     for layer in model.modules():
         if isinstance(layer, _BatchNorm):
             yield from (buffer for buffer in (layer.running_mean, layer.running_var) if buffer is not None)
 
 
 def average(tensors: Iterable[torch.Tensor]) -> None:
-    """Replace tensors by their means over all ranks. A collective."""
+    # A collective.
     for tensor in tensors:
         dist.all_reduce(tensor)
         tensor /= dist.get_world_size()
@@ -323,19 +297,14 @@ def _hook(
 
 
 def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:
-    """Average gradients in shared memory; return None if not all ranks can see it."""
     model = wrapped.module
     dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
     return SharedGradients.of(wrapped) if dense and _ranks_on_host() == dist.get_world_size() else None
 
 
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], parallel: DDP) -> Callable[[Any, Any], Any]:
-    """Return a hook that finishes all exchanges of a bucket before the next bucket begins.
-
-    gloo pairs exchanges by the order in which ranks begin them. With two buckets under way, the second exchange of one
-    and the first exchange of the other would begin in any order.
-    """
-
+    # Gloo pairs exchanges by the order in which ranks begin them. With two buckets under way, the second exchange of
+    # one and the first exchange of the other would begin in any order.
     def run(state, bucket):  # DDP refuses annotations that are text
         gradients, began = hook(state, bucket), time.perf_counter()
         gradients.wait()

@@ -17,12 +17,6 @@ from ddp_hydra.errors import ConfigError
 
 
 def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Return whether patterns like "layer1.*" choose a tensor.
-
-    Args:
-        names: of the tensor; a tied one has several.
-        patterns: the last one that fits one of the names counts; "!" excludes.
-    """
     chosen = False
     for pattern in patterns:
         if any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
@@ -31,7 +25,6 @@ def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 
 def with_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return each parameter with all of its names."""
     found: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(parameter, []).append(name)
@@ -39,15 +32,7 @@ def with_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Freeze parameters, so that they are not trained. What the model has frozen itself stays so.
-
-    Args:
-        model: the model.
-        patterns: of parameter names, see `is_chosen`; ["*", "!fc.*"] trains only the last layer.
-
-    Raises:
-        ConfigError: a pattern fits no parameter, or nothing is left to train.
-    """
+    # What the model has frozen itself stays so.
     named = with_names(model)
     names = [name for several in named.values() for name in several]
     for pattern in patterns:
@@ -66,7 +51,6 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the frozen BatchNorm layers: they stay in evaluation mode during training."""
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [
         norm for norm in norms if norm.affine and not any(parameter.requires_grad for parameter in norm.parameters())
@@ -74,25 +58,17 @@ def frozen_norms(model: nn.Module) -> list[nn.Module]:
 
 
 def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:
-    """Put a model into training mode, except for its frozen norm layers."""
     model.train()
     for layer in frozen_norms:
         layer.eval()
 
 
 def parameters(given: Iterable[nn.Parameter], decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
-    """Return the trained parameters, or groups of them, for the optimizer.
-
-    Args:
-        given: parameters, also frozen ones.
-        decay_all: all parameters decay; otherwise biases and scales, which have one dimension, do not.
-    """
     trained = [parameter for parameter in given if parameter.requires_grad]
     return iter(trained) if decay_all else grouped(trained, decay_all)
 
 
 def grouped(trained: Sequence[nn.Parameter], decay_all: bool) -> list[dict[str, Any]]:
-    """Return groups of parameters for the optimizer: those that decay, and those that don't; see `parameters`."""
     if decay_all:
         return [{"params": list(trained)}] if trained else []
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
@@ -102,15 +78,6 @@ def grouped(trained: Sequence[nn.Parameter], decay_all: bool) -> list[dict[str, 
 
 
 def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
-    """Make modules drop their activations and compute them again in the backward pass, to save memory.
-
-    Args:
-        model: the model.
-        classes: class names of these modules, e.g. "Bottleneck" (Chen et al., 2016).
-
-    Raises:
-        ConfigError: the model has none of a class.
-    """
     for name in classes:
         parts = [module for module in model.modules() if type(module).__name__ == name]
         if not parts:
@@ -124,7 +91,6 @@ def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], /, *inputs: Any, **options: Any) -> Any:
-    """Compute a forward pass now, and again in the backward pass."""
     if torch.compiler.is_compiling():  # then statistics are not computed again
         return checkpoint(forward, *inputs, use_reentrant=False, **options)
     part = forward.__self__  # type: ignore[attr-defined]
@@ -135,7 +101,6 @@ def _checkpointed(forward: Callable[..., Any], /, *inputs: Any, **options: Any) 
 
 @contextmanager
 def restored_buffers(part: nn.Module) -> Iterator[None]:
-    """Leave buffers as they are: a batch counts once in BatchNorm."""
     kept = [(buffer, buffer.clone()) for buffer in part.buffers()]
     try:
         yield

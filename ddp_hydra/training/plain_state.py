@@ -51,16 +51,6 @@ _PATHS = {kind.__name__: kind for kind in (pathlib.Path, pathlib.PurePosixPath, 
 
 
 def encode(value: Any, name: str = "", copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
-    """Return a state with values only that `torch.load(weights_only=True)` reads.
-
-    Args:
-        value: a state.
-        name: of the state, for the message.
-        copy: called with each tensor.
-
-    Raises:
-        CheckpointError: a value is of a type that can't be saved; it is named, as in "scheduler: _last_lr".
-    """
     if isinstance(value, torch.Tensor):
         return copy(_plain_tensor(value, name))
     if type(value) in _AS_THEY_ARE:
@@ -94,7 +84,6 @@ def _inside(name: str, key: Any) -> str:
 
 
 def _described(value: Any, name: str) -> tuple[Any, Any]:
-    """Return the kind of a value that weights_only does not read, and what it is made of."""
     if isinstance(value, np.generic) and value.dtype.kind in "biufc":
         return "numpy", [str(value.dtype), value.item()]
     if isinstance(value, np.generic) and value.dtype.kind in "US":
@@ -141,7 +130,7 @@ def _plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def decode(value: Any) -> Any:
-    """Return the state that `encode` was given. Classes of enums and namedtuples have to be imported already."""
+    # Classes of enums and namedtuples have to be imported already.
     if isinstance(value, dict):
         if KIND in value:
             return _made(value[KIND], decode(value["value"]))
@@ -181,7 +170,7 @@ def _made(kind: str, value: Any) -> Any:
 
 
 def _imported(name: str, base: type) -> Any:
-    """Return a class of a module that is imported already; None if there is none. A checkpoint imports nothing."""
+    # A checkpoint imports nothing.
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -190,15 +179,11 @@ def _imported(name: str, base: type) -> Any:
 
 
 def tensors(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a model's state_dict, which may hold other values for `get_extra_state`."""
     return ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
 
 
 def begin_copy(value: Any) -> Callable[[], Any]:
-    """Begin to copy all tensors of a nested state to the CPU; return a function that waits for the copy.
-
-    Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
-    """
+    # Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
     copied = encode(value, copy=_copy)
     if not torch.cuda.is_initialized():
         return lambda: copied

@@ -17,16 +17,6 @@ KINDS = ("table", "arrays", "pictures")
 
 
 def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:
-    """Return the columns of a batch's predictions.
-
-    Args:
-        prediction: what the task returned: an array (batch, ...) is the column "prediction", a mapping has names.
-        size: samples in the batch.
-        kind: one of `KINDS`.
-
-    Raises:
-        ConfigError: it is something else, or does not fit the kind.
-    """
     named = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
     found: dict[str, Any] = {}
     for name, values in named.items():
@@ -52,13 +42,6 @@ _TARGETS = ("labels", "label", "targets", "target", "y")
 
 
 def targets(batch: Any, size: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return what is true of each sample as columns: `target`, and `target_name` where it is a class with a name.
-
-    Args:
-        batch: (x, y, ...), or a dict with one of `_TARGETS`. Only numbers (batch,) and floats (batch, n) are rows.
-        size: samples in the batch.
-        classes: names of the data set's classes.
-    """
     if isinstance(batch, Mapping):
         found = next((batch[key] for key in _TARGETS if key in batch), None)
     else:
@@ -77,7 +60,6 @@ def targets(batch: Any, size: int, classes: Sequence[str]) -> dict[str, Any]:
 
 
 def plain(name: str, values: Any) -> Any:
-    """Return values as an array, or as a list of texts; what is neither becomes JSON, as boxes of each image do."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         return (values.float() if values.is_floating_point() and values.itemsize < 4 else values).numpy()
@@ -104,7 +86,6 @@ def _jsonable(value: Any) -> Any:
 
 
 def fitted(name: str, values: Any, kind: str) -> dict[str, Any]:
-    """Return values as the columns of a kind: several numbers of a row become numbered columns."""
     if isinstance(values, list) or values.ndim == 1 or kind == "arrays":
         return {name: values}
     if values.ndim == 2:
@@ -120,11 +101,6 @@ def fitted(name: str, values: Any, kind: str) -> dict[str, Any]:
 
 
 def png(picture: np.ndarray) -> bytes:
-    """Return a picture as PNG.
-
-    Args:
-        picture: (height, width) or (1, 3 or 4 channels, height, width); integers as they are, floats from 0 to 1.
-    """
     from PIL import Image
 
     if picture.ndim == 3 and picture.shape[0] in (1, 3, 4):

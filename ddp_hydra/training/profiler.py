@@ -56,13 +56,6 @@ class Cost:
 
 @torch.no_grad()
 def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cost:
-    """Count the operations of a forward pass: convolutions, matrix products and attention; the rest is small.
-
-    Args:
-        model: not wrapped in DDP; it is left as it was.
-        forward: computes the forward pass of the model, which is not compiled.
-        samples: in that forward pass.
-    """
     from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
 
     in_training = [module for module in model.modules() if module.training]
@@ -88,13 +81,12 @@ def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) 
 
 
 def _eagerly() -> Any:
-    """Return a context in which nothing is compiled, as what is compiled can't be counted (torch from 2.6 on)."""
     return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
 @contextmanager
 def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[str]]:
-    """Yield what a total grows by in each direct child. The counter's own names depend on who calls the model."""
+    # The counter's own names depend on who calls the model.
     grown: Counter[str] = Counter()
 
     def watch(name: str, child: nn.Module, stack: ExitStack) -> None:
@@ -109,21 +101,12 @@ def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[st
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
-    """Return the peak TFLOP/s of a GPU by its name; None if it is not known."""
     precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
     words: Sequence[str] = device.replace("-", " ").split()
     return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)
 
 
 def utilisation(cost: Cost, samples_per_s: float, device: str, precision: str) -> float | None:
-    """Return the share of a GPU's peak that training uses (MFU, Chowdhery et al., 2022).
-
-    Args:
-        cost: of a sample.
-        samples_per_s: of one rank.
-        device: the GPU's name.
-        precision: trainer.precision.
-    """
     peak = peak_tflops(device, precision)
     return None if peak is None or not cost.forward else TRAINING * cost.forward * samples_per_s / (peak * 1e12)
 
@@ -175,13 +158,6 @@ class Profiler:
         self.spent_s: defaultdict[str, float] = defaultdict(float)  # by phase; on a GPU, the time to launch its work
 
     def count_batch(self, batch: MicroBatch, forward: Callable[[Any], Any], update: str = "") -> None:
-        """Count the samples of a micro-batch; with the first one, count the operations of a sample.
-
-        Args:
-            batch: the micro-batch.
-            forward: computes the loss of its `batch` with the model itself.
-            update: name of the update; the samples of a step count in the first one only.
-        """
         if self.steps and self.cost is None:
             self.cost = count_flops(self.model, lambda: forward(batch.batch), batch.size)
         if self.update is None:
@@ -189,7 +165,6 @@ class Profiler:
         self.samples += batch.size if self.trace is not None and update == self.update else 0
 
     def after_step(self) -> None:
-        """Begin or end the trace when it is time; called after each step."""
         self.update = None
         if not self.steps or self.steps_seen > WARM_UP + self.steps:
             return
@@ -281,7 +256,6 @@ class Profiler:
 
 
 def _export(profiler: Any, target: Path) -> None:
-    """Write the trace, compressed, in the format of Perfetto and TensorBoard."""
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         packed = Path(folder) / "trace.json.gz"  # torch compresses by this name
         profiler.export_chrome_trace(str(packed))

@@ -25,18 +25,6 @@ _PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "thres
 
 
 def restore(state: State, content: dict[str, Any]) -> str:
-    """Restore a captured state, except the settings that the new config changes.
-
-    Args:
-        state: as the new config builds it.
-        content: the checkpoint.
-
-    Returns:
-        The settings that changed, for a person to read; "" for none.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model or optimizer.
-    """
     before, now = content["config"], state.config
     schedulers = dict(each(state.scheduler))
     settings = [_Settings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)]
@@ -71,14 +59,6 @@ def restore(state: State, content: dict[str, Any]) -> str:
 
 
 def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
-    """Return what a loss takes of its saved state: all of it, or its parameters alone where the config has changed.
-
-    Args:
-        loss: as the new config builds it.
-        saved: its state in the checkpoint, or None.
-        before: the node `loss` of the checkpoint's config.
-        now: that of the new config.
-    """
     if not saved or (before or {}).get("_target_") != (now or {}).get("_target_"):
         return None
     if before == now:
@@ -89,7 +69,6 @@ def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
 
 
 def _with_plateaus(fresh: Any, saved: Any, scheduler: Any) -> Any:
-    """Return a new schedule's state; a ReduceLROnPlateau has learned from validations, and keeps the saved one."""
     if isinstance(scheduler, ByName):
         return {name: _with_plateaus(fresh[name], saved.get(name), part) for name, part in scheduler.items()}
     return saved if isinstance(scheduler, ReduceLROnPlateau) and "num_bad_epochs" in (saved or {}) else fresh
@@ -138,7 +117,6 @@ class _Settings:
         self.has_other_rates = "lr" in self.changed or by_batch or makes_groups
 
     def put_back(self) -> None:
-        """Replace the checkpoint's settings by those that changed."""
         for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
             changed = self.optimizer.defaults.keys() if self.is_other_optimizer else self.changed
             group.update({key: new[key] for key in changed if key in new and key != "lr"})
@@ -157,11 +135,6 @@ class _Settings:
 
     @torch.no_grad()
     def _try_step(self) -> None:
-        """Take a step with a copy of the smallest parameter, whose state another optimizer may not take.
-
-        Raises:
-            CheckpointError: it doesn't.
-        """
         kept = self.optimizer.state
         known = [(one, group) for group in self.optimizer.param_groups for one in group["params"] if kept.get(one)]
         if not known:
@@ -181,7 +154,6 @@ class _Settings:
             ) from error
 
     def _set_rates(self) -> None:
-        """Scale the learning rates to what they would be if the run had begun with the new config."""
         for number, (group, new) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
             old_lr, new_lr = group.get("initial_lr", group["lr"]), new.get("initial_lr", new["lr"])
             if new_lr == old_lr:
@@ -193,10 +165,8 @@ class _Settings:
 
 
 def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
-    """Return the keys of a section whose values changed. A value that interpolates another key may have changed.
-
-    The update called `name` may have a node of its own in the section.
-    """
+    # A value that interpolates another key may have changed. The update called `name` may have a node of its own in the
+    # section.
     old, new = (config.get(section) or {} for config in (before, now))
     old, new = (node.get(name) or {} if name and "_target_" not in node else node for node in (old, new))
     absent = object()

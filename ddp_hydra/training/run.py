@@ -105,47 +105,34 @@ class Run:
 
     @property
     def position(self) -> Position:
-        """The place that the run has reached."""
         return self.state.position
 
     @property
     def step(self) -> int:
-        """The number of the step under way, from 1."""
         return self.state.position.step + 1
 
     @property
     def is_over(self) -> bool:
-        """True if nothing is left to do, or the run should end early."""
         is_at_end = self.position.step >= self.cadence.total_steps and not self.state.validation_due
         return is_at_end or self.ends_early
 
     @property
     def ends_early(self) -> bool:
-        """True if the run should end here, whatever steps are left."""
         return self.early_stopping.should_stop or self.is_done or bool(self.stop)
 
     @property
     def epoch_is_over(self) -> bool:
-        """True if the epoch has no full global batch left, or the run no step."""
         return self.position.step >= self.cadence.total_steps or self._samples_are_used_up()
 
     def _samples_are_used_up(self, samples: int = 0) -> bool:
-        """Return whether no full global batch is left in the epoch after the position plus so many samples."""
         return not self.sampler.steps(self.position.offset + samples)
 
     @property
     def validation_is_due_amid_epoch(self) -> bool:
-        """True if the run was stopped where a validation amid an epoch was due."""
         return self.state.validation_due and self.position.offset > 0 and not self.epoch_is_over
 
     def hear(self, reason: int) -> None:
-        """Take up why all ranks stop after the step under way: to be resumed, or because a callback calls it done.
-
-        A run that is done ends as at its last step: with a validation.
-
-        Args:
-            reason: a number of `heartbeat.REASONS`; 0 for none.
-        """
+        # A run that is done ends as at its last step: with a validation.
         if reason == DONE:
             self.cadence = replace(self.cadence, total_steps=self.step)
             self.ended_by_callback = True
@@ -153,12 +140,12 @@ class Run:
             self.stop = self.stop or reason
 
     def hear_callbacks(self) -> None:
-        """End the run if a callback has called it done at a validation. A collective."""
+        # A collective.
         if self.callbacks.callbacks and self.consensus.decide(stop=self.stop_signal.asked).stop == DONE:
             self.is_done = self.ended_by_callback = True
 
     def stopped_early(self) -> str:
-        """Return why the run counts as done before its last step; "" if it does not. A collective."""
+        # A collective.
         if self.ended_by_callback:
             reasons = self.consensus.gather_objects(self.stop_signal.why)
             return next(filter(None, reasons), "a callback has ended it")
@@ -166,7 +153,7 @@ class Run:
         return self.early_stopping.reason if is_early and not self.stop else ""
 
     def pause_if_due(self) -> None:
-        """Stop the run if it has had the validations after which it pauses. All ranks count them alike."""
+        # All ranks count them alike.
         after = self.cfg.trainer.pause_after_validations
         if after is not None and self.state.validations >= after and not self.is_over:
             self.stop = heartbeat.REASONS.index("pause")
@@ -174,16 +161,13 @@ class Run:
     # -- epochs and steps --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        """Prepare data and model for the epoch at the position."""
         draws.tell_epoch(self.loader.dataset, self.position.epoch, self.loader.seed)
         self.train_mode()
 
     def train_mode(self) -> None:
-        """Put the model into training mode, except for frozen norm layers."""
         parameter_groups.train_mode(self.model, self.frozen_norms)
 
     def steps(self) -> Iterator[Iterator[MicroBatch]]:
-        """Yield the micro-batches of each step that is left in the epoch; none where only its validation is due."""
         heartbeat.at("load", self.step)
         batches = () if self.state.validation_due else self.batches()
         for micro_batches in self.loader.steps(batches, self.cfg.trainer.gradient_accumulation_steps):
@@ -192,7 +176,6 @@ class Run:
                 heartbeat.at("load", self.step)
 
     def batches(self) -> Any:
-        """Return the indices of each step that is left in the epoch, with the places of the samples."""
         epoch, offset = self.position.epoch, self.position.offset
         batches = self.sampler.batches(epoch, offset)
         if isinstance(self.sampler, StreamSampler):
@@ -200,12 +183,10 @@ class Run:
         return draws.numbered(batches, epoch, offset, self.sampler.global_batch, self.rank)
 
     def begin_step(self) -> None:
-        """Seed the step."""
         seed_step(self.seed, self.step, self.rank)
         self.nonfinite.before_step()
 
     def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:
-        """Yield each update of the step with its micro-batches, and clear its gradients before."""
         names = self.task.updates(self.step)
         check_updates(self.task, self.step, names, self.updates)
         if len(names) > 1:
@@ -216,15 +197,9 @@ class Run:
 
     @property
     def step_ends_epoch(self) -> bool:
-        """True if the step under way is the last of its epoch."""
         return self._samples_are_used_up(self.sampler.global_batch)
 
     def rolls_back(self, found: NonFiniteStep) -> bool:
-        """Handle a step that is not finite; return whether the run went back to its last checkpoint.
-
-        Raises:
-            NonFiniteLoss: such a step is not allowed, or there were too many.
-        """
         for update in self.updates.values():
             update.parallel.discard_gradients()
         offset = self.position.offset - found.steps_ago * self.sampler.global_batch
@@ -237,23 +212,14 @@ class Run:
         return True
 
     def advance(self, updated: bool) -> None:
-        """Move the position and the schedules on, and the average of the weights.
-
-        Args:
-            updated: the step has changed the weights; otherwise its update was left out.
-        """
         if updated and self.ema is not None:
             self.ema.update(self.model)
         self.position.advance(self.sampler.global_batch)
         self.schedule_progress.move(self.state.scheduler)
 
     def end_epoch(self) -> dict[str, float]:
-        """Move the position to the next epoch, unless the run ends in the middle of this one.
-
-        Returns:
-            The means over the epoch, `train_epoch/loss`; {} if the run ends in the middle of an epoch after others: the
-            mean over a few steps is not comparable with theirs, so the last whole epoch counts.
-        """
+        # The mean over the few steps of an epoch that is cut short is not comparable with those of whole epochs, so the
+        # last whole epoch counts.
         means = self.epoch_means
         if self._samples_are_used_up():
             self.position.end_epoch()
@@ -268,7 +234,7 @@ class Run:
         return named("train_epoch", found) if is_new else {}
 
     def synchronise(self) -> None:
-        """Make the weights and their average the same on all ranks, before validation or a save. A collective."""
+        # A collective.
         for name, update in self.updates.items():
             averages = [self.task.part(self.ema.model, name) if name else self.ema.model] if self.ema else []
             update.parallel.synchronise(*averages)
@@ -276,11 +242,7 @@ class Run:
     # -- results -----------------------------------------------------------------------------------------------
 
     def log_interval(self, hold: bool = False) -> None:
-        """Log the training metrics since the last time. A collective.
-
-        Args:
-            hold: send them with the validation or the epoch's means that follow at this step.
-        """
+        # A collective.
         heartbeat.at("log", self.position.step)
         self.logged_at = self.position.step
         self.log_clock.restart()
@@ -295,7 +257,6 @@ class Run:
             self.log(metrics)
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Remember metrics, and send them from rank 0, with those held back, and their epoch, counted from 1."""
         self.metrics |= metrics
         metrics, self.held = {**self.held, **metrics}, {}
         if self.rank == 0 and metrics:
@@ -303,23 +264,16 @@ class Run:
 
     @property
     def epoch_shown(self) -> int:
-        """The epoch under way, counted from 1; between two epochs, the one before."""
         return self.position.epoch + (self.position.offset > 0)
 
     def save_mid_epoch(self) -> None:
-        """Write a checkpoint between two validations. A collective."""
+        # A collective.
         heartbeat.at("save", self.position.step)
         self.state.validation_due = self.epoch_is_over or self.cadence.validates_amid_epoch(self.position.step)
         self.synchronise()
         self._save(best=False)
 
     def save_validated(self, may_be_best: bool, only_best: bool = False) -> None:
-        """Write a checkpoint after a validation, or at the end of an epoch.
-
-        Args:
-            may_be_best: these very weights were validated, or there is no validation.
-            only_best: save only if it is the best.
-        """
         metric, direction = self.cfg.objective.metric, self.cfg.objective.direction
         is_best = may_be_best and self.state.improves_best(self.metrics.get(metric), direction)
         if is_best or not only_best:
@@ -333,10 +287,7 @@ class Run:
             self.checkpoints.save(self.state, self.metrics, best)
 
     def remember_unfrozen(self) -> None:
-        """Let a rollback come back to here, if a callback has unfrozen parameters. A collective.
-
-        At the end of an epoch nothing is remembered: its validation may still be to come.
-        """
+        # A collective. At the end of an epoch nothing is remembered: its validation may still be to come.
         if self.nonfinite.is_outdated and not self.epoch_is_over:
             if self.position.step > self.logged_at:
                 self.log_interval()  # a rollback drops what is not logged
@@ -349,11 +300,6 @@ class Run:
 
 
 def check_updates(task: Task, step: int, names: Sequence[str], known: Iterable[str] | None = None) -> None:
-    """Refuse a step without an update, or with one that the first steps don't have.
-
-    Raises:
-        ConfigError: with the step.
-    """
     if not names or (known is not None and not set(names) <= set(known)):
         raise ConfigError(
             f"{type(task).__name__}.updates({step}) returned {tuple(names)}: each step has to update something"
@@ -363,7 +309,6 @@ def check_updates(task: Task, step: int, names: Sequence[str], known: Iterable[s
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed all random generators for a step by its position in the run, so that a resumed run draws the same."""
     mixed = (seed * 1_000_003 + step) * 65_537 + rank
     draws.seed_all(mixed)
     torch.default_generator.manual_seed(mixed % 2**63)

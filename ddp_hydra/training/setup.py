@@ -50,20 +50,7 @@ def build(
     stop_signal: StopSignal,
     kept: Mapping[str, Any] | None = None,
 ) -> Run:
-    """Build all parts of a run, resume it if a checkpoint is given, and send its header. A collective.
-
-    Args:
-        cfg: the resolved config.
-        train_set: the training data.
-        val_set: the validation data, or None.
-        files: "resume", the checkpoint to resume; "weights", to begin with; only rank 0 reads them.
-        fault: faults to inject into this rank.
-        stop_signal: whether this rank is asked to stop.
-        kept: the part of the config that checkpoints keep; None: all that ranks read.
-
-    Raises:
-        DdpHydraError: the config, a checkpoint or the weights do not fit.
-    """
+    # A collective.
     description = DataDescription.of(train_set)
     description.check_validation(DataDescription.of(val_set))
     rank, device = dist.get_rank(), builders.device(cfg)
@@ -138,13 +125,6 @@ def build(
 
 
 def more_lines(task: Task, changed: str, untouched: list[str] | None) -> list[str]:
-    """Return lines of the header on what has changed since the checkpoint, on the loss and on a file of weights.
-
-    Args:
-        task: of the run.
-        changed: settings that differ from the checkpoint's.
-        untouched: tensors that the file of weights left as they were; None without a file.
-    """
     loss = trained_loss(task)
     number = sum(one.numel() for one in loss.parameters() if one.requires_grad) if loss is not None else 0
     lines = {
@@ -159,7 +139,7 @@ def more_lines(task: Task, changed: str, untouched: list[str] | None) -> list[st
 
 
 def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> Any:
-    """Build the sampler of this rank. The ranks of a stream tell each other when it has ended for one of them."""
+    # The ranks of a stream tell each other when it has ended for one of them.
     sampler = build_data.sampler(cfg, train_set, dist.get_rank(), dist.get_world_size())
     if isinstance(sampler, StreamSampler):
         consensus.counts, consensus.take = sampler.counts, sampler.heard
@@ -172,17 +152,6 @@ def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> 
 def build_model(
     cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None = None
 ) -> tuple[nn.Module, bool, list[str]]:
-    """Build the model on its device, with pretrained weights, frozen parameters and activation checkpointing.
-
-    Args:
-        cfg: the resolved config.
-        train_set: the training data; it may know the number of classes.
-        device: where the model goes.
-        weights: a file of weights to begin with; None for none. DDP sends rank 0's to the others.
-
-    Returns:
-        The model; whether it takes images as channels_last; names of the tensors that the file left as they were.
-    """
     results.reserve(check_names)
     model = builders.model(cfg, train_set).to(device)
     memory.watch(model)
@@ -206,14 +175,6 @@ def build_state(
     saved: dict[str, Any],
     build_again: Callable[[], nn.Module] | None = None,
 ) -> tuple[State, str]:
-    """Put together what a checkpoint holds, and restore it from `saved`, a checkpoint, unless that is empty.
-
-    Args:
-        build_again: builds the model once more, for the average of one that can't be copied.
-
-    Returns:
-        The state; the settings that differ from the checkpoint's, "" for none.
-    """
     extras = {
         "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
         "weighing": together({name: update.weighing for name, update in updates.items()}),
@@ -242,7 +203,6 @@ def build_state(
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
-    """Return the steps from a position to the end of the run: all epochs, or max_steps where that is less."""
     left = (trainer.max_steps - position.step) if trainer.max_steps else float("inf")
     if trainer.epochs:
         more = trainer.epochs - position.epoch - 1
@@ -261,7 +221,6 @@ def describe(
     position: Position,
     device: torch.device,
 ) -> Start:
-    """Return the header of a run: lines for a person, and the numbers that progress is measured by."""
     world_size, epoch_steps = dist.get_world_size(), steps_in_epoch(sampler)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -297,20 +256,13 @@ def describe(
 
 
 def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:
-    """Return the epochs of a run, the last of which may be cut short. Those before `position` may have had other steps.
-
-    Args:
-        sampler: knows how many steps it has in an epoch.
-        total_steps: of the run.
-        position: where this attempt begins.
-    """
+    # Those before `position` may have had other steps.
     later = total_steps - position.step - planned_steps(sampler, position.offset)
     epochs = position.epoch + (position.offset > 0 or total_steps > position.step)
     return epochs + max(0, math.ceil(later / planned_steps(sampler)))
 
 
 def samples_in(train_set: Any, val_set: Any) -> str:
-    """Return how many samples the data sets have, as far as they know."""
     train, val = map(length, (train_set, val_set))
     text = "iterable" if train is None else counted(train, "sample")
     if val_set is None:

@@ -48,11 +48,7 @@ class HostBarrier:
 
     @classmethod
     def between_all(cls, group: Any) -> HostBarrier | None:
-        """Connect all ranks; return None if not all can open the pipes of the others. A collective.
-
-        Args:
-            group: exchanges tensors on the CPU.
-        """
+        # A collective.
         own = {rank: os.pipe() for rank in range(dist.get_world_size()) if rank != dist.get_rank()}
         offer = os.getpid(), {rank: (end, os.fstat(end).st_ino) for rank, (_, end) in own.items()}
         offers = gather_objects(offer, group)
@@ -72,11 +68,7 @@ class HostBarrier:
         return None
 
     def wait(self) -> None:
-        """Wait until all ranks are here. A collective.
-
-        Raises:
-            RuntimeError: a rank has ended, or has not come in time.
-        """
+        # A collective.
         for rank, end in self.to.items():
             try:
                 os.write(end, b".")
@@ -89,17 +81,13 @@ class HostBarrier:
                 raise RuntimeError(f"connection closed by rank {rank}")
 
     def close(self) -> None:
-        """Close the pipes; ranks that wait for this one learn of it."""
         for ends in (self.to, self.of):
             while ends:
                 os.close(ends.popitem()[1])
 
 
 def opened(pid: int, fd: int, inode: int) -> int | None:
-    """Open a pipe of another process for writing; return None if it isn't there.
-
-    In a container, the process number may belong to another process.
-    """
+    # In a container, the process number may belong to another process.
     path = Path(f"/proc/{pid}/fd/{fd}")
     try:
         return os.open(path, os.O_WRONLY) if str(path.readlink()) == f"pipe:[{inode}]" else None
@@ -119,7 +107,6 @@ class ZeroGradients(nn.Module):
         self.model = model
 
     def forward(self) -> torch.Tensor:
-        """Return a scalar that depends on every trained parameter."""
         trained = (part for part in self.model.parameters() if part.requires_grad)
         return torch.stack([(_real(part) * 0).sum() for part in trained]).sum()
 
@@ -129,11 +116,8 @@ def _real(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def prebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Make DDP lay out its final buckets before the first step, not after it.
-
-    With more than two ranks, a gradient's place in its bucket decides the order of the sum. A restarted run has to sum
-    as it would have without the restart.
-    """
+    # With more than two ranks, a gradient's place in its bucket decides the order of the sum. A restarted run has to
+    # sum as it would have without the restart.
     model = ddp.module
     if dist.get_world_size() > 2 and not has_sparse(model):
         ddp.module = ZeroGradients(model)
@@ -143,7 +127,6 @@ def prebuild_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def has_sparse(model: nn.Module) -> bool:
-    """Return whether a layer has sparse gradients."""
     return any(getattr(part, "sparse", False) is True for part in model.modules())
 
 
@@ -179,7 +162,7 @@ class SharedGradients:
 
     @classmethod
     def of(cls, ddp: DistributedDataParallel) -> SharedGradients | None:
-        """Register the hook; return None if not all ranks can map the same memory. A collective."""
+        # A collective.
         sizes = (part.numel() * part.element_size() for part in ddp.module.parameters() if part.requires_grad)
         n_bytes = bytes_of_numbers(dist.get_world_size()) + sum(-(-size // ALIGN) * ALIGN for size in sizes)
         group = None if has_gloo() else dist.new_group(backend="gloo")
@@ -199,19 +182,8 @@ class SharedGradients:
     def send_along(
         self, numbers: torch.Tensor, factor_of: Callable[[torch.Tensor], float] | None = None
     ) -> Callable[[], torch.Tensor]:
-        """Let numbers travel with the gradients of the next backward pass. A collective.
-
-        The ranks meet in each backward pass. When this rank writes to a half again, they have met since all have read
-        it.
-
-        Args:
-            numbers: (n,) int64, at most `FIELDS` and one for each rank.
-            factor_of: (ranks, n) int64, the numbers of all ranks -> by what their mean gradients are to be multiplied.
-                So the factor costs no pass over the gradients. Where it raises ValueError, they are left as they are.
-
-        Returns:
-            A function that replaces the numbers by their maximum over all ranks, to call after the backward pass.
-        """
+        # A collective. The ranks meet in each backward pass. When this rank writes to a half again, they have met since
+        # all have read it.
         self.half_of_numbers ^= 1
         rows = self.numbers[self.half_of_numbers, :, : len(numbers)]
         rows[self.rank] = numbers
@@ -219,11 +191,8 @@ class SharedGradients:
         return lambda: torch.amax(rows, 0, out=numbers)
 
     def place(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
-        """Return the place of a bucket in the arena, (ranks, n), which is free to be written.
-
-        Buckets come in order. Another rank may still read the last bucket while this rank writes the next one. All
-        have read the bucket before the last one, because the ranks have met since.
-        """
+        # Buckets come in order. Another rank may still read the last bucket while this rank writes the next one. All
+        # have read the bucket before the last one, because the ranks have met since.
         start = 0 if index == 0 else -(-self.stop // ALIGN) * ALIGN
         stop = start + gradients.numel() * gradients.element_size()
         if start < self.stop and self.start < stop:
@@ -232,7 +201,7 @@ class SharedGradients:
         return self.arena[self.half, :, start:stop].view(gradients.dtype)
 
     def average(self, rows: torch.Tensor, gradients: torch.Tensor, is_first: bool) -> torch.Tensor:
-        """Replace a bucket by its mean over the ranks, times the factor of the step. A collective."""
+        # A collective.
         rows[self.rank].copy_(gradients)
         self.barrier.wait()  # then what all ranks wrote before can be read
         if is_first:
@@ -245,7 +214,6 @@ class SharedGradients:
         return gradients.copy_(rows[0])
 
     def find_factor(self) -> None:
-        """Find the factor of this backward pass; its numbers have come from all ranks."""
         factor_of, self.factor_of = self.factor_of, None
         self.factor, self.is_weighed = 1.0, False
         with suppress(ValueError):  # which comes again where the numbers are used
@@ -254,12 +222,10 @@ class SharedGradients:
 
 
 def bytes_of_numbers(ranks: int) -> int:
-    """Return the length of a row's part for the numbers that travel with the gradients of a step."""
     return -(-8 * (FIELDS + ranks) // ALIGN) * ALIGN
 
 
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text
-    """Begin to average a bucket; return a future of the averaged gradients."""
     gradients = bucket.buffer()
     rows, is_first = shared.place(bucket.index(), gradients), bucket.index() == 0
     if is_first and bucket.is_last():  # the backward pass is over: nothing runs beside it
@@ -279,13 +245,12 @@ def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are t
 
 
 def serve(begun: queue.SimpleQueue[torch.futures.Future[None] | None]) -> None:
-    """Average buckets one after the other, in a thread beside the backward pass."""
     while (bucket := begun.get()) is not None:
         bucket.set_result(None)
 
 
 def mean(parts: Sequence[torch.Tensor], out: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """Write the mean of several tensors, times a factor, to `out`; `out` may be one of them, the first."""
+    # `out` may be one of them, the first.
     torch.add(parts[0], parts[1], out=out)
     for part in parts[2:]:
         out += part
@@ -297,7 +262,7 @@ def mean(parts: Sequence[torch.Tensor], out: torch.Tensor, factor: float = 1.0) 
 
 
 def seen_by_all(n_bytes: int, group: Any) -> torch.Tensor | None:
-    """Return memory of rank 0 that all ranks of the group map; None if some can't. A collective."""
+    # A collective.
     name = f"ddp_hydra-gradients-{secrets.token_hex(8)}"
     with new_memory(name, n_bytes) if dist.get_rank() == 0 else nullcontext("") as path:
         box = [(name, path)]
@@ -310,10 +275,7 @@ def seen_by_all(n_bytes: int, group: Any) -> torch.Tensor | None:
 
 @contextmanager
 def new_memory(name: str, n_bytes: int) -> Iterator[str]:
-    """Yield the path of memory that lies in no file system; "" if the system does not support it.
-
-    It is freed when the last process that maps it has ended.
-    """
+    # The memory is freed when the last process that maps it has ended.
     try:
         fd = os.memfd_create(name)
     except (AttributeError, OSError):
@@ -327,10 +289,7 @@ def new_memory(name: str, n_bytes: int) -> Iterator[str]:
 
 
 def mapped(name: str, path: str, n_bytes: int) -> mmap.mmap | None:
-    """Map memory of a name that another process has open; return None if it isn't there.
-
-    In a container, rank 0's process number may belong to another process.
-    """
+    # In a container, rank 0's process number may belong to another process.
     try:
         if not str(Path(path).readlink()).startswith(f"/memfd:{name}"):
             return None

@@ -38,17 +38,11 @@ class Position:
     offset: int = 0
 
     def advance(self, samples: int) -> None:
-        """Count one step.
-
-        Args:
-            samples: the step's samples on all ranks.
-        """
         self.step += 1
         self.samples += samples
         self.offset += samples
 
     def end_epoch(self) -> None:
-        """Begin the next epoch."""
         self.epoch += 1
         self.offset = 0
 
@@ -88,23 +82,12 @@ class State:
         self.infinite = [name for name, parameter in named if not is_finite(parameter)]
 
     def capture(self) -> dict[str, Any]:
-        """Return a copy of the state on the CPU, which later steps don't change."""
         return self.begin_capture()()
 
     def begin_capture(self) -> Callable[[], dict[str, Any]]:
-        """Begin to copy the state to the CPU; return a function that waits for it. See `plain_state.begin_copy`.
-
-        Raises:
-            CheckpointError: a value in it can't be saved.
-        """
         return plain_state.begin_copy(self._content())
 
     def check(self) -> None:
-        """Refuse a state that can't be saved, before the first step.
-
-        Raises:
-            CheckpointError: it names the value.
-        """
         plain_state.encode(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -131,11 +114,6 @@ class State:
         }
 
     def restore(self, content: dict[str, Any]) -> None:
-        """Put a captured state back.
-
-        Raises:
-            CheckpointError: it is of another model or optimizer.
-        """
         load_weights(self.model, content)
         content = plain_state.decode({name: part for name, part in content.items() if name != "model"})
         # What each group has to have: torch adds an option to the defaults when it loads a state.
@@ -162,12 +140,6 @@ class State:
         self.unfrozen = list(content.get("unfrozen") or [])
 
     def improves_best(self, value: float | None, direction: str) -> bool:
-        """Return whether the objective is better than ever before, and remember its value if it is.
-
-        Args:
-            value: of the objective; None or NaN is never better.
-            direction: maximize or minimize it.
-        """
         if value is None or value != value:
             return False
         sign = 1 if direction == "maximize" else -1
@@ -181,35 +153,22 @@ class ByName(dict[str, Any]):
     """The optimizers or schedules of several updates, which are saved together."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each by its name."""
         return {name: part.state_dict() for name, part in self.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of each.
-
-        Raises:
-            KeyError: there is none for one of them.
-        """
         for name, part in self.items():
             part.load_state_dict(state[name])
 
 
 def together(parts: dict[str, Any]) -> Any:
-    """Return the only part itself, or several by name."""
     return parts[""] if list(parts) == [""] else ByName(parts)
 
 
 def each(part: Any) -> Iterable[tuple[str, Any]]:
-    """Yield the name and the object of each part that `together` has put together."""
     return part.items() if isinstance(part, ByName) else [("", part)]
 
 
 def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
-    """Load a checkpoint's weights into a model.
-
-    Raises:
-        CheckpointError: they are of another model.
-    """
     try:
         model.load_state_dict(plain_state.decode(content["model"]))
     except (KeyError, TypeError, RuntimeError) as error:

@@ -55,23 +55,20 @@ class TrainStep(nn.Module):
         self._others: tuple[Task, nn.Module, Any] = (task, model, model)
 
     def wrap(self, wrapper: Callable[[nn.Module], Any]) -> None:
-        """Give the task a wrapper of its model. A method, since a module makes a child of any module that it is set."""
+        # A method, since a module makes a child of any module that it is set.
         task, model, _ = self._others
         self._others = (task, model, wrapper(model))
 
     def names(self) -> dict[nn.Parameter, str]:
-        """Return all parameters of the part and of the loss, also the frozen ones, with their names."""
         found = {parameter: name for name, parameter in self.part.named_parameters(prefix=self.update)}
         for name, parameter in self.criterion.named_parameters(prefix="loss") if self.criterion is not None else ():
             found.setdefault(parameter, name)
         return found
 
     def forward(self, batch: Any) -> Step:
-        """Compute the loss of a micro-batch."""
         return self._compute(self._others[2], batch)
 
     def unwrapped(self, batch: Any) -> Step:
-        """Compute the loss of a micro-batch with the model itself."""
         return self._compute(self._others[1], batch)
 
     def _compute(self, model: Any, batch: Any) -> Step:
@@ -84,11 +81,6 @@ class TrainStep(nn.Module):
         return step
 
     def _constant(self, step: Step) -> Tensor:
-        """Return the loss of a micro-batch that depends on no weights, as where nothing counts: 0 for all of them.
-
-        Raises:
-            ConfigError: something counts.
-        """
         if step.n is None or step.summed or float(step.n) > 0:
             raise ConfigError(
                 "the task's loss depends on none of the weights that are trained, so it has no gradient: has it gone "
@@ -103,23 +95,13 @@ class TrainStep(nn.Module):
 
 
 def trained_loss(task: Task) -> nn.Module | None:
-    """Return the loss of a task, its `criterion`, if it has parameters to train; else None."""
     criterion = getattr(task, "criterion", None)
     has_own = isinstance(criterion, nn.Module) and any(one.requires_grad for one in criterion.parameters())
     return criterion if has_own else None
 
 
 def as_step(result: Any, task: Task | None = None) -> Step:
-    """Return what a task returned, which may be a loss alone. Where nothing counts, the loss is 0.
-
-    Args:
-        result: of the task's step.
-        task: None: its sums are not checked.
-
-    Raises:
-        ConfigError: it is neither a loss nor a step, or a sum can't be one.
-        ValueError: the loss is no scalar.
-    """
+    # Where nothing counts, the loss is 0.
     step = result if isinstance(result, Step) else Step(result)
     loss, n = step.loss, step.n
     if not isinstance(loss, Tensor):
@@ -144,11 +126,6 @@ def as_step(result: Any, task: Task | None = None) -> Step:
 
 
 def check_sums(sums: Mapping[str, Any], task: Task) -> None:
-    """Refuse sums whose metrics would be wrong, or missing.
-
-    Raises:
-        ConfigError: with the sum.
-    """
     makes_own = type(task).metrics is not Task.metrics
     for name, value in sums.items():
         if name in ("loss", "n") or name.rpartition("/")[2] in ("n", "sum"):
@@ -170,11 +147,6 @@ def check_sums(sums: Mapping[str, Any], task: Task) -> None:
 
 @contextmanager
 def explained(batch: Any) -> Iterator[None]:
-    """Add a note with shapes to an error of the block.
-
-    Args:
-        batch: that the block computes.
-    """
     try:
         yield
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
@@ -184,7 +156,6 @@ def explained(batch: Any) -> Iterator[None]:
 
 
 def _lines(error: BaseException, batch: Any) -> Iterator[str]:
-    """Yield lines about the batch, the tensors where the user's code failed, and the model's output if it had one."""
     yield f"the batch: {described(batch)}"
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):

@@ -53,7 +53,6 @@ class Update:
         self.unchecked: GradientNorms | None = None
 
     def begin(self) -> None:
-        """Clear the last gradients, and let the backward pass stop at the parts of other updates."""
         for parameter in self.others:
             parameter.requires_grad_(False)
         if self.others:
@@ -63,13 +62,7 @@ class Update:
         self.optimizer_step.begin()
 
     def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Callable[[], Decision]:
-        """Send the other ranks a vote on this step; return a function that waits for theirs. A collective.
-
-        Args:
-            losses: of the step's micro-batches, on this rank.
-            stop: why this rank is asked to stop, a number of `heartbeat.REASONS`; 0 if it is not.
-            log: by this rank's clock, it is time to log.
-        """
+        # A collective.
         good, n = are_finite(losses, self.unchecked), self.weighing.n
         send_along = self.parallel.send_along
         if send_along is not None:
@@ -82,15 +75,7 @@ class Update:
     def find_nonfinite(
         self, decision: Decision, losses: Sequence[Tensor], at_once: bool = False
     ) -> NonFiniteStep | None:
-        """Return the step that is not finite: the one under way or, if checked late, the one before; else None.
-
-        Called after the backward pass. It is a collective where the ranks' gradients differ.
-
-        Args:
-            decision: on the losses.
-            losses: of the step's micro-batches, on this rank, times their weights.
-            at_once: check this step's gradients now: what follows it can't be taken back.
-        """
+        # Called after the backward pass. It is a collective where the ranks' gradients differ.
         before, self.unchecked = self.unchecked, None
         loss = self.weighing.unweighed(losses)
         if before is not None and (names := before.nonfinite_names()):
@@ -154,7 +139,6 @@ class OptimizerStep:
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
     def begin(self) -> None:
-        """Clear the last step's gradients."""
         self.lr = float(self.optimizer.param_groups[0]["lr"])
         self.is_unscaled = False
         self.optimizer.zero_grad(set_to_none=not self.in_place)
@@ -164,27 +148,13 @@ class OptimizerStep:
                     parameter.grad = torch.zeros_like(parameter)
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of a micro-batch.
-
-        Args:
-            loss: of the micro-batch, times its weight.
-        """
         self.scaler.scale(loss).backward()
 
     def measure(self, loss: Callable[[], float] = float) -> GradientNorms | None:
-        """Compute the norms of the gradients, after the backward pass.
-
-        Args:
-            loss: returns the loss of the step, on this rank.
-
-        Returns:
-            None if the loss is scaled: then the scaler checks the gradients, and lowers the scale.
-        """
         self.gradients = None if self.scaler.is_enabled() else GradientNorms(self.trained, loss)
         return self.gradients
 
     def rescale(self, factor: float) -> None:
-        """Multiply the gradients, after the backward pass; those of a scaled loss are unscaled before."""
         if factor == 1:
             return
         if self.scaler.is_enabled():
@@ -196,7 +166,6 @@ class OptimizerStep:
                     parameter.grad.mul_(factor)
 
     def apply(self) -> None:
-        """Clip the gradients, and update the weights."""
         if self.clip_norm is not None and self.gradients is not None and not self.gradients.sparse:
             self.grad_norm = self.gradients.total_norm
             self.gradients.clip(self.clip_norm)
@@ -209,7 +178,6 @@ class OptimizerStep:
         self.parallel.after_step()
 
     def metrics(self) -> dict[str, float]:
-        """Return the learning rate and, where they exist, the gradient norm and the loss scale."""
         prefix = f"{self.update}/" if self.update else ""
         found = {f"{prefix}lr": self.lr}
         if self.grad_norm is not None:

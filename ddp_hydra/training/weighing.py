@@ -41,25 +41,17 @@ class Weighing:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step."""
         self.n: float | Tensor = 0.0
         self.summed = self.is_empty = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
         return {"scale": self.scale}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what a checkpoint holds."""
         self.scale = state["scale"]
 
     def weigh(self, step: Step, size: int) -> Tensor:
-        """Return the loss of a micro-batch with its weight. At the first one a collective.
-
-        Args:
-            step: what the task returned.
-            size: samples of the micro-batch.
-        """
+        # At the first one a collective.
         n = size if step.n is None else step.n
         self.n = self.n + n
         self.summed = step.summed
@@ -77,15 +69,9 @@ class Weighing:
 
     @property
     def denominator(self) -> float:
-        """N."""
         return self.samples * (self.scale or 1.0)
 
     def unweighed(self, losses: Sequence[Tensor]) -> Callable[[], float]:
-        """Return a function that computes the mean over this rank's things of the step, for messages.
-
-        Args:
-            losses: of the step's micro-batches so far, times their weights.
-        """
         n, denominator = self.n, 0.0 if self.summed else self.denominator
 
         def mean() -> float:
@@ -101,14 +87,6 @@ class Weighing:
             self.scale = things / samples
 
     def factor(self, n: Sequence[float]) -> float:
-        """Return what the averaged gradients of the step are to be multiplied by.
-
-        Args:
-            n: things of each rank in the step; empty: as many as samples.
-
-        Raises:
-            ValueError: they are negative or not finite.
-        """
         if self.summed:
             return float(self.consensus.world_size)
         if not n:
@@ -120,11 +98,6 @@ class Weighing:
         return 1.0 if self.is_empty else len(n) * self.denominator / total
 
     def refuse_uneven(self, n: Sequence[float], hook: str) -> None:
-        """Refuse steps whose ranks or micro-batches weigh differently, for a hook that can't do them right.
-
-        Raises:
-            ConfigError: this step is one.
-        """
         if not self.summed and (len(set(n)) > 1 or self.factor(n) != 1):
             things = ", ".join(f"{one:g}" for one in n)
             raise ConfigError(
@@ -134,20 +107,17 @@ class Weighing:
 
 
 def zero(loss: Tensor) -> Tensor:
-    """Return 0 with a gradient of zero for each parameter that a loss depends on, even where the loss is NaN."""
     parts = [nothing_of(leaf, is_sparse) for leaf, is_sparse in _leaves(loss).items()]
     return torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else loss * 0
 
 
 def nothing_of(leaf: Tensor, is_sparse: bool) -> Tensor:
-    """Return 0 with a gradient of zero for a parameter."""
     if is_sparse:  # DDP expects a sparse gradient
         return F.embedding(torch.zeros(0, dtype=torch.long, device=leaf.device), leaf, sparse=True).sum()
     return leaf.flatten()[:0].sum().real
 
 
 def _leaves(loss: Tensor) -> dict[Tensor, bool]:
-    """Return the parameters that a loss depends on, and whether the gradient of each is sparse."""
     seen, pending, found = set(), [(loss.grad_fn, False)], dict[Tensor, bool]()
     while pending:
         node: Any
@@ -163,6 +133,5 @@ def _leaves(loss: Tensor) -> dict[Tensor, bool]:
 
 
 def _stop_gradient_where_zero(prediction: Any, n: Tensor) -> None:
-    """Let no gradient reach a prediction of which nothing counts: it is 0 / 0 for some losses."""
     if isinstance(prediction, Tensor) and prediction.requires_grad:
         prediction.register_hook(lambda gradient: gradient.where(n > 0, 0.0))
