@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ddp_hydra.tasks import Step, Task
-from ddp_hydra.training.callbacks import Callback, View
+from ddp_hydra.training.callbacks import Callback, RunView
 
 
 class GAN(nn.Module):
@@ -77,7 +77,7 @@ class ShowSamples(Callback):
         self.side = side
 
     @torch.no_grad()
-    def on_validation(self, run: View) -> None:
+    def on_validation(self, run: RunView) -> None:
         """Show them in TensorBoard."""
         model: Any = (run.average or run.model).eval()
         noise = torch.randn(self.side**2, model.noise, generator=torch.Generator().manual_seed(0))

@@ -108,7 +108,7 @@ def train(
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
         if cfg.resume and not before and not result.metrics:  # nothing was left to train
-            before = metrics_at(cfg.resume, result.steps)
+            before |= metrics_at(cfg.resume, result.steps)
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
         summary.best = best_checkpoint(run_dir, config["objective"]["metric"])

@@ -26,7 +26,7 @@ _PREDICTS_ALL = re.compile(
 """Classes of transformers whose labels are not shifted, although the names of some look so."""
 
 
-class Counted(NamedTuple):
+class Denominator(NamedTuple):
     """What a loss is a mean over.
 
     Args:
@@ -51,7 +51,7 @@ class ModelCounting:
     def __init__(self, shift: bool | None) -> None:
         self.shift, self.rule = shift, ""
 
-    def count(self, model: Any, batch: Any, loss: Tensor, output: Mapping[str, Any]) -> Counted:
+    def count(self, model: Any, batch: Any, loss: Tensor, output: Mapping[str, Any]) -> Denominator:
         """Count the things of a micro-batch.
 
         Args:
@@ -64,31 +64,31 @@ class ModelCounting:
             ConfigError: what the loss is a mean over can't be told.
         """
         if not isinstance(batch, Mapping):
-            return Counted()
+            return Denominator()
         config, name, labels = getattr(model, "config", None), type(model).__name__, batch.get("labels")
         if not isinstance(labels, Tensor):
-            return Counted(_answers(batch, output.get("start_logits")))
+            return Denominator(_answers(batch, output.get("start_logits")))
         if name.endswith("ForCTC"):
-            return Counted(summed=getattr(config, "ctc_loss_reduction", "mean") == "sum")
+            return Denominator(summed=getattr(config, "ctc_loss_reduction", "mean") == "sum")
         if labels.is_floating_point():
-            return Counted(labels.numel(), labels)
+            return Denominator(labels.numel(), labels)
         if name.endswith("ForSemanticSegmentation"):
             ignore = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
             labels = labels.where(labels != ignore, IGNORED)
             if getattr(config, "num_labels", None) == 1:  # it divides by all pixels
-                return Counted(labels.numel(), labels)
-            return Counted((labels != IGNORED).sum(), labels)
+                return Denominator(labels.numel(), labels)
+            return Denominator((labels != IGNORED).sum(), labels)
         return self._by_rule(model, batch, loss, output.get("logits"), labels)
 
-    def _by_rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Any, labels: Tensor) -> Counted:
+    def _by_rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Any, labels: Tensor) -> Denominator:
         rule = self._rule(model, batch, loss, logits if isinstance(logits, Tensor) else None, labels)
         if rule == "elements":
-            return Counted(labels.numel(), labels)
+            return Denominator(labels.numel(), labels)
         if rule == "mask":
             labels = labels.where(batch["attention_mask"] == 1, IGNORED)
         if rule == "shift" and labels.ndim > 1:
             labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
-        return Counted((labels != IGNORED).sum(), labels)
+        return Denominator((labels != IGNORED).sum(), labels)
 
     def _rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Tensor | None, labels: Tensor) -> str:
         """Return "all", "shift", "elements" or "mask": which labels count."""

@@ -49,8 +49,9 @@ A sampler takes n_samples, batch_size, rank, world_size, and the arguments in th
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,7 +99,7 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
     # At the end name its bad samples, and close it. A collective.
     node, workers = cfg.data.get(split), cfg.data.get("workers")
     if node is not None and like is not None:
-        fill_features(node, DataDescription.of(like))
+        node = with_features(node, DataDescription.of(like))
     before = open_files()
     built = kept = dataset(node, cfg.seed, f"data.{split}")
     files = open_files() - before
@@ -148,18 +149,20 @@ def built_once(node: DictConfig) -> bool:
         return False
 
 
-def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int) -> Any:
+def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int, agree: Callable[[], Any] | None = None) -> Any:
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
     batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     if streams.is_stream(data):
-        return stream_sampler(cfg, data, batch_size, rank, world_size)
+        return stream_sampler(cfg, data, batch_size, rank, world_size, agree)
     taken = parameters(cfg.sampler["_target_"])
     of_data = {name: value for name, value in known.items() if name in taken and value is not None}
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
     return make(cfg.sampler, **arguments, **of_data)
 
 
-def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world_size: int) -> streams.StreamSampler:
+def stream_sampler(
+    cfg: DictConfig, data: Any, batch_size: int, rank: int, world_size: int, agree: Callable[[], Any] | None = None
+) -> streams.StreamSampler:
     target = cfg.sampler["_target_"]
     if target not in ORDER_OF_DATA or not cfg.sampler.get("drop_last", True):
         what = target.rpartition(".")[2] if target not in ORDER_OF_DATA else "sampler.drop_last=false"
@@ -175,7 +178,7 @@ def stream_sampler(cfg: DictConfig, data: Any, batch_size: int, rank: int, world
     part = streams.split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
     if steps := cfg.trainer.overfit_batches:
         part = streams.RepeatedPart(part.dataset, rank, world_size, part.dealt, how=part.how, part=part, steps=steps)
-    return streams.StreamSampler(part, batch_size, n_samples)
+    return streams.StreamSampler(part, batch_size, n_samples, agree)
 
 
 def _length_of_all(cfg: DictConfig, data: Any) -> int | None:
@@ -220,11 +223,14 @@ def name_of(data: Any) -> str:
     return wrappers.name_of(data.dataset if isinstance(data, InWorkers) else data)
 
 
-def fill_features(node: DictConfig, trained: DataDescription) -> None:
+def with_features(node: DictConfig, trained: DataDescription) -> DictConfig:
     is_open = node.features is None if "features" in node else "features" in parameters(str(node.get("_target_")))
-    if trained.features and is_open:
-        with open_dict(node):
-            node.features = list(trained.features)
+    if not trained.features or not is_open:
+        return node
+    copied = copy.copy(node)  # at the node's place in the config
+    with open_dict(copied):
+        copied.features = list(trained.features)
+    return copied
 
 
 def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> None:

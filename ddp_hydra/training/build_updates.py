@@ -15,9 +15,8 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, parameter_groups
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
-from ddp_hydra.training.run import check_updates
 from ddp_hydra.training.train_step import TrainStep, trained_loss
-from ddp_hydra.training.update import OptimizerStep, Update
+from ddp_hydra.training.update import OptimizerStep, Update, check_updates
 from ddp_hydra.training.weighing import Weighing
 
 UPDATES_REPEAT = 1000
@@ -27,7 +26,7 @@ Stage = dict[str, Any]
 """Patterns and learning rate of parameters that are unfrozen together."""
 
 
-class BuildUpdates:
+class UpdateBuilder:
     """Builds the updates of a run.
 
     Args:
@@ -62,14 +61,13 @@ class BuildUpdates:
         }
         for stage in unfrozen:
             unfreeze(cfg, self.model, [(part, optimizers[name]) for name, part in parts.items()], stage)
-        updates = {}
-        for name, optimizer in optimizers.items():
-            step = self._step(name, optimizer, builders.scaler(cfg, self.device))
-            scheduler = builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
-            weighing = Weighing(self.global_batch // self.consensus.world_size, self.consensus)
-            updates[name] = Update(name, step, scheduler, self.consensus, weighing)
-        self._relate(updates)
-        return updates
+        steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
+        schedules = {
+            name: builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
+            for name, optimizer in optimizers.items()
+        }
+        samples = self.global_batch // self.consensus.world_size
+        return self._updates(steps, schedules, {name: Weighing(samples, self.consensus) for name in steps})
 
     def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
         parallel = builders.parallel(self.cfg, TrainStep(self.task, self.model, name))
@@ -77,33 +75,38 @@ class BuildUpdates:
         in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
         return OptimizerStep(parallel, optimizer, scaler, trainer.clip_norm, name, in_place)
 
-    def _relate(self, updates: Mapping[str, Update]) -> None:
-        all_trained = [parameter for update in updates.values() for _, parameter in update.optimizer_step.trained]
-        may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(updates) == 1
-        for update in updates.values():
-            own = {parameter for _, parameter in update.optimizer_step.trained}
-            update.others = [parameter for parameter in all_trained if parameter not in own]
-            update.late = may_be_late and update.parallel.same_gradients
+    def _updates(
+        self, steps: Mapping[str, OptimizerStep], schedules: Mapping[str, Any], weighings: Mapping[str, Weighing]
+    ) -> dict[str, Update]:
+        trained = {name: {parameter: None for _, parameter in step.trained} for name, step in steps.items()}
+        may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(steps) == 1
+        return {
+            name: Update(
+                name,
+                step,
+                schedules[name],
+                self.consensus,
+                weighings[name],
+                others=[one for several in trained.values() for one in several if one not in trained[name]],
+                late=may_be_late and step.parallel.same_gradients,
+            )
+            for name, step in steps.items()
+        }
 
-    def unfreeze(self, run: Any, patterns: Sequence[str], lr: float | None) -> None:
-        # A collective.
-        stage: Stage = {"patterns": list(patterns), "lr": lr}
-        for update in run.updates.values():  # several updates freeze each other's parameters
+    def unfrozen(self, updates: Mapping[str, Update], stage: Stage) -> dict[str, Update]:
+        # A collective. The updates that train more have the optimizers, schedules and weighings of those before.
+        for update in updates.values():  # several updates freeze each other's parameters
             for parameter in update.others:
                 parameter.requires_grad_()
-        owners = [(update.parallel.part, update.optimizer_step.optimizer) for update in run.updates.values()]
+        owners = [(update.parallel.part, update.optimizer_step.optimizer) for update in updates.values()]
         unfreeze(self.cfg, self.model, owners, stage)
-        updates = {}
-        for name, update in run.updates.items():
+        steps = {}
+        for name, update in updates.items():
             old = update.optimizer_step
             extend(update.scheduler, old.optimizer)
-            step = self._step(name, old.optimizer, old.scaler)
-            updates[name] = Update(name, step, update.scheduler, self.consensus, update.weighing)
-        self._relate(updates)
-        run.updates = updates
-        run.monitor.watch(updates.values())
-        run.frozen_norms = parameter_groups.frozen_norms(self.model)
-        run.state.unfrozen.append(stage)
+            steps[name] = self._step(name, old.optimizer, old.scaler)
+        schedules = {name: update.scheduler for name, update in updates.items()}
+        return self._updates(steps, schedules, {name: update.weighing for name, update in updates.items()})
 
 
 def updates_of(task: Task) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.cadence import is_due
 from ddp_hydra.training.parameter_groups import is_chosen
-from ddp_hydra.training.state import State, each
+from ddp_hydra.training.state import TrainingState, each
 
 BINS = 64
 RESERVED = ("train/", "train_epoch/", "val/", "data/")
@@ -28,25 +28,25 @@ class Callback:
     """Code that is called at certain moments, on all ranks alike. A subclass defines the methods that it needs.
 
     A callback looks, logs, and may ask to stop. It does not change weights, learning rates or what is frozen: a run
-    that is resumed would not repeat that. `View.unfreeze` is the exception, because checkpoints remember it. If a
+    that is resumed would not repeat that. `RunView.unfreeze` is the exception, because checkpoints remember it. If a
     callback has to change more, it sets `changes_training`, and keeps what a resume needs in its own state.
     """
 
     changes_training = False
 
-    def on_start(self, run: View) -> None:
+    def on_start(self, run: RunView) -> None:
         """Act before the first step, also of a resumed run."""
 
-    def on_step(self, run: View) -> None:
+    def on_step(self, run: RunView) -> None:
         """Act after each step."""
 
-    def on_validation(self, run: View) -> None:
+    def on_validation(self, run: RunView) -> None:
         """Act after each validation, whose metrics `run.metrics` has; after each epoch without a validation set."""
 
-    def on_checkpoint(self, run: View) -> None:
+    def on_checkpoint(self, run: RunView) -> None:
         """Act before each checkpoint is written."""
 
-    def on_end(self, run: View) -> None:
+    def on_end(self, run: RunView) -> None:
         """Act after the last step, also of a run that was asked to stop."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,16 +57,15 @@ class Callback:
         """Restore the state of a checkpoint."""
 
 
-class View:
+class RunView:
     """A run, as callbacks see it.
 
     Args:
-        run: the `training.run.Run`, which calls the callbacks.
-        unfreeze: trains parameters that were frozen; see `unfreeze`.
+        run: the `training.run.TrainingRun`, which calls the callbacks.
     """
 
-    def __init__(self, run: Any, unfreeze: Callable[[Sequence[str], float | None], None]) -> None:
-        self._run, self._unfreeze = run, unfreeze
+    def __init__(self, run: Any) -> None:
+        self._run = run
 
     @property
     def model(self) -> nn.Module:
@@ -181,7 +180,7 @@ class View:
         Raises:
             ConfigError: the patterns fit no frozen parameter, or the schedule can't take more parameters.
         """
-        self._unfreeze(patterns, lr)
+        self._run.unfreeze(patterns, lr)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -205,11 +204,10 @@ class Callbacks:
         state: of the run.
     """
 
-    def __init__(self, callbacks: Mapping[str, Callback], state: State) -> None:
+    def __init__(self, callbacks: Mapping[str, Callback], state: TrainingState) -> None:
         self.callbacks, self.state = dict(callbacks), state
-        self.view: View | None = None
 
-    def call(self, event: str) -> None:
+    def call(self, event: str, view: RunView) -> None:
         """Call the method of all callbacks for an event: start, step, validation, checkpoint or end.
 
         Raises:
@@ -218,7 +216,7 @@ class Callbacks:
         for name, callback in self.callbacks.items():
             modes = [(module, module.training) for module in self.state.model.modules()]
             before = self._fingerprint()
-            getattr(callback, f"on_{event}")(self.view)
+            getattr(callback, f"on_{event}")(view)
             for module, mode in modes:
                 module.training = mode
             unfroze = self.state.unfrozen != before["unfrozen"]
@@ -269,7 +267,7 @@ class Histograms(Callback):
     def __init__(self, parameters: Sequence[str] = ("*",), every_steps: int = 100, gradients: bool = True) -> None:
         self.parameters, self.every_steps, self.gradients = list(parameters), every_steps, gradients
 
-    def on_step(self, run: View) -> None:
+    def on_step(self, run: RunView) -> None:
         """Show them when it is time."""
         if run.rank or not is_due(run.step, self.every_steps):
             return
@@ -293,7 +291,7 @@ class Unfreeze(Callback):
         self.after_epochs, self.parameters, self.lr = after_epochs, list(parameters), lr
         self.done = False
 
-    def on_validation(self, run: View) -> None:
+    def on_validation(self, run: RunView) -> None:
         """Unfreeze them after the epoch."""
         if not self.done and run.epoch >= self.after_epochs and run.step < run.total_steps:
             self.done = True
@@ -328,7 +326,7 @@ class WallClock(Callback):
         if self.end <= now:
             self.end += timedelta(days=1)
 
-    def on_step(self, run: View) -> None:
+    def on_step(self, run: RunView) -> None:
         """Stop when it is time."""
         if run.rank == 0 and datetime.now().astimezone() >= self.end:
             run.stop(f"it is {self.end:%H:%M}", done=False)

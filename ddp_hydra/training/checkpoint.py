@@ -19,10 +19,10 @@ from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import not_finite
-from ddp_hydra.training.state import FORMAT, State
+from ddp_hydra.training.state import FORMAT, TrainingState
 
 
-def refuse_nonfinite(content: dict[str, Any], state: State) -> None:
+def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
     unchecked = [name for name, _ in state.model.named_buffers(remove_duplicate=False)]
     # A frozen parameter may be a mask.
     unchecked += [name for name, one in state.model.named_parameters(remove_duplicate=False) if not one.requires_grad]
@@ -110,14 +110,14 @@ class ReportingFile(NotingFile):
         return super()._write(data)
 
 
-class CheckpointWriter:
+class CheckpointSaver:
     """Writes checkpoints in the background. The loop waits only until the tensors are copied."""
 
     def __init__(self) -> None:
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
-    def save(self, state: State, metrics: dict[str, float], best: bool) -> None:
+    def save(self, state: TrainingState, metrics: dict[str, float], best: bool) -> None:
         # Wait for the checkpoint before it.
         self.wait()
         content = state.begin_capture()
@@ -127,7 +127,7 @@ class CheckpointWriter:
         self.thread = threading.Thread(target=self._write, args=(content, described, state), name="checkpoint")
         self.thread.start()
 
-    def _write(self, content: Callable[[], dict[str, Any]], described: Checkpoint, state: State) -> None:
+    def _write(self, content: Callable[[], dict[str, Any]], described: Checkpoint, state: TrainingState) -> None:
         try:
             refuse_nonfinite(content(), state)
             results.submit_file(

@@ -42,17 +42,20 @@ class StepConsensus:
 
     They travel over the CPU, so the values voted on have to be there.
 
-    Attributes:
-        counts: two counts of this rank that travel with each vote.
+    Args:
+        counts: returns two counts of this rank that travel with each vote.
         take: called with the minimum of each count over all ranks when a decision is known.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        counts: Callable[[], list[int]] = lambda: [0, 0],
+        take: Callable[[list[int]], None] = lambda counts: None,
+    ) -> None:
         self.world_size = world_size()
         self.alone = self.world_size == 1
         self.rank = 0 if self.alone else dist.get_rank()
-        self.counts: Callable[[], list[int]] = lambda: [0, 0]
-        self.take: Callable[[list[int]], None] = lambda counts: None
+        self.counts, self.take = counts, take
         self.group: Any = None if self.alone or has_gloo() else dist.new_group(backend="gloo")
 
     def vote(

@@ -26,7 +26,7 @@ from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.instantiate import make
 from ddp_hydra.training.lr_schedules import steps_in_epoch
 from ddp_hydra.training.metrics import Meter, count, named
-from ddp_hydra.training.state import Position, State, together
+from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep
 from ddp_hydra.training.weighing import Weighing
@@ -89,7 +89,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     if average is not None:
         average.update(model)
     extras: dict[str, Any] = {"ema": average, "loss": builders.loss_state(task)}
-    state = State(model, together(optimizers), together(schedulers), Position(), {}, extras)
+    state = TrainingState(model, together(optimizers), together(schedulers), Position(), {}, extras)
     if callbacks:
         extras["callbacks"] = Callbacks(callbacks, state)
     state.check()

@@ -24,14 +24,14 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import replacing
 from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.data_description import DataDescription
-from ddp_hydra.training.load_run import Trained
+from ddp_hydra.training.load_run import TrainedModel
 
 FORMATS = ("safetensors", "torch_export", "onnx")
 _ONE_FILE_BYTES = 1_500_000_000
 """An ONNX file may have 2 GB; a larger model's weights go into a file beside it."""
 
 
-class Positional(nn.Module):
+class PositionalModel(nn.Module):
     """Calls a model with all its arguments by position, for formats that know no others.
 
     Args:
@@ -48,7 +48,7 @@ class Positional(nn.Module):
         return self.model(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
 
 
-def export(trained: Trained, example: Example, form: str, out: Path, tolerance: float) -> dict[str, Any]:
+def export(trained: TrainedModel, example: Example, form: str, out: Path, tolerance: float) -> dict[str, Any]:
     model = trained.model.cpu().to(memory_format=torch.contiguous_format)
     example = Example(
         *(mapped(lambda tensor: tensor.cpu().contiguous(), part) for part in (example.args, example.kwargs))
@@ -111,7 +111,9 @@ def compared(model: nn.Module, again: Callable[..., Any], example: Example, tole
     return difference
 
 
-def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
+def safetensors(
+    trained: TrainedModel, model: nn.Module, example: Example, path: Path
+) -> tuple[Callable[..., Any], bool]:
     try:
         from safetensors.torch import load_model, save_model
     except ModuleNotFoundError:
@@ -127,7 +129,9 @@ def safetensors(trained: Trained, model: nn.Module, example: Example, path: Path
     return again, True
 
 
-def torch_export(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
+def torch_export(
+    trained: TrainedModel, model: nn.Module, example: Example, path: Path
+) -> tuple[Callable[..., Any], bool]:
     program, dynamic = exported(model, example)
     with path.open("wb") as file:
         torch.export.save(program, file)
@@ -151,7 +155,7 @@ def exported(model: nn.Module, example: Example) -> tuple[Any, bool]:
             ) from error
 
 
-def onnx(trained: Trained, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
+def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
@@ -161,7 +165,7 @@ def onnx(trained: Trained, model: nn.Module, example: Example, path: Path) -> tu
     args = (*example.args, *example.kwargs.values())
     if not all(isinstance(part, Tensor) for part in args):
         raise ConfigError("format=onnx takes tensors as arguments of the model, and this one takes others, too")
-    flat, positional = Example(args, {}), Positional(model, names).eval()
+    flat, positional = Example(args, {}), PositionalModel(model, names).eval()
     size = sum(tensor.nbytes for _, tensor in plain_state.tensors(model.state_dict()))
     inputs = [f"input_{number}" for number in range(len(example.args))] + names
     inputs[: len(example.args)] = ["input"] if len(example.args) == 1 else inputs[: len(example.args)]
@@ -227,14 +231,13 @@ class Example:
         return {name: described(part) for name, part in named.items() if isinstance(part, Tensor)}
 
 
-def example_of(trained: Trained, split: str, input_shape: Sequence[int] | None) -> Example:
+def example_of(trained: TrainedModel, split: str, input_shape: Sequence[int] | None) -> Example:
     if input_shape is not None:
         generator = torch.Generator().manual_seed(0)
         return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})
     cfg = trained.cfg
     split = split if cfg.data.get(split) else "train"
-    build_data.fill_features(cfg.data[split], trained.data)
-    with build_data.opened(cfg, split) as data:
+    with build_data.opened(cfg, split, like=trained.data) as data:
         trained.data.check_model(DataDescription.of(data), f"data.{split}")
         loader = build_data.loader(cfg, data, trained.device, channels_last=False)
         if streams.is_stream(data):

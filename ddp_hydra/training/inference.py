@@ -25,7 +25,7 @@ from ddp_hydra.training import build_data, builders, load_run, predictions
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0, gather_objects
 from ddp_hydra.training.data_description import DataDescription, length, shown
-from ddp_hydra.training.load_run import Trained
+from ddp_hydra.training.load_run import TrainedModel
 
 PARTS = 64
 """Parts that a small data set is cut into, if it has so many batches."""
@@ -38,7 +38,7 @@ SPOOL_BYTES = 64 * 2**20
 
 
 @dataclass
-class Opened:
+class Inference:
     """A trained model with the data to compute.
 
     Args:
@@ -48,14 +48,14 @@ class Opened:
         with_targets: whether predictions come with what is true.
     """
 
-    trained: Trained
+    trained: TrainedModel
     task: Task
     data: Any
     with_targets: bool = False
 
 
 @contextmanager
-def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
+def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Inference]:
     # A collective.
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
@@ -69,12 +69,11 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Opened]:
         )
     builders.set_float32(cfg)
     trained = load_run.restore(content, cfg)
-    build_data.fill_features(cfg.data[split], trained.data)
-    with build_data.opened(cfg, split, trained.device) as data:
+    with build_data.opened(cfg, split, trained.device, trained.data) as data:
         check_data(trained.data, DataDescription.of(data), f"data.{split}")
         task = builders.task(cfg, trained.data, trained.device)
         load_run.restore_loss(task, content, cfg)
-        yield Opened(trained, task, data)
+        yield Inference(trained, task, data)
 
 
 def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
@@ -130,7 +129,7 @@ def part_length(n_samples: int | None, batch_size: int) -> int:
     return batch_size * max(1, min(-(-batches // PARTS), MOST_ROWS // batch_size))
 
 
-def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
+def send_samples(run: Inference, done: Collection[int], kind: str) -> tuple[int, str]:
     cfg, n_samples = run.trained.cfg, len(run.data)
     length = part_length(n_samples, cfg.data.batch_size)
     results.emit(Rows(n_samples, length))  # on each rank, before its parts
@@ -147,7 +146,7 @@ def send_samples(run: Opened, done: Collection[int], kind: str) -> tuple[int, st
     return n_samples, send_parts(run, zip(loader.load(batches), batches, strict=True), length, kind)
 
 
-def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str]:
+def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, str]:
     # Each rank reads all samples, as their numbers are known only by counting, and predicts every so many parts.
     cfg = run.trained.cfg
     length = part_length(None, cfg.data.batch_size)
@@ -175,7 +174,7 @@ def send_stream(run: Opened, done: Collection[int], kind: str) -> tuple[int, str
     return reader.n_read, interrupted
 
 
-def send_parts(run: Opened, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
+def send_parts(run: Inference, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
     trained, stop, classes = run.trained, StopSignal(None), DataDescription.of(run.data).classes
     autocast = builders.autocast(trained.cfg, trained.device)
     number = 0

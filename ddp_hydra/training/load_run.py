@@ -23,7 +23,7 @@ from ddp_hydra.training.state import load_weights
 
 
 @dataclass
-class Trained:
+class TrainedModel:
     """A trained model with its config.
 
     Args:
@@ -49,7 +49,7 @@ class Trained:
         return build_data.dataset(self.cfg.data.train, self.cfg.seed)
 
 
-def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), split: str | None = None) -> Trained:
+def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), split: str | None = None) -> TrainedModel:
     """Load a run's model.
 
     Args:
@@ -77,7 +77,7 @@ def needed(content: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "model": weights["model"]}
 
 
-def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
+def restore(content: dict[str, Any], cfg: DictConfig) -> TrainedModel:
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     model = builders.model(cfg, data).to(device)
     channels_last = builders.channels_last(cfg, model)
@@ -85,7 +85,7 @@ def restore(content: dict[str, Any], cfg: DictConfig) -> Trained:
         model = model.to(memory_format=torch.channels_last)
     load_weights(model, content)
     step, config = content["position"]["step"], content["config"]
-    return Trained(cfg, model.eval(), data, device, channels_last, step, config)
+    return TrainedModel(cfg, model.eval(), data, device, channels_last, step, config)
 
 
 def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:

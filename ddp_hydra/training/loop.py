@@ -20,7 +20,7 @@ from ddp_hydra.training.cadence import Actions
 from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.data_stats import bad_of_all_ranks, count_bad
 from ddp_hydra.training.metrics import Count, count
-from ddp_hydra.training.run import Run
+from ddp_hydra.training.run import TrainingRun
 from ddp_hydra.training.update import Update
 
 OF_THE_CLIENT = ("cluster", "dispatch", "results")
@@ -54,12 +54,12 @@ def train(
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
 
 
-def fit(run: Run) -> None:
+def fit(run: TrainingRun) -> None:
     # A run that should stop early is saved first.
     if run.validation is not None:
         run.validation.try_metrics(run.model)
     validate_first(run)
-    run.callbacks.call("start")
+    run.call("start")
     run.pause_if_due()
     while not run.is_over:
         run.remember_unfrozen()
@@ -88,7 +88,7 @@ def fit(run: Run) -> None:
             if nonfinite is not None and run.rolls_back(nonfinite):
                 break  # the position has moved: ask for its batches
             run.advance(updated=nonfinite is None)
-            run.callbacks.call("step")
+            run.call("step")
             run.remember_unfrozen()
 
             if due.log:
@@ -102,12 +102,12 @@ def fit(run: Run) -> None:
                 break
         if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
             end_epoch(run)
-    run.callbacks.call("end")
+    run.call("end")
     run.checkpoints.wait()
 
 
 def forward_backward(
-    run: Run, update: Update, micro_batches: Iterable[MicroBatch]
+    run: TrainingRun, update: Update, micro_batches: Iterable[MicroBatch]
 ) -> tuple[Decision, list[Tensor], list[Count]]:
     # A collective.
     losses: list[Tensor] = []
@@ -131,7 +131,7 @@ def forward_backward(
     return decision(), losses, counts
 
 
-def end_epoch(run: Run) -> None:
+def end_epoch(run: TrainingRun) -> None:
     # A collective.
     means = run.end_epoch()
     due = run.cadence.after_epoch(run.position.step, run.position.epoch)
@@ -140,26 +140,26 @@ def end_epoch(run: Run) -> None:
     if not (validated and run.validation is not None):
         run.log({} if run.stop else means)
     if validated:
-        run.callbacks.call("validation")
+        run.call("validation")
         run.hear_callbacks()
     decide(run, due, validated or run.validation is None, is_new=bool(means))
 
 
-def validate_amid_epoch(run: Run, due: Actions) -> None:
+def validate_amid_epoch(run: TrainingRun, due: Actions) -> None:
     # A collective. An objective of the training waits for the epoch's end.
     run.synchronise()
     validated = run.validation is None or validate(run)
     if run.held:
         run.log({})
     if validated:
-        run.callbacks.call("validation")
+        run.call("validation")
         run.hear_callbacks()
     decide(run, due, validated, is_new=False, amid_epoch=True)
     run.train_mode()
     run.remember_unfrozen()
 
 
-def decide(run: Run, due: Actions, validated: bool, is_new: bool, amid_epoch: bool = False) -> None:
+def decide(run: TrainingRun, due: Actions, validated: bool, is_new: bool, amid_epoch: bool = False) -> None:
     # A collective.
     metric = run.cfg.objective.metric
     counts = validated and (is_new or metric.startswith("val/"))
@@ -181,7 +181,7 @@ def decide(run: Run, due: Actions, validated: bool, is_new: bool, amid_epoch: bo
         raise objective.unknown(metric, run.metrics)
 
 
-def validate(run: Run, means: Mapping[str, float] | None = None) -> bool:
+def validate(run: TrainingRun, means: Mapping[str, float] | None = None) -> bool:
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
     with run.monitor.throughput.paused():
@@ -195,14 +195,14 @@ def validate(run: Run, means: Mapping[str, float] | None = None) -> bool:
     return True
 
 
-def validate_first(run: Run) -> None:
+def validate_first(run: TrainingRun) -> None:
     # Nothing goes by these numbers. A collective.
     if run.cfg.trainer.validate_first and run.position.step == 0 and run.validation is not None:
         validate(run)
         run.stop = 0  # there is nothing to save yet: the first step will stop the run
 
 
-def summarise(run: Run) -> dict[str, Any]:
+def summarise(run: TrainingRun) -> dict[str, Any]:
     # A collective.
     stopped_early = run.stopped_early()
     if stopped_early and run.rank == 0:

@@ -14,7 +14,7 @@ from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training.checkpoint import refuse_nonfinite
 from ddp_hydra.training.plain_state import begin_copy
-from ddp_hydra.training.state import State
+from ddp_hydra.training.state import TrainingState
 
 SHOWN = 64
 """A message names so many sample ids; the record has all of them."""
@@ -39,7 +39,7 @@ class NonFiniteStep:
     steps_ago: int = 0
 
 
-class NonFinite:
+class NonFiniteHandler:
     """Handles steps that are not finite on some rank.
 
     Args:
@@ -52,7 +52,7 @@ class NonFinite:
         steps: the steps that failed.
     """
 
-    def __init__(self, policy: str, max_steps: int, state: State) -> None:
+    def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
         self.policy, self.max_steps, self.state = policy, max_steps, state
         self.steps: list[int] = []
         self.buffers = list(state.model.buffers()) if policy != "abort" else []

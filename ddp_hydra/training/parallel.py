@@ -124,7 +124,14 @@ class OneRank(Parallel):
 class DDP(Parallel):
     """A step in DistributedDataParallel; see `ddp` for the arguments."""
 
-    def __init__(self, step: TrainStep, wrapped: DistributedDataParallel, batchnorm: str, uses_all: bool) -> None:
+    def __init__(
+        self,
+        step: TrainStep,
+        wrapped: DistributedDataParallel,
+        batchnorm: str,
+        uses_all: bool,
+        hook: tuple[str, int, int, int] = ("none", 1, 0, 1),
+    ) -> None:
         super().__init__(step, wrapped)
         self.needed = trained_parameters(step) if uses_all else []
         self.averager: Any = None
@@ -132,6 +139,42 @@ class DDP(Parallel):
         self.shared: SharedGradients | None = None
         self.hook_s = 0.0
         self.own_statistics = batchnorm == "average"
+        self._hook(*hook)
+
+    def _hook(self, name: str, powersgd_rank: int, start_step: int, every: int) -> None:
+        assert isinstance(self.wrapped, DistributedDataParallel)
+        if name in ("auto", "shared"):
+            shared = _share(self.wrapped)
+            if shared is not None:
+                self.shared, self.send_along = shared, shared.send_along
+            elif name == "shared":
+                raise ConfigError(
+                    "parallel.comm_hook=shared is for dense gradients of ranks that compute on the CPUs of one host, "
+                    "where each can open the others' memory, and that is not so here: leave it out"
+                )
+        elif name in ("fp16", "bf16"):
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            self.wrapped.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
+        elif name == "powersgd":
+            self.needs_even = name  # the errors that it keeps have the weights of former steps
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+            # Its error feedback needs two steps to begin with.
+            self.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
+            # get_backend() has another name for gloo and nccl together.
+            in_order = "nccl" in str(dist.get_backend_config())
+            hook = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook, self)
+            self.wrapped.register_comm_hook(self.compression, hook)
+        elif name == "post_local_sgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+            from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+            on_host, _ = dist.new_subgroups(group_size=_ranks_per_host())
+            state = local_sgd.PostLocalSGDState(None, on_host, start_step)
+            self.wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
+            self.averager = PeriodicModelAverager(every, warmup_steps=start_step)
+            self.same_gradients, self.needs_even = False, name
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         return all_used(self.needed) if enabled else self.wrapped.no_sync()  # type: ignore[operator]
@@ -255,45 +298,8 @@ def ddp(
         wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
     if uses_all:
         prebuild_buckets(wrapped)
-    parallel = DDP(step, wrapped, batchnorm, uses_all)
-    _hook(parallel, wrapped, comm_hook, powersgd_rank, start_step, average_every_steps)
-    return parallel
-
-
-def _hook(
-    parallel: DDP, wrapped: DistributedDataParallel, name: str, powersgd_rank: int, start_step: int, every: int
-) -> None:
-    if name in ("auto", "shared"):
-        shared = _share(wrapped)
-        if shared is not None:
-            parallel.shared, parallel.send_along = shared, shared.send_along
-        elif name == "shared":
-            raise ConfigError(
-                "parallel.comm_hook=shared is for dense gradients of ranks that compute on the CPUs of one host, where "
-                "each can open the others' memory, and that is not so here: leave it out"
-            )
-    elif name in ("fp16", "bf16"):
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
-        wrapped.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
-    elif name == "powersgd":
-        parallel.needs_even = name  # the errors that it keeps have the weights of former steps
-        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
-
-        # Its error feedback needs two steps to begin with.
-        parallel.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
-        in_order = "nccl" in str(dist.get_backend_config())  # get_backend() has another name for gloo and nccl together
-        hook = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook, parallel)
-        wrapped.register_comm_hook(parallel.compression, hook)
-    elif name == "post_local_sgd":
-        from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
-        from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
-        on_host, _ = dist.new_subgroups(group_size=_ranks_per_host())
-        state = local_sgd.PostLocalSGDState(None, on_host, start_step)
-        wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
-        parallel.averager = PeriodicModelAverager(every, warmup_steps=start_step)
-        parallel.same_gradients, parallel.needs_even = False, name
+    hook = (comm_hook, powersgd_rank, start_step, average_every_steps)
+    return DDP(step, wrapped, batchnorm, uses_all, hook)
 
 
 def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:

@@ -17,17 +17,19 @@ from ddp_hydra.config import checkpoint_config, objective
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training import builders, plain_state
 from ddp_hydra.training.lr_schedules import FactorLR
-from ddp_hydra.training.state import ByName, State, each
+from ddp_hydra.training.state import ByName, TrainingState, each
 
 SHOWN = 8
 _PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "threshold_mode", "mode_worse", "min_lrs"}
 """Attributes of ReduceLROnPlateau that are its arguments."""
 
 
-def restore(state: State, content: dict[str, Any]) -> str:
+def restore(state: TrainingState, content: dict[str, Any]) -> str:
     before, now = content["config"], state.config
     schedulers = dict(each(state.scheduler))
-    settings = [_Settings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)]
+    settings = [
+        OptimizerSettings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)
+    ]
     if any(before.get(part) != now.get(part) for part in ("task", "loss")):
         content = {**content, "epoch_means": None}  # sums of what another task has counted
     if (loss := state.extras.get("loss")) is not None:
@@ -74,7 +76,7 @@ def _with_plateaus(fresh: Any, saved: Any, scheduler: Any) -> Any:
     return saved if isinstance(scheduler, ReduceLROnPlateau) and "num_bad_epochs" in (saved or {}) else fresh
 
 
-class _Settings:
+class OptimizerSettings:
     """The settings that the new config gives an optimizer and its schedule.
 
     Args:

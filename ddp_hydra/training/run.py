@@ -13,28 +13,28 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws
 from ddp_hydra.data.loader import Loader, MicroBatch
 from ddp_hydra.data.streams import StreamSampler
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups
+from ddp_hydra.training.build_updates import UpdateBuilder
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
-from ddp_hydra.training.callbacks import Callbacks
-from ddp_hydra.training.checkpoint import CheckpointWriter
+from ddp_hydra.training.callbacks import Callbacks, RunView
+from ddp_hydra.training.checkpoint import CheckpointSaver
 from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.metrics import EpochMeans, named
 from ddp_hydra.training.monitor import Monitor
-from ddp_hydra.training.nonfinite import NonFinite, NonFiniteStep
-from ddp_hydra.training.state import Position, State
-from ddp_hydra.training.update import Update
+from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
+from ddp_hydra.training.state import Position, TrainingState
+from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """A training run on one rank.
 
     Args:
@@ -63,6 +63,7 @@ class Run:
         stop_signal: tells whether this rank should stop.
         log_clock: tells when it is time to log.
         callbacks: of the user.
+        builder: builds the updates again where a callback unfreezes parameters.
         metrics: the last value of each metric; those of the training are means over the epoch where one has just ended.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
         held: metrics of the step that wait for those of its validation.
@@ -83,19 +84,20 @@ class Run:
     updates: dict[str, Update]
     ema: Ema | None
     schedule_progress: ScheduleProgress
-    state: State
+    state: TrainingState
     early_stopping: EarlyStopping
     epoch_means: EpochMeans
     validation: Evaluation | None
     cadence: Cadence
     consensus: StepConsensus
-    nonfinite: NonFinite
-    checkpoints: CheckpointWriter
+    nonfinite: NonFiniteHandler
+    checkpoints: CheckpointSaver
     monitor: Monitor
     fault: fault_injection.FaultInjector
     stop_signal: StopSignal
     log_clock: LogClock
     callbacks: Callbacks
+    builder: UpdateBuilder
     metrics: dict[str, float] = field(default_factory=dict)
     stop: int = 0
     held: dict[str, float] = field(default_factory=dict)
@@ -143,6 +145,17 @@ class Run:
         # A collective.
         if self.callbacks.callbacks and self.consensus.decide(stop=self.stop_signal.asked).stop == DONE:
             self.is_done = self.ended_by_callback = True
+
+    def call(self, event: str) -> None:
+        self.callbacks.call(event, RunView(self))
+
+    def unfreeze(self, patterns: Sequence[str], lr: float | None) -> None:
+        # A collective.
+        stage = {"patterns": list(patterns), "lr": lr}
+        self.updates = self.builder.unfrozen(self.updates, stage)
+        self.monitor.watch(self.updates.values())
+        self.frozen_norms = parameter_groups.frozen_norms(self.model)
+        self.state.unfrozen.append(stage)
 
     def stopped_early(self) -> str:
         # A collective.
@@ -281,7 +294,7 @@ class Run:
             self._save(is_best)
 
     def _save(self, best: bool) -> None:
-        self.callbacks.call("checkpoint")
+        self.call("checkpoint")
         self._remember()
         if self.rank == 0:
             self.checkpoints.save(self.state, self.metrics, best)
@@ -297,15 +310,6 @@ class Run:
         if (stream := self.state.extras.get("stream")) is not None:
             stream.gather(self.consensus.gather_objects)
         self.nonfinite.remember()
-
-
-def check_updates(task: Task, step: int, names: Sequence[str], known: Iterable[str] | None = None) -> None:
-    if not names or (known is not None and not set(names) <= set(known)):
-        raise ConfigError(
-            f"{type(task).__name__}.updates({step}) returned {tuple(names)}: each step has to update something"
-            + (f", one of {', '.join(known)}" if known is not None else "")
-            + "; to train a part less often, return the others in the steps between"
-        )
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -22,10 +22,10 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, memory, parameter_groups, resume
-from ddp_hydra.training.build_updates import BuildUpdates
+from ddp_hydra.training.build_updates import UpdateBuilder
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
-from ddp_hydra.training.callbacks import Callback, Callbacks, View, check_names
-from ddp_hydra.training.checkpoint import CheckpointWriter, load_fitting, read
+from ddp_hydra.training.callbacks import Callback, Callbacks, check_names
+from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting, read
 from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0
 from ddp_hydra.training.data_description import DataDescription, length
 from ddp_hydra.training.data_stats import skipped_by
@@ -33,10 +33,10 @@ from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.lr_schedules import ScheduleProgress, planned_steps, steps_in_epoch
 from ddp_hydra.training.metrics import EpochMeans
 from ddp_hydra.training.monitor import Monitor
-from ddp_hydra.training.nonfinite import NonFinite
+from ddp_hydra.training.nonfinite import NonFiniteHandler
 from ddp_hydra.training.profiler import Profiler
-from ddp_hydra.training.run import Run, seed_step
-from ddp_hydra.training.state import Position, State, together
+from ddp_hydra.training.run import TrainingRun, seed_step
+from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.train_step import trained_loss
 from ddp_hydra.training.update import Update
 
@@ -49,36 +49,31 @@ def build(
     fault: fault_injection.FaultInjector,
     stop_signal: StopSignal,
     kept: Mapping[str, Any] | None = None,
-) -> Run:
+) -> TrainingRun:
     # A collective.
     description = DataDescription.of(train_set)
     description.check_validation(DataDescription.of(val_set))
     rank, device = dist.get_rank(), builders.device(cfg)
     memory.begin(device)
-    consensus = StepConsensus()
-    sampler = build_sampler(cfg, train_set, consensus)
+    sampler, consensus = build_sampler(cfg, train_set)
     builders.set_float32(cfg)
     seed_step(cfg.seed, 0, 0)  # all ranks build the same model
     bare, channels_last, untouched = build_model(cfg, train_set, device, files.get("weights"))
     task = builders.task(cfg, train_set, device)
-    for data in (train_set, val_set):
-        build_data.check_classes(cfg, task, data, description.num_classes)
+    saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
+    check_data(cfg, task, train_set, val_set, saved)
 
     position = Position()
     progress = ScheduleProgress(cfg.trainer.epochs, cfg.trainer.max_steps, sampler, position)
-    saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
-    changed_data = DataDescription.from_dict(saved.get("data")).check_resume(description)
-    for warning in (build_data.only_class(task, description), changed_data):
-        if warning and rank == 0:
-            results.warn(warning)
     progress.load_state_dict(saved.get("progress") or progress.state_dict())
-    build_updates = BuildUpdates(cfg, bare, task, consensus, sampler.global_batch, device)
-    updates = build_updates.first(progress, saved.get("unfrozen") or [])
+    builder = UpdateBuilder(cfg, bare, task, consensus, sampler.global_batch, device)
+    updates = builder.first(progress, saved.get("unfrozen") or [])
     frozen_norms = parameter_groups.frozen_norms(bare)  # after sync_batchnorm has replaced layers
     build_again = lambda: builders.model(cfg, train_set).to(device)  # noqa: E731
-    state, changed = build_state(cfg, bare, task, updates, progress, builders.callbacks(cfg), kept, saved, build_again)
+    state, changed = build_state(
+        cfg, bare, task, updates, progress, builders.callbacks(cfg), kept, saved, description, build_again
+    )
     state.check()
-    state.data = description.as_dict()
     total_steps = position.step + steps_left(cfg.trainer, sampler, position)
     loader = build_data.loader(cfg, train_set, device, channels_last)
     validation = builders.evaluation(cfg, val_set, task, device, channels_last) if val_set is not None else None
@@ -89,8 +84,7 @@ def build(
         results.emit(header, position.step)
 
     profiler = Profiler(cfg.trainer.profile_steps, rank, bare, device, cfg.trainer.precision, total_steps)
-    callbacks = state.extras.get("callbacks") or Callbacks({}, state)
-    run = Run(
+    return TrainingRun(
         cfg=cfg,
         rank=rank,
         seed=cfg.seed,
@@ -109,19 +103,28 @@ def build(
         validation=validation,
         cadence=Cadence.from_config(cfg.trainer, total_steps),
         consensus=consensus,
-        nonfinite=NonFinite(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state),
-        checkpoints=CheckpointWriter(),
+        nonfinite=NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, state),
+        checkpoints=CheckpointSaver(),
         monitor=Monitor(
             consensus, task, loader, updates.values(), profiler, position.samples, state.extras["epoch_means"]
         ),
         fault=fault,
         stop_signal=stop_signal,
         log_clock=LogClock(cfg.trainer.log_every_s if rank == 0 else None, cfg.trainer.log_growth),
-        callbacks=callbacks,
+        callbacks=state.extras.get("callbacks") or Callbacks({}, state),
+        builder=builder,
         logged_at=position.step,
     )
-    callbacks.view = View(run, lambda patterns, lr: build_updates.unfreeze(run, patterns, lr))
-    return run
+
+
+def check_data(cfg: DictConfig, task: Task, train_set: Any, val_set: Any, saved: Mapping[str, Any]) -> None:
+    description = DataDescription.of(train_set)
+    for data in (train_set, val_set):
+        build_data.check_classes(cfg, task, data, description.num_classes)
+    changed = DataDescription.from_dict(saved.get("data")).check_resume(description)
+    for warning in (build_data.only_class(task, description), changed):
+        if warning and dist.get_rank() == 0:
+            results.warn(warning)
 
 
 def more_lines(task: Task, changed: str, untouched: list[str] | None) -> list[str]:
@@ -138,15 +141,14 @@ def more_lines(task: Task, changed: str, untouched: list[str] | None) -> list[st
     return [f"{name:10}{text}" for name, text in lines.items() if text]
 
 
-def build_sampler(cfg: DictConfig, train_set: Any, consensus: StepConsensus) -> Any:
-    # The ranks of a stream tell each other when it has ended for one of them.
-    sampler = build_data.sampler(cfg, train_set, dist.get_rank(), dist.get_world_size())
-    if isinstance(sampler, StreamSampler):
-        consensus.counts, consensus.take = sampler.counts, sampler.heard
-        sampler.agree = consensus.decide
-    elif cfg.trainer.overfit_batches:
-        return Repeated(sampler, cfg.trainer.overfit_batches)
-    return sampler
+def build_sampler(cfg: DictConfig, train_set: Any) -> tuple[Any, StepConsensus]:
+    # The ranks of a stream tell each other when it has ended for one of them, with their votes.
+    sampler = build_data.sampler(cfg, train_set, dist.get_rank(), dist.get_world_size(), lambda: consensus.decide())
+    is_stream = isinstance(sampler, StreamSampler)
+    consensus = StepConsensus(sampler.counts, sampler.heard) if is_stream else StepConsensus()
+    if cfg.trainer.overfit_batches and not is_stream:
+        sampler = Repeated(sampler, cfg.trainer.overfit_batches)
+    return sampler, consensus
 
 
 def build_model(
@@ -173,8 +175,9 @@ def build_state(
     callbacks: Mapping[str, Callback],
     kept: Mapping[str, Any] | None,
     saved: dict[str, Any],
+    description: DataDescription,
     build_again: Callable[[], nn.Module] | None = None,
-) -> tuple[State, str]:
+) -> tuple[TrainingState, str]:
     extras = {
         "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
         "weighing": together({name: update.weighing for name, update in updates.items()}),
@@ -185,13 +188,14 @@ def build_state(
         "progress": progress,
         "stream": progress.sampler if isinstance(progress.sampler, StreamSampler) else None,
     }
-    state = State(
+    state = TrainingState(
         model,
         together({name: update.optimizer_step.optimizer for name, update in updates.items()}),
         together({name: update.scheduler for name, update in updates.items()}),
         progress.position,
         dict(kept or checkpoint_config.of(cfg)),
         extras,
+        description.as_dict(),
     )
     if callbacks:
         extras["callbacks"] = Callbacks(callbacks, state)

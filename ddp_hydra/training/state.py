@@ -48,7 +48,7 @@ class Position:
 
 
 @dataclass
-class State:
+class TrainingState:
     """Everything that a checkpoint saves.
 
     Args:

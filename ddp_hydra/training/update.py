@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import Decision, StepConsensus, things
 from ddp_hydra.training.finite import GradientNorms, are_finite
 from ddp_hydra.training.nonfinite import NonFiniteStep
@@ -29,12 +31,12 @@ class Update:
         scheduler: of the learning rate.
         consensus: votes of the ranks.
         weighing: of the losses; None: their means are over samples, as many on each rank.
-
-    Attributes:
-        parallel: the training step among its ranks.
         others: parameters that other updates train, and this one does not.
         late: check the gradients of a step together with the next step's loss. Then the loop need not wait for the
             backward pass of a GPU, but the weights have taken up the gradients by then.
+
+    Attributes:
+        parallel: the training step among its ranks.
     """
 
     def __init__(
@@ -44,12 +46,13 @@ class Update:
         scheduler: Any,
         consensus: StepConsensus,
         weighing: Weighing | None = None,
+        others: Sequence[nn.Parameter] = (),
+        late: bool = False,
     ) -> None:
         self.name, self.optimizer_step, self.scheduler, self.consensus = name, optimizer_step, scheduler, consensus
         self.weighing = weighing or Weighing(1, consensus)
         self.parallel = optimizer_step.parallel
-        self.others: list[nn.Parameter] = []
-        self.late = False
+        self.others, self.late = others, late
         self.unchecked: GradientNorms | None = None
 
     def begin(self) -> None:
@@ -185,3 +188,12 @@ class OptimizerStep:
         if self.scaler.is_enabled():
             found[f"{prefix}loss_scale"] = float(self.scaler.get_scale())
         return found
+
+
+def check_updates(task: Task, step: int, names: Sequence[str], known: Iterable[str] | None = None) -> None:
+    if not names or (known is not None and not set(names) <= set(known)):
+        raise ConfigError(
+            f"{type(task).__name__}.updates({step}) returned {tuple(names)}: each step has to update something"
+            + (f", one of {', '.join(known)}" if known is not None else "")
+            + "; to train a part less often, return the others in the steps between"
+        )

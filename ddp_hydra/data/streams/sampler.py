@@ -27,14 +27,16 @@ class StreamSampler:
         part: of this rank.
         batch_size: samples per rank and step.
         n_samples: samples of all ranks in an epoch: it ends there at the latest; None: where the data ends.
+        agree: exchanges the counts of all ranks now; a collective. None: there is one rank.
 
     Attributes:
-        agree: exchanges the counts of all ranks now; a collective.
         wait: calls a function that waits for data; the loader measures how long.
         ahead: the steps that are read ahead; None between epochs.
     """
 
-    def __init__(self, part: Part, batch_size: int, n_samples: int | None = None) -> None:
+    def __init__(
+        self, part: Part, batch_size: int, n_samples: int | None = None, agree: Callable[[], Any] | None = None
+    ) -> None:
         self.part, self.batch_size, self.n_samples = part, batch_size, n_samples
         self.global_batch = batch_size * part.world_size
         if n_samples is not None and n_samples < self.global_batch:
@@ -42,7 +44,7 @@ class StreamSampler:
                 f"data.n_samples={n_samples} is less than one global batch of {self.global_batch} "
                 f"(data.batch_size={batch_size} x {part.world_size} ranks): give a smaller data.batch_size"
             )
-        self.agree: Callable[[], Any] = lambda: self.heard(self.counts())
+        self.agree = agree or (lambda: self.heard(self.counts()))
         self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()
         self.ahead: Ahead[Any] | None = None
         self.epoch = 0

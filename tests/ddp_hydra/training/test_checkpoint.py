@@ -15,8 +15,8 @@ from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.training import lr_schedules
-from ddp_hydra.training.checkpoint import CheckpointWriter, ReportingFile, read, write
-from ddp_hydra.training.state import FORMAT, Position, State, load_weights
+from ddp_hydra.training.checkpoint import CheckpointSaver, ReportingFile, read, write
+from ddp_hydra.training.state import FORMAT, Position, TrainingState, load_weights
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"cls": torch.optim.Adam, "lr": 0.01}
@@ -27,7 +27,9 @@ def state(seed=0, width=3, optimizer=SGD, build=nn.Linear, norm=True):
     model = nn.Sequential(build(2, width), *([nn.BatchNorm1d(width)] if norm else []))
     options = dict(optimizer)
     optimizer = options.pop("cls")(model.parameters(), **options)
-    return State(model, optimizer, lr_schedules.cosine(optimizer, 20), Position(), {"seed": seed, "tags": ["a"]})
+    return TrainingState(
+        model, optimizer, lr_schedules.cosine(optimizer, 20), Position(), {"seed": seed, "tags": ["a"]}
+    )
 
 
 def train(run, steps):
@@ -223,7 +225,7 @@ def test_what_is_no_checkpoint_is_refused_and_never_run(write, words, tmp_path, 
 
 
 def test_a_checkpoint_writer_writes_what_the_run_was_when_asked(sent):
-    run, writer = train(state(), 2), CheckpointWriter()
+    run, writer = train(state(), 2), CheckpointSaver()
     writer.save(run, {"val/loss": 0.5}, best=True)
     train(run, 2)
     writer.save(run, {}, best=False)
@@ -278,7 +280,7 @@ def test_a_file_that_ticks_is_a_file(shared_status, tmp_path):
 
 def test_a_checkpoint_that_could_not_be_written_is_heard_of_once(sent, tmp_path):
     (tmp_path / "spool").rmdir()
-    writer = CheckpointWriter()
+    writer = CheckpointSaver()
     writer.save(state(), {}, best=False)
     with pytest.raises((OSError, RuntimeError), match="spool"):
         writer.wait()

@@ -136,11 +136,10 @@ def test_a_set_of_columns_reads_those_of_the_model_unless_the_config_names_other
     trained = DataDescription(features=("age", "height"))
     for given, taken in ((None, ["age", "height"]), (["height"], ["height"])):
         node = OmegaConf.create({"_target_": "x", "features": given})
-        build_data.fill_features(node, trained)
-        assert node.features == taken
+        assert build_data.with_features(node, trained).features == taken
+        assert node.features == given
     other = OmegaConf.create({"_target_": "x"})
-    build_data.fill_features(other, trained)
-    assert "features" not in other
+    assert "features" not in build_data.with_features(other, trained)
 
 
 class Blank(ImageDataset):

@@ -15,17 +15,17 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import export, load_run
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.export import Example, example_of
-from ddp_hydra.training.load_run import Trained
+from ddp_hydra.training.load_run import TrainedModel
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 EXAMPLE = Example((torch.randn(2, 4),), {})
 
 
-def trained(**data: Any) -> Trained:
+def trained(**data: Any) -> TrainedModel:
     cfg = OmegaConf.merge(config(), {"data": data})
     kept = OmegaConf.to_container(cfg)
     OmegaConf.resolve(cfg)
-    return Trained(cfg, nn.Linear(4, 3).eval(), DataDescription(), torch.device("cpu"), False, 8, kept)
+    return TrainedModel(cfg, nn.Linear(4, 3).eval(), DataDescription(), torch.device("cpu"), False, 8, kept)
 
 
 def test_the_config_in_a_file_keeps_interpolations_whose_values_may_be_secret(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.finite import GradientNorms, are_finite, not_finite
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.state import Position, State
+from ddp_hydra.training.state import Position, TrainingState
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep, Update
 
@@ -133,7 +133,9 @@ def captured(spoil):
     optimizer.step()
     ema = Ema(model, 0.9)
     spoil(model, ema.model, optimizer.state)
-    state = State(model, optimizer, lr_schedules.constant(optimizer, 1), Position(), {}, {"ema": ema, "scaler": None})
+    state = TrainingState(
+        model, optimizer, lr_schedules.constant(optimizer, 1), Position(), {}, {"ema": ema, "scaler": None}
+    )
     return not_finite(state.capture(), [name for name, _ in model.named_buffers()])
 
 

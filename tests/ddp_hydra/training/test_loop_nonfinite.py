@@ -8,7 +8,7 @@ import torch
 from ddp_hydra import heartbeat
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import NonFiniteLoss
-from ddp_hydra.training.build_updates import BuildUpdates
+from ddp_hydra.training.build_updates import UpdateBuilder
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, same, weights
 
 
@@ -79,7 +79,7 @@ SPOILT = {"model": {"_target_": f"{__name__}.Spoilt"}}
 @pytest.fixture(params=[False, True], ids=["at once", "late"])
 def as_on_a_gpu(request, monkeypatch) -> None:
     """Look at gradients at once, and when the next loss is looked at."""
-    first = BuildUpdates.first
+    first = UpdateBuilder.first
 
     def forced(*arguments):
         updates = first(*arguments)
@@ -87,7 +87,7 @@ def as_on_a_gpu(request, monkeypatch) -> None:
             update.late = request.param
         return updates
 
-    monkeypatch.setattr(BuildUpdates, "first", forced)
+    monkeypatch.setattr(UpdateBuilder, "first", forced)
 
 
 def test_a_step_with_a_bad_gradient_ends_the_run_by_default(as_on_a_gpu, train):

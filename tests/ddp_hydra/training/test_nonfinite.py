@@ -9,21 +9,21 @@ from torch import nn
 
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training import lr_schedules, nonfinite
-from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFinite, NonFiniteStep
-from ddp_hydra.training.state import Position, State
+from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFiniteHandler, NonFiniteStep
+from ddp_hydra.training.state import Position, TrainingState
 
 NAN = float("nan")
 BAD = NonFiniteStep(0, NAN)
 
 
-def state(optimizer=torch.optim.Adam, **options) -> State:
+def state(optimizer=torch.optim.Adam, **options) -> TrainingState:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     made = optimizer(model.parameters(), **options)
-    return State(model, made, lr_schedules.cosine(made, 50), Position(), {})
+    return TrainingState(model, made, lr_schedules.cosine(made, 50), Position(), {})
 
 
-def step(run: State, bad: bool = False) -> torch.Tensor:
+def step(run: TrainingState, bad: bool = False) -> torch.Tensor:
     """Forward and backward, as the loop does before it hears the decision."""
     x = torch.randn(4, 2, generator=torch.Generator().manual_seed(run.position.step))
     loss = run.model(x * NAN if bad else x).pow(2).sum()
@@ -32,21 +32,21 @@ def step(run: State, bad: bool = False) -> torch.Tensor:
     return loss
 
 
-def advance(run: State, optimizer_step: bool = True) -> None:
+def advance(run: TrainingState, optimizer_step: bool = True) -> None:
     if optimizer_step:
         run.optimizer.step()
     run.scheduler.step()
     run.position.advance(4)
 
 
-def train(run: State, steps: int) -> State:
+def train(run: TrainingState, steps: int) -> TrainingState:
     for _ in range(steps):
         step(run)
         advance(run)
     return run
 
 
-def weights(run: State) -> list[torch.Tensor]:
+def weights(run: TrainingState) -> list[torch.Tensor]:
     kept = [tensor.clone() for tensor in run.model.state_dict().values()]
     return kept + [value.clone() for slots in run.optimizer.state.values() for value in slots.values()]
 
@@ -59,7 +59,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 def test_abort_names_the_samples_on_the_rank_that_had_them(sent):
-    guard = NonFinite("abort", 10, train(state(), 6))
+    guard = NonFiniteHandler("abort", 10, train(state(), 6))
     with pytest.raises(NonFiniteLoss) as caught:
         guard.handle(NonFiniteStep(1, NAN), rank=1, samples=[4, 8, 15])
     assert str(caught.value).startswith("the loss is nan in step 7; samples of this rank: 4, 8, 15. Lower optimizer.lr")
@@ -69,13 +69,13 @@ def test_abort_names_the_samples_on_the_rank_that_had_them(sent):
 
 def test_abort_says_on_other_ranks_whose_loss_it_was(sent):
     with pytest.raises(NonFiniteLoss, match=r"^rank 2 found a loss that is not finite in step 1$") as caught:
-        NonFinite("abort", 10, state()).handle(NonFiniteStep(2, 1.0), rank=0, samples=[1])
+        NonFiniteHandler("abort", 10, state()).handle(NonFiniteStep(2, 1.0), rank=0, samples=[1])
     assert caught.value.consequence
 
 
 def test_a_second_rank_that_is_bad_too_follows_the_first(sent):
     with pytest.raises(NonFiniteLoss, match="rank 0 found") as caught:
-        NonFinite("abort", 10, state()).handle(BAD, rank=1, samples=[1])
+        NonFiniteHandler("abort", 10, state()).handle(BAD, rank=1, samples=[1])
     assert caught.value.consequence
     assert len(sent) == 1
 
@@ -83,14 +83,14 @@ def test_a_second_rank_that_is_bad_too_follows_the_first(sent):
 def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
     samples = list(range(1000, 1000 + 3 * SHOWN))
     with pytest.raises(NonFiniteLoss) as caught:
-        NonFinite("abort", 10, state()).handle(BAD, 0, samples)
+        NonFiniteHandler("abort", 10, state()).handle(BAD, 0, samples)
     assert f", {samples[SHOWN - 1]}, …" in str(caught.value)
     assert str(samples[SHOWN]) not in str(caught.value)
     assert json.loads(sent[0].data.text)["samples"] == samples
 
 
 def test_abort_keeps_no_copies():
-    guard = NonFinite("abort", 10, state())
+    guard = NonFiniteHandler("abort", 10, state())
     assert (guard.checkpoint, guard.saved_buffers) == (None, [])
 
 
@@ -100,7 +100,7 @@ def test_abort_keeps_no_copies():
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_a_step_that_is_left_out_leaves_weights_and_statistics_as_they_were(policy, sent):
     run = train(state(), 3)
-    guard = NonFinite(policy, 10, run)
+    guard = NonFiniteHandler(policy, 10, run)
     guard.steps.append(4)  # a rollback has been there before
     before = weights(run)
     guard.before_step()
@@ -115,7 +115,7 @@ def test_a_step_that_is_left_out_leaves_weights_and_statistics_as_they_were(poli
 
 def test_after_a_good_step_its_statistics_stay():
     run = train(state(), 1)
-    guard = NonFinite("skip", 10, run)
+    guard = NonFiniteHandler("skip", 10, run)
     guard.before_step()
     step(run)
     advance(run)
@@ -127,7 +127,7 @@ def test_after_a_good_step_its_statistics_stay():
 
 def test_too_many_bad_steps_are_an_error_that_names_the_limit(sent):
     run = state()
-    guard = NonFinite("skip", 2, run)
+    guard = NonFiniteHandler("skip", 2, run)
     for _ in range(2):
         assert guard.handle(BAD, 0, [7]) is False
         run.position.advance(4)
@@ -143,7 +143,7 @@ def test_too_many_bad_steps_are_an_error_that_names_the_limit(sent):
 )
 def test_a_rollback_goes_back_to_where_it_was_kept_bit_for_bit_and_more_than_once(options, sent):
     run = train(state(**options), 2)
-    guard = NonFinite("rollback", 10, run)
+    guard = NonFiniteHandler("rollback", 10, run)
     kept, rate = weights(run), run.scheduler.get_last_lr()
     for later in (3, 1, 4):
         train(run, later)
@@ -156,7 +156,7 @@ def test_a_rollback_goes_back_to_where_it_was_kept_bit_for_bit_and_more_than_onc
 
 def test_a_rollback_goes_to_the_last_place_that_was_kept(sent):
     run = state()
-    guard = NonFinite("rollback", 10, run)
+    guard = NonFiniteHandler("rollback", 10, run)
     run.position.end_epoch()
     train(run, 2)
     run.best, run.validation_due = 0.5, False
@@ -172,7 +172,7 @@ def test_a_rollback_goes_to_the_last_place_that_was_kept(sent):
 
 def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(sent):
     run = state()
-    guard = NonFinite("rollback", 1, run)
+    guard = NonFiniteHandler("rollback", 1, run)
     train(run, 2)
     assert guard.handle(BAD, 0, [1]) is True
     train(run, 2)
@@ -205,7 +205,9 @@ def test_ranks_whose_loss_was_good_record_nothing_and_rank_0_says_whose_it_was(r
 def test_of_a_bad_gradient_each_rank_records_its_samples_and_the_first_names_the_parameters(rank, loss, sent):
     names = [f"layer.{number}" for number in range(NAMED + 2)]
     with pytest.raises(NonFiniteLoss) as caught:
-        NonFinite("abort", 10, train(state(), 6)).handle(NonFiniteStep(0, loss, names, steps_ago=1), rank, [4, 8])
+        NonFiniteHandler("abort", 10, train(state(), 6)).handle(
+            NonFiniteStep(0, loss, names, steps_ago=1), rank, [4, 8]
+        )
     (record,) = sent
     assert json.loads(record.data.text) == {
         "step": 6, "rank": rank, "loss": str(loss), "samples": [4, 8], "gradients": names
@@ -218,7 +220,7 @@ def test_of_a_bad_gradient_each_rank_records_its_samples_and_the_first_names_the
 
 def test_a_rollback_never_goes_to_what_is_not_finite(sent):
     run = train(state(), 2)
-    guard = NonFinite("rollback", 10, run)
+    guard = NonFiniteHandler("rollback", 10, run)
     run.model[0].weight.data[0, 0] = NAN
     guard.remember()
     with pytest.raises(NonFiniteLoss, match=r"the state after step 2 is not finite \(0\.weight\)"):

@@ -83,14 +83,14 @@ class Ranks:
         self.world_size = world_size
         self.data = [make() for _ in range(world_size)]
         parts = [split(data, rank, world_size, way) for rank, data in enumerate(self.data)]
-        self.samplers = [StreamSampler(part, batch_size) for part in parts]
+        self.samplers = [
+            StreamSampler(part, batch_size, agree=partial(self.agree, rank)) for rank, part in enumerate(parts)
+        ]
         self.loaders = [StreamLoader(data, CPU, prefetch=prefetch, way=way) for data in self.data]
         self.counts: list[list[int]] = [[] for _ in parts]
         self.least: list[int] = []
         self.barrier = threading.Barrier(world_size, self._exchange)
         self.exchanges = 0
-        for rank, sampler in enumerate(self.samplers):
-            sampler.agree = lambda rank=rank: self.agree(rank)
 
     def agree(self, rank: int) -> None:
         self.counts[rank] = self.samplers[rank].counts()
