@@ -240,13 +240,14 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
         scheduler._ddp_hydra_reservations, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
         scheduler._ddp_hydra_change = asyncio.Event()
         scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
-        own_target = scheduler.adaptive_target
+        own_target = getattr(scheduler, "adaptive_target", None)
 
         def adaptive_target(target_duration: Any = None) -> int:
             scheduler._ddp_hydra_adapted = time.monotonic()
             return max(own_target(target_duration), _demand(scheduler))
 
-        scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
+        if own_target is not None:
+            scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
         scheduler.add_plugin(ReservationPlugin(scheduler), name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 

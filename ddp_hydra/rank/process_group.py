@@ -63,6 +63,8 @@ def process_group(
                 check_gpu_is_own(store, rank, world_size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
         store.add("ddp_hydra/joined", 1)
+        while rank == 0 and not init and store.add("ddp_hydra/joined", 0) < world_size:
+            time.sleep(0.005)  # a script may end by os._exit, and the store with it
         yield
         # Not in a `finally`: a rank that failed must not wait for others, and must not hide its error.
         while store.add("ddp_hydra/joined", 0) < world_size:

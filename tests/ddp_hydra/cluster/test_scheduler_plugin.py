@@ -242,6 +242,18 @@ def test_a_gang_that_starts_again_waits_for_nobody():
     assert len(scheduler.reserve("one", 2)["workers"]) == 2
 
 
+def test_the_next_worker_is_for_a_gang_that_starts_again_and_not_for_the_queue():
+    scheduler = Scheduler("a:1", "a:2")
+    scheduler.reserve("again", 2)
+    scheduler.remove("a:1")
+    assert "workers" not in scheduler.reserve("again", 2)
+    scheduler.add("a:3")
+    assert scheduler.reserve("new", 1)["free"] == 0
+    assert len(scheduler.reserve("again", 2)["workers"]) == 2
+    scheduler.add("a:4")
+    assert len(scheduler.reserve("new", 1)["workers"]) == 1
+
+
 def test_the_topic_of_the_attempt_before_is_forgotten_with_the_next():
     scheduler = Scheduler("a:1")
     reserve("one", "me", "sweep", "first", 1, 1, dask_scheduler=scheduler)

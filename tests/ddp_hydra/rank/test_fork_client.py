@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -257,3 +259,29 @@ def test_after_a_change_of_the_environment_another_server_is_held(tmp_path, monk
         for pair in made:
             for end in pair:
                 end.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_the_lock_of_the_folder_is_given_back_whatever_was_forked_meanwhile(tmp_path):
+    with fork_client.locked(tmp_path / "mine") as handle:
+        read, write = os.pipe()
+        if not (pid := os.fork()):
+            os.read(read, 1)
+            os._exit(0)
+    with fork_client.locked(tmp_path / "mine") as again:
+        assert handle >= 0 <= again
+    os.write(write, b"x")
+    os.waitpid(pid, 0)
+    os.close(read)
+    os.close(write)
+
+
+def test_who_waits_for_the_lock_of_the_folder_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fork_client, "TOLD_S", 0.0)
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    timer = threading.Timer(0.1, os.close, (handle,))
+    timer.start()
+    with fork_client.locked(tmp_path):
+        assert f"another process has locked {tmp_path}: waiting for it" in caplog.text
+    timer.join()
