@@ -106,7 +106,7 @@ def train(
         else:
             result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
-        before = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
+        before: dict[str, float | None] = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
         if cfg.resume and not before and not result.metrics:  # nothing was left to train
             before |= metrics_at(cfg.resume, result.steps)
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)

@@ -16,7 +16,7 @@ from ddp_hydra.config import project, redact
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
 from ddp_hydra.run_state import Best
 from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
-from ddp_hydra.storage.manifest import FOLDER, NAME, newest_first, read_manifest, read_manifest_text
+from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, decode_manifest, newest_first, read_manifest
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked, read_summary
 
@@ -106,10 +106,10 @@ def _link(source: Path, target: Path) -> None:
 
 def saved_step(run_dir: Path) -> int | None:
     newest = _newest_checkpoint(run_dir)
-    return None if newest is None else int(newest.get("step") or 0)
+    return None if newest is None else newest.step or 0
 
 
-def _newest_checkpoint(run_dir: Path) -> dict[str, Any] | None:
+def _newest_checkpoint(run_dir: Path) -> CheckpointEntry | None:
     with contextlib.suppress(CheckpointError):
         entries = read_manifest(run_dir / FOLDER)
         return next((entries[name] for name in newest_first(entries)), None)
@@ -118,33 +118,29 @@ def _newest_checkpoint(run_dir: Path) -> dict[str, Any] | None:
 
 def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
     with contextlib.suppress(CheckpointError):
-        best = read_manifest(run_dir / FOLDER).get("best.pt", {})
-        metrics = best.get("metrics")
-        value = metrics.get(metric) if isinstance(metrics, dict) else None
-        if isinstance(best.get("step"), int) and isinstance(value, int | float):
-            return Best(best["step"], value)
+        best = read_manifest(run_dir / FOLDER).get("best.pt")
+        if best is not None and best.step is not None and (value := best.metrics.get(metric)) is not None:
+            return Best(best.step, value)
     return None
 
 
-def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float]:
+def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float | None]:
     """Return the metrics of the newest checkpoint of a run that goes on in its own directory; {} if there are none."""
     if not is_resumed(run_dir, resume):
         return {}
-    return _metrics_of(_newest_checkpoint(run_dir) or {})
+    return _metrics_of(_newest_checkpoint(run_dir))
 
 
-def metrics_at(resume: str, step: int) -> dict[str, float]:
+def metrics_at(resume: str, step: int) -> dict[str, float | None]:
     """Return the metrics of a run's checkpoint after a step; {} if they are not known."""
     with contextlib.suppress(OSError, ValueError, DdpHydraError):
-        entries = read_manifest_text(RunRef.of(resume).read(f"{FOLDER}/{NAME}"))
-        return next((_metrics_of(entry) for entry in entries.values() if entry.get("step") == step), {})
+        entries = decode_manifest(RunRef.of(resume).read(f"{FOLDER}/{NAME}")).files
+        return _metrics_of(next((entry for entry in entries.values() if entry.step == step), None))
     return {}
 
 
-def _metrics_of(entry: dict[str, Any]) -> dict[str, float]:
-    metrics = entry.get("metrics")
-    known = metrics.items() if isinstance(metrics, dict) else ()
-    return {key: value for key, value in known if isinstance(value, float)}
+def _metrics_of(entry: CheckpointEntry | None) -> dict[str, float | None]:
+    return {name: value for name, value in (entry.metrics if entry else {}).items() if value is not None}
 
 
 def full_disk_advice(run_dir: Path, shown_dir: str) -> str:

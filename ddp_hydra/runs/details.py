@@ -16,7 +16,7 @@ from ddp_hydra.runs import disk
 from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, RunState, number, read_state, text
 from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRun, yaml_value
-from ddp_hydra.storage.manifest import FOLDER, NAME
+from ddp_hydra.storage.manifest import FOLDER, NAME, decode_manifest
 from ddp_hydra.writers.run_dir import json_object
 
 _LAST_BYTES = 2**16
@@ -59,13 +59,12 @@ def last_metrics(files: RunFiles, state: RunState) -> dict[str, Any]:
 
 
 def checkpoints(files: RunFiles) -> dict[str, Any]:
-    entries = json_object(files.read(f"{FOLDER}/{NAME}")).get("files")
-    if not isinstance(entries, dict):
+    try:
+        entries = decode_manifest(files.read(f"{FOLDER}/{NAME}")).files
+    except ValueError:  # none, or one that is still being written
         return {}
     return {
-        text(name): {"step": number(entry.get("step")), "bytes": number(entry.get("size"))}
-        for name, entry in list(entries.items())[-MOST_ATTEMPTS:]
-        if isinstance(entry, dict)
+        text(name): {"step": entry.step, "bytes": entry.size} for name, entry in list(entries.items())[-MOST_ATTEMPTS:]
     }
 
 

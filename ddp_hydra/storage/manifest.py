@@ -14,10 +14,12 @@ import os
 import re
 import zipfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
+from msgspec import Struct, to_builtins
 
+from ddp_hydra.checked import Count
 from ddp_hydra.errors import CheckpointError
 
 FOLDER = "checkpoints"
@@ -25,12 +27,34 @@ NAME = "manifest.json"
 ALIASES = ("last.pt", "best.pt")
 STEP_FILE = re.compile(r"step-(\d{1,18})(-[0-9a-f]{12})?\.pt", re.ASCII)
 """A bucket's names carry the beginning of the sha256, too."""
-Entries = dict[str, dict[str, Any]]
+FORMAT = 1
+"""The number in the manifest, raised when a field changes its meaning or goes."""
 
 
-class _Manifest(msgspec.Struct):
+class CheckpointEntry(Struct, kw_only=True):
+    """A file of the manifest: its size in bytes, its sum, and where in the training it was made."""
+
+    size: Count
+    sha256: str
+    step: Count | None = None
+    epoch: float | None = None
+    samples: float | None = None
+    metrics: dict[str, float | None] = {}
+
+
+Entries = dict[str, CheckpointEntry]
+
+
+class Manifest(Struct, kw_only=True):
+    """The checkpoints of a folder by file name, oldest first, or why they were removed."""
+
+    format: int = FORMAT
     files: Entries
     removed: str = ""
+
+
+class _Format(Struct):
+    format: int = FORMAT
 
 
 log = logging.getLogger(__name__)
@@ -44,7 +68,7 @@ def read_manifest(folder: Path) -> Entries:
     """
     path = folder / NAME
     try:
-        return read_manifest_text(path.read_bytes())
+        return decode_manifest(path.read_bytes()).files
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -54,38 +78,32 @@ def read_manifest(folder: Path) -> Entries:
         ) from None
 
 
-def read_manifest_text(content: bytes) -> Entries:
-    """Return the entries of a manifest's content.
+def decode_manifest(content: bytes) -> Manifest:
+    """Read a manifest.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or of another format.
     """
     try:
-        return msgspec.json.decode(content, type=_Manifest).files
+        if (number := msgspec.json.decode(content, type=_Format).format) != FORMAT:
+            raise ValueError(f"it has format {number}, and this version of ddp_hydra reads format {FORMAT}")
+        return msgspec.json.decode(content, type=Manifest)
     except RecursionError as error:
         raise ValueError(str(error)) from None
 
 
-def write_manifest_text(entries: Entries, removed: str = "") -> bytes:
+def encode_manifest(entries: Entries, removed: str = "") -> bytes:
     """Return the content of a manifest.
 
     Args:
         entries: by file name.
         removed: why all checkpoints were removed, if they were.
     """
-    content = {"version": 1, "files": entries} | ({"removed": removed} if removed else {})
+    content = to_builtins(Manifest(files=entries, removed=removed))
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
-def why_removed(manifest: bytes) -> str:
-    """Return why all checkpoints were removed, from the content of their manifest; "" if it does not say so."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = msgspec.json.decode(manifest, type=_Manifest)
-        return "" if found.files else found.removed
-    return ""
-
-
-def name_in_store(name: str, entry: dict[str, Any]) -> str:
+def name_in_store(name: str, entry: CheckpointEntry) -> str:
     """Return the name of a step file in a store, which no file with another content ever gets.
 
     Args:
@@ -94,7 +112,7 @@ def name_in_store(name: str, entry: dict[str, Any]) -> str:
     """
     match = STEP_FILE.fullmatch(name)
     assert match is not None
-    return f"step-{match[1]}-{entry['sha256']:.12}.pt"
+    return f"step-{match[1]}-{entry.sha256:.12}.pt"
 
 
 def newest_first(entries: Entries) -> list[str]:
@@ -152,12 +170,12 @@ def _named(folder: Path, which: str) -> Path:
     entries = read_manifest(folder)
     steps = [name for name in newest_first(entries) if (folder / name).is_file()]
     if which == "best":
-        digest = entries.get(file.name, {}).get("sha256")
-        steps = [name for name in steps if entries[name].get("sha256") == digest]
+        best = entries.get(file.name)
+        steps = [name for name in steps if best and entries[name].sha256 == best.sha256]
     if steps:  # the writer was stopped between a step file and the name, or the folder comes from a bucket
         return folder / steps[0]
-    with contextlib.suppress(OSError):
-        if reason := why_removed((folder / NAME).read_bytes()):
+    with contextlib.suppress(OSError, ValueError):
+        if reason := decode_manifest((folder / NAME).read_bytes()).removed:
             raise CheckpointError(f"the checkpoints in {folder} were removed: {reason}")
     advice = f"; for the last one type which=last, or give {folder / 'last.pt'}" if "last.pt" in entries else ""
     raise CheckpointError(f"{folder} has no {which}.pt: found {_listing(folder)}{advice}")
@@ -254,7 +272,7 @@ Sums = dict[tuple[int, int], str]
 """sha256 by device and inode: last.pt and its step file are one file, and large."""
 
 
-def damage(file: Path, wanted: dict[str, Any], sums: Sums | None = None) -> str | None:
+def damage(file: Path, wanted: CheckpointEntry, sums: Sums | None = None) -> str | None:
     """Say how a file differs from its entry in a manifest; None if it does not.
 
     Args:
@@ -265,8 +283,8 @@ def damage(file: Path, wanted: dict[str, Any], sums: Sums | None = None) -> str 
     try:
         with file.open("rb") as content:
             found = os.fstat(content.fileno())
-            if found.st_size != wanted.get("size"):
-                return f"it has {found.st_size} bytes, the manifest says {wanted.get('size')}"
+            if found.st_size != wanted.size:
+                return f"it has {found.st_size} bytes, the manifest says {wanted.size}"
             sums = {} if sums is None else sums
             inode = (found.st_dev, found.st_ino)
             if inode not in sums:
@@ -276,17 +294,15 @@ def damage(file: Path, wanted: dict[str, Any], sums: Sums | None = None) -> str 
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
     digest = sums[inode]
-    if digest != wanted.get("sha256"):
-        return f"its sha256 is {digest[:12]}…, the manifest says {str(wanted.get('sha256'))[:12]}…"
+    if digest != wanted.sha256:
+        return f"its sha256 is {digest[:12]}…, the manifest says {wanted.sha256[:12]}…"
     return None
 
 
-def _instead(file: Path, wanted: dict[str, Any], entries: Entries) -> str:
+def _instead(file: Path, wanted: CheckpointEntry, entries: Entries) -> str:
     """Name the newest whole checkpoint that is no later than the damaged one."""
-    limit = wanted.get("step")
     for name, entry in reversed(entries.items()):
-        step = entry.get("step")
-        earlier = not isinstance(limit, int) or not isinstance(step, int) or step <= limit
+        earlier = wanted.step is None or entry.step is None or entry.step <= wanted.step
         if name.startswith("step-") and name != file.name and earlier:
             other = file.parent / name
             if damage(other, entry) is None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.base import PIECE_BYTES, Store
@@ -21,14 +21,15 @@ from ddp_hydra.storage.manifest import (
     FOLDER,
     NAME,
     STEP_FILE,
+    CheckpointEntry,
     Entries,
+    Manifest,
     damage,
+    decode_manifest,
+    encode_manifest,
     find_checkpoint,
     name_in_store,
     newest_first,
-    read_manifest_text,
-    why_removed,
-    write_manifest_text,
 )
 from ddp_hydra.storage.results_root import POINTER, is_url, open_folder, plain_path
 
@@ -146,13 +147,14 @@ def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "l
 
 def _fetch(remote: Store, folder: Path, which: str) -> Path:
     place = f"{remote.url}/{FOLDER}"
-    entries, removed = _read_manifest(remote)
+    manifest = _read_manifest(remote)
+    entries = manifest.files
     names = newest_first(entries)
     if which == "best":
-        digest = entries.get("best.pt", {}).get("sha256")
-        names = [name for name in names if entries[name].get("sha256") == digest][:1]
-    if not entries and removed:
-        raise CheckpointError(f"the checkpoints in {place} were removed: {removed}")
+        best = entries.get("best.pt")
+        names = [name for name in names if best and entries[name].sha256 == best.sha256][:1]
+    if not entries and manifest.removed:
+        raise CheckpointError(f"the checkpoints in {place} were removed: {manifest.removed}")
     if not names:
         advice = "; for the last one type which=last" if "last.pt" in entries else ""
         raise CheckpointError(
@@ -172,15 +174,14 @@ def _fetch(remote: Store, folder: Path, which: str) -> Path:
     raise CheckpointError(f"checkpoint {place}/{names[0]} is damaged: {reasons[names[0]]}; {left}")
 
 
-def _read_manifest(remote: Store) -> tuple[Entries, str]:
-    """Return the entries of a run's manifest in a store, and why all checkpoints were removed, if they were.
+def _read_manifest(remote: Store) -> Manifest:
+    """Return the manifest of a run in a store.
 
     Raises:
         CheckpointError: there is none, or it is not a manifest.
     """
     try:
-        manifest = remote.get(f"{FOLDER}/{NAME}")
-        return read_manifest_text(manifest), why_removed(manifest)
+        return decode_manifest(remote.get(f"{FOLDER}/{NAME}"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{remote.url}/{FOLDER} has no {NAME}, so no run has put checkpoints there: give what results.mirror= was "
@@ -194,16 +195,14 @@ class _Damaged(Exception):
     """A checkpoint in the store is not the one that the manifest describes."""
 
 
-def _download(remote: Store, name: str, wanted: dict[str, Any], target: Path) -> None:
+def _download(remote: Store, name: str, wanted: CheckpointEntry, target: Path) -> None:
     """Download one checkpoint to `target`, unless it is there already.
 
     Raises:
         _Damaged: it is not what its entry in the manifest, `wanted`, says.
     """
     assert STEP_FILE.fullmatch(name)
-    key, size, sha256 = f"{FOLDER}/{name}", wanted.get("size"), str(wanted.get("sha256"))
-    if not isinstance(size, int) or size < 0:
-        raise _Damaged("its entry in the manifest has no size")
+    key, size, sha256 = f"{FOLDER}/{name}", wanted.size, wanted.sha256
     if damage(target, wanted) is None:
         return
     with writing(target):
@@ -248,16 +247,16 @@ def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_
         ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
     """
     with _answering(url, retry_s) as remote:
-        entries, _ = _read_manifest(remote)
+        entries = _read_manifest(remote).files
         if own is None:
             found = (key.removeprefix(f"{FOLDER}/") for key, _ in remote.objects(FOLDER))
             ours = {key for key in found if STEP_FILE.fullmatch(key)}
         else:
             ours = {name_in_store(name, entry) for name, entry in own.items() if STEP_FILE.fullmatch(name)}
         left = {name: entry for name, entry in entries.items() if STEP_FILE.fullmatch(name) and name not in ours}
-        sums = {entry.get("sha256") for entry in left.values()}
-        left |= {name: entries[name] for name in ALIASES if name in entries and entries[name].get("sha256") in sums}
-        remote.put(f"{FOLDER}/{NAME}", write_manifest_text(left, removed="" if left else reason))
+        sums = {entry.sha256 for entry in left.values()}
+        left |= {name: entries[name] for name in ALIASES if name in entries and entries[name].sha256 in sums}
+        remote.put(f"{FOLDER}/{NAME}", encode_manifest(left, removed="" if left else reason))
         for key in sorted(ours):
             remote.delete(f"{FOLDER}/{key}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
 from ddp_hydra.storage.files import write_atomic, writing
-from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
+from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, encode_manifest, read_manifest
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, sort_key, typed
 from ddp_hydra.writers.run_dir import locked
@@ -201,7 +201,7 @@ def remove(run_dir: Path, reason: str) -> bool:
     try:
         with locked(run_dir):
             read_manifest(folder)  # not one that we don't understand
-            write_atomic(folder / NAME, write_manifest_text({}, removed=reason))
+            write_atomic(folder / NAME, encode_manifest({}, removed=reason))
             for path in folder.iterdir():
                 if path.name in ALIASES or STEP_FILE.fullmatch(path.name):
                     with writing(path), contextlib.suppress(FileNotFoundError):

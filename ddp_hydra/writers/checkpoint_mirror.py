@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.record import Record
@@ -23,13 +22,14 @@ from ddp_hydra.storage.manifest import (
     FOLDER,
     NAME,
     STEP_FILE,
+    CheckpointEntry,
     Entries,
     damage,
+    decode_manifest,
+    encode_manifest,
     name_in_store,
     newest_first,
     read_manifest,
-    read_manifest_text,
-    write_manifest_text,
 )
 from ddp_hydra.storage.results_root import open_folder
 from ddp_hydra.storage.retry import Backoff
@@ -186,9 +186,9 @@ class MirrorWriter:
             self._sent.discard(key)
         self._newest_sent = newest
 
-    def _send(self, path: Path, entry: dict[str, Any], key: str) -> bool:
+    def _send(self, path: Path, entry: CheckpointEntry, key: str) -> bool:
         """Copy one file unless the bucket has it; return whether the bucket has it then."""
-        if self._remote.size_or_none(f"{FOLDER}/{key}") != entry["size"]:
+        if self._remote.size_or_none(f"{FOLDER}/{key}") != entry.size:
             try:
                 content = path.open("rb")  # an open file stays readable when its name is removed
             except FileNotFoundError:
@@ -199,7 +199,7 @@ class MirrorWriter:
                         log.warning("checkpoint %s is damaged: %s; it is not copied", path, reason)
                         self._damaged[path.name] = reason
                     return False
-                self._remote.put(f"{FOLDER}/{key}", content, entry["size"])
+                self._remote.put(f"{FOLDER}/{key}", content, entry.size)
         self._sent.add(key)
         return True
 
@@ -217,20 +217,20 @@ class MirrorWriter:
         ours = {keys[name]: local[name] for name in local if keys.get(name) in there}
         left_out = self._own if next(iter(keys.values())) in there else set(keys.values())
         others = {name: entry for name, entry in before.items() if STEP_FILE.fullmatch(name) and name not in left_out}
-        digests = {entry["sha256"] for entry in ours.values()}
+        digests = {entry.sha256 for entry in ours.values()}
         aliases = {alias: before[alias] for alias in ALIASES if alias in before}
-        aliases |= {alias: local[alias] for alias in ALIASES if alias in local and local[alias]["sha256"] in digests}
+        aliases |= {alias: local[alias] for alias in ALIASES if alias in local and local[alias].sha256 in digests}
         named = {**others, **ours}
-        known = {entry.get("sha256") for entry in named.values()}
-        named |= {alias: entry for alias, entry in aliases.items() if entry.get("sha256") in known}
+        known = {entry.sha256 for entry in named.values()}
+        named |= {alias: entry for alias, entry in aliases.items() if entry.sha256 in known}
         if named != before or list(named) != list(before):
-            self._remote.put(f"{FOLDER}/{NAME}", write_manifest_text(named))
+            self._remote.put(f"{FOLDER}/{NAME}", encode_manifest(named))
         return named
 
 
 def _entries(remote: Store) -> Entries:
     try:
-        return read_manifest_text(remote.get(f"{FOLDER}/{NAME}"))
+        return decode_manifest(remote.get(f"{FOLDER}/{NAME}")).files
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -32,7 +32,16 @@ from ddp_hydra.storage.files import (
     write_atomic,
     writing,
 )
-from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, read_manifest, write_manifest_text
+from ddp_hydra.storage.manifest import (
+    ALIASES,
+    FOLDER,
+    NAME,
+    STEP_FILE,
+    CheckpointEntry,
+    Entries,
+    encode_manifest,
+    read_manifest,
+)
 
 Fetch = Callable[[Record, Path], None]
 """Copies the content of a file record's `source` to a path that does not exist yet."""
@@ -238,14 +247,14 @@ class CheckpointWriter:
         self._outdated.discard(name)
         # After a rollback, a name may come again; then it is the newest.
         entries = {known: entry for known, entry in self._entries.items() if known != name}
-        entries[name] = {
-            "size": file.size,
-            "sha256": file.sha256.lower(),
-            "step": checkpoint.step,
-            "epoch": checkpoint.epoch,
-            "samples": checkpoint.samples,
-            "metrics": finite(checkpoint.metrics),
-        }
+        entries[name] = CheckpointEntry(
+            size=file.size,
+            sha256=file.sha256.lower(),
+            step=checkpoint.step,
+            epoch=checkpoint.epoch,
+            samples=checkpoint.samples,
+            metrics=finite(checkpoint.metrics),
+        )
         self._save(entries)
         for alias in ALIASES if checkpoint.best else ALIASES[:1]:
             self._point(alias, name)
@@ -259,7 +268,7 @@ class CheckpointWriter:
         self._receiver.drop()
 
     def _save(self, entries: Entries) -> None:
-        write_atomic(self._folder / NAME, write_manifest_text(entries))
+        write_atomic(self._folder / NAME, encode_manifest(entries))
         self._entries = dict(entries)
 
     def _remove_outdated(self) -> None:
@@ -277,10 +286,10 @@ class CheckpointWriter:
         """Return step files that are too many, or of later steps: an attempt that was given up has made them."""
         if self._keep is None:
             return []
-        named = {entries[alias]["sha256"] for alias in ALIASES if alias in entries}
+        named = {entries[alias].sha256 for alias in ALIASES if alias in entries}
         steps = [name for name in entries if STEP_FILE.fullmatch(name)]
-        old = [name for name in steps if name in steps[: -self._keep] or entries[name]["step"] > step]
-        return [name for name in old if entries[name]["sha256"] not in named]
+        old = [name for name in steps if name in steps[: -self._keep] or (entries[name].step or 0) > step]
+        return [name for name in old if entries[name].sha256 not in named]
 
 
 def _step_name(path: str, step: int, rank: int) -> str:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_hydra.storage import results_root
-from ddp_hydra.storage.manifest import read_manifest_text
+from ddp_hydra.storage.manifest import decode_manifest
 from tests.integration.conftest import ROOT, CommandLine, alive, wait_for
 from tests.integration.support.chaos import Dask
 from tests.integration.support.training import CLOCKS
@@ -178,13 +178,13 @@ def test_metrics_events_and_checkpoints_are_those_of_a_run_here(both, server, ac
     assert len(loss[0]) == 12
     assert loss[0] == loss[1]
 
-    there = read_manifest_text(results.get("checkpoints/manifest.json"))
-    local = read_manifest_text((here / "checkpoints/manifest.json").read_bytes())
-    assert [entry["step"] for entry in there.values()] == [entry["step"] for entry in local.values()]
+    there = decode_manifest(results.get("checkpoints/manifest.json")).files
+    local = decode_manifest((here / "checkpoints/manifest.json").read_bytes()).files
+    assert [entry.step for entry in there.values()] == [entry.step for entry in local.values()]
     assert {"last.pt", "best.pt"} < set(there)
     for name, entry in there.items():
         if name.startswith("step-"):
-            assert results.store.size(f"checkpoints/{name}") == entry["size"]
+            assert results.store.size(f"checkpoints/{name}") == entry.size
 
 
 def test_the_summary_is_complete_and_the_status_says_the_end(both, access):
@@ -258,7 +258,7 @@ def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, acc
     assert results.json("summary.json")["status"] == "interrupted"
     assert 2 <= steps < 12
     assert (
-        max(entry["step"] for entry in read_manifest_text(results.get("checkpoints/manifest.json")).values()) == steps
+        max(entry.step for entry in decode_manifest(results.get("checkpoints/manifest.json")).files.values()) == steps
     )
 
     cli.done(
@@ -305,7 +305,7 @@ def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, acces
         said = ended(command)
         wait_for(lambda: not ranks_alive() and not drivers(), 20, "the end of the run")
         assert results.json("summary.json")["status"] == "interrupted"
-        newest = max(entry["step"] for entry in read_manifest_text(results.get("checkpoints/manifest.json")).values())
+        newest = max(entry.step for entry in decode_manifest(results.get("checkpoints/manifest.json")).files.values())
         assert newest == results.json("summary.json")["steps"]
         if number == signal.SIGINT:
             assert said.returncode == 130

@@ -29,10 +29,10 @@ from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.base import PIECE_BYTES, ObjectChangedError, Store
 from ddp_hydra.storage.files import place
-from ddp_hydra.storage.manifest import FOLDER, newest_first, read_manifest, read_manifest_text
+from ddp_hydra.storage.manifest import FOLDER, decode_manifest, newest_first, read_manifest
 from ddp_hydra.storage.manifest import NAME as MANIFEST
 from ddp_hydra.storage.retry import Backoff
-from ddp_hydra.writers.run_dir import SUMMARY, json_object, write_summary
+from ddp_hydra.writers.run_dir import SUMMARY, write_summary
 from ddp_hydra.writers.status import NAME, encode
 
 OWNER = "owner"
@@ -250,10 +250,10 @@ class Uploader:
         if not newest:
             return ""
         try:
-            uploaded = read_manifest_text(self.store.get(f"{FOLDER}/{MANIFEST}"))
+            uploaded = decode_manifest(self.store.get(f"{FOLDER}/{MANIFEST}")).files
         except (FileNotFoundError, ValueError):
             return newest
-        return "" if any(entry.get("sha256") == local[newest]["sha256"] for entry in uploaded.values()) else newest
+        return "" if any(entry.sha256 == local[newest].sha256 for entry in uploaded.values()) else newest
 
     def _repeat(self, work: Callable[[], str]) -> None:
         while not self._end.wait(INTERVAL_S):
@@ -390,6 +390,6 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
                 file.write(store.get_range(name, start, min(size, start + PIECE_BYTES)))
     store.put(NAME, encode(status.content()))
     try:
-        return bool(json_object(store.get(f"{FOLDER}/{MANIFEST}")).get("files"))
-    except FileNotFoundError:
+        return bool(decode_manifest(store.get(f"{FOLDER}/{MANIFEST}")).files)
+    except (FileNotFoundError, ValueError):
         return False

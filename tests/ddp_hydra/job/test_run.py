@@ -41,7 +41,7 @@ from ddp_hydra.job.summary import explain, read_result, summarised
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, Best, Summary
 from ddp_hydra.storage.files import cannot_write
-from ddp_hydra.storage.manifest import write_manifest_text
+from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
 
 KEYS = {"kind", "rank", "host", "attempt", "step", "message", "place", "traceback"}
 PACKED = project.Project("0" * 64, b"PK\x05\x06" + bytes(18))
@@ -124,11 +124,12 @@ def checkpoint(run_dir: Path, *steps: int, damaged: tuple[int, ...] = ()) -> Non
     folder.mkdir(parents=True)
     for step in steps:
         name, content = f"step-{step:06d}.pt", b"content %d" % step
-        entries[name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "step": step}
+        digest = hashlib.sha256(content).hexdigest()
+        entries[name] = CheckpointEntry(size=len(content), sha256=digest, step=step)
         entries["last.pt"] = entries[name]
         for file in (name, "last.pt"):
             (folder / file).write_bytes(b"rubbish!!" if step in damaged else content)
-    (folder / "manifest.json").write_bytes(write_manifest_text(entries))
+    (folder / "manifest.json").write_bytes(encode_manifest(entries))
 
 
 # -- with another number of ranks --------------------------------------------------------------------------

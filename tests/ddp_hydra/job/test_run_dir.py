@@ -17,7 +17,7 @@ from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import run_dir
 from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run, remove_unused
-from ddp_hydra.storage.manifest import FOLDER, NAME, write_manifest_text
+from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, encode_manifest
 from ddp_hydra.writers.run_dir import locked, next_attempt
 
 HOLD = """
@@ -218,9 +218,12 @@ def test_where_hydra_writes_nothing_nothing_is_removed(tmp_path):
 
 
 def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
-    entries = {"step-000004.pt": {"step": 4, "metrics": {"val/loss": 0.5}}, "last.pt": {"step": 8, "metrics": {}}}
+    entries = {
+        "step-000004.pt": CheckpointEntry(size=1, sha256="", step=4, metrics={"val/loss": 0.5}),
+        "last.pt": CheckpointEntry(size=1, sha256="", step=8),
+    }
     (tmp_path / FOLDER).mkdir()
-    (tmp_path / FOLDER / NAME).write_bytes(write_manifest_text(entries))
+    (tmp_path / FOLDER / NAME).write_bytes(encode_manifest(entries))
     for given in (tmp_path, tmp_path / FOLDER / "step-000004.pt"):
         assert run_dir.metrics_at(str(given), 4) == {"val/loss": 0.5}
     assert run_dir.metrics_at(str(tmp_path), 5) == run_dir.metrics_at(str(tmp_path / "none"), 4) == {}

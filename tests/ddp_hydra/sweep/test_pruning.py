@@ -11,7 +11,7 @@ import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage import run_ref
-from ddp_hydra.storage.manifest import find_checkpoint, name_in_store, read_manifest, write_manifest_text
+from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest, find_checkpoint, name_in_store, read_manifest
 from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.storage.run_ref import fetch_checkpoint
 from ddp_hydra.sweep.pruning import Pruning, losers, number_kept
@@ -29,7 +29,7 @@ def row(number: int, objective: float | None, state: JobState = JobState.done, *
 def with_checkpoints(run_dir: Path, mirror: Path | None = None) -> Path:
     """Make a run's checkpoints, and those of its mirror."""
     content = run_dir.name.encode()
-    entry = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest(), "step": 10}
+    entry = CheckpointEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest(), step=10)
     for place in filter(None, (run_dir, mirror)):
         step = "step-000010.pt" if place == run_dir else name_in_store("step-000010.pt", entry)
         folder = place / "checkpoints"
@@ -37,7 +37,7 @@ def with_checkpoints(run_dir: Path, mirror: Path | None = None) -> Path:
         for name in (step, "last.pt", "best.pt") if place == run_dir else (step,):
             (folder / name).write_bytes(content)
         names = (step, "last.pt", "best.pt")
-        (folder / "manifest.json").write_bytes(write_manifest_text(dict.fromkeys(names, entry)))
+        (folder / "manifest.json").write_bytes(encode_manifest(dict.fromkeys(names, entry)))
         (folder / "notes.txt").write_text("the user's own")
     return run_dir / "checkpoints"
 
@@ -122,7 +122,7 @@ def test_checkpoints_go_as_soon_as_a_job_is_a_loser(tmp_path):
 def test_a_sweep_that_was_killed_while_it_removed_goes_on_with_it(tmp_path):
     rows = [row(0, 0.1), row(1, 0.2)]
     folder = with_checkpoints(tmp_path / "0")
-    (folder / "manifest.json").write_bytes(write_manifest_text({}, removed="hydra.launcher.keep=best:1"))
+    (folder / "manifest.json").write_bytes(encode_manifest({}, removed="hydra.launcher.keep=best:1"))
     (folder / "best.pt").unlink()
     Pruning(tmp_path, "best:1", ACCURACY).update(rows)
     assert not list(folder.glob("*.pt"))

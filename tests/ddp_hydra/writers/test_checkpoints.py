@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, write_manifest_text
+from ddp_hydra.storage.manifest import encode_manifest, find_checkpoint, read_manifest
 from ddp_hydra.writers.files import CheckpointWriter
 
 
@@ -309,7 +309,7 @@ def test_a_checkpoint_that_the_manifest_does_not_name_yet_is_used(tmp_path, fold
     for step, at_s in ((9, 1000), (1, 1001), (2, 1002), (3, 1003)):
         os.utime(folder / f"step-{step:06d}.pt", (at_s, at_s))
     known = read_manifest(folder)
-    (folder / "manifest.json").write_bytes(write_manifest_text({name: known[name] for name in list(known)[:2]}))
+    (folder / "manifest.json").write_bytes(encode_manifest({name: known[name] for name in list(known)[:2]}))
     (folder / "last.pt").unlink()
     if last is not None:
         (folder / "last.pt").hardlink_to(folder / f"step-{last:06d}.pt")
@@ -363,5 +363,20 @@ def test_a_foreign_entry_of_the_manifest_is_not_followed(tmp_path, three):
     (tmp_path / "step-9.pt").write_bytes(b"weights 1")
     entries = read_manifest(three)
     entries["step-/../../step-9.pt"] = entries["step-000001.pt"]
-    (three / "manifest.json").write_text(json.dumps({"files": entries}))
+    (three / "manifest.json").write_bytes(encode_manifest(entries))
     assert find_checkpoint(tmp_path) == three / "last.pt"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"format": 2, "checkpoints": []}', "it has format 2, and this version of ddp_hydra reads format 1"),
+        ('{"files": {"last.pt": {"size": 3}}}', "missing required field `sha256`"),
+        ('{"files": {"last.pt": {"size": -3, "sha256": ""}}}', "Expected `int` >= 0"),
+        ("[1]", "Expected `object`"),
+    ],
+)
+def test_a_manifest_of_another_format_or_a_broken_one_is_a_sentence(tmp_path, three, content, said):
+    (three / "manifest.json").write_text(content)
+    with pytest.raises(CheckpointError, match=rf"manifest.json cannot be read .*{re.escape(said)}.*move it away"):
+        find_checkpoint(tmp_path)
