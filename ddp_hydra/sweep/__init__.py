@@ -18,7 +18,7 @@
     plot             sweep.png
     pruning          remove the checkpoints of jobs that are not among the best
     pbt              population-based training (Jaderberg et al., 2017): a batch of jobs for each generation
-    population       the values of its members, and who copies whom
+    population       the values of its members, and which are copied
 
 Hydra imports every plugin when any app starts, so `launcher`, `pbt` and `population` import little.
 """

@@ -39,7 +39,7 @@ PRELOAD = (
 
 @dataclass
 class JobOutcome:
-    """Describes how a job ended.
+    """The end of a job.
 
     Args:
         state: done, failed or interrupted.

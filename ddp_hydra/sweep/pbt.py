@@ -30,7 +30,7 @@ class PopulationSweeper(Sweeper):
     """Trains a population in generations: each is one batch of jobs, which go on from checkpoints of the one before.
 
     Args:
-        direction: maximize or minimize; None for that of the objective.
+        direction: maximize or minimize; None for the direction of the objective.
         params: the keys to search, in Hydra's syntax for sweeps.
         options: see `population.PopulationSettings`.
 

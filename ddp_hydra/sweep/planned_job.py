@@ -26,11 +26,7 @@ DICTIONARY_BYTES = 2**15
 
 
 class CompactReturn(JobReturn):
-    """Keeps the configs of a result compressed: those of hundreds of jobs would fill the memory of the sweep.
-
-    Args:
-        result: the one that it replaces.
-    """
+    """Keeps the configs of a result compressed: the configs of hundreds of jobs would fill the memory of the sweep."""
 
     def __init__(self, result: JobReturn) -> None:
         self.__dict__.update(vars(result))
@@ -110,7 +106,7 @@ def first_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """States the cluster and the workers that a job needs.
+    """The cluster and the workers that a job needs.
 
     Args:
         cluster: the cluster's config, as canonical YAML; "" for a job that is one process on this machine.
@@ -123,11 +119,11 @@ class Need:
 
 @dataclass
 class PlannedJob:
-    """Holds a job of the sweep.
+    """A job of the sweep.
 
     Args:
         row: its row in the table of jobs.
-        overrides: all overrides of the job, including those of Hydra's own part.
+        overrides: all overrides of the job, with Hydra's own part.
         earlier: its row in an earlier run of the sweep, if it was there.
         config: its config with Hydra's own part; empty until it is composed.
         need: the cluster and the ranks that it needs.

@@ -1,4 +1,4 @@
-"""Draws sweep.png, the objective over the swept values, in a process beside the sweep: nothing waits for it."""
+"""Draws sweep.png, the objective over the swept values, in a process of its own: nothing waits for it."""
 
 from __future__ import annotations
 

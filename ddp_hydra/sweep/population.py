@@ -1,4 +1,4 @@
-"""The members of a population: the values that they may have, and who copies whom from one generation to the next."""
+"""The members of a population: the values that they may have, and which members are copied into the next generation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import sort_key
 
 DIGITS = 6
-"""Numbers are rounded to so many digits, so that they look like typed ones."""
+"""Significant digits of drawn numbers, so that they look like typed ones."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class PopulationSettings:
     Args:
         population: members of a generation.
         generations: how many there are; the last one trains to the end of the run.
-        validations: after so many validations, a generation ends.
+        validations: number of validations after which a generation ends.
         quantile: the share of members that is replaced by copies of the best ones.
         resample_probability: how often the value of a copy is drawn anew, instead of changed.
         factors: numbers are multiplied by one of these.
@@ -172,7 +172,7 @@ def _is_share(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Member:
-    """Holds one member of a generation.
+    """A member of a generation.
 
     Args:
         values: of the keys that are searched, as typed.

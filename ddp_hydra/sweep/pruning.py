@@ -39,7 +39,7 @@ def number_kept(keep: object) -> int | None:
 
 
 def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list[JobRow]:
-    """Return the jobs that can't be among the best any more, because so many others are better already.
+    """Return the jobs that can't be among the best any more, because enough others are better already.
 
     Of a population, the last generation has the best. The members of another one are losers once all members of the
     next one, which began with their checkpoints, have ended well.
@@ -191,7 +191,7 @@ def remove_stored(runs: Sequence[StoredRun], reason: str) -> dict[int, str]:
 
 
 def remove(run_dir: Path, reason: str) -> bool:
-    """Remove the checkpoints of a run that nobody writes; return whether there are none any more.
+    """Remove the checkpoints of a run that no process writes; return whether there are none any more.
 
     The manifest names no file before the first one is removed, so that nothing ever points to a missing one.
     """

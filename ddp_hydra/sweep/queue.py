@@ -145,7 +145,7 @@ def shape_of(overrides: Sequence[str], groups: Container[str]) -> tuple[str, ...
 
 
 class JobQueue:
-    """Holds the jobs that have not started, in Hydra's order.
+    """The jobs that have not started, in Hydra's order.
 
     Args:
         folder: of the sweep.

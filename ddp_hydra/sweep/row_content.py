@@ -36,7 +36,7 @@ def read_summary(row: JobRow, folder: Path, objective: SweepObjective) -> str | 
     row.step = summary.steps
     if summary.status == "done" and row.total_steps is None:  # it ended before its status was ever read
         row.total_steps = row.step
-    row.epoch = row.epochs if row.step == row.total_steps else None  # that of the last look may be of long before
+    row.epoch = row.epochs if row.step == row.total_steps else None  # the epoch read last may be outdated
     row.workers = summary.world_size or row.workers
     _take_metrics(row, summary.metrics, objective)
     if summary.status == "done" and summary.stopped_early:

@@ -35,7 +35,7 @@ STOP_S = 10.0
 
 @dataclass
 class RunningJob:
-    """Holds a job that has started.
+    """A job that has started.
 
     Args:
         planned: the job.

@@ -46,7 +46,7 @@ class SweepSettings:
         fail_fast: stop the sweep at the first job that fails.
         retry_failed: when a sweep is resumed, run again the jobs that failed.
         job_timeout_s: a job that takes longer is stopped and counts as failed, in seconds; None for no limit.
-        ranks: only for other apps: run the task on so many ranks; None for a plain process.
+        ranks: only for other apps: number of ranks that run the task; None for a plain process.
         cluster: only for other apps: `_target_` and arguments of the cluster; None for a local one.
         direction: only for other apps: maximize or minimize the return value; None for the sweeper's direction.
         keep: the jobs that keep their checkpoints: all, none or best:5, of those that have ended. Of a population, the
@@ -107,35 +107,24 @@ def objective_of(config: DictConfig, direction: str | None = None) -> SweepObjec
 
 def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
     """Refuse a sweeper that searches in another direction than the objective's: Optuna's own default is minimize."""
-    wants_more = _maximizes(direction)
-    for key, found in (
-        ("direction", OmegaConf.select(config, "hydra.sweeper.direction")),  # Optuna
-        ("ax_config.experiment.minimize", OmegaConf.select(config, "hydra.sweeper.ax_config.experiment.minimize")),
-        ("optim.maximize", OmegaConf.select(config, "hydra.sweeper.optim.maximize")),  # Nevergrad
-        ("maximize", OmegaConf.select(config, "hydra.sweeper.maximize")),
-        ("minimize", OmegaConf.select(config, "hydra.sweeper.minimize")),
-    ):
+    better = "maximize" if _maximizes(direction) else "minimize"
+    for key in ("direction", "ax_config.experiment.minimize", "optim.maximize", "maximize", "minimize"):
+        found = OmegaConf.select(config, f"hydra.sweeper.{key}")
+        if OmegaConf.is_list(found) and len(found) == 1:
+            found = found[0]
         if found is None:
             continue
         if OmegaConf.is_list(found):
-            if len(found) != 1:
-                given = "[" + ",".join(str(getattr(one, "name", one)) for one in found) + "]"
-                raise ConfigError(
-                    f"hydra.sweeper.{key}={given}: a job returns one value, {metric}: give hydra.sweeper.{key}="
-                    f"{'maximize' if wants_more else 'minimize'}"
-                )
-            found = found[0]
-        if isinstance(found, bool):
-            right: object = wants_more == key.endswith("maximize")
-            shown, right_text = str(found).lower(), str(right).lower()
-        else:
-            shown = str(getattr(found, "name", found))
-            right = right_text = "maximize" if wants_more else "minimize"
-            found = shown
-        if found != right:
+            given = "[" + ",".join(str(getattr(one, "name", one)) for one in found) + "]"
             raise ConfigError(
-                f"hydra.sweeper.{key}={shown}, but {'more' if wants_more else 'less'} of the objective {metric} is "
-                f"better: give hydra.sweeper.{key}={right_text}, or another objective.direction"
+                f"hydra.sweeper.{key}={given}: a job returns one value, {metric}: give hydra.sweeper.{key}={better}"
+            )
+        given = str(found).lower() if isinstance(found, bool) else str(getattr(found, "name", found))
+        right = str(key.endswith(better)).lower() if isinstance(found, bool) else better
+        if given != right:
+            raise ConfigError(
+                f"hydra.sweeper.{key}={given}, but {'more' if better == 'maximize' else 'less'} of the objective "
+                f"{metric} is better: give hydra.sweeper.{key}={right}, or another objective.direction"
             )
 
 

@@ -28,7 +28,7 @@ class Trial:
         number: of the job.
         values: of the objective, as it has reported them.
         end: "" while more may come, done, failed or stopped.
-        is_complete: the last value is that of the whole run, so nothing is left to stop.
+        is_complete: the last value is the result of the whole run, so nothing is left to stop.
         is_known: all is decided about it, in an earlier run of the sweep; a rule only gets to see it again.
         decided: how many of its reports are decided upon.
         rung: the highest rung that it has entered.

@@ -293,7 +293,7 @@ class JobStopper:
         self.policy.update(number, self._values(number), end, self._is_complete(job))
 
     def _is_complete(self, job: PlannedJob) -> bool:
-        """Return whether the last report of a job of ours is that of the whole run."""
+        """Return whether a job of ours has made the last report of the whole run."""
         trainer = (job.config if job.is_composed else self.config).get("trainer")
         reports = self.reports[job.row.number]
         if not self.is_ours or trainer is None or not reports:

@@ -92,7 +92,7 @@ class Sweep:
         self.interrupts = Interrupts(self.interrupt_notice)
         try:
             self._bring_up(own_need.cluster, is_first=not earlier)
-        except BaseException:  # Python would wait for the processes when it ends, and nobody else knows of them yet
+        except BaseException:  # Python would wait for the processes when it ends, and no launcher knows of them yet
             self.close()
             raise
 

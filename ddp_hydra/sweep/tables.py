@@ -111,28 +111,30 @@ def csv_text(rows: Sequence[JobRow], objective: SweepObjective) -> str:
     metrics = sorted({name for row in rows for name in row.metrics} - {objective.metric})
     labels = _keys(row.labels for row in rows)
     of_jobs = [objective.metric, *metrics, "steps", "workers", "wall_s", "folder", "message"]
-    head = ["number", "state", *labels, *keys, *of_jobs]
-    target = io.StringIO()
-    table = csv.writer(target, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-    table.writerow(map(_cell, head))
+    lines: list[list[object]] = [["number", "state", *labels, *keys, *of_jobs]]
     for row in best_first(rows, objective):
         values = [*map(row.labels.get, labels), *map(overrides[row.number].get, keys)]
         numbers = [row.objective, *map(row.metrics.get, metrics)]
         rest = [row.step, row.workers, round(row.wall_s, 3), row.folder, row.message]
-        table.writerow(map(_cell, [row.number, row.shown_state, *values, *numbers, *rest]))
-    return target.getvalue()
+        lines.append([row.number, row.shown_state, *values, *numbers, *rest])
+    return _csv(lines)
 
 
 def seeds_csv_text(repeated: Sequence[SeedSummary], objective: SweepObjective) -> str:
     keys = _keys(entry.values for entry in repeated)
-    head = [*keys, *(f"{objective.metric} {word}" for word in ("mean", "sd", "best", "worst")), "n", "jobs"]
-    target = io.StringIO()
-    table = csv.writer(target, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-    table.writerow(map(_cell, head))
+    numbers = [f"{objective.metric} {word}" for word in ("mean", "sd", "best", "worst")]
+    lines: list[list[object]] = [[*keys, *numbers, "n", "jobs"]]
     for entry in repeated:
         values = [entry.values.get(key) for key in keys]
-        numbers = [entry.mean, entry.sd, entry.best, entry.worst, entry.n]
-        table.writerow(map(_cell, [*values, *numbers, " ".join(map(str, entry.jobs))]))
+        jobs = " ".join(map(str, entry.jobs))
+        lines.append([*values, entry.mean, entry.sd, entry.best, entry.worst, entry.n, jobs])
+    return _csv(lines)
+
+
+def _csv(lines: Iterable[Iterable[object]]) -> str:
+    target = io.StringIO()
+    table = csv.writer(target, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    table.writerows(map(_cell, line) for line in lines)
     return target.getvalue()
 
 
