@@ -10,7 +10,8 @@
     job_process      run one job in such a process
     other_apps       run the task of another Hydra app on the ranks of a gang
     stopping         stop jobs early, and let paused ones go on: hydra.launcher.stop
-    stop_rules       decide which, by what the jobs have reported
+    stop_rules       decide which are stopped, by what the jobs have reported
+    rungs            decide which go on: asha and hyperband
     rows             the jobs of a sweep with their states and results, and their order
     row_content      fill a row from the files and the config of its job
     summary_files    sweep.json, sweep.csv, sweep.md

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.rungs import Rungs, bracket_pattern
 from ddp_hydra.sweep.stop_rules import (
     Halving,
     Median,
@@ -20,11 +21,9 @@ from ddp_hydra.sweep.stop_rules import (
     Patient,
     ReportPolicy,
     Rule,
-    Rungs,
     Threshold,
     Trial,
     Verdict,
-    bracket_pattern,
 )
 
 NAN = math.nan
