@@ -8,15 +8,10 @@ import io
 import lzma
 import random
 import tarfile
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from ddp_hydra.data.shards import tar_index
 from ddp_hydra.data.shards.tar_index import TarMembers, load_members, read_members
 from tests.support.tar_server import tar_of
 
@@ -44,13 +39,6 @@ def as_dict(members: TarMembers, content: bytes) -> dict[str, dict[str, bytes]]:
     }
 
 
-@pytest.fixture
-def only_fast(monkeypatch):
-    """Nothing that the test reads is left to tarfile."""
-    monkeypatch.setattr(tar_index, "_any_members", lambda *arguments: pytest.fail("tarfile was needed"))
-
-
-@pytest.mark.usefixtures("only_fast")
 @pytest.mark.parametrize("tar_format", FORMATS)
 def test_members_are_found_in_every_format(read, tar_format):
     files = [(f"file{number}.txt", f"content{number}".encode()) for number in range(5)]
@@ -58,7 +46,6 @@ def test_members_are_found_in_every_format(read, tar_format):
     assert read(tar_of(files, format=tar_format)) == expected
 
 
-@pytest.mark.usefixtures("only_fast")
 def test_a_key_goes_up_to_the_first_dot_after_the_last_slash(read):
     files = [
         ("a/b.c/x.jpg", b"1"), ("a/b.c/x.seg.png", b"2"), ("a/b.c/y.txt.gz", b"3"), ("x.jpg", b"4"),
@@ -92,7 +79,6 @@ def test_only_neighbours_make_a_sample(tmp_path):
     assert [members.key(index) for index in range(len(members))] == ["a", "b", "a"]
 
 
-@pytest.mark.usefixtures("only_fast")
 @pytest.mark.parametrize("tar_format", FORMATS[1:])
 @pytest.mark.parametrize("name", [LONG + "/x.jpg", "ünïcode/名.jpg", "x" * 200 + ".jpg", "x" * 99 + ".jpg"])
 def test_long_and_foreign_names_are_right(read, tar_format, name):
@@ -102,13 +88,11 @@ def test_long_and_foreign_names_are_right(read, tar_format, name):
     assert read(tar_of(files, format=tar_format)) == expected
 
 
-@pytest.mark.usefixtures("only_fast")
 def test_a_name_may_be_split_into_a_prefix(read):
     name = "p" * 100 + "/" + "n" * 90 + ".jpg"
     assert read(tar_of([(name, b"1")], format=tarfile.USTAR_FORMAT)) == {name.removesuffix(".jpg"): {".jpg": b"1"}}
 
 
-@pytest.mark.usefixtures("only_fast")
 def test_a_time_with_fractions_as_webdataset_writes_it_does_no_harm(read):
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
@@ -179,36 +163,6 @@ def test_a_compressed_member_is_a_field_like_any_other(read):
     assert read(tar_of([("a.txt.gz", packed)])) == {"a": {".txt.gz": packed}}
 
 
-names = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=1, max_size=130)
-
-
-@given(
-    files=st.lists(st.tuples(names, st.binary(max_size=1500)), max_size=6),
-    tar_format=st.sampled_from(FORMATS[1:]),
-    mtime=st.sampled_from([0, 1.5]),
-)
-def test_what_is_read_fast_is_what_tarfile_reads(tmp_path_factory, files, tar_format, mtime):
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w", format=tar_format) as tar:
-        for name, data in files:
-            member = tarfile.TarInfo(name)
-            member.size, member.mtime = len(data), mtime
-            tar.addfile(member, io.BytesIO(data))
-    path = tmp_path_factory.mktemp("tar") / "a.tar"
-    path.write_bytes(content.getvalue())
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        members = tar_index._any_members(file, path, size)
-
-    def found(index: Callable[[], TarMembers]) -> object:
-        try:
-            return len(index()), as_dict(index(), content.getvalue())
-        except ValueError as error:
-            return str(error)
-
-    assert found(lambda: read_members(path)) == found(lambda: tar_index._group(path, members, size))
-
-
 def test_an_empty_tar_file_has_no_samples(read):
     assert read(tar_of([])) == {}
 
@@ -252,12 +206,11 @@ def test_a_negative_size_is_damage(read, kind, size):
         read(content[:1024] + header + content[1024:])
 
 
-@pytest.mark.usefixtures("only_fast")
 def test_blocks_of_zeros_at_the_end_may_be_missing(read):
     assert len(read(WHOLE[:END])) == 4
 
 
-def test_without_blocks_of_zeros_tarfile_finds_it_whole_too(read):
+def test_without_blocks_of_zeros_links_are_found_too(read):
     linked = tar_of([("a.x", b"1")])[:1024] + linking("a.y", "a.x", tarfile.LNKTYPE)[:512]
     assert read(linked) == {"a": {".x": b"1", ".y": b"1"}}
 
@@ -325,21 +278,3 @@ def test_a_damaged_saved_index_counts_as_none(tmp_path):
 def test_no_pickle_is_read_from_a_saved_index(tmp_path):
     np.savez(tmp_path / "a.npz", head=np.array([1, 2], object), keys=np.array([{}]), names=np.array([{}]))
     assert load_members(tmp_path / "a.npz", 2) is None
-
-
-@pytest.mark.medium
-def test_it_is_several_times_as_fast_as_tarfile(tmp_path):
-    path = tmp_path / "a.tar"
-    path.write_bytes(tar_of([(f"{number:06d}.{kind}", b"x") for number in range(1000) for kind in ("jpg", "cls")]))
-
-    def seconds(action) -> float:
-        start = time.perf_counter()
-        action()
-        return time.perf_counter() - start
-
-    def slow():
-        with tarfile.open(path) as tar:
-            tar.getmembers()
-
-    fast = min(seconds(lambda: read_members(path)) for _ in range(3))
-    assert min(seconds(slow) for _ in range(2)) > 2 * fast
