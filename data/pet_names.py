@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from ddp_hydra.data.holdout import check, is_of
+from ddp_hydra.data.names import check, is_of
 from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.storage import Access, is_remote
 from ddp_hydra.storage.files import replacing

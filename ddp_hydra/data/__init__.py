@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from ddp_hydra.data.image_table import ImageTable
     from ddp_hydra.data.parquet_rows import ParquetRows
     from ddp_hydra.data.webdataset import TarSamples
-    from ddp_hydra.data.wids import WidsShards
-    from ddp_hydra.data.wids_images import WidsImages
+    from ddp_hydra.data.wids import WidsImages, WidsShards
 
 __all__ = ["ImageTable", "ParquetRows", "S3ImageFolder", "TarSamples", "WidsImages", "WidsShards"]
 _MODULES = {
@@ -22,7 +21,7 @@ _MODULES = {
     "ParquetRows": "parquet_rows",
     "S3ImageFolder": "image_folder",
     "TarSamples": "webdataset",
-    "WidsImages": "wids_images",
+    "WidsImages": "wids",
     "WidsShards": "wids",
 }
 

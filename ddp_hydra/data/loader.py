@@ -22,7 +22,7 @@ import torch
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import laid_out, make_batch, n_bytes, pin, to_device
 from ddp_hydra.data.draws import Indices
-from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.threads import is_thread_safe
 from ddp_hydra.data.workers import InWorkers, Refused, Workers
 from ddp_hydra.data.wrappers import name_of
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
-from ddp_hydra.data.paths import is_leftover
+from ddp_hydra.data.names import is_leftover
 from ddp_hydra.storage import Access, Store, is_remote, shown
 
 SUFFIXES = (".parquet", ".pq", ".parq")

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddp_hydra.data.images.color_jitter import ColorParams, Jitter
 from ddp_hydra.data.images.decode import JpegHeader, decode_jpeg
 from ddp_hydra.data.images.opencv import cv2
+from ddp_hydra.data.images.pixels import ColorParams, Jitter
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, default_convert
 
 from ddp_hydra.data.draws import Indices
-from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.threads import is_thread_safe
 from ddp_hydra.errors import ConfigError
 
 _COUNTED = ("bad", "bad_counts", "skipped")

@@ -11,7 +11,7 @@ from typing import Any
 
 from ddp_hydra.console.text import counted
 from ddp_hydra.data import draws, wrappers
-from ddp_hydra.data.summary import alike, summary
+from ddp_hydra.data.batch import alike, summary
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.training.consensus import gather_objects
 

@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from ddp_hydra.data.cores import cores_per_rank
 from ddp_hydra.data.draws import Indices, Kept, placed
 from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
-from ddp_hydra.data.images.batch_loader import BatchLoader, PreallocatedBatch
-from ddp_hydra.data.images.cache import Cache
+from ddp_hydra.data.images.batch_loader import BatchLoader, Cache, PreallocatedBatch
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
-from ddp_hydra.data.images.normalise import normalise
-from ddp_hydra.data.images.pil_transform import adapted
-from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.images.pixels import adapted, normalise
+from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.storage import TransferCounters
 from ddp_hydra.storage.base import Counters, StaleCredentialsError
 

@@ -16,8 +16,7 @@ from typing import Any
 from ddp_hydra.data.shards.cached_shards import GIB, CachedShards
 from ddp_hydra.data.shards.download import is_packed
 from ddp_hydra.data.shards.index import Shard, is_local
-from ddp_hydra.data.shards.open_shard import OpenShard, checked
-from ddp_hydra.data.shards.tar_index import TarMembers, read_members
+from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, read_members
 from ddp_hydra.storage import Access, shown
 
 

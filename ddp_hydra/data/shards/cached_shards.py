@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
-from ddp_hydra.data.shards.download import download, is_packed
+from ddp_hydra.data.shards.download import Prefetcher, download, is_packed
 from ddp_hydra.data.shards.index import Shard
-from ddp_hydra.data.shards.open_shard import OpenShard, checked
-from ddp_hydra.data.shards.prefetch import Prefetcher
-from ddp_hydra.data.shards.tar_index import TarMembers, checksum_of_some, load_members, read_members
+from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, checksum_of_some, load_members, read_members
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access
 

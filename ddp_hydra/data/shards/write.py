@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from ddp_hydra.data.paths import class_of
+from ddp_hydra.data.names import class_of
 from ddp_hydra.data.shards.download import download, in_parallel, is_packed
 from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, read_index
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members

@@ -5,9 +5,8 @@
 """
 
 from ddp_hydra.data.streams.loader import StreamLoader
-from ddp_hydra.data.streams.part import Part, RepeatedPart
+from ddp_hydra.data.streams.part import Part, RepeatedPart, split, whole
 from ddp_hydra.data.streams.sampler import StreamSampler
-from ddp_hydra.data.streams.split import split, whole
 from ddp_hydra.data.wrappers import is_stream
 
 __all__ = ["Part", "RepeatedPart", "StreamLoader", "StreamSampler", "is_stream", "split", "whole"]

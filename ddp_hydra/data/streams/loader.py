@@ -11,13 +11,11 @@ from typing import Any
 import torch
 
 from ddp_hydra.data import draws
-from ddp_hydra.data.batch import collated
+from ddp_hydra.data.batch import alike, collated
 from ddp_hydra.data.loader import Loader, MicroBatch, split
-from ddp_hydra.data.streams import split as streams
-from ddp_hydra.data.streams.ahead import Ahead
 from ddp_hydra.data.streams.part import Part
-from ddp_hydra.data.streams.sampler import Numbers, StreamSampler
-from ddp_hydra.data.summary import alike
+from ddp_hydra.data.streams.part import split as split_stream
+from ddp_hydra.data.streams.sampler import Ahead, Numbers, StreamSampler
 from ddp_hydra.data.wrappers import name_of
 from ddp_hydra.errors import ConfigError
 
@@ -85,7 +83,7 @@ class StreamLoader(Loader):
 
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
         """Yield batches with the numbers of their samples; see `Loader.each_once`."""
-        part = streams.split(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
+        part = split_stream(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
 
         def batches() -> Iterator[Made]:
             part.open(0)

@@ -11,9 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_hydra.data import wrappers
-from ddp_hydra.data.cores import cores_per_rank
 from ddp_hydra.data.draws import Indices
-from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.data.workers import helper
 from ddp_hydra.data.workers.context import HelperContext
 from ddp_hydra.data.workers.worker import Request, Result, WorkerSet, as_it_is, begin
@@ -146,7 +145,7 @@ class Workers:
         self.helper = helper.acquire()
         self.context = HelperContext(self.helper, data.files)
         self.requests = _Requests()
-        dataset: Any = WorkerSet(data.pickled, not data.thread_safe, self.number)
+        dataset: Any = WorkerSet(data.pickled, not data.threads, self.number)
         requests: Any = self.requests
         collate: Any = as_it_is
         self.loader: DataLoader[Any] | None = DataLoader(

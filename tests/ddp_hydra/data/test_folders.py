@@ -10,7 +10,7 @@ import pytest
 from torchvision.datasets import ImageFolder
 
 from ddp_hydra.data.image_folder import S3ImageFolder
-from ddp_hydra.data.paths import class_of, is_leftover
+from ddp_hydra.data.names import class_of, is_leftover
 from ddp_hydra.storage.urls import root_of
 
 PLAIN = ["cats/1.png", "cats/2.png", "dogs/1.png"]

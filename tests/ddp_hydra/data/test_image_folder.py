@@ -15,8 +15,8 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
-from ddp_hydra.data.holdout import is_of
 from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data.names import is_of
 from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.storage.fsspec_store import FsspecStore
 from tests.support.s3_server import s3_server

@@ -14,7 +14,7 @@ from webdataset import tariterators
 from ddp_hydra.data import TarSamples
 from ddp_hydra.data.images.bad_samples import TooManyBadSamplesError
 from ddp_hydra.data.shards.write import write_index
-from ddp_hydra.data.wids_images import WidsImages
+from ddp_hydra.data.wids import WidsImages
 from ddp_hydra.errors import ConfigError
 from tests.support.tar_server import tar_of
 

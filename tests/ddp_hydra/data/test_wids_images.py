@@ -15,7 +15,7 @@ from ddp_hydra.data.samplers import Chunked
 from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_shards
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
-from ddp_hydra.data.wids_images import WidsImages
+from ddp_hydra.data.wids import WidsImages
 from ddp_hydra.storage.base import StaleCredentialsError
 
 

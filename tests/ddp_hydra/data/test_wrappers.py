@@ -24,7 +24,7 @@ from torch.utils.data import (
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.streams import Part
-from ddp_hydra.data.thread_safe import is_thread_safe
+from ddp_hydra.data.threads import is_thread_safe
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 from ddp_hydra.data.wrappers import is_stream, look_into, own_getitems
 from ddp_hydra.errors import ConfigError

@@ -28,7 +28,7 @@ from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.data.workers import InWorkers, helper, made_by
 from ddp_hydra.data.workers.context import Queue
 from ddp_hydra.data.workers.loader import number_of
-from ddp_hydra.data.workers.shared_batch import SharedBatch
+from ddp_hydra.data.workers.worker import SharedBatch
 from ddp_hydra.errors import ConfigError, DataError
 
 CPU = torch.device("cpu")

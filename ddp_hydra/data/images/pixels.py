@@ -1,13 +1,20 @@
-"""Changes the colors of an image at random, all of them in one step."""
+"""Changes pixels: colors at random, all in one step; normalisation; transforms that take one PIL image."""
 
 from __future__ import annotations
 
+import inspect
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
-from torch import Tensor
+from PIL import Image
+from torch import Tensor, nn
+
+from ddp_hydra.data.threads import is_thread_safe
 
 _GREY = torch.tensor([0.299, 0.587, 0.114])
 # From RGB to brightness and two axes of color: in this space a change of hue is a rotation.
@@ -82,3 +89,76 @@ class Jitter:
         """Draw the color changes of one image."""
         brightness, contrast, saturation = (rng.uniform(1 - factor, 1 + factor) for factor in self.factors)
         return ColorParams(brightness, contrast, saturation, rng.uniform(-self.hue, self.hue))
+
+
+def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Subtract a mean from each channel, and divide by a standard deviation, on the device of the images.
+
+    Args:
+        images: uint8 (batch, 3, height, width), in any memory format.
+        mean: (3,), 0..1.
+        std: (3,), 0..1.
+
+    Returns:
+        float32 of the same shape and memory format.
+    """
+    width = images.shape[-1]
+    rows = images.permute(0, 2, 3, 1)
+    if not rows.is_contiguous():
+        offset, scale = _constants(mean, std, images.device, 1)
+        return images.float().sub_(offset.view(1, 3, 1, 1)).mul_(scale.view(1, 3, 1, 1))
+    # Compute whole rows of pixels at a time, because vectors of three are slow on a CPU.
+    offset, scale = _constants(mean, std, images.device, width)
+    rows = rows.reshape(-1, width * 3).float().sub_(offset).mul_(scale)
+    return rows.view(-1, images.shape[2], width, 3).permute(0, 3, 1, 2)
+
+
+@lru_cache(maxsize=64)
+def _constants(
+    mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, width: int
+) -> tuple[Tensor, Tensor]:
+    """Return mean and 1/std for the bytes of a row of pixels, (3 * width,) each."""
+    scale = 1 / (torch.tensor(std, device=device) * 255)
+    return (torch.tensor(mean, device=device) * 255).repeat(width), scale.repeat(width)
+
+
+class PilTransform:
+    """Gives a transform each image as PIL knows it.
+
+    Args:
+        transform: takes a PIL image (RGB); returns anything.
+    """
+
+    def __init__(self, transform: Callable[[Image.Image], Any]) -> None:
+        self.transform = transform
+        self.thread_safe = is_thread_safe(transform)
+
+    def __call__(self, image: Tensor, rng: random.Random) -> Any:
+        """Transform one image.
+
+        Args:
+            image: uint8 (3, height, width).
+            rng: of the sample; not used: what the transform draws comes from the global generators.
+        """
+        return self.transform(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
+
+
+def adapted(transform: Callable[..., Any] | None) -> Callable[[Tensor, random.Random], Any] | None:
+    """Return a transform as `ImageDataset` calls it; one that takes a single argument gets PIL images.
+
+    Args:
+        transform: `(image, rng)`, as those of `transforms`, or `(image)`, as torchvision's; None.
+    """
+    if transform is None or _takes_rng(transform):
+        return transform
+    return PilTransform(transform)
+
+
+def _takes_rng(transform: Callable[..., Any]) -> bool:
+    called = transform.forward if isinstance(transform, nn.Module) else transform
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # written in C
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(one.kind in kinds and one.default is one.empty for one in parameters) == 2

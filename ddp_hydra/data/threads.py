@@ -1,7 +1,8 @@
-"""Tells which data sets several threads may read at once."""
+"""Tells which data sets several threads may read at once, and how many cores a rank has for its data."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 _METHODS = frozenset(
@@ -44,3 +45,9 @@ def is_thread_safe(data: Any) -> bool:
             if not _METHODS.isdisjoint(vars(cls)):
                 return False
     return all(is_thread_safe(part) for name in _PARTS if (part := own.get(name)) is not None)
+
+
+def cores_per_rank() -> int:
+    """Return the cores of this host that this process may use, divided among the ranks of this host; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

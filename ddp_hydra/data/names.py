@@ -1,6 +1,8 @@
-"""Tells what the path of a file in a data set says: its class, and whether a system or a program left it there."""
+"""Tells what the name of a sample says: its class, its split, and whether a system or a program left its file there."""
 
 from __future__ import annotations
+
+import hashlib
 
 _NAMES = frozenset(
     ["__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini"]
@@ -30,3 +32,26 @@ def class_of(key: str, prefix: str) -> str:
     """
     inside = len(prefix) + 1 if prefix else 0
     return key[inside : max(inside, key.find("/", inside))]
+
+
+def check(holdout: float, split: str) -> None:
+    """Check the arguments of a split.
+
+    Args:
+        holdout: share of the distinct names that is kept for validation, 0..1.
+        split: "train" or "val".
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+    if not 0 <= holdout < 1:
+        raise ValueError(f"holdout is {holdout}, and is a share from 0 to below 1: type data.holdout=0.1")
+    if split not in ("train", "val"):
+        raise ValueError(f"split is {split!r}, and is train or val")
+
+
+def is_of(name: str, holdout: float, split: str) -> bool:
+    """Return whether a sample with this name belongs to a split; the arguments are those of `check`."""
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    is_held_out = int.from_bytes(digest[:8], "big") < holdout * 2**64
+    return is_held_out == (split == "val")
