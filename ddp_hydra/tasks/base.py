@@ -17,13 +17,13 @@ class Step(NamedTuple):
         loss: a mean over the micro-batch, a scalar.
         n: the number of things that it is a mean of: samples, pixels or tokens that count, the sum of their weights; a
             scalar on the device where that depends on the data. None: the samples of the micro-batch. The step's
-            gradient is that of the mean over the things of all micro-batches and ranks.
+            gradient is the gradient of the mean over the things of all micro-batches and ranks.
         sums: name -> a sum over the micro-batch: a number, a scalar, or a tensor of any shape. The sums of all
             micro-batches and ranks are added up in 64 bits, so each sample counts once, whatever the batches. A pair
             (sum, count) is divided by its own count instead of by `n`; with None as the count, by nothing.
         prediction: for the metrics that the config names (`metrics=`); None if they can't be used.
         target: what the prediction should be.
-        summed: the loss is a sum over the micro-batch; that of the step is the sum over all micro-batches and ranks.
+        summed: the loss is a sum over the micro-batch; the step's loss is the sum over all micro-batches and ranks.
     """
 
     loss: Tensor
@@ -67,9 +67,9 @@ class Task:
         By default, each is divided by its own count, or else by `n`.
 
         Args:
-            sums: name -> sum, float64 on the CPU: those of `Step.sums`, `n`, and `loss` times `n`. The count of a pair
-                is under "name/n"; a sum that nothing divides is under "name/sum", as that of a loss which is `summed`.
-                With updates that have a name, each name begins with that of its update: "generator/loss".
+            sums: name -> sum, float64 on the CPU: `Step.sums`, `n`, and `loss` times `n`. The count of a pair is under
+                "name/n"; a sum that nothing divides is under "name/sum", as a loss which is `summed`. With updates that
+                have a name, each name begins with the update's: "generator/loss".
         """
         found = {}
         for name, total in sums.items():
@@ -110,7 +110,7 @@ class Task:
     def updates(self, step: int) -> Sequence[str]:
         """Return the updates of a step, in order: "" alone updates the whole model.
 
-        A name is that of a part of the model, which has an optimizer of its own. `step` is called as
+        A name is the name of a part of the model, which has an optimizer of its own. `step` is called as
         `step(model, batch, update=name)` for each, after the one before has changed the weights.
 
         Args:

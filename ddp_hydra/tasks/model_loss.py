@@ -1,4 +1,4 @@
-"""Trains a model that computes its own loss, as those of Hugging Face's transformers do."""
+"""Trains a model that computes its own loss, as the models of Hugging Face's transformers do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Denominator(NamedTuple):
 
     Args:
         n: number of things; None: the samples of the micro-batch.
-        labels: those that count, -100 elsewhere; None if the batch has none. The logits at a place predict its label.
+        labels: the labels that count, and -100; None if the batch has none. The logits at a place predict its label.
         summed: the loss is a sum.
     """
 

@@ -25,7 +25,7 @@ class Segmentation(Task):
         criterion: (logits (batch, classes, height, width), masks) -> mean loss over the pixels, see `Counting`; None:
             cross-entropy. With one channel, a criterion as torch's BCEWithLogitsLoss is given the outputs and the
             targets of the pixels that count, (pixels,) floats.
-        ignore: the mask's number for pixels that don't count; None: that of the criterion, -100 if it has none. A
+        ignore: the mask's number for pixels that don't count; None: the criterion's, -100 if it has none. A
             criterion of your own has to leave them out, too.
     """
 

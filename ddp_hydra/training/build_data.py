@@ -43,7 +43,7 @@ and the job is not tried again.
 A sampler takes n_samples, batch_size, rank, world_size, and the arguments in the config. It has
 
     global_batch                      samples of all ranks in one step
-    steps(position)                   number of steps left in an epoch after so many samples
+    steps(position)                   number of steps left in an epoch after `position` samples
     batches(epoch, position)          this rank's batches of indices, as many as every other rank has
 """
 

@@ -206,7 +206,7 @@ def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, cha
 def optimizer(
     cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "", loss: nn.Module | None = None
 ) -> torch.optim.Optimizer:
-    # A function that has an argument `model`, and `loss` for that of the loss, makes parameter groups of its own.
+    # A function that has an argument `model`, and `loss` for a loss with parameters, makes parameter groups of its own.
     node = of_update(cfg.optimizer, update, "optimizer")
     if cfg.trainer.base_batch_size is not None and global_batch:
         node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
@@ -268,7 +268,7 @@ def schedule(
 ) -> Any:
     node = of_update(cfg.scheduler, update, "scheduler")
     known = {"optimizer": optimizer, "total_steps": total_steps, "epoch_steps": epoch_steps}
-    if takes_mode(node):  # its value is the objective
+    if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
         known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
     built = _with_optimizer(node, known)
     check_schedule(built, str(node["_target_"]))
@@ -296,10 +296,6 @@ def _schedules_in(value: Any) -> Iterator[DictConfig]:
     for one in value if isinstance(value, ListConfig) else [value]:
         if isinstance(one, DictConfig) and "_target_" in one and "optimizer" in parameters(one["_target_"]):
             yield one
-
-
-def takes_mode(node: DictConfig) -> bool:
-    return str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node
 
 
 def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:

@@ -97,7 +97,7 @@ class LogClock:
 
     Args:
         every_s: those seconds; None: never.
-        growth: each interval is so many times as long as the one before.
+        growth: the length of an interval over the length of the one before.
     """
 
     def __init__(self, every_s: float | None, growth: float = 1.0) -> None:
@@ -119,7 +119,7 @@ class EarlyStopping:
     Args:
         metric: the objective's name.
         maximize: whether more is better.
-        patience: the run ends after so many validations without progress; None: it never does.
+        patience: validations without progress after which the run ends; None: it never does.
         min_delta: the smallest improvement that counts as progress.
     """
 

@@ -175,7 +175,7 @@ class RunView:
 
         Args:
             patterns: of parameter names, as of `trainer.freeze`.
-            lr: the optimizer's own rate for them, to which the schedule applies; None: that of the others.
+            lr: the optimizer's own rate for them, to which the schedule applies; None: the rate of the others.
 
         Raises:
             ConfigError: the patterns fit no frozen parameter, or the schedule can't take more parameters.
@@ -261,7 +261,7 @@ class Histograms(Callback):
     Args:
         parameters: patterns of parameter names, "layer1.*".
         every_steps: steps between two histograms; 0: none.
-        gradients: whether to show those of the gradients, too.
+        gradients: whether to show the gradients, too.
     """
 
     def __init__(self, parameters: Sequence[str] = ("*",), every_steps: int = 100, gradients: bool = True) -> None:
@@ -284,7 +284,7 @@ class Unfreeze(Callback):
     Args:
         after_epochs: epochs in which they stay frozen.
         parameters: patterns of their names.
-        lr: the optimizer's own rate for them; None: that of the others.
+        lr: the optimizer's own rate for them; None: the rate of the others.
     """
 
     def __init__(self, after_epochs: int, parameters: Sequence[str] = ("*",), lr: float | None = None) -> None:

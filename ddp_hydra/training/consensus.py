@@ -34,7 +34,7 @@ class Decision:
 
 
 FIELDS = 5
-"""Numbers of a vote before those of the ranks."""
+"""Numbers of a vote before the numbers of the ranks."""
 
 
 class StepConsensus:

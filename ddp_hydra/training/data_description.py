@@ -18,13 +18,13 @@ from ddp_hydra.training.consensus import gather_objects
 
 @dataclass(frozen=True)
 class DataDescription:
-    """What is known of a data set. A checkpoint keeps that of the training data, so that its model needs no data.
+    """What is known of a data set. A checkpoint describes its training data, so that its model needs no data.
 
     Args:
         classes: names of the classes; () if the data set has none.
         num_classes: their number; 0 if the data set does not know it.
         features: names of the columns that make the model's input, in its order; () if it is not made of columns.
-        n_samples: None if nobody knows it.
+        n_samples: None if it is not known.
         scaling: how the numbers of the input are scaled, in words; "" if the data set does not say it.
         widths: numbers that each feature has in a row; () if the data set does not say it.
     """
@@ -115,7 +115,7 @@ class DataDescription:
             missing = [name for name in self.features if name not in other.features]
             what = f"{shown(missing)} missing" if missing else "others, or in another order"
             raise ConfigError(
-                f"the features of {key} are {shown(other.features)} ({what}), and those of {of} are "
+                f"the features of {key} are {shown(other.features)} ({what}), and the features of {of} are "
                 f"{shown(self.features)}: give data.features=[{','.join(self.features)}]"
             )
         for name, own, others in zip(self.features, self.widths, other.widths, strict=False):
@@ -128,7 +128,7 @@ class DataDescription:
     def _check_scaling(self, other: DataDescription, key: str, of: str) -> None:
         if self.scaling and other.scaling and self.scaling != other.scaling:
             raise ConfigError(
-                f"the images of {key} are {other.scaling}, and those of {of} are {self.scaling}: they differ for "
+                f"the images of {key} are {other.scaling}, and the images of {of} are {self.scaling}: they differ for "
                 "a model. Bytes are normalised on the device, and floats are left as the transform made them: let both "
                 "transforms return the same type (leave ToTensor or ToDtype out, or put it into both)"
             )

@@ -91,7 +91,7 @@ def _copied(model: nn.Module, build: Callable[[], nn.Module] | None) -> nn.Modul
         raise ConfigError(
             f"trainer.ema_decay needs a copy of the model, and {type(model).__name__} can't be copied "
             f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null, or build what can't be copied "
-            "elsewhere than in the model (nn.utils.parametrizations has norms that can)"
+            "outside of the model (nn.utils.parametrizations has norms that can)"
         ) from error
 
 

@@ -29,7 +29,7 @@ from ddp_hydra.training.train_step import as_step, explained
 FEW = 8
 """Samples of each rank with which metrics are tried."""
 MAX_LABELS = 20
-"""A picture shows names and numbers of up to so many classes."""
+"""The most classes whose names and numbers a picture shows."""
 
 
 @dataclass
@@ -89,7 +89,7 @@ class Evaluation:
 
 def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
     # A collective. torchmetrics itself gathers a state without samples as floats of shape (0,), which crashes where
-    # those of the other ranks have more dimensions or another type.
+    # the states of the other ranks have more dimensions or another type.
     kinds: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(kinds, (tuple(state.shape), state.dtype), group=group)
     whole = max(kinds, key=lambda kind: math.prod(kind[0]))

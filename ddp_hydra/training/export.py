@@ -28,7 +28,7 @@ from ddp_hydra.training.load_run import TrainedModel
 
 FORMATS = ("safetensors", "torch_export", "onnx")
 _ONE_FILE_BYTES = 1_500_000_000
-"""An ONNX file may have 2 GB; a larger model's weights go into a file beside it."""
+"""An ONNX file may have 2 GB; a larger model's weights go into another file."""
 
 
 class PositionalModel(nn.Module):
@@ -55,7 +55,7 @@ def export(trained: TrainedModel, example: Example, form: str, out: Path, tolera
     )
     write = {"safetensors": safetensors, "torch_export": torch_export, "onnx": onnx}[form]
     out.parent.mkdir(parents=True, exist_ok=True)
-    # The files have their names from the beginning, for a model may name that of its weights.
+    # The files have their names from the beginning, for a model may name the file of its weights.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         part = Path(folder) / out.name
         with torch.no_grad(), quiet():

@@ -28,11 +28,11 @@ from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import TrainedModel
 
 PARTS = 64
-"""Parts that a small data set is cut into, if it has so many batches."""
+"""Parts that a small data set is cut into, if it has as many batches."""
 MOST_ROWS = 4096
 """The most rows of a part, unless a batch is larger."""
 STREAM_ROWS = 1024
-"""The same for an iterable data set, whose length nobody knows."""
+"""The same for an iterable data set, whose length is not known."""
 SPOOL_BYTES = 64 * 2**20
 """Rows of a part that are kept in memory; more go to the disk."""
 
@@ -147,7 +147,7 @@ def send_samples(run: Inference, done: Collection[int], kind: str) -> tuple[int,
 
 
 def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, str]:
-    # Each rank reads all samples, as their numbers are known only by counting, and predicts every so many parts.
+    # Each rank reads all samples, as their numbers are known only by counting, and predicts its share of the parts.
     cfg = run.trained.cfg
     length = part_length(None, cfg.data.batch_size)
     rank, ranks = dist.get_rank(), dist.get_world_size()

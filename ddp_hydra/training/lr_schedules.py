@@ -1,6 +1,6 @@
 """Learning-rate schedules with warm-up, as factors of the optimizer's own rate.
 
-Each takes the optimizer whose rate it sets, `total_steps`, the steps of the run, and `epoch_steps`, those of an epoch.
+Each takes the optimizer whose rate it sets, the steps of the run, `total_steps`, and of an epoch, `epoch_steps`.
 All but `one_cycle` have as options `warmup_steps` and `warmup_epochs`, which together are the length of the warm-up, a
 linear rise at the beginning; and `by`: with "epoch", the rate stays the same within an epoch.
 
@@ -180,7 +180,7 @@ class ScheduleProgress:
 
     Attributes:
         global_batch: samples in a step, when the run began.
-        epoch_steps: steps in an epoch, when the run began; 0 if nobody knows them. Then only max_steps counts.
+        epoch_steps: steps in an epoch, when the run began; 0 if they are not known. Then only max_steps counts.
         taken: steps that a scheduler of torch has taken.
     """
 

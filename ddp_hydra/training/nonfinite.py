@@ -17,9 +17,9 @@ from ddp_hydra.training.plain_state import begin_copy
 from ddp_hydra.training.state import TrainingState
 
 SHOWN = 64
-"""A message names so many sample ids; the record has all of them."""
+"""The most sample ids in a message; the record has all of them."""
 NAMED = 6
-"""A message names so many parameters; the record has all of them."""
+"""The most parameters in a message; the record has all of them."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NonFiniteHandler:
     Args:
         policy: "abort" raises. "skip" leaves the step's update out. "rollback" first goes back to the last
             checkpoint, in case the weights had gone wrong before; if the step fails again, its update is left out.
-        max_steps: so many steps may fail.
+        max_steps: the most steps that may fail.
         state: of the run.
 
     Attributes:

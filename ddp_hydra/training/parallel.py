@@ -106,7 +106,7 @@ class Parallel:
 
 
 class OneRank(Parallel):
-    """A step of a job's only rank, which has nobody to exchange gradients with, so that DDP would only cost time.
+    """A step of a job's only rank, which exchanges no gradients, so that DDP would only cost time.
 
     Args:
         step: the training step.
@@ -265,8 +265,8 @@ def ddp(
         start_step: first steps in which powersgd does not compress, and post_local_sgd averages over all ranks.
         average_every_steps: steps between two averages of the weights by post_local_sgd.
         sync_batchnorm: BatchNorm normalises over the batches of all ranks (GPUs only).
-        batchnorm: statistics of BatchNorm. "broadcast": all ranks take those of rank 0 before each step. "average":
-            each rank keeps its own, and their mean is evaluated and saved.
+        batchnorm: statistics of BatchNorm. "broadcast": before each step, all ranks take the statistics of rank 0.
+            "average": each rank keeps its own, and their mean is evaluated and saved.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or that the device does not support.

@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_hydra.errors import ConfigError
 
 KINDS = ("table", "arrays", "pictures")
-"""Kinds of results: rows of numbers and texts; arrays of any shape; PNGs beside a table."""
+"""Kinds of results: rows of numbers and texts; arrays of any shape; PNGs with a table."""
 
 
 def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:

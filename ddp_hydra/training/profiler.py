@@ -86,7 +86,7 @@ def _eagerly() -> Any:
 
 @contextmanager
 def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[str]]:
-    # The counter's own names depend on who calls the model.
+    # The counter's own names depend on the caller of the model.
     grown: Counter[str] = Counter()
 
     def watch(name: str, child: nn.Module, stack: ExitStack) -> None:
@@ -231,7 +231,7 @@ class Profiler:
     def _computed(self, total_s: float) -> list[str]:
         assert self.cost is not None
         if not self.cost.forward:
-            return ["Operations: torch can't count those of this model."]
+            return ["Operations: torch can't count the operations of this model."]
         speed = self.samples / total_s
         done = TRAINING * self.cost.forward * speed
         lines = [

@@ -64,9 +64,9 @@ class TrainingRun:
         log_clock: tells when it is time to log.
         callbacks: of the user.
         builder: builds the updates again where a callback unfreezes parameters.
-        metrics: the last value of each metric; those of the training are means over the epoch where one has just ended.
+        metrics: the last value of each metric; after an epoch, metrics of the training are means over it.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
-        held: metrics of the step that wait for those of its validation.
+        held: metrics of the step that wait for its validation.
         is_done: a callback has called the run done at a validation.
         ended_by_callback: a callback has called the run done, there or after a step.
         logged_at: the step after which the training metrics were logged last.

@@ -228,7 +228,7 @@ def bytes_of_numbers(ranks: int) -> int:
 def hook(shared: SharedGradients, bucket):  # DDP refuses annotations that are text
     gradients = bucket.buffer()
     rows, is_first = shared.place(bucket.index(), gradients), bucket.index() == 0
-    if is_first and bucket.is_last():  # the backward pass is over: nothing runs beside it
+    if is_first and bucket.is_last():  # the backward pass is over: nothing else runs
         began = time.perf_counter()
         averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         with record_function("shared:average") if torch.autograd._profiler_enabled() else nullcontext():

@@ -60,7 +60,7 @@ class TrainingState:
         extras: name -> another object with a state_dict, or None.
         data: describes the training data, see `DataDescription`.
         best: the objective's best value so far.
-        validations: those of the run so far; without a validation set, those that were due.
+        validations: validations of the run so far; without a validation set, how many were due.
         validation_due: an epoch has ended, but its validation is still to come.
         unfrozen: parameters that are trained though they were frozen when the run began; see `build_updates.Stage`.
     """

@@ -112,7 +112,7 @@ class OptimizerStep:
         scaler: scales the loss of fp16; disabled for other precisions.
         clip_norm: the largest norm of all gradients together; None for no limit.
         update: name of the update that this is for; "" for the only one.
-        in_place: add gradients to memory that stays, for CUDA graphs write those of each micro-batch to the same place.
+        in_place: add gradients to memory that stays, as CUDA graphs write each micro-batch's to the same place.
 
     Attributes:
         gradients: norms of the last step's gradients; None if they are scaled.

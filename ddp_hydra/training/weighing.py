@@ -1,4 +1,4 @@
-"""Weighs losses so that the gradient of a step is that of the mean over the things of all its micro-batches and ranks.
+"""Weighs losses: the gradient of a step is the gradient of the mean over the things of all micro-batches and ranks.
 
 A micro-batch's loss is a mean over `n` things, of which only this rank knows. Gradients are averaged over the ranks. So
 each loss is multiplied by n / N, where all ranks know N, and the averaged gradients by ranks · N / Σ n. Where n is the
@@ -28,7 +28,7 @@ class Weighing:
         consensus: lets the ranks agree on N, once; Σ n travels with each vote.
 
     Attributes:
-        scale: things for each sample in N: those of the first micro-batches of all ranks; None before these. Another
+        scale: things for each sample in N, as in the first micro-batches of all ranks; None before these. Another
             number gives the same gradients but for rounding, so it is in checkpoints.
         n: things of this rank in the step so far; on the device where they depend on the data there.
         summed: the losses of the step are sums.

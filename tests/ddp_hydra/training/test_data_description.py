@@ -127,7 +127,7 @@ def test_features_are_compared_by_name_and_order():
         with pytest.raises(ConfigError, match=r"height, age \(others, or in another order\).*features=\[age,height\]"):
             check(DataDescription(features=("height", "age")))
     with pytest.raises(
-        ConfigError, match=r"features of data\.val are age, sex \(height missing\), and those of the mo"
+        ConfigError, match=r"features of data\.val are age, sex \(height missing\), and the features of the mo"
     ):
         trained.check_model(DataDescription(features=("age", "sex")), "data.val")
 
