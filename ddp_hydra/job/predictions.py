@@ -15,8 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
+from msgspec import Struct, to_builtins
 
+from ddp_hydra.checked import Count
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank import rows
 from ddp_hydra.record import File, Record, Rows
@@ -26,6 +29,18 @@ from ddp_hydra.writers.text_files import LogWriter
 
 PLAN = "plan.json"
 _PART = re.compile(r"parts/part-(\d{8})\.rows", re.ASCII)
+
+
+class PredictionPlan(Struct):
+    """What plan.json holds: what is predicted, and how many rows the data set and each part have.
+
+    `samples` is null as long as an iterable data set has not ended.
+    """
+
+    plan: dict[str, Any]
+    samples: Count | None
+    rows: Count
+    format: int = 1
 
 
 class Parts:
@@ -45,33 +60,40 @@ class Parts:
     """
 
     def __init__(self, folder: Path, plan: Mapping[str, Any], overwrite: bool = False) -> None:
-        self.folder, self.plan = folder, {"version": 1, **plan}
+        self.folder, self.plan = folder, dict(plan)
         self.samples: int | None = None
         self.length = 0
         self.logs = LogWriter(folder)
-        found = self.read_plan()
-        if found and found["plan"] != self.plan:
+        try:
+            found = self.read_plan()
+        except ConfigError:
             if not overwrite:
-                raise ConfigError(
-                    f"{folder} holds a part of another prediction, with another checkpoint, data set, config or code: "
-                    "give overwrite=true to drop it, or another out="
-                )
+                raise
             shutil.rmtree(folder / "parts", ignore_errors=True)
             (folder / PLAN).unlink()
-            found = {}
+            found = None
         if found:
-            self.samples, self.length = found["samples"], found["rows"]
+            self.samples, self.length = found.samples, found.rows
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         place(folder, "parts/x")
         remove_parts(folder / "parts")
 
-    def read_plan(self) -> dict[str, Any]:
+    def read_plan(self) -> PredictionPlan | None:
+        """Return what was written of this prediction, None if nothing was."""
+        file, drop = self.folder / PLAN, "give overwrite=true to drop it, or another out="
         try:
-            content = json.loads((self.folder / PLAN).read_text())
-            return content if {"plan", "samples", "rows"} <= content.keys() else {}
-        except (OSError, ValueError, AttributeError):
-            return {}
+            found = msgspec.convert(json.loads(file.read_bytes()), PredictionPlan)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{file} can't be read ({error!s:.200}): {drop}") from None
+        if (found.format, found.plan) != (1, self.plan):
+            raise ConfigError(
+                f"{self.folder} holds a part of another prediction, with another checkpoint, data set, config or code: "
+                f"{drop}"
+            )
+        return found
 
     @property
     def total(self) -> int:
@@ -105,7 +127,7 @@ class Parts:
                 f"parts of {self.length} when {self.folder} was begun: give overwrite=true to begin again"
             )
         self.samples, self.length = samples, length
-        content = {"plan": self.plan, "samples": samples, "rows": length}
+        content = to_builtins(PredictionPlan(self.plan, samples, length))
         write_atomic(self.folder / PLAN, json.dumps(content, indent=1).encode())
 
     def store(self, record: Record, path: str, fetch: Fetch) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
@@ -55,8 +55,14 @@ class RunRef:
         """
         own = cls.own(given)
         if not own.is_stored:
-            with suppress(OSError):
-                return cls((Path(own.place) / POINTER).read_text().strip())
+            pointer = Path(own.place) / POINTER
+            try:
+                address = pointer.read_bytes().decode(errors="replace").strip()
+            except OSError:
+                return own
+            if not address.isprintable() or "\ufffd" in address or not address:
+                raise ConfigError(f"{pointer} is broken: it should hold the address of the run's results")
+            return cls(plain_path(address))
         return own
 
     @classmethod

@@ -138,6 +138,14 @@ def test_parts_of_another_prediction_are_refused_or_dropped(parts, tmp_path):
     assert Parts(parts.folder, {"checkpoint": "2"}, overwrite=True).done() == []
 
 
+@pytest.mark.parametrize("content", ["{", '{"plan": {}, "samples": -1, "rows": 2}', '{"format": 2, "plan": {}}', "[1]"])
+def test_a_plan_that_is_broken_is_a_sentence(content, tmp_path):
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"plan.json can't be read .*: give overwrite=true to drop it"):
+        Parts(tmp_path, {"checkpoint": "1"})
+    assert Parts(tmp_path, {"checkpoint": "1"}, overwrite=True).read_plan() is None
+
+
 def test_a_data_set_that_has_changed_since_is_refused(parts):
     with pytest.raises(ConfigError, match="has 6 samples"):
         Parts(parts.folder, {"checkpoint": "1"}).receive(Record(Rows(6, 2)), fetch)

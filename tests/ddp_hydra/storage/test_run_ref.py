@@ -11,6 +11,7 @@ from ddp_hydra.cli.overrides import _overrides_of
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.job.loggers import read_runs
 from ddp_hydra.storage import run_ref
+from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.storage.run_ref import RunRef
 
 
@@ -79,3 +80,10 @@ def test_what_is_not_there_is_told(tmp_path):
         RunRef.of(tmp_path).checkpoint("newest", tmp_path)
     with pytest.raises(FileNotFoundError):
         RunRef.of(tmp_path / "nowhere" / "x.pt").read("loggers.json")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"s3://a\ns3://b"])
+def test_a_broken_pointer_is_a_sentence(content, tmp_path):
+    (tmp_path / POINTER).write_bytes(content)
+    with pytest.raises(ConfigError, match="is broken: it should hold the address of the run's results"):
+        RunRef.of(tmp_path)
