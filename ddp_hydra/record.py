@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, convert, to_builtins
 
-from ddp_hydra.checked import Count, Finite, Name, NonNegative, Time
+from ddp_hydra.checked import Count, Finite, Name, NonNegative, Time, prepare
 from ddp_hydra.errors import Failure, RecordError
 from ddp_hydra.heartbeat import Phase
 
@@ -245,3 +245,6 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise RecordError(f"a record takes plain values, got {type(value).__name__}: {value!r:.80}")
+
+
+prepare(Record)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, to_builtins
 
-from ddp_hydra.checked import Count
+from ddp_hydra.checked import Count, prepare
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.record import Record
 
@@ -150,3 +150,6 @@ def decode(content: bytes, kind: type[State], place: str | Path) -> State | None
         f"{place} has format {number!r:.20}, and this version reads format {FORMAT}: use the version of ddp_hydra that "
         f"wrote it{by}"
     )
+
+
+prepare(Summary, Status)

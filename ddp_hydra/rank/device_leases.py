@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from ddp_hydra.checked import prepare
 from ddp_hydra.rank import fork_client
 
 
@@ -128,3 +129,6 @@ def _release(path: Path, handle: int) -> None:
             path.parent.rmdir()
     fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
     os.close(handle)
+
+
+prepare(Lease)

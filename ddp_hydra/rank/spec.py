@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 
 import ddp_hydra
+from ddp_hydra.checked import prepare
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ConfigError
 
@@ -211,3 +212,6 @@ class TorchrunLaunch(RankLaunch, frozen=True, kw_only=True):
 
     server: dict[str, Any] = {}
     numbers: dict[str, bool | int] = {}
+
+
+prepare(GangSettings, JobSpec, Sender, RankLaunch)

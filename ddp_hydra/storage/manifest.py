@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct, to_builtins
 
-from ddp_hydra.checked import Count
+from ddp_hydra.checked import Count, prepare
 from ddp_hydra.errors import CheckpointError
 
 FOLDER = "checkpoints"
@@ -318,3 +318,6 @@ def _listing(folder: Path) -> str:
         return f"nothing that can be read ({error.strerror})"
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return (", ".join(names[:limit]) + more) or "nothing, it is empty"
+
+
+prepare(_Format, Manifest)

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert, field
 
-from ddp_hydra.checked import Count
+from ddp_hydra.checked import Count, prepare
 from ddp_hydra.storage import Access, shown
 from ddp_hydra.storage.fsspec_store import is_known
 
@@ -302,3 +302,6 @@ def _split(root: str) -> tuple[str, str]:
     """Return scheme and host (or bucket) of a folder, and its path; "" and its path if it is local."""
     found = re.match(r"([a-z0-9]+://[^/]*)(.*)", root, re.DOTALL)
     return (found[1], found[2]) if found else ("", root)
+
+
+prepare(_Dataset, _Entry)
