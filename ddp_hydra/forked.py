@@ -22,7 +22,6 @@ END_S = 60
 
 
 def begin() -> None:
-    """Forget what the parent wants to be done at its end. Called first in a fork that runs user code."""
     gc.freeze()  # also tells the objects of the parent from those that are made from now on
     atexit._clear()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -31,12 +30,6 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Do what Python does at its end for what has been opened, started and registered since `begin`.
-
-    Join the threads that are no daemons, call the exit handlers, and close the open files. What takes longer than
-    `END_S` is given up with a message.
-    """
-
     def give_up(*_: object) -> NoReturn:
         names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]
         waits = f"threads that still run: {', '.join(names)}" if names else "an exit handler that still runs"
@@ -72,7 +65,6 @@ def _depth(file: io.IOBase) -> int:
 
 @contextmanager
 def children_end() -> Iterator[None]:
-    """End the processes that user code has forked inside the block, and that come to its end, as Python ends them."""
     owner, code = os.getpid(), 0
     try:
         yield

@@ -61,7 +61,6 @@ class Place:
 
     @property
     def steps_done(self) -> int:
-        """Return the number of optimizer steps that the rank has done."""
         return self.step if self.phase in DONE else max(0, self.step - 1)
 
 
@@ -96,7 +95,6 @@ class SharedStatus:
 
     @classmethod
     def of(cls, fd: int) -> SharedStatus:
-        """Map the page of a file descriptor, and close the descriptor."""
         shared_status = cls(mmap.mmap(fd, _SIZE))
         os.close(fd)
         return shared_status
@@ -104,7 +102,6 @@ class SharedStatus:
     # -- the rank's side -----------------------------------------------------------------------------------
 
     def enter(self, phase: str, step: int) -> None:
-        """Set the rank's phase and step."""
         number = PHASES.index(phase)
         self.first = number not in self.visited or (self.first and number == self.phase and step == self.step)
         self.visited.add(number)
@@ -113,7 +110,6 @@ class SharedStatus:
         self.progress()
 
     def progress(self) -> None:
-        """Count one more tick. Any thread may call this, so it does not write step and phase."""
         self.ticks += 1
         _TICKS.pack_into(self.memory, 0, self.ticks)
 
@@ -124,12 +120,10 @@ class SharedStatus:
 
     @property
     def die(self) -> bool:
-        """Tell whether the rank shall end at once."""
         return bool(self.memory[_DIE])
 
     @property
     def saving(self) -> bool:
-        """Tell whether this rank is saving a checkpoint."""
         return bool(self.memory[_SAVING])
 
     @saving.setter
@@ -139,20 +133,16 @@ class SharedStatus:
     # -- the side of the worker's task ---------------------------------------------------------------------
 
     def read(self) -> Place:
-        """Return the rank's step and phase."""
         ticks, step, phase, first = _STATE.unpack_from(self.memory, 0)
         return Place(ticks, step, PHASES[min(phase, len(PHASES) - 1)], bool(first))
 
     def ask_to_finish(self, reason: int) -> None:
-        """Ask the rank to save a checkpoint at its next step, and to end."""
         self.memory[_FINISH] = self.memory[_FINISH] or reason
 
     def ask_to_die(self) -> None:
-        """Ask the rank to end as soon as a signal reaches it."""
         self.memory[_DIE] = 1
 
     def close(self) -> None:
-        """Release the page."""
         if isinstance(self.memory, mmap.mmap):
             self.memory.close()
 
@@ -169,7 +159,6 @@ def connect(shared_status: SharedStatus | None) -> None:
 
 
 def here() -> SharedStatus:
-    """Return the page of this process."""
     return _here
 
 
@@ -191,12 +180,10 @@ def at(phase: str, step: int) -> None:
 
 
 def await_saved() -> None:
-    """Wait until this process has saved its checkpoint, but at most `SAVE_S`."""
     until = time.monotonic() + SAVE_S
     while _here.saving and time.monotonic() < until:
         time.sleep(0.02)
 
 
 def progress() -> None:
-    """Report that this rank has done something, in any phase."""
     _here.progress()

@@ -187,12 +187,10 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def kind(self) -> str:
-        """Return the name of what it holds."""
         return str(self.data.__struct_config__.tag)
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """Return what the record says of a checkpoint, if it is the record of one."""
         return self.data.checkpoint if isinstance(self.data, File) else None
 
     def encode(self) -> bytes:
@@ -217,7 +215,6 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def begins(line: bytes, kind: type[Data]) -> bool:
-    """Return whether a line is the record of a kind, without reading it."""
     return line.startswith(b'{"data":{"kind":"%s"' % str(kind.__struct_config__.tag).encode())
 
 
@@ -238,7 +235,6 @@ def check_path(path: str) -> PurePosixPath:
 
 
 def _json_value(value: Any) -> Any:
-    """Convert a number of numpy or torch, or a path, to what JSON can hold."""
     if hasattr(value, "item"):
         with contextlib.suppress(ValueError, RuntimeError):  # more than one element
             return value.item()

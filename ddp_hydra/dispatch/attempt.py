@@ -85,15 +85,10 @@ class Attempt:
         self.records = RecordQueue(lambda record: self.read(self, record), self.acknowledge, wake_up)
 
     def reach_workers(self) -> WorkerClient:
-        """Return what reaches the workers."""
         return WorkerClient(self.client, self.job)
 
     def run(self, call: bytes, is_script: bool = False) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.
-
-        Args:
-            call: see `JobSpec`.
-            is_script: see `JobSpec`.
 
         Returns:
             The ranks' return values, in order of rank.
@@ -143,7 +138,6 @@ class Attempt:
         self.waiting.clear()
 
     def submit(self, worker: str, job: JobSpec) -> Future:
-        """Submit the task of one worker."""
         return self.client.submit(
             pickle.loads,
             pickle.dumps(task.PickledTask(job.encode())),
@@ -155,7 +149,6 @@ class Attempt:
         )
 
     def unsubscribe(self) -> None:
-        """Receive no more records."""
         if self.client.status == "running":
             self.client.unsubscribe_topic(self.name)
 
@@ -176,12 +169,10 @@ class Attempt:
             self.futures.clear()
 
     def release(self, futures: Collection[Future]) -> None:
-        """Cancel tasks."""
         if futures and self.client.status == "running":
             self.client.cancel(list(futures), force=True)
 
     def clean_up(self) -> None:
-        """Empty the outboxes."""
         if self.workers.is_reachable:
             self.workers.clear()
 
@@ -224,16 +215,10 @@ class Attempt:
         self.drain(until=end)
 
     def stop(self, finish_checkpoint: bool = False) -> None:
-        """Tell all ranks that still run to end.
-
-        Args:
-            finish_checkpoint: ranks that are writing a checkpoint complete it first.
-        """
         self.is_stopping = True
         self.workers.stop(self.rank_states.running, finish_checkpoint)
 
     def drain(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
-        """Handle events until all ranks have ended, `enough` returns True, or the time `until` has come."""
         while not self.rank_states.is_over and not enough() and time.monotonic() < until:
             self.handle_next(0.05)
 
@@ -304,7 +289,6 @@ class Attempt:
             self.unacknowledged[rank] = 0
 
     def on_end(self, rank: int, end: End) -> None:
-        """Note how a rank ended."""
         if self.rank_states.end(rank, end, was_stopped=self.is_stopping):
             if end.value is not None:
                 try:

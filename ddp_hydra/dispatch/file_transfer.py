@@ -58,7 +58,6 @@ def drop(source: Path, file: File, call: Callable[..., Any]) -> None:
 
 
 def _is_here(source: Path, size: int) -> bool:
-    """Return whether this host has the file, it is not a link, and its folder is not closed to this user."""
     is_file = os.path.isfile(source)  # noqa: PTH113 (Path.is_file raises where the folder is closed)
     return is_file and source.resolve() == source.absolute() and source.stat().st_size == size
 
@@ -93,13 +92,6 @@ def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str
     """Send a file of the client to a rank's host, unless that has it already; return the path there.
 
     It has it if it sees it under the same path, or wrote it and has kept it.
-
-    Args:
-        client: of the cluster.
-        worker: address of the rank's worker.
-        gang: the gang's name.
-        rank: of the gang.
-        source: the file here.
     """
     found = source.stat()
     if call(client, worker, outbox.is_same_file, str(source), found.st_size, found.st_mtime_ns):

@@ -40,7 +40,6 @@ class Heartbeat:
 
     @classmethod
     def of(cls, beat: Beat, now: float) -> Heartbeat:
-        """Return a rank's progress with the time of its arrival."""
         return cls(Place(0, beat.step, beat.phase, beat.first), beat.age_s, beat.stopped, now, beat.saving)
 
 
@@ -62,11 +61,7 @@ WAITS = re.compile(r"/torch/|/ddp_hydra/training/(consensus|shared_memory)\.py")
 
 
 def waits(stacks: str) -> bool:
-    """Return whether a rank waits for others, by the stacks that `faulthandler` printed; the main thread's is last.
-
-    Args:
-        stacks: of all its threads.
-    """
+    """Return whether a rank waits for others, by the stacks that `faulthandler` printed; the main thread's is last."""
     innermost = stacks.rpartition("(most recent call first):")[2].lstrip().partition("\n")[0]
     return bool(WAITS.search(innermost))
 
@@ -94,11 +89,9 @@ class HealthMonitor:
         self.away_s = 0.0
 
     def note_message(self, rank: int, now: float) -> None:
-        """Note that a message of a rank has arrived."""
         self.last_message_s[rank] = now
 
     def note_heartbeat(self, rank: int, beat: Beat, now: float) -> None:
-        """Note where a rank is."""
         self.heartbeats[rank] = Heartbeat.of(beat, now)
 
     def look(self, now: float) -> None:
@@ -117,23 +110,12 @@ class HealthMonitor:
         self.excused_s = now
 
     def stuck_s(self, beat: Heartbeat, now: float) -> float:
-        """Return for how many seconds a rank has not moved, since it was last excused."""
         return min(beat.age_s + now - beat.at_s, now - self.excused_s)
 
     def overdue(self, running: Collection[int], now: float, after_s: float) -> list[int]:
-        """Return the ranks of `running` without a message for so many seconds."""
         return [rank for rank in running if rank in self.last_message_s and now - self.last_message_s[rank] > after_s]
 
     def hang(self, running: Collection[int], now: float, waiting: Collection[int] = ()) -> Hang | None:
-        """Return the rank that holds up the others, if it has not moved for too long.
-
-        Ranks wait for each other in every step, so the others wait for the rank that is furthest behind.
-
-        Args:
-            running: the ranks that have not ended.
-            now: the time.
-            waiting: ranks that are known to wait for others.
-        """
         beats = {rank: self.heartbeats[rank] for rank in running if rank in self.heartbeats}
         if len(beats) < len(running) or any(beat.place.phase == "run" for beat in beats.values()):
             return None
@@ -150,7 +132,6 @@ class HealthMonitor:
         return Hang(rank, self._message(rank, beat, self.stuck_s(beat, now), judged))
 
     def limit_s(self, beat: Heartbeat) -> float:
-        """Return for how many seconds a rank may stay where it is."""
         if beat.stopped or not beat.place.first or beat.place.phase == "end":
             return self.hang_timeout_s
         return self.join_timeout_s if beat.place.phase == "join" else self.first_step_timeout_s
@@ -171,14 +152,11 @@ class HealthMonitor:
         return text.rstrip("; ") + "; the stack of every rank is in its log"
 
     def in_loop(self, running: Collection[int]) -> bool:
-        """Return whether all ranks are in the training loop, which reacts to requests to finish."""
         return all(rank in self.heartbeats and self.heartbeats[rank].place.phase not in UNREADY for rank in running)
 
     def saving(self, running: Collection[int]) -> list[int]:
-        """Return the ranks of `running` that are writing a checkpoint."""
         return [rank for rank in running if rank in self.heartbeats and self.heartbeats[rank].saving]
 
     @property
     def steps_done(self) -> int:
-        """Return how many optimizer steps the gang is known to have done."""
         return max((beat.place.steps_done for beat in self.heartbeats.values()), default=0)

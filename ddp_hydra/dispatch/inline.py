@@ -36,7 +36,6 @@ class DirectSender:
         self.lock = threading.Lock()
 
     def send(self, record: Record) -> None:
-        """Pass on one record."""
         if isinstance(record.data, Notice):
             return  # this process has logged it already
         with self.lock:
@@ -62,9 +61,6 @@ def run(
         notice: returns the text that is printed when the user wants to end; "" for none.
         attempt: number of this start, in its records.
         kwargs: passed to the function.
-
-    Returns:
-        A list with the return value.
     """
     import cloudpickle
 
@@ -94,7 +90,6 @@ def run(
 
 
 def meet_nobody(timeout_s: float) -> Store:
-    """Return the store of a rank that is alone."""
     from ddp_hydra.rank import network
     from ddp_hydra.rank.process_group import meet
 
@@ -115,21 +110,18 @@ class FinishOnInterrupt(Interrupts):
 
 
 def fetch(record: Record, target: Path) -> None:
-    """Move the file of a record to `target`."""
     assert isinstance(record.data, File)
     assert record.data.source
     shutil.move(record.data.source, target)
 
 
 def ignore(record: Record) -> None:
-    """Drop a record and its file."""
     if isinstance(record.data, File) and record.data.source:
         Path(record.data.source).unlink(missing_ok=True)
 
 
 @contextmanager
 def variables_restored() -> Iterator[None]:
-    """Restore the environment variables after the block, and the hook for errors, which a process group replaces."""
     before, hook = dict(os.environ), sys.excepthook
     try:
         yield

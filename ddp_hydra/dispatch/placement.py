@@ -34,7 +34,6 @@ def plan(workers: Mapping[str, str], slots: int = 1, ranks: int | None = None) -
 
 
 def by_worker(specs: Iterable[RankSpec]) -> dict[str, list[RankSpec]]:
-    """Group ranks by their workers' addresses."""
     groups: dict[str, list[RankSpec]] = {}
     for spec in specs:
         groups.setdefault(spec.worker, []).append(spec)

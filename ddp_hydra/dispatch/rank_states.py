@@ -28,32 +28,22 @@ class RankStates:
 
     @property
     def is_over(self) -> bool:
-        """Return whether all ranks have ended. It is called for each record, so it does not look at each rank."""
         return len(self.ended) == len(self.specs)
 
     @property
     def running(self) -> list[int]:
-        """Return the ranks that have not ended."""
         return [spec.rank for spec in self.specs if spec.rank not in self.ended]
 
     @property
     def late(self) -> list[int]:
-        """Return the ranks that have not started."""
         return [spec.rank for spec in self.specs if spec.rank not in self.started]
 
     @property
     def cause_is_known(self) -> bool:
-        """Return whether some failure is not just a symptom."""
         return not all(failure.is_symptom for failure in self.failures)
 
     def end(self, rank: int, end: End, was_stopped: bool) -> bool:
-        """Note how a rank ended; return False if that was known before.
-
-        Args:
-            rank: that has ended.
-            end: what its task says of that.
-            was_stopped: whether the client has stopped the ranks.
-        """
+        """Note how a rank ended; return False if that was known before."""
         if rank in self.ended:
             return False
         spec = self.specs[rank]
@@ -65,19 +55,16 @@ class RankStates:
         return True
 
     def fail(self, spec: RankSpec, kind: FailureKind, message: str, ended: bool = True) -> None:
-        """Note a failure that the rank itself cannot report."""
         self.failures.append(self.failure(kind, spec, message))
         if ended:
             self.ended.add(spec.rank)
 
     def failure(self, kind: FailureKind, spec: RankSpec, message: str, **more: Any) -> Failure:
-        """Return a failure that happened now, with the last known place of the rank."""
         beat = self.health.heartbeats.get(spec.rank)
         seen: dict[str, Any] = {"step": beat.place.step, "phase": beat.place.phase} if beat else {}
         seen = {"time_s": time.time(), **seen, **more}
         return Failure(kind, spec.rank, spec.host, message, attempt=self.attempt, **seen)
 
     def error(self) -> RankFailed:
-        """Return the error that names the root cause."""
         cause, symptoms = root_cause(self.failures)
         return RankFailed(explain(cause, symptoms), cause, symptoms)

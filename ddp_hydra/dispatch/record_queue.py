@@ -55,19 +55,14 @@ class RecordQueue:
         self.thread = threading.Thread(target=self._read, name="ddp_hydra-record-queue", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
         self.thread.start()
 
     def put(self, record: Record, size: int) -> None:
-        """Queue a record of `size` bytes."""
         self.put_count += 1
         self.waiting.put((record, size))
 
     def catch_up(self, until: float = math.inf) -> bool:
         """Wait until all queued records are read.
-
-        Args:
-            until: give up at this time of the monotonic clock.
 
         Returns:
             Whether all are read; False also if a record could not be read.
@@ -77,7 +72,6 @@ class RecordQueue:
         return self.read_count == self.put_count
 
     def skip_failed(self) -> None:
-        """Go on after the record that could not be read."""
         log.warning("lost with its host: %s", self.error)
         self.error = self.failed = None
         self.resume.set()
@@ -114,7 +108,6 @@ class UnreadRecords:
         self.bytes = 0
 
     def note(self, record: Record) -> None:
-        """Count a record, if it is one of `results.*`."""
         if record.kind in FOR_READERS:
             self.counts[record.kind] += 1
             self.bytes += record.data.size if isinstance(record.data, File) else 0

@@ -44,16 +44,12 @@ class Ended:
         return self.steps_done > 0 or self.failure.phase != "run"
 
     def entry(self) -> AttemptEntry:
-        """Return the entry of summary.json."""
         own = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "is_planned"}
         return AttemptEntry(**own | {"failure": FailureEntry(**self.failure.as_dict())})
 
 
 def repeated(attempts: Sequence[AttemptEntry]) -> str | None:
     """Return why there should be no other attempt: the last two have failed alike.
-
-    Args:
-        attempts: entries of summary.json.
 
     Returns:
         A sentence; None if they differ, or if there are fewer.

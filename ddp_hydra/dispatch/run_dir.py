@@ -41,16 +41,6 @@ def recorded(
 ) -> Iterator[Callable[[Record], None]]:
     """Write records into a run directory, and at the end summary.json, also when the block fails.
 
-    Args:
-        run_dir: made if it is missing.
-        fetch: copies files from the ranks' hosts.
-        retry_s: how long to wait for a full disk.
-        give_up: ends that waiting.
-        describe: returns what summary.json says beside status, metrics and failure.
-
-    Yields:
-        A function that writes a record.
-
     Raises:
         ConfigError: the folder holds a run that is done, or another process writes it.
     """
@@ -83,9 +73,6 @@ def with_starts(handle: Callable[[Record], None]) -> Callable[[Record], None]:
 
     The training loop sends start records itself. A user's own function does not say where a new attempt begins, but its
     first metrics do: the lines and curves of the failed attempt are removed from that step on.
-
-    Args:
-        handle: takes the records.
     """
     attempt = 0
 

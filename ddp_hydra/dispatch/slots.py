@@ -45,12 +45,7 @@ def of_workers(client: Client, given: int | str) -> int:
 
 
 def by_gpus(gpus: Mapping[str, Sequence[str]], hosts: Mapping[str, str]) -> dict[str, int]:
-    """Return how many ranks each worker holds: its GPUs are shared with the workers of its host that see the same.
-
-    Args:
-        gpus: worker address -> the GPUs that it sees.
-        hosts: worker address -> its host.
-    """
+    """Return how many ranks each worker holds: its GPUs are shared with the workers of its host that see the same."""
     views = {address: (hosts[address], *sorted(seen)) for address, seen in gpus.items()}
     sharing = Counter(views.values())
     return {address: max(1, len(gpus[address]) // sharing[views[address]]) for address in gpus}

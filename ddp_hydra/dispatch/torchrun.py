@@ -48,20 +48,15 @@ class Torchrun:
 
 
 def is_wanted(cfg: DictConfig) -> bool:
-    """Return whether a cluster's config is that of `cluster=torchrun`."""
     return bool(cfg.get("_target_") == f"{Torchrun.__module__}.{Torchrun.__qualname__}")
 
 
 def is_here() -> bool:
-    """Return whether a launcher has started this process as a rank."""
     return all(name in os.environ for name in NEEDED)
 
 
 def arguments(given: Sequence[str]) -> list[str]:
     """Return the arguments for Hydra in this process.
-
-    Args:
-        given: as typed.
 
     Raises:
         ConfigError: it is a sweep.
@@ -86,22 +81,15 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 
 def quoted(path: Path) -> str:
-    """Return a path as Hydra reads it."""
     return QuotedString(str(path), Quote.single).with_quotes()
 
 
 def restart_count() -> int:
-    """Return how many times torchrun has started the ranks again."""
     given = os.environ.get("TORCHELASTIC_RESTART_COUNT", "")
     return int(given) if given.isdecimal() else 0
 
 
 def remember(run_dir: str) -> None:
-    """Note the run directory in the folder that torchrun keeps on this host until it ends, for the next start.
-
-    Args:
-        run_dir: its absolute path; "" for none.
-    """
     folder = memory()
     if folder is not None and run_dir and os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):  # then a restart begins anew
@@ -126,9 +114,6 @@ def memory() -> Path | None:
 
 def place(cfg: DictConfig) -> RankSpec | None:
     """Return this process's place among the started ranks; None if the job starts its ranks itself.
-
-    Args:
-        cfg: of the cluster.
 
     Raises:
         ConfigError: config and environment do not fit together.
@@ -164,10 +149,6 @@ def place(cfg: DictConfig) -> RankSpec | None:
 
 def check(cfg: DictConfig, world_size: int) -> None:
     """Check the keys that every cluster has against what the launcher has started.
-
-    Args:
-        cfg: of the cluster.
-        world_size: number of ranks.
 
     Raises:
         ConfigError: they do not fit.

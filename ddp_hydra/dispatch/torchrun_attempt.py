@@ -42,7 +42,6 @@ class TorchrunInterrupts(Interrupts):
 
 
 def reason_of(number: int) -> str:
-    """Return the reason to finish that a signal stands for."""
     return "preemption" if number == SIGNALS[1] else "interrupt"
 
 
@@ -66,7 +65,6 @@ class TorchrunWorkers(WorkerClient):
         return True
 
     def send(self, message: inbox.Message, ranks: Iterable[int]) -> None:
-        """Send a message to the tasks of some ranks."""
         for rank in ranks:
             if rank == 0:
                 self.own.box.put(message)
@@ -74,11 +72,9 @@ class TorchrunWorkers(WorkerClient):
                 self.client.send(rank, {"message": dict(message)})
 
     def acknowledge(self, rank: int, size: int) -> None:
-        """Tell the task of a rank how many more bytes of its records the client has read."""
         self.send({"acknowledged": size}, [rank])
 
     def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Have the process of a rank read a piece of a file in its outbox, or remove the file."""
         is_lost = lambda: self.specs[rank].worker in self.lost  # noqa: E731
         if function is outbox.read:
             name, offset = args
@@ -137,7 +133,6 @@ class TorchrunAttempt(Attempt):
         super().__init__(gang.client, job, gang.interrupts, gang.read, gang.stop, on_give_up, {})
 
     def reach_workers(self) -> WorkerClient:
-        """Return the processes that torchrun has started."""
         return TorchrunWorkers(self.server, self.own, self.specs)
 
     @contextmanager
@@ -184,13 +179,10 @@ class TorchrunAttempt(Attempt):
     # -- on the server's thread ----------------------------------------------------------------------------
 
     def put(self, lines: bytes) -> None:
-        """Queue the records of a rank."""
         self.events.put((GANG, lines))
 
     def note_host(self, rank: int, host: str) -> None:
-        """Note where a rank is."""
         self.specs[rank] = replace(self.specs[rank], host=host)
 
     def note_loss(self, rank: int) -> None:
-        """Note that the process of a rank is gone."""
         self.events.put((GANG, {"action": "remove-worker", "worker": self.specs[rank].worker}))

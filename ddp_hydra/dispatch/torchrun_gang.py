@@ -72,14 +72,12 @@ class TorchrunGang(Gang):
                 raise
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
-        """Run the attempt to its end."""
         self.world_size = len(attempt.specs)
         kwargs = {**call.kwargs, "files": {name: str(path) for name, path in call.files.items()}}
         with self.interrupts.deferred():
             return attempt.run(return_values.encode([call.fn, list(call.args), kwargs]))
 
     def end(self, outcome: Outcome) -> None:
-        """Tell the processes of the other ranks how the job has ended."""
         if isinstance(self.attempt, TorchrunAttempt):
             self.attempt.server.say_goodbye(outcome)
             self.attempt.server.close()
@@ -87,13 +85,7 @@ class TorchrunGang(Gang):
 
 @contextmanager
 def rank_0(spec: RankSpec, settings: GangSettings, run_dir: str) -> Iterator[TorchrunGang]:
-    """Start rank 0 below this process; after the block, all processes know how the job has ended.
-
-    Args:
-        spec: its place.
-        settings: of the gang.
-        run_dir: absolute path of the run directory.
-    """
+    """Start rank 0 below this process; after the block, all processes know how the job has ended."""
     with forked(spec, lambda server: None) as task:
         gang = TorchrunGang(task, settings, run_dir)
         outcome = Outcome("done")
@@ -111,11 +103,6 @@ def rank_0(spec: RankSpec, settings: GangSettings, run_dir: str) -> Iterator[Tor
 
 def run_other_rank(spec: RankSpec, call: Callable[[], bytes], settings: GangSettings) -> Outcome:
     """Run a rank other than 0 below this process, and return how the job has ended.
-
-    Args:
-        spec: its place.
-        call: returns what it runs, encoded by `return_values`.
-        settings: of the gang.
 
     Raises:
         DdpHydraError: the process of rank 0 could not be told how this rank failed, or is gone.
@@ -173,9 +160,6 @@ class OtherRank:
     def outcome(self, end: End) -> Outcome:
         """Wait until the process of rank 0 has written the results, and return how the job has ended.
 
-        Args:
-            end: of this rank.
-
         Raises:
             DdpHydraError: it does not say.
         """
@@ -222,12 +206,7 @@ def outcome_of(error: BaseException) -> Outcome:
 
 
 def write_error_file(rank: int, outcome: Outcome) -> None:
-    """Write the file from which torchrun takes what it says of a failure: the same cause for all ranks.
-
-    Args:
-        rank: of this process.
-        outcome: of the job.
-    """
+    """Write the file from which torchrun takes what it says of a failure: the same cause for all ranks."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or outcome.status != "failed":
         return

@@ -106,7 +106,6 @@ class Server:
         self.thread = threading.Thread(target=self._serve, name="ddp_hydra-torchrun-server", daemon=True)
 
     def describe(self) -> dict[str, Any]:
-        """Return what `torchrun_channel.connect` needs."""
         return {"addresses": self.addresses, "port": self.listener.getsockname()[1], "token": self.token}
 
     def send(self, rank: int, message: Mapping[str, Any]) -> None:
@@ -135,7 +134,6 @@ class Server:
         raise OSError(f"the process of rank {rank} {'is lost' if is_lost() else f'does not answer for {CALL_S:g} s'}")
 
     def say_goodbye(self, outcome: Outcome) -> None:
-        """Tell all processes how the job has ended, and wait until they have heard it."""
         for rank in list(self.peers):
             self.send(rank, {"bye": asdict(outcome)})
         until = time.monotonic() + BYE_S
@@ -143,7 +141,6 @@ class Server:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """End all connections."""
         self.wake_w.close()
         if self.thread.ident is not None:
             self.thread.join()
@@ -227,13 +224,11 @@ class Server:
 
 
 def addresses() -> list[str]:
-    """Return the addresses of this host, those that probably lead here from others first."""
     found = [address for addresses in network.interfaces().values() for address in addresses]
     return [address for address in found if address not in ("127.0.0.1", "::1")]
 
 
 def _allow_files(count: int) -> None:
-    """Let this process open so many files, as far as its hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < count:
         most = count if hard == resource.RLIM_INFINITY else min(count, hard)

@@ -190,14 +190,12 @@ class Watchdog:
             self.lose_worker(address, self.left.format(worker=address))
 
     def check_late(self, how: str) -> None:
-        """Report ranks that did not start in time as a failure."""
         late = self.rank_states.late
         if late and time.monotonic() - self.begun_at > self.settings.start_timeout_s:
             message = f"rank {ranges(late)} of {len(self.specs)} {how}"
             self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
 
     def scheduler_lost(self, how: str) -> SchedulerLost:
-        """Return the error for a lost scheduler, and call it no more."""
         self.workers.is_cut_off = True
         return SchedulerLost(
             f"the scheduler {self.workers.scheduler} {how}; its workers stop the ranks. Go on with resume=<run dir> "
@@ -224,14 +222,12 @@ class Watchdog:
             )
 
     def lose_worker(self, address: str, how: str) -> None:
-        """Give up a worker, and its ranks with it."""
         self.workers.lost.add(address)
         for spec in self.specs:
             if spec.worker == address and spec.rank not in self.rank_states.ended:
                 self.rank_states.fail(spec, "lost", how)
 
     def overdue(self) -> list[int]:
-        """Return the ranks that have missed one or two heartbeats."""
         self.check_silence()
         return self.health.overdue(self.rank_states.running, time.monotonic(), 2.5 * rank_process.BEAT_S)
 

@@ -44,11 +44,9 @@ class WorkerClient:
 
     @property
     def is_reachable(self) -> bool:
-        """Return whether there still is a scheduler."""
         return self.client.status == "running" and not self.is_cut_off
 
     def scheduler_answers(self) -> bool:
-        """Ask the scheduler for a sign of life."""
         assert self.client.scheduler is not None
         try:
             self.client.sync(self.client.scheduler.identity, n_workers=0, callback_timeout=CALL_S)
@@ -57,16 +55,9 @@ class WorkerClient:
         return True
 
     def finish(self, ranks: Iterable[int], reason: str) -> None:
-        """Tell ranks to write a checkpoint at their next step, and to end."""
         self.send({"finish": heartbeat.REASONS.index(reason)}, ranks)
 
     def stop(self, ranks: Iterable[int], finish_checkpoint: bool = False) -> None:
-        """Tell ranks to end.
-
-        Args:
-            ranks: to be stopped.
-            finish_checkpoint: first let them complete a checkpoint that they are writing.
-        """
         self.send({"stop": True, "finish_checkpoint": finish_checkpoint}, ranks)
 
     def send(self, message: inbox.Message, ranks: Iterable[int]) -> None:
@@ -81,11 +72,9 @@ class WorkerClient:
         return {address for address, is_there in answers.items() if is_there is True}
 
     def acknowledge(self, rank: int, size: int) -> None:
-        """Tell the worker of a rank how many more bytes of its records the client has read."""
         self.call([self.specs[rank].worker], inbox.deliver, self.gang, self.number, rank, {"acknowledged": size})
 
     def clear(self) -> None:
-        """Empty the outboxes."""
         self.call(list(self.folders), outbox.clear, self.name)
 
     def call(self, workers: list[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -102,13 +91,11 @@ class WorkerClient:
         return {}
 
     def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function of `rank.outbox` on a rank's worker."""
         worker = self.specs[rank].worker
         is_lost = lambda: worker in self.lost  # noqa: E731
         return file_transfer.call(self.client, worker, function, self.name, rank, *args, is_lost=is_lost)
 
     def source(self, rank: int, file: File) -> Path:
-        """Return the path of a file in its rank's outbox."""
         folder = outbox.path(self.folders[self.specs[rank].worker], self.name, rank)
         return folder / Path(str(file.source)).name
 
@@ -118,7 +105,6 @@ class WorkerClient:
         self.fetch_file(record.rank, record.data, target)
 
     def fetch_file(self, rank: int, file: File, target: Path) -> None:
-        """Fetch a file, of a record or of what a rank returned."""
         worker = self.specs[rank].worker
         source = self.source(rank, file)
         if worker in self.lost and not os.access(source.parent, os.X_OK):

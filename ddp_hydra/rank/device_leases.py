@@ -38,7 +38,6 @@ class Lease:
     gpu: str = ""
 
     def overlaps(self, cores: Collection[int]) -> bool:
-        """Return whether it uses some of these cores."""
         return not self.cores or not cores or not set(self.cores).isdisjoint(cores)
 
 
@@ -122,7 +121,6 @@ def find(folder: Path) -> list[Lease]:
 
 
 def _release(path: Path, handle: int) -> None:
-    """Remove a lease, and the folder if that is empty then."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
         with fork_client.locked(path.parent):

@@ -56,7 +56,6 @@ def preferred_gpu(spec: RankSpec) -> int:
 
 
 def is_placed() -> bool:
-    """Return whether dask-cuda has already given this worker its own GPU."""
     return "dask_cuda" in sys.modules
 
 
@@ -66,12 +65,7 @@ def seen_gpus() -> list[str]:
 
 
 def threads(total: int, ranks: int) -> int:
-    """Return a rank's number of threads: its share of the host's cores, within those that its worker is bound to.
-
-    Args:
-        total: number of cores that all ranks share.
-        ranks: number of ranks.
-    """
+    """Return a rank's number of threads: its share of the host's cores, within those that its worker is bound to."""
     return max(1, min(len(cores()) or total, total // ranks))
 
 

@@ -86,7 +86,6 @@ class Fault:
 
     @classmethod
     def mistake(cls, text: str) -> ConfigError:
-        """Return the error that says what a fault looks like."""
         return ConfigError(
             f"fault={text!r} is not a fault: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind "
             f"may be left out), with a kind of {', '.join(KINDS)} and a place of {', '.join(PLACES)}"
@@ -110,13 +109,11 @@ class FaultInjector:
     faults: list[Fault] = field(default_factory=list)
 
     def __call__(self, place: str, step: int) -> None:
-        """Trigger the faults that are due."""
         for fault in self.due(place, step):
             print(f"fault on purpose: {fault}", flush=True)  # noqa: T201
             self.trigger(fault)
 
     def due(self, place: str, step: int) -> list[Fault]:
-        """Remove the faults that are due at this place and step, and return them."""
         due = [
             fault
             for fault in self.faults
@@ -127,7 +124,6 @@ class FaultInjector:
         return due
 
     def trigger(self, fault: Fault) -> None:
-        """Trigger a fault."""
         actions: dict[str, Callable[[], Any]] = {
             "raise": _raise,
             "exit": lambda: os._exit(3),
@@ -163,7 +159,6 @@ class FaultInjector:
 
 
 def parse(texts: Iterable[str]) -> list[Fault]:
-    """Parse all faults of a config."""
     return [Fault.parse(text) for text in texts]
 
 
@@ -177,7 +172,6 @@ def install(rank: int, attempt: int, pids: Mapping[str, int]) -> None:
 
 
 def activate(texts: Iterable[str]) -> FaultInjector:
-    """Have faults triggered in this process when they are due."""
     _here.faults = parse(texts)
     if _here.faults:
         heartbeat.on_phase(_here)
@@ -185,7 +179,6 @@ def activate(texts: Iterable[str]) -> FaultInjector:
 
 
 def write(step: int) -> None:
-    """Trigger the faults that are due in the middle of a checkpoint file."""
     _here("write", step)
 
 

@@ -42,7 +42,6 @@ class Caller:
 
     @property
     def is_slow(self) -> bool:
-        """Return whether it takes too long to complete a line."""
         return bool(self.partial_line) and time.monotonic() - self.since > REQUEST_S
 
     def requests(self) -> list[Any]:
@@ -65,7 +64,6 @@ class Caller:
         return [json.loads(line) for line in lines]
 
     def reply(self, message: dict[str, Any]) -> None:
-        """Send a message. A caller that is gone is noticed when its connection is read."""
         with contextlib.suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
@@ -76,12 +74,10 @@ class Caller:
                 (os.kill if alone else os.killpg)(self.pid, number)
 
     def close_fds(self) -> None:
-        """Close the rank's descriptors here."""
         while self.fds:
             os.close(self.fds.pop())
 
     def close(self) -> None:
-        """Close the connection, and kill the rank."""
         self.kill(signal.SIGKILL)
         self.connection.close()
         self.close_fds()

@@ -58,10 +58,6 @@ _holding = threading.Lock()
 
 
 def hold() -> None:
-    """Keep the fork server of this host alive as long as this process lives.
-
-    It is another one if the environment has changed since the last call.
-    """
     global _held, _held_address
     with _holding:
         address = socket_path()
@@ -73,7 +69,6 @@ def hold() -> None:
 
 
 def release() -> None:
-    """No longer keep the fork server alive."""
     global _held
     with _holding:
         if _held is not None:
@@ -82,7 +77,6 @@ def release() -> None:
 
 
 def socket_path() -> Path:
-    """Return the socket of the server for this user, Python environment and batch job."""
     return runtime_folder() / f"{fork_environment.identity()}.sock"
 
 
@@ -109,7 +103,6 @@ def ask(address: Path, question: str) -> dict[str, Any] | None:
 
 
 def runtime_folder() -> Path:
-    """Return this user's private folder for sockets and leases."""
     root = os.environ.get("XDG_RUNTIME_DIR")
     if root and os.access(root, os.W_OK):
         return Path(root) / "ddp_hydra"

@@ -51,14 +51,12 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 
 
 def of_server() -> dict[str, str]:
-    """Return the environment of a server that this process starts."""
     variables = ALLOCATOR | without_dasks_limits(os.environ)
     path = [str(Path(ddp_hydra.__file__).parents[1]), *_python_path(variables)]
     return variables | {"PYTHONPATH": os.pathsep.join(path)}
 
 
 def without_dasks_limits(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those that have Dask's defaults for its workers."""
     return {name: value for name, value in variables.items() if DASKS_LIMITS.get(name) != value}
 
 
@@ -80,7 +78,6 @@ def _versions() -> list[str]:
 
 
 def _sources(folder: str) -> Iterator[tuple[str, int, int]]:
-    """Yield path, size and time of change of each Python file below a folder, in order."""
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         if entry.is_dir() and entry.name != "__pycache__":
             yield from _sources(entry.path)

@@ -39,7 +39,6 @@ class Idling:
         self.is_retired = self.has_served = False
 
     def begin_waiting(self) -> None:
-        """Note what has been imported, and wait for the first connection from now on."""
         self.loaded = loaded_files()
         self.since = self.looked_at = time.monotonic()
 
@@ -49,11 +48,9 @@ class Idling:
 
     @property
     def remaining_s(self) -> float:
-        """Return for how long it stays if nobody comes, in seconds."""
         return 0.0 if self.is_retired else max(0.0, self.since + self.stay_s - time.monotonic())
 
     def is_over(self) -> bool:
-        """Return whether it should leave."""
         if not self.remaining_s or not self.is_found():
             return True
         now = time.monotonic()
@@ -71,18 +68,15 @@ class Idling:
             return False
 
     def is_current(self) -> bool:
-        """Return whether what was imported is still what is there."""
         return not self.has_served or are_current(self.loaded)
 
 
 def loaded_files() -> dict[str, tuple[int, int, int]]:
-    """Return the state of the files of the modules that this process has imported."""
     paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
     return {path: found for path in paths if isinstance(path, str) and (found := _state(path))}
 
 
 def are_current(files: Mapping[str, tuple[int, int, int]]) -> bool:
-    """Return whether all files are still as they were. A few thousand take some milliseconds."""
     return all(_state(path) == found for path, found in files.items())
 
 
@@ -96,7 +90,6 @@ def _state(path: str) -> tuple[int, int, int] | None:
 
 
 def memory_is_short() -> bool:
-    """Return whether little memory is left, on this host or in a cgroup of this process."""
     return any(left < LEAST_SHARE * limit for left, limit in _memories())
 
 
@@ -128,7 +121,6 @@ def _cgroups() -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Read a file with a name and a number on each line."""
     lines = (line.split() for line in path.read_text().splitlines())
     return {words[0]: int(words[1]) for words in lines if len(words) > 1}
 

@@ -25,11 +25,7 @@ LOOK_S = 0.05
 
 
 def preload(look: Callable[[], object]) -> None:
-    """Import modules that ranks need, so that a fork has them at once.
-
-    Args:
-        look: called from time to time while they are imported.
-    """
+    """Import modules that ranks need, so that a fork has them at once."""
     watcher = _Watcher(look)
     garbage.pause()
     sys.meta_path.insert(0, watcher)
@@ -63,7 +59,6 @@ class _Watcher(MetaPathFinder):
         self.look, self.looked_at = look, time.monotonic()
 
     def find_spec(self, *_: Any) -> None:
-        """Look at the callers, if it is time to."""
         if time.monotonic() - self.looked_at > LOOK_S:
             self.look()
             self.looked_at = time.monotonic()

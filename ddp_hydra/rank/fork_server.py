@@ -96,7 +96,6 @@ class Server:
             end.setblocking(False)
 
     def leave_if_deserted(self) -> None:
-        """End this process if all callers have gone. Called while modules are imported, before any request is read."""
         self.accept()
         for caller in [caller for caller in self.callers.values() if has_ended(caller.connection)]:
             self.drop(caller)
@@ -104,7 +103,6 @@ class Server:
             os._exit(0)
 
     def serve(self) -> None:
-        """Serve until the time has come to leave."""
         self.idling.begin_waiting()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self.retire)  # when the host is shut down, the ranks finish first
@@ -133,7 +131,6 @@ class Server:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nobody is connected, and nothing of a rank is left."""
         return not self.callers and not self.left_behind.until
 
     @property
@@ -188,7 +185,6 @@ class Server:
             self.drop(caller)
 
     def handle(self, caller: Caller, request: Any) -> None:
-        """Act on one request."""
         if not isinstance(request, dict):
             raise TypeError("a request is an object")
         if "signal" in request:
@@ -203,13 +199,11 @@ class Server:
             self.spawn(caller, request)
 
     def drop_slow(self) -> None:
-        """Disconnect callers that do not complete a line in time."""
         for caller in list(self.callers.values()):
             if caller.is_slow:
                 self.drop(caller)
 
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
-        """Fork one rank."""
         caller.has_requested = True
         self.idling.keep_warm_s = 0.0 if fork_environment.batch_job() else float(request.get("keep_warm_s", 0.0))
         if lazy_dynamo.import_if_wanted():
@@ -230,7 +224,6 @@ class Server:
         caller.close_fds()
 
     def leave_server(self) -> None:
-        """Make this fork a process of its own, in a session of its own, that ends with the server."""
         try:
             server_pid = os.getppid()
             os.setsid()
@@ -246,7 +239,6 @@ class Server:
             os._exit(1)
 
     def reap(self) -> None:
-        """Report to callers how their ranks ended."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -270,7 +262,6 @@ class Server:
                     caller.reply({"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
 
     def drop(self, caller: Caller) -> None:
-        """Close a caller's connection, and kill its rank."""
         self.callers.pop(caller.connection.fileno())
         self.selector.unregister(caller.connection)
         caller.close()
@@ -278,7 +269,6 @@ class Server:
             self.idling.begin()
 
     def status(self) -> dict[str, Any]:
-        """Return what `ddp-hydra warm` shows."""
         is_used = any(not caller.only_asks for caller in self.callers.values())
         return {
             "pid": os.getpid(),
@@ -312,7 +302,6 @@ class Server:
 
 
 def main(listener_fd: int, address: str) -> None:
-    """Become the fork server."""
     from setproctitle import setproctitle
 
     environment = dict(os.environ)  # before the imports add to it

@@ -13,8 +13,6 @@ from ddp_hydra.rank.processes import RANK_PID
 
 
 def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
-    """Turn this fork into a rank with its own output, cores and environment, and run it."""
-
     def run() -> int:
         forked.begin()
         for fd in fds:

@@ -9,7 +9,6 @@ import gc
 
 
 def pause() -> None:
-    """Search for no garbage until `resume`."""
     gc.disable()
 
 

@@ -14,7 +14,6 @@ UUID_BYTES = 96
 
 
 def visible(variables: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that a process with these variables sees, counted without touching CUDA."""
     if "CUDA_VISIBLE_DEVICES" in variables:
         names = [gpu.strip() for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
         return list(itertools.takewhile(lambda name: not name.startswith("-"), names))  # as CUDA does
@@ -53,14 +52,12 @@ def _driver() -> Iterator[tuple[Any, int]]:
 
 
 def count() -> int:
-    """Return how many GPUs NVIDIA's driver shows."""
     with _driver() as (_, number_of_gpus):
         return number_of_gpus
 
 
 @functools.cache
 def uuids() -> list[str]:
-    """Return the UUIDs of the GPUs that this process may use, in order of their numbers, as NVIDIA's driver says."""
     found = []
     with _driver() as (nvml, number_of_gpus):
         for number in range(number_of_gpus):

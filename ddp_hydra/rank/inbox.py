@@ -70,11 +70,9 @@ class Inbox:
         return taken
 
     def fileno(self) -> int:
-        """Return the descriptor for selectors."""
         return self.reader.fileno()
 
     def close(self) -> None:
-        """Close both ends."""
         self.reader.close()
         self.writer.close()
 
@@ -110,7 +108,6 @@ def send_to_worker(worker: str, message: Message) -> list[Key]:
 
 
 def has_any(tasks: list[Key]) -> bool:
-    """Return whether some of these tasks are still here."""
     with _lock:
         return any(key in _boxes for key in tasks)
 
@@ -133,7 +130,6 @@ def _box(key: Key) -> Inbox:
 
 
 def remove(gang: str, worker: str, attempt: int) -> None:
-    """Close the inbox of a task that has ended, after this attempt of the gang."""
     with _lock:
         _ended[gang, worker] = attempt
         while len(_ended) > MAX_BOXES:

@@ -77,7 +77,6 @@ class Launcher:
         self.outbox = outbox.path(context.worker.local_directory, context.job.topic, spec.rank)
 
     def start(self, shared_status_fd: int) -> None:
-        """Have the fork server fork the process, and pass it its descriptors."""
         self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
         self.output, output = os.pipe()
         self.stack.callback(os.close, self.output)
@@ -102,7 +101,6 @@ class Launcher:
             end.close()
 
     def send(self, message: inbox.Message) -> None:
-        """Send the process a message."""
         self.control.sendall(json.dumps(message).encode() + b"\n")
 
     def bind_rendezvous(self) -> tuple[socket.socket, Up]:
@@ -113,7 +111,6 @@ class Launcher:
         return listener, Up((host, listener.getsockname()[1]))
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:
-        """Return the request to the fork server."""
         spec, job, settings = self.spec, self.job, self.job.settings
         project = self.context.project
         return {
@@ -143,7 +140,6 @@ class Launcher:
         return local
 
     def interface(self) -> str | None:
-        """Return the network interface by which the ranks reach each other."""
         if self.job.settings.interface:
             network.address_of(self.job.settings.interface)  # raises, with the known interfaces, if it is unknown
             return self.job.settings.interface
@@ -152,7 +148,6 @@ class Launcher:
         return network.interface_of(host) or network.interface_towards(self.worker.scheduler.addr)
 
     def share(self) -> device_leases.Share:
-        """Lease a GPU and a share of the cores for the rank, until it has ended."""
         spec, seen = self.spec, gpus.identities(os.environ)
         wanted = environment.preferred_gpu(spec)
         if environment.is_placed():
@@ -167,11 +162,9 @@ class Launcher:
         return share
 
     def cores(self) -> list[int]:
-        """Return the cores that the ranks of this host share."""
         return environment.shared_cores(os.getppid() if self.worker.nanny else None)
 
     def launch(self, share: device_leases.Share) -> RankLaunch:
-        """Return what the process reads when it starts."""
         spec, job = self.spec, self.job
         ranks = max(spec.local_world_size + share.other_ranks, job.ranks_on_host.get(spec.host, 0))
         threads = job.settings.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks)
@@ -189,7 +182,6 @@ class Launcher:
         )
 
     def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
-        """Write the launch into a file without a name, which nobody else can write to."""
         file: IO[bytes]
         if hasattr(os, "memfd_create"):
             file = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-launch"), "w+b"))

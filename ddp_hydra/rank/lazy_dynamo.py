@@ -73,7 +73,6 @@ class LazyDynamo:
         self.put()
 
     def put(self) -> None:
-        """Put the stand-ins where Python and torch look for torch._dynamo."""
         sys.modules.update(self.modules)
         self.torch._dynamo = self.modules[NAME]
 
@@ -97,7 +96,6 @@ class LazyDynamo:
                 function.__dict__.pop(MARK, None)
 
     def disable(self, fn: Any = None, recursive: bool = True, **options: Any) -> Any:
-        """Return one of torch's functions as it is, as nobody traces it, and remember that it has to be marked."""
         if sys._getframe(1).f_globals.get("__name__") == "torch._compile":
             self.marked.append(fn)
             return fn
@@ -138,16 +136,13 @@ class Finder(MetaPathFinder, Loader):
         self.specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return how to find a module that is there, else None."""
         return ModuleSpec(name, self) if name.startswith(f"{NAME}.") and name in sys.modules else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that is there."""
         found = sys.modules[spec.name]
         self.specs[spec.name] = found.__spec__
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it was."""
         with contextlib.suppress(AttributeError):  # torch's modules of settings let nobody change them
             module.__spec__ = self.specs[module.__name__]

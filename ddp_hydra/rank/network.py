@@ -51,11 +51,7 @@ def interface_of(host: str) -> str | None:
 
 
 def interface_towards(address: str) -> str | None:
-    """Return the interface through which this machine reaches a server; None if it does not.
-
-    Args:
-        address: of the server, as tcp://host:port.
-    """
+    """Return the interface through which this machine reaches a server; None if it does not."""
     host, _, port = address.partition("://")[2].rpartition(":")
     try:
         family, kind, _, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]

@@ -30,12 +30,6 @@ FREE_SHARE = 0.1
 def folder(worker: Any, gang: str, rank: int, way: str = "out") -> Path:
     """Return the outbox of one rank on a worker; make it if it does not exist.
 
-    Args:
-        worker: the Dask worker.
-        gang: the gang's name.
-        rank: of the gang.
-        way: "out" for files of the rank, "in" for files that are sent to it.
-
     Raises:
         ConfigError: other users of the host can replace the folder.
     """
@@ -71,7 +65,6 @@ def secure(local_directory: str) -> None:
 
 
 def path(local_directory: str, gang: str, rank: int, way: str = "out") -> Path:
-    """Return the path of a rank's outbox, below its worker's folder."""
     return Path(local_directory) / "ddp_hydra" / gang / f"rank-{rank}" / way
 
 
@@ -82,7 +75,6 @@ def _file(worker: Any, gang: str, rank: int, name: str) -> Path:
 
 
 def read(gang: str, rank: int, name: str, offset: int, dask_worker: Any = None) -> bytes:
-    """Read one piece of a file. Runs on the worker, called by the client."""
     with _file(dask_worker, gang, rank, name).open("rb") as file:
         file.seek(offset)
         return file.read(CHUNK_BYTES)
@@ -99,7 +91,6 @@ def write(gang: str, rank: int, name: str, data: bytes, first: bool, dask_worker
 
 
 def is_same_file(path: str, size: int, mtime_ns: int) -> bool:
-    """Return whether this host can read a file of the client under the same path. Runs on the worker."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -108,7 +99,6 @@ def is_same_file(path: str, size: int, mtime_ns: int) -> bool:
 
 
 def remove(gang: str, rank: int, name: str, dask_worker: Any = None) -> None:
-    """Remove a file that the client has fetched. Runs on the worker."""
     _file(dask_worker, gang, rank, name).unlink(missing_ok=True)
 
 
@@ -136,15 +126,7 @@ def keep(gang: str, rank: int, name: str, sha256: str, dask_worker: Any = None) 
 
 
 def find(gang: str, rank: int, name: str, sha256: str, size: int, dask_worker: Any = None) -> str:
-    """Return the path of a file for a rank, if this host has kept it; "" if not. Runs on the worker.
-
-    Args:
-        gang: the gang's name.
-        rank: of the gang.
-        name: of the file.
-        sha256: of its content.
-        size: in bytes.
-    """
+    """Return the path of a file for a rank, if this host has kept it; "" if not. Runs on the worker."""
     target = folder(dask_worker, gang, rank, "in") / Path(name).name
     kept = _kept(dask_worker.local_directory, sha256)
     with contextlib.suppress(OSError):
@@ -161,10 +143,8 @@ def _kept(local_directory: str, sha256: str) -> Path:
 
 
 def has_files(worker: Any) -> bool:
-    """Return whether files of ranks on this worker wait for their client."""
     return any(Path(worker.local_directory, "ddp_hydra").glob("*/rank-*/out/*"))
 
 
 def clear(gang: str, dask_worker: Any = None) -> None:
-    """Remove all outboxes of a gang. Runs on the worker."""
     shutil.rmtree(Path(dask_worker.local_directory) / "ddp_hydra" / gang, ignore_errors=True)

@@ -49,9 +49,6 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
         control_fd: socket to the worker's task: records go out, the rendezvous comes in.
         shared_status_fd: the page of memory in which this rank writes where it is.
         listener_fd: the socket on which rank 0 serves the rendezvous.
-
-    Returns:
-        The exit code.
     """
     from setproctitle import setproctitle
 
@@ -96,11 +93,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
 
 
 def take_helper(data_workers: int | None) -> None:
-    """Fork the process that will fork workers, if this rank may have some; it shares this rank's heartbeat.
-
-    Args:
-        data_workers: `data.workers`; None: some where there are GPUs.
-    """
+    """Fork the process that will fork workers, if this rank may have some; it shares this rank's heartbeat."""
     if data_workers or (data_workers is None and gpus.visible(os.environ)):
         from ddp_hydra.data import workers  # a script needs none of it
 
@@ -108,11 +101,6 @@ def take_helper(data_workers: int | None) -> None:
 
 
 def report_end(work: Callable[[], Any]) -> int:
-    """Do a rank's work, and send the end record with its return value or its error.
-
-    Returns:
-        The exit code.
-    """
     try:
         end = End(value=results.file_of("value", return_values.encode(work())))
     except BaseException as error:
@@ -170,7 +158,6 @@ class SocketSender:
 
     @property
     def outbox(self) -> Path:
-        """Wait for room in the outbox, and return it. Each file that the client removes counts as progress."""
         before: set[Path] = set()
         while len(files := set(self._outbox.iterdir())) >= MAX_FILES:
             if files != before:
@@ -189,11 +176,6 @@ def set_threads(threads: int, local_world_size: int) -> None:
 
 
 def describe_place(project: str) -> str:
-    """Return host, process, device and versions, for the rank's log.
-
-    Args:
-        project: hash of the project space, or "".
-    """
     return (
         f"host {socket.gethostname()}, pid {os.getpid()}, {device_name()}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -202,7 +184,6 @@ def describe_place(project: str) -> str:
 
 
 def device_name() -> str:
-    """Name the device of this rank, without initialising a GPU that it does not use."""
     if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
         return torch.cuda.get_device_name(0)
     gpus = 0 if dist.is_initialized() else torch.cuda.device_count()  # a script chooses its device later
@@ -210,7 +191,6 @@ def device_name() -> str:
 
 
 def describe(error: BaseException) -> Failure:
-    """Describe an error that was raised just now."""
     time_s = time.time()
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

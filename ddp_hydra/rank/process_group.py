@@ -18,15 +18,7 @@ from ddp_hydra.errors import ConfigError
 
 
 def meet(rank: int, host: str, port: int, timeout_s: float = 1800.0, listener_fd: int | None = None) -> dist.Store:
-    """Connect to the store that rank 0 serves. A script that makes its own process group finds it in the environment.
-
-    Args:
-        rank: this rank.
-        host: where rank 0 serves the store.
-        port: its port.
-        timeout_s: of the rendezvous.
-        listener_fd: rank 0's socket, bound and listening already.
-    """
+    """Connect to the store that rank 0 serves, as a script does that makes its own process group."""
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = host, str(port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the store exists: nobody else must serve one at this port
     timeout = timedelta(seconds=timeout_s)
@@ -76,13 +68,7 @@ def process_group(
 
 
 def choose_backend(store: dist.Store, rank: int, world_size: int) -> str:
-    """Return gloo, with NCCL for tensors on GPUs where each rank has one of its own. A collective.
-
-    Args:
-        store: where the ranks meet.
-        rank: this rank.
-        world_size: number of ranks.
-    """
+    """Return gloo, with NCCL for tensors on GPUs where each rank has one of its own. A collective."""
     uses_gpu = torch.cuda.is_available()
     if uses_gpu and (uuid := gpu_uuid()) is not None and store.add(f"ddp_hydra/gpu/{uuid}", 1) > 1:
         store.add("ddp_hydra/gpu_shared", 1)
@@ -132,7 +118,6 @@ def gpu_uuid() -> str | None:
 
 @contextmanager
 def default_timeout(timeout: timedelta) -> Iterator[None]:
-    """Set the timeout of process groups that are made inside the block without one."""
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
     vars(distributed_c10d).update(dict.fromkeys(names, timeout))
@@ -143,11 +128,9 @@ def default_timeout(timeout: timedelta) -> Iterator[None]:
 
 
 def current_timeout() -> timedelta:
-    """Return the timeout of process groups that are made here without one."""
     return distributed_c10d.default_pg_timeout
 
 
 def leave_process_group() -> None:
-    """Leave the process group without waiting for other ranks."""
     if dist.is_initialized():
         dist.destroy_process_group()

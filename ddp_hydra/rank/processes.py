@@ -23,20 +23,17 @@ MAX_NAMED = 10
 
 
 def kill_group(pid: int) -> None:
-    """Kill all processes of a group that still run."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def adopt_orphans() -> None:
-    """Ask the kernel to make this process the parent of descendants whose own parent ends, whatever their session."""
     if sys.platform == "linux":
         pr_set_child_subreaper = 36
         ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1)
 
 
 def children() -> list[int]:
-    """Return the process ids of this process's children, including zombies."""
     found: list[int] = []
     for thread in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread has just ended
@@ -54,7 +51,6 @@ def command_of(pid: int) -> str:
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
@@ -72,7 +68,6 @@ def user_of(connection: socket.socket) -> int | None:
 
 
 def has_ended(connection: socket.socket) -> bool:
-    """Return whether the other end of a connection is closed. What it has sent stays to be read."""
     try:
         return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -110,9 +105,6 @@ class LeftBehind:
             ended: the rank; its process group was killed already.
             ranks: that run.
             spares: other children of this process that may stay.
-
-        Returns:
-            The first of them by name.
         """
         named: list[str] = []
         for pid in children():
@@ -129,7 +121,6 @@ class LeftBehind:
         return named[:MAX_NAMED]
 
     def kill(self) -> None:
-        """Kill those that have not ended in time."""
         for pid, until in self.until.items():
             if time.monotonic() > until:
                 with contextlib.suppress(OSError):

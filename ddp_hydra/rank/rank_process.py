@@ -69,7 +69,6 @@ class RankProcess:
         self.drain_until: float | None = None
 
     def start(self) -> None:
-        """Have the process forked, and wait for its records and the fork server from now on."""
         self.launcher.start(self.shared_status_fd)
         self.stack.callback(self.relay.close)
         self.server = self.launcher.server
@@ -77,21 +76,14 @@ class RankProcess:
         self.listen(self.server, self.on_server)
 
     def listen(self, source: Any, act: Callable[[], None]) -> None:
-        """Call a function whenever a source has something to read, until the rank is closed."""
         self.selector.register(source, selectors.EVENT_READ, act)
         self.stack.callback(self.unlisten, source)
 
     def unlisten(self, source: Any) -> None:
-        """Listen to a source no more."""
         if source in self.selector.get_map():
             self.selector.unregister(source)
 
     def look(self, sources: Collection[Any]) -> bool:
-        """Do what is due now, and return whether the rank has ended and all that it sent is passed on.
-
-        Args:
-            sources: that had something to read just now.
-        """
         self.beat()
         self.send_stacks()
         self.check_stop()
@@ -101,7 +93,6 @@ class RankProcess:
         return not self.relay.open or self.context.is_cancelled() or self.is_drained(is_quiet)
 
     def close(self) -> None:
-        """Close what was opened for the rank."""
         self.stack.close()
 
     # -- events --------------------------------------------------------------------------------------------
@@ -165,7 +156,6 @@ class RankProcess:
         self.context.sender.say(self.spec.rank, beat)
 
     def is_suspended(self) -> bool:
-        """Return whether the rank's process is suspended, by SIGSTOP or a debugger."""
         try:
             return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         except psutil.Error:
@@ -180,7 +170,6 @@ class RankProcess:
                 self.signal(number, alone=True)
 
     def send_stacks(self) -> None:
-        """Send the stacks that the rank has printed, when its time for it is over."""
         if self.stack_until is not None and self.stack_until != math.inf and time.monotonic() > self.stack_until:
             self.stack_until = math.inf
             stacks, self.relay.captured = self.relay.captured or b"", None
@@ -190,18 +179,12 @@ class RankProcess:
     # -- the end -------------------------------------------------------------------------------------------
 
     def is_drained(self, is_quiet: bool) -> bool:
-        """Return whether the output of an ended rank was read for long enough, although a process keeps it open.
-
-        Args:
-            is_quiet: nothing has come just now.
-        """
         now = time.monotonic()
         if self.drain_until is None or self.relay.is_blocked:  # a slow client gets more time
             self.drain_until = now + DRAIN_S
         return now > self.drain_until + (0.0 if is_quiet else 10 * DRAIN_S)
 
     def check_stop(self) -> None:
-        """Stop a rank whose worker's task is cancelled, and kill one that does not stop."""
         is_saved = self.save_until is not None and (not self.shared_status.saving or time.monotonic() > self.save_until)
         if self.stopping_since is None and (is_saved or self.context.is_cancelled()):
             self.stop()
@@ -209,11 +192,6 @@ class RankProcess:
             self.signal(signal.SIGKILL)
 
     def stop(self, finish_checkpoint: bool = False) -> None:
-        """Ask the rank to end.
-
-        Args:
-            finish_checkpoint: first let it complete the checkpoint that it is writing.
-        """
         if finish_checkpoint and self.shared_status.saving:
             self.save_until = self.save_until or time.monotonic() + SAVE_S
         elif self.stopping_since is None:
@@ -222,7 +200,6 @@ class RankProcess:
             self.signal(signal.SIGTERM)
 
     def signal(self, number: int, alone: bool = False) -> None:
-        """Send a signal to the rank's process group, or to the rank alone."""
         if self.exit is None:
             with contextlib.suppress(OSError):
                 self.server.sendall(json.dumps({"signal": number, "alone": alone}).encode() + b"\n")
@@ -244,7 +221,6 @@ class RankProcess:
         return replace(end, step=place.step, phase=place.phase)
 
     def failure(self, output: str) -> Failure:
-        """Return the failure of a process that has not said how it ended."""
         assert self.exit is not None
         if "refused" in self.exit:
             message = (

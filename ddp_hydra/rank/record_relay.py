@@ -45,11 +45,9 @@ class RecordSender:
         self.ended: dict[int, End] = {}
 
     def add(self, record: bytes) -> None:
-        """Add an encoded record to those that wait."""
         self.buffer.append(record)
 
     def say(self, rank: int, data: AnyData) -> None:
-        """Add a record of the worker's task itself to those that wait."""
         self.add(Record(data, rank, None, time.time(), self.attempt).encode())
 
     def say_end(self, rank: int, end: End) -> None:
@@ -59,7 +57,6 @@ class RecordSender:
             self.say(rank, end)
 
     def flush(self, at_once: bool = False) -> None:
-        """Send the waiting records as one event, if it is time to."""
         now = time.monotonic()
         if self.buffer and (at_once or now - self.flushed_at >= FLUSH_S):
             self.worker.log_event(self.gang, b"\n".join(self.buffer))
@@ -97,12 +94,6 @@ class RecordRelay:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a chunk may end within a character
 
     def start(self, control: socket.socket, output: int) -> None:
-        """Begin to read the rank.
-
-        Args:
-            control: socket on which its records come.
-            output: pipe of its stdout and stderr.
-        """
         self.control, self.output = control, output
         self.readers = {control: self._read_records, output: self._read_output}
         self.open = set(self.readers)
@@ -114,21 +105,17 @@ class RecordRelay:
         return self.unacknowledged >= WINDOW_BYTES
 
     def acknowledge(self, size: int) -> None:
-        """Note that the client has processed so many bytes."""
         self.unacknowledged -= size
         self._update_selector()
 
     def log(self, text: str) -> None:
-        """Add a text to the rank's log."""
         self._forward(Record(Log(text), self.spec.rank, None, time.time(), self.sender.attempt).encode())
 
     def log_sentence(self, sentence: str) -> None:
-        """Add a sentence of the worker's task to the rank's log, on a line of its own."""
         newline = "" if self.tail.endswith(b"\n") or not self.tail else "\n"
         self.log(f"{newline}rank {self.spec.rank} of {self.spec.world_size}: {sentence}\n")
 
     def close(self) -> None:
-        """Read the rank no more."""
         self.open.clear()
         self._update_selector()
 

@@ -38,7 +38,6 @@ class SpareForks:
 
     @property
     def are_missing(self) -> bool:
-        """Return whether there are fewer than wanted."""
         return len(self.connections) < min(self.wanted, MOST)
 
     def add(self) -> None:
@@ -79,10 +78,6 @@ class SpareForks:
     def take(self, request: dict[str, Any], fds: list[int]) -> int | None:
         """Hand a request to a fork.
 
-        Args:
-            request: of a rank.
-            fds: its descriptors; the caller keeps its own.
-
         Returns:
             The process id of the rank; None if there is no fork.
         """
@@ -101,20 +96,17 @@ class SpareForks:
         return None
 
     def forget(self, pid: int) -> bool:
-        """Return whether a process that has ended was one of them."""
         connection = self.connections.pop(pid, None)
         if connection is not None:
             connection.close()
         return connection is not None
 
     def close(self) -> None:
-        """Close the server's ends of all sockets, in a fork of the server."""
         for connection in self.connections.values():
             connection.close()
         self.connections.clear()
 
     def end(self) -> None:
-        """End all of them."""
         for pid, connection in self.connections.items():
             connection.close()
             _end(pid)

@@ -139,17 +139,14 @@ class JobSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def topic(self) -> str:
-        """The name of the attempt at the scheduler and in the workers' folders."""
         return f"{self.gang}-{self.attempt}" if self.attempt else self.gang
 
     @property
     def makes_group(self) -> bool:
-        """Whether the process group is made before the call."""
         return self.settings.group and not self.is_script
 
     @property
     def stop_s(self) -> float:
-        """Seconds from SIGTERM to SIGKILL."""
         given = self.settings.stop_s
         return given if given is not None else 30.0 if self.is_script else 0.5
 

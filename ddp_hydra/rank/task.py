@@ -53,11 +53,7 @@ class PickledTask:
 
 
 def run_ranks(data: bytes) -> None:
-    """Run the ranks of one worker to their ends; after a failure, those of the gang's next attempts, too.
-
-    Args:
-        data: a `JobSpec`, encoded.
-    """
+    """Run the ranks of one worker to their ends; after a failure, those of the gang's next attempts, too."""
     job: JobSpec | None = JobSpec.decode(data)
     assert job is not None
     worker, gang, attempt = get_worker(), job.gang, job.attempt
@@ -113,7 +109,6 @@ def _is_cancelled(worker: Worker, key: Any) -> bool:
 
 
 def not_started(error: Exception, what: str = "could not be started") -> End:
-    """Return the end of a rank that has no process, or that could not be watched."""
     if isinstance(error, Stopped):
         return End(stopped=True)
     if isinstance(error, (ConfigError, DiskFull)):  # another attempt would fail in the same way
@@ -159,7 +154,6 @@ class WorkerTask:
         self.is_closing = False
 
     def run(self) -> None:
-        """Start the ranks, and serve them until all have ended."""
         try:
             self.make_room()
             for spec in self.specs:
@@ -187,7 +181,6 @@ class WorkerTask:
             self.ranks[spec.rank] = rank
 
     def serve(self) -> None:
-        """Wait for the next events, act on them, and look at each rank."""
         waits = FLUSH_S if self.sender.buffer else min(rank.pause_s for rank in self.ranks.values())
         events = self.selector.select(waits)
         for key, _ in events:
@@ -203,7 +196,6 @@ class WorkerTask:
         self.sender.flush(at_once=is_urgent)
 
     def on_inbox(self) -> None:
-        """Act on the messages of the client."""
         for number, message in self.box.take(self.job.attempt):
             self.is_closing |= "preempted" in message
             for rank in self.ranks.values() if number is None else filter(None, [self.ranks.get(number)]):
@@ -212,7 +204,6 @@ class WorkerTask:
     # -- before the ranks start ----------------------------------------------------------------------------
 
     def make_room(self) -> None:
-        """Unpack the project, and make the folders of the ranks, before any of the ranks has to be served."""
         local, packed = Path(self.worker.local_directory), self.job.project
         if packed is not None:
             self.context.project = self.with_room(lambda: packed.unpack(local))

@@ -54,7 +54,6 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code of all ranks' processes."""
         return {"done": 0, "interrupted": 130}.get(self.status, 1)
 
     @classmethod
@@ -140,7 +139,6 @@ class Channel:
             self.connection.sendall(line + b"\n")
 
     def close(self) -> None:
-        """End the connection."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.thread.join()

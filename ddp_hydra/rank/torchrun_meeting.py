@@ -50,11 +50,6 @@ class Choices:
 def meet(spec: RankSpec, wait_s: float, timeout_s: float) -> Store:
     """Connect to the store that torchrun's variables point to, served by itself or by rank 0.
 
-    Args:
-        spec: this rank's place.
-        wait_s: how long the others may take to come.
-        timeout_s: of the store's operations later on.
-
     Raises:
         ClusterError: rank 0 or another rank does not come.
     """
@@ -79,12 +74,6 @@ def meet(spec: RankSpec, wait_s: float, timeout_s: float) -> Store:
 def agree(store: Store, spec: RankSpec, mine: Choices, wait_s: float) -> Choices:
     """Give all ranks the choices of rank 0.
 
-    Args:
-        store: where the ranks have met.
-        spec: this rank's place.
-        mine: the choices of this rank.
-        wait_s: how long rank 0 may take.
-
     Raises:
         ClusterError: rank 0 does not publish them.
         DdpHydraError: the data in the store does not come from a rank 0.
@@ -107,7 +96,6 @@ def agree(store: Store, spec: RankSpec, mine: Choices, wait_s: float) -> Choices
 
 
 def fingerprints(value: Any, name: str = "") -> dict[str, str]:
-    """Return a hash of each value of nested lists and dicts, by its dotted name."""
     if isinstance(value, (Mapping, list, tuple)) and value:
         items = value.items() if isinstance(value, Mapping) else enumerate(value)
         return {key: its for part, inner in items for key, its in fingerprints(inner, f"{name}.{part}").items()}

@@ -59,7 +59,6 @@ def main(spec: RankSpec, parent: int, control: socket.socket, output: int, share
 
 
 def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedStatus) -> int:
-    """Join the others, do the job that comes through the control socket, and return the exit code."""
     from setproctitle import setproctitle
 
     from ddp_hydra.rank import process, process_group  # it imports torch, while the parent gets the job ready
@@ -103,13 +102,6 @@ def run(spec: RankSpec, control: socket.socket, shared_status: heartbeat.SharedS
 
 
 def replace_number(config: dict[str, Any], key: str, number: int) -> None:
-    """Replace a number of a config, or a switch that it need not have.
-
-    Args:
-        config: nested.
-        key: "data.batch_size".
-        number: the new one.
-    """
     *groups, name = key.split(".")
     for group in groups:
         config = config[group]
@@ -128,10 +120,6 @@ def variables(spec: RankSpec, interface: str | None) -> dict[str, str]:
 
     gloo takes the interface that the host's name leads to, which often is loopback. That of the way to MASTER_ADDR
     reaches the other hosts.
-
-    Args:
-        spec: this rank's place.
-        interface: `dispatch.interface`.
 
     Raises:
         ClusterError: this host has no such interface.

@@ -48,7 +48,6 @@ class TorchrunWorker:
         self.lock = threading.Lock()
 
     def log_event(self, _topic: str, lines: bytes) -> None:
-        """Send records."""
         with self.lock:
             if self.send is None:
                 self.unsent.append(lines)
@@ -56,7 +55,6 @@ class TorchrunWorker:
                 self.send(lines)
 
     def send_by(self, send: Callable[[bytes], None]) -> None:
-        """Send what has waited, and from now on all at once."""
         with self.lock:
             for lines in self.unsent:
                 send(lines)
@@ -73,7 +71,6 @@ class TorchrunRank(RankProcess):
     """
 
     def fork(self) -> None:
-        """Fork the rank. Call this before there are threads."""
         sys.stdout.flush()
         sys.stderr.flush()
         control, theirs = socket.socketpair()
@@ -99,7 +96,6 @@ class TorchrunRank(RankProcess):
             super().on_message(message)
 
     def start(self) -> None:
-        """Wait for the rank's records and its end from now on."""
         self.stack.callback(self.relay.close)
         self.relay.start(self.launcher.control, self.launcher.output)
         if hasattr(os, "pidfd_open"):
@@ -109,7 +105,6 @@ class TorchrunRank(RankProcess):
             self.listen(self.process_fd, self.reap)
 
     def reap(self) -> None:
-        """Note that the rank has ended, if it has."""
         if self.exit is not None or not self.pid:
             return
         pid, status, usage = os.wait4(self.pid, os.WNOHANG)
@@ -121,18 +116,15 @@ class TorchrunRank(RankProcess):
                 self.unlisten(self.process_fd)
 
     def check_stop(self) -> None:
-        """Stop a rank that was given up, and kill one that does not stop."""
         self.reap()
         super().check_stop()
 
     def signal(self, number: int, alone: bool = False) -> None:
-        """Send a signal to the rank's process group, or to the rank alone."""
         if self.exit is None and self.pid:
             with contextlib.suppress(OSError):
                 (os.kill if alone else os.killpg)(self.pid, number)
 
     def kill(self) -> None:
-        """End the rank at once, if it still runs, and wait for it."""
         if self.exit is None and self.pid:
             self.signal(signal.SIGKILL, alone=True)  # it may not have its process group yet
             self.signal(signal.SIGKILL)
@@ -212,5 +204,4 @@ class TorchrunTask(WorkerTask):
         return self.has_agent and os.getppid() != self.launched_by
 
     def is_useless(self) -> bool:
-        """Return whether nobody needs the rank any more."""
         return self.was_given_up or self.has_lost_torchrun
