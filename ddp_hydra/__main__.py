@@ -9,9 +9,9 @@ def main() -> None:
 
     signals.open_standard_files()
     signals.leave_at_once()
-    from ddp_hydra.rank import garbage
+    from ddp_hydra import forked
 
-    garbage.pause()  # until the config is composed
+    forked.pause_garbage()  # until the config is composed
     from ddp_hydra.cli import prestart
 
     prestart.begin(sys.argv[1:])

@@ -22,6 +22,7 @@ from hydra.errors import CompactHydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
+from ddp_hydra import forked
 from ddp_hydra.cli import hydra_patches, overrides, prestart
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
@@ -30,7 +31,6 @@ from ddp_hydra.console import signals
 from ddp_hydra.dispatch import torchrun
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
-from ddp_hydra.rank import garbage
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
@@ -53,7 +53,7 @@ _MAKERS = ("run_job", "save_config", "setup", "sweep", "save")
 def main(cfg: DictConfig) -> float | None:
     """Run one job. This is the task function for Hydra, for single runs and for any launcher."""
     signals.leave_tidily()
-    garbage.resume()
+    forked.resume_garbage()
     from ddp_hydra.job.run_dir import remove_unused
     from ddp_hydra.job.torchrun import run_other_rank
 
@@ -104,7 +104,7 @@ def run_command() -> None:
     """Run the command that the first word names. Only that one is imported, because some import torch."""
     module, _, function = COMMANDS[sys.argv[1]].partition(".")
     command = getattr(importlib.import_module(f"ddp_hydra.cli.{module}"), function)
-    garbage.resume()
+    forked.resume_garbage()
     command(sys.argv[2:])
 
 

@@ -18,9 +18,8 @@ from msgspec import structs
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
 from ddp_hydra.dispatch import placement, watchdog
-from ddp_hydra.dispatch.health import HealthMonitor
+from ddp_hydra.dispatch.health import HealthMonitor, RankStates
 from ddp_hydra.dispatch.placement import ranges
-from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.workers import WorkerClient
 from ddp_hydra.errors import Failure, RankFailed, RecordError

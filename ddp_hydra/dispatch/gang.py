@@ -27,13 +27,12 @@ from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts, default_notice
-from ddp_hydra.dispatch import placement, run_dir, slots
+from ddp_hydra.dispatch import placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
-from ddp_hydra.dispatch.call import Call, check_arguments, pickled, show, signature_of
+from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
 from ddp_hydra.dispatch.record_queue import UnreadRecords
 from ddp_hydra.dispatch.restarts import Ended, Restarts
-from ddp_hydra.dispatch.user_script import Script, script
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import File, Metrics, Notice, Record
@@ -152,7 +151,7 @@ class Gang:
         """Start `fn(*args, **kwargs)` on each rank, and return at once; see `dispatch.start`."""
         call = self.checked_call(fn, args, kwargs)
         workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
-        slots_of_each = slots.of_workers(self.client, self.settings.ranks_per_worker)
+        slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
         folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
         ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
         return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
@@ -220,7 +219,7 @@ class Gang:
             stack.callback(self.report_dropped)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
             stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
-            self.slots = slots.of_workers(self.client, settings.ranks_per_worker)
+            self.slots = placement.slots_of_workers(self.client, settings.ranks_per_worker)
             wanted = self.workers_for(settings.ranks)
             reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)

@@ -15,9 +15,8 @@ from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS
 from ddp_hydra.dispatch.file_transfer import WorkerSilent
-from ddp_hydra.dispatch.health import Hang, waits
+from ddp_hydra.dispatch.health import Hang, RankStates, waits
 from ddp_hydra.dispatch.placement import ranges
-from ddp_hydra.dispatch.rank_states import RankStates
 from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
 from ddp_hydra.errors import ConfigError, SchedulerLost

@@ -13,7 +13,7 @@ its last rank. A caller that sends anything else, or belongs to another user, is
 
 If all callers go while it imports torch, it ends at once. After its last connection it stays for `keep_warm_s` of the
 last request, 0 without that: the next command finds torch imported. It then belongs to no command: its folder is /, its
-output goes nowhere, and it has neither code of a project nor a GPU. It ends earlier where memory is short, where a file
+output goes nowhere, and it has neither code of a project nor a GPU. It ends earlier where a file
 that it has imported was changed, after SIGTERM, and when its socket is removed. A command that comes before it has
 noticed a change has it start anew.
 
@@ -36,15 +36,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra.console.signals import open_standard_files
-from ddp_hydra.rank import fork_environment, fork_idle, lazy_dynamo
+from ddp_hydra.rank import fork_environment
 from ddp_hydra.rank.fork_caller import REQUEST_S, Caller
-from ddp_hydra.rank.fork_preload import preload
-from ddp_hydra.rank.forked_rank import become_rank
+from ddp_hydra.rank.fork_preload import import_if_wanted, preload
 from ddp_hydra.rank.processes import (
     LEFT_S,
     LeftBehind,
@@ -55,7 +54,7 @@ from ddp_hydra.rank.processes import (
     kill_group,
     user_of,
 )
-from ddp_hydra.rank.spare_forks import SpareForks
+from ddp_hydra.rank.spare_forks import SpareForks, become_rank
 
 MODULE = "ddp_hydra.rank.fork_server"
 SPARES_S = 1.0
@@ -63,7 +62,7 @@ SPARES_S = 1.0
 QUIET_S = 0.002
 """Seconds without a request after which spares are forked."""
 IDLE_S = 1.0
-"""Seconds between two looks at the memory while nobody is connected."""
+"""Seconds between two looks whether to leave while nobody is connected."""
 
 
 class Server:
@@ -84,7 +83,7 @@ class Server:
         self.address = address
         self.start_anew = start_anew
         self.begun = time.monotonic()
-        self.idling = fork_idle.Idling(address)
+        self.idling = Idling(address)
         self.selector = selectors.DefaultSelector()
         self.callers: dict[int, Caller] = {}
         self.ranks: set[int] = set()
@@ -206,7 +205,7 @@ class Server:
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         caller.has_requested = True
         self.idling.keep_warm_s = 0.0 if fork_environment.batch_job() else float(request.get("keep_warm_s", 0.0))
-        if lazy_dynamo.import_if_wanted():
+        if import_if_wanted():
             self.spares.end()
         try:
             pid = self.spares.take(request, caller.fds) or os.fork()
@@ -276,7 +275,7 @@ class Server:
             "ranks": sum(caller.pid is not None for caller in self.callers.values()),
             "age_s": time.monotonic() - self.begun,
             "ends_in_s": None if is_used else self.idling.remaining_s,
-            "memory": fork_idle.memory_bytes(),
+            "memory": memory_bytes(),
         }
 
     def leave(self) -> bool:
@@ -299,6 +298,90 @@ class Server:
             return True
         finally:
             os.close(folder)
+
+
+# -- how long it stays -----------------------------------------------------------------------------------
+
+FIRST_S = 30.0
+"""Seconds that a server waits for its first connection."""
+CURRENT_S = 10.0
+"""Seconds between two looks at the imported files, which take some milliseconds."""
+
+
+class Idling:
+    """Decides how long a server that nobody uses stays.
+
+    Args:
+        address: the path of its socket.
+
+    Attributes:
+        keep_warm_s: how long it stays after its last connection.
+        is_retired: it leaves as soon as nobody uses it.
+    """
+
+    def __init__(self, address: Path) -> None:
+        self.address, self.inode = address, address.stat().st_ino
+        self.loaded = loaded_files()
+        self.since = self.looked_at = time.monotonic()
+        self.keep_warm_s, self.stay_s = 0.0, FIRST_S
+        self.is_retired = self.has_served = False
+
+    def begin_waiting(self) -> None:
+        self.loaded = loaded_files()
+        self.since = self.looked_at = time.monotonic()
+
+    def begin(self) -> None:
+        """Note that a connection has ended; it may have been the last one."""
+        self.since, self.stay_s, self.has_served = time.monotonic(), self.keep_warm_s, True
+
+    @property
+    def remaining_s(self) -> float:
+        return 0.0 if self.is_retired else max(0.0, self.since + self.stay_s - time.monotonic())
+
+    def is_over(self) -> bool:
+        if not self.remaining_s or not self.is_found():
+            return True
+        now = time.monotonic()
+        if now - self.looked_at > CURRENT_S:
+            self.looked_at = now
+            return not self.is_current()
+        return False
+
+    def is_found(self) -> bool:
+        """Return whether its socket still has its place; logind removes it with the user's last session."""
+        try:
+            return self.address.stat().st_ino == self.inode
+        except OSError:
+            return False
+
+    def is_current(self) -> bool:
+        return not self.has_served or are_current(self.loaded)
+
+
+def loaded_files() -> dict[str, tuple[int, int, int]]:
+    paths = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return {path: found for path in paths if isinstance(path, str) and (found := _state(path))}
+
+
+def are_current(files: Mapping[str, tuple[int, int, int]]) -> bool:
+    return all(_state(path) == found for path, found in files.items())
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    """Return what changes when a file is written or replaced; None if it is gone."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 (some thousand calls)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def memory_bytes() -> int:
+    """Return how much memory this process takes, with its share of what it shares with others; 0 if not known."""
+    with contextlib.suppress(OSError, KeyError, ValueError, IndexError):
+        text = Path("/proc/self/smaps_rollup").read_text()
+        return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
+    return 0
 
 
 def main(listener_fd: int, address: str) -> None:

@@ -7,12 +7,15 @@ integers, complex numbers, arrays and tensors are extension types.
 from __future__ import annotations
 
 import io
+import os
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
 import msgpack
 
-from ddp_hydra.errors import RecordError
+from ddp_hydra.errors import ConfigError, RecordError
 
 _TUPLE, _SET, _INT, _COMPLEX, _ARRAY, _TENSOR, _PAIRS, _FROZENSET = range(1, 9)
 MAX_DEPTH = 32
@@ -132,3 +135,48 @@ def _unpack(code: int, data: bytes, depth: int) -> Any:
         flat = torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
         return flat.view(shape)
     raise ValueError(f"unknown extension type {code}")
+
+
+# -- rows of predictions ---------------------------------------------------------------------------------
+
+ROWS_NAME = "parts/part-{:08d}.rows"
+"""Path of the file of a part, by its number."""
+_ROWS_LENGTH = 8
+
+
+def write_rows(file: IO[bytes], columns: Mapping[str, Any]) -> None:
+    """Append some rows to a file.
+
+    Args:
+        file: open for writing.
+        columns: name -> array (rows, ...) or list of that length.
+    """
+    if unfit := [name for name in columns if not is_column_name(name)]:
+        raise ConfigError(f"the task predicts {unfit[0]!r}: give a column a name without slashes")
+    data = encode(dict(columns))
+    file.write(len(data).to_bytes(_ROWS_LENGTH, "big") + data)
+
+
+def is_column_name(name: Any) -> bool:
+    """Tell whether a column can be called so: by a text that is not a path."""
+    return isinstance(name, str) and bool(name) and name.isprintable() and not {"/", "\\"} & set(name)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a file, as many at a time as were written at a time.
+
+    Raises:
+        RecordError: the file holds something else. It comes from a rank, so it can be anything.
+    """
+    error = RecordError(f"{path.name} holds no rows of predictions")
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        while head := file.read(_ROWS_LENGTH):
+            length = int.from_bytes(head, "big")
+            if length > size - file.tell():
+                raise error
+            columns = decode(file.read(length))
+            is_table = isinstance(columns, dict) and all(is_column_name(name) for name in columns)
+            if not is_table or not all(hasattr(values, "__len__") for values in columns.values()):
+                raise error
+            yield columns

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddp_hydra import forked
 from ddp_hydra.console.text import plain
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import garbage
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.forked_process import ForkedProcess
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, best_first, comparable, describe_counts, swept
@@ -79,11 +79,11 @@ class Plotter:
 
     def _serve(self, pipe: Connection) -> None:
         os.nice(NICE)
-        garbage.pause()
+        forked.pause_garbage()
         with contextlib.suppress(Exception):  # `draw` says what is wrong
             for name in ("figure", "backends.backend_agg"):
                 importlib.import_module(f"matplotlib.{name}")
-        garbage.resume()
+        forked.resume_garbage()
         drawn, is_wanted, is_last = -math.inf, False, False
         while is_wanted or not is_last:
             if is_wanted and (is_last or time.monotonic() - drawn >= PAUSE_S):

@@ -17,10 +17,11 @@ from hydra.core.utils import JobReturn
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from ddp_hydra import forked
 from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.errors import Interrupted, SweepFailed
-from ddp_hydra.rank import fork_client, garbage
+from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, row_content
 from ddp_hydra.sweep.forked_process import ForkedProcess, lock, unlock, wait_for_message
 from ddp_hydra.sweep.job_process import preload, run_planned_job
@@ -109,7 +110,7 @@ class Sweep:
     def run(
         self, job_overrides: Sequence[Sequence[str]], first: int, labels: Sequence[dict[str, str]]
     ) -> list[JobReturn]:
-        garbage.resume(searches=True)
+        forked.resume_garbage(searches=True)
         known = len(self.queue.keys)
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
         for job, own in zip(jobs, labels, strict=False):

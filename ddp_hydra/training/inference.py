@@ -18,7 +18,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import streams
 from ddp_hydra.errors import ConfigError, DataError
-from ddp_hydra.rank import fault_injection, rows
+from ddp_hydra.rank import fault_injection, return_values
 from ddp_hydra.record import Rows
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run, predictions
@@ -193,7 +193,7 @@ def send_parts(run: Inference, batches: Iterable[tuple[Any, list[int]]], length:
                     true = predictions.targets(batch, len(indices), classes)
                     more = predictions.columns(true, len(indices), "arrays" if kind == "arrays" else "table")
                     values |= {name: column for name, column in more.items() if name not in values}
-                rows.write(spool, identified(run.data, indices, values))
+                return_values.write_rows(spool, identified(run.data, indices, values))
             submit(spool, part)
     return ""
 
@@ -217,4 +217,4 @@ def submit(spool: Any, part: int) -> None:
         with path.open("wb") as file:
             shutil.copyfileobj(spool, file)
 
-    results.submit_file(rows.NAME.format(part), write)
+    results.submit_file(return_values.ROWS_NAME.format(part), write)

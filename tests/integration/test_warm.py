@@ -26,7 +26,7 @@ import torch
 
 from ddp_hydra import dispatch
 from ddp_hydra.cli import commands
-from ddp_hydra.rank import fork_client, lazy_dynamo
+from ddp_hydra.rank import fork_client, fork_preload
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -185,11 +185,11 @@ def step_of_ddp(compiled: bool) -> bool:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    is_put_off = isinstance(sys.modules["torch._dynamo"], lazy_dynamo.StandIn)
+    is_put_off = isinstance(sys.modules["torch._dynamo"], fork_preload.StandIn)
     if compiled:
         torch.compile(model, backend="eager")(torch.ones(2)).sum().backward()
         optimizer.step()
-        assert not isinstance(sys.modules["torch._dynamo"], lazy_dynamo.StandIn)
+        assert not isinstance(sys.modules["torch._dynamo"], fork_preload.StandIn)
     return is_put_off
 
 

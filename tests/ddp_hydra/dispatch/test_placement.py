@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.cluster.scheduler_plugin import choose, natural
-from ddp_hydra.dispatch.placement import by_worker, plan, ranges
-from ddp_hydra.dispatch.slots import by_gpus
+from ddp_hydra.dispatch.placement import by_gpus, by_worker, plan, ranges
 
 
 def workers(**ports: list[int]) -> dict[str, str]:

@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from ddp_hydra.dispatch import user_script
+from ddp_hydra.dispatch import call
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,7 @@ def restored(monkeypatch):
 def test_the_text_that_was_sent_runs_where_the_host_has_another_file_or_none(here, tmp_path):
     path, out = tmp_path / "train.py", tmp_path / "out"
     path.write_text("import pathlib, sys\npathlib.Path(sys.argv[1]).write_text('it ran')")
-    script = user_script.script(path, out)
+    script = call.script(path, out)
     path.unlink() if here is None else path.write_bytes(here)
     script()
     assert out.read_text() == "it ran"
@@ -31,7 +31,7 @@ def test_a_script_that_is_edited_finds_what_is_beside_it(tmp_path):
     path.write_text(
         "import beside_the_script, sys\nsys.modules['__main__'].beside_the_script\nraise ValueError(__file__)"
     )
-    script = user_script.script(path)
+    script = call.script(path)
     path.write_text("edited")
     with pytest.raises(ValueError, match=r"train\.py") as caught:
         script()
@@ -45,5 +45,5 @@ def test_a_script_has_the_encoding_that_it_names(tmp_path):
     path.write_bytes(
         b"# -*- coding: latin-1 -*-\nimport pathlib, sys\npathlib.Path(sys.argv[1]).write_text(ascii('\xe9'))"
     )
-    user_script.script(path, out)()
+    call.script(path, out)()
     assert out.read_text() == r"'\xe9'"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.rank import fork_caller, fork_idle
+from ddp_hydra.rank import fork_caller
 from ddp_hydra.rank import fork_server as module
 from ddp_hydra.rank.fork_server import Server
 
@@ -182,7 +182,7 @@ def test_questions_do_not_keep_it(server):
 def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monkeypatch):
     starts = []
     server.start_anew = lambda: starts.append(len(server.callers))
-    monkeypatch.setattr(fork_idle, "are_current", lambda files: False)
+    monkeypatch.setattr(module, "are_current", lambda files: False)
     with call(server, NOBODY), call(server, NOBODY):
         assert not starts  # nothing has been served before: it has just imported all
         server.idling.begin()
@@ -196,7 +196,7 @@ def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monk
 
 def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, monkeypatch):
     server.start_anew = lambda: pytest.fail("started anew for nobody")
-    monkeypatch.setattr(fork_idle, "are_current", lambda files: False)
+    monkeypatch.setattr(module, "are_current", lambda files: False)
     server.idling.begin()
     assert server.leave()
     assert not server.address.exists()
@@ -248,11 +248,11 @@ def test_a_rank_takes_a_fork_that_is_there(server, rank, monkeypatch):
 def test_forks_end_where_something_was_imported_since_or_the_server_begins_anew(server, rank, monkeypatch):
     ended = []
     monkeypatch.setattr(server.spares, "end", lambda: ended.append(1))
-    monkeypatch.setattr(module.lazy_dynamo, "import_if_wanted", lambda: True)
+    monkeypatch.setattr(module, "import_if_wanted", lambda: True)
     with call(server, RANK):
         assert len(ended) == 1
     for caller in list(server.callers.values()):
         server.drop(caller)
-    monkeypatch.setattr(fork_idle, "are_current", lambda files: False)
+    monkeypatch.setattr(module, "are_current", lambda files: False)
     with call(server, NOBODY):
         assert len(ended) == 2

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from ddp_hydra.rank import lazy_dynamo
+from ddp_hydra.rank import fork_preload
 
-NAME = lazy_dynamo.NAME
+NAME = fork_preload.NAME
 FILES = {
     "__init__": "from . import config, trace_rules, utils\ndef disable(fn, recursive=True, **kw): return 'marked'\n",
     "config": "level = 3\n",
@@ -40,7 +40,7 @@ def torch(tmp_path, monkeypatch) -> Iterator[ModuleType]:
     monkeypatch.setitem(sys.modules, "torch", torch)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     importlib.invalidate_caches()
-    lazy_dynamo.put_off()
+    fork_preload.put_off()
     yield torch
     for name in [name for name in sys.modules if name == NAME or name.startswith(f"{NAME}.")]:
         del sys.modules[name]
@@ -48,14 +48,14 @@ def torch(tmp_path, monkeypatch) -> Iterator[ModuleType]:
 
 def is_put_off(torch: ModuleType) -> bool:
     assert torch._dynamo is sys.modules[NAME]
-    return isinstance(torch._dynamo, lazy_dynamo.StandIn)
+    return isinstance(torch._dynamo, fork_preload.StandIn)
 
 
 def marks_as_torch_does(function: Any) -> Any:
     """Call `disable` from where torch marks its own functions."""
     scope: dict[str, Any] = {"__name__": "torch._compile", "fn": function}
     exec("import torch._dynamo\nmarked = torch._dynamo.disable(fn, True, wrapping=False)", scope)
-    setattr(function, lazy_dynamo.MARK, scope["marked"])
+    setattr(function, fork_preload.MARK, scope["marked"])
     return scope["marked"]
 
 
@@ -113,7 +113,7 @@ def test_what_was_not_marked_is_marked_when_it_is_called_again(torch):
 
     marks_as_torch_does(step)
     _ = torch._dynamo.config
-    assert not hasattr(step, lazy_dynamo.MARK)
+    assert not hasattr(step, fork_preload.MARK)
     assert marks_as_torch_does(step) == "marked"
 
 
@@ -135,28 +135,28 @@ def test_a_module_that_does_not_exist_is_not_found(torch):
 
 
 def test_a_fork_that_needs_it_has_the_next_ones_find_it(torch):
-    lazy_dynamo.import_if_wanted()
+    fork_preload.import_if_wanted()
     assert is_put_off(torch)
     pid = os.fork()
     if pid == 0:
         os._exit(torch._dynamo.config.level)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     assert is_put_off(torch)
-    lazy_dynamo.import_if_wanted()
+    fork_preload.import_if_wanted()
     assert not is_put_off(torch)
-    lazy_dynamo.import_if_wanted()
+    fork_preload.import_if_wanted()
 
 
 def test_what_has_been_imported_is_left_alone(torch):
     importlib.import_module(f"{NAME}.config")
-    lazy_dynamo.put_off()
+    fork_preload.put_off()
     assert not is_put_off(torch)
 
 
 REAL = """
 import torch
-from ddp_hydra.rank import lazy_dynamo
-lazy_dynamo.put_off()
+from ddp_hydra.rank import fork_preload
+fork_preload.put_off()
 import torchvision
 model = torch.nn.Linear(3, 1)
 for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW(model.parameters())):
@@ -164,15 +164,15 @@ for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.AdamW
     optimizer.step()
     optimizer.zero_grad()
     optimizer.load_state_dict(optimizer.state_dict())
-assert isinstance(torch._dynamo, lazy_dynamo.StandIn)
+assert isinstance(torch._dynamo, fork_preload.StandIn)
 mode = torch._dynamo.utils.get_optimize_ddp_mode()
 compiled = torch.compile(model, backend="eager")
 assert torch.equal(compiled(torch.ones(3)), model(torch.ones(3)))
-assert not isinstance(torch._dynamo, lazy_dynamo.StandIn)
+assert not isinstance(torch._dynamo, fork_preload.StandIn)
 assert torch._dynamo.utils.counters["frames"]["ok"] == 1
 assert torch._dynamo.utils.get_optimize_ddp_mode() == mode
 optimizer.zero_grad()
-assert getattr(torch.optim.Optimizer.zero_grad.__wrapped__, lazy_dynamo.MARK)._torchdynamo_disable
+assert getattr(torch.optim.Optimizer.zero_grad.__wrapped__, fork_preload.MARK)._torchdynamo_disable
 """
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ddp_hydra.rank.forked_rank import become_rank
+from ddp_hydra.rank.spare_forks import become_rank
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the fork server has no threads

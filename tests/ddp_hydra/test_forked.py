@@ -2,20 +2,20 @@ from __future__ import annotations
 
 import gc
 
-from ddp_hydra.rank import garbage
+from ddp_hydra import forked
 
 
 def test_it_is_searched_for_again_only_after_a_pause():
     assert gc.isenabled()
     frozen = gc.get_freeze_count()
-    garbage.resume()
+    forked.resume_garbage()
     # Threads of other tests may let permanent objects go meanwhile, so the count may fall.
     assert gc.get_freeze_count() <= frozen
     new = [[] for _ in range(10_000)]
-    garbage.pause()
+    forked.pause_garbage()
     try:
         assert not gc.isenabled()
     finally:
-        garbage.resume()
+        forked.resume_garbage()
     assert gc.isenabled()
     assert gc.get_freeze_count() >= frozen + len(new) / 2
