@@ -25,14 +25,7 @@ from ddp_hydra.errors import DataError
 def make_batch(
     dataset: Any, indices: Indices, seeded: bool = False, progress: Callable[[], None] = lambda: None
 ) -> Any:
-    """Return a batch of a map-style data set, as it makes them itself.
-
-    Args:
-        dataset: the data set.
-        indices: of the samples.
-        seeded: seed the global generators for each sample, or for the batch where the data set reads it as a whole.
-        progress: called before each sample that is read alone, and when all are read.
-    """
+    # progress: called before each sample that is read alone, and when all are read.
     index: int | None = None
     try:
         if own_getitems(dataset):
@@ -56,7 +49,6 @@ def make_batch(
 
 
 def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: None) -> Any:
-    """Return a batch of samples of any data set; call `progress` when it is made."""
     if own := getattr(dataset, "collate", None):
         try:
             batch = own(samples)
@@ -77,7 +69,6 @@ def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: 
 
 
 def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:
-    """Return the error for a data set that ends the reading where it is to return a sample."""
     how = "calls sys.exit()" if isinstance(error, SystemExit) else "raises StopIteration"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return DataError(
@@ -87,12 +78,7 @@ def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:
 
 
 def unlike(samples: Any, what: str = "a sample") -> str:
-    """Return what keeps samples from being stacked, for a person; "" if nothing is found.
-
-    Args:
-        samples: of a batch, or the same part of each.
-        what: they are.
-    """
+    # Return what keeps samples from being stacked, for a person; "" if nothing is found.
     kinds = list(dict.fromkeys(type(sample).__name__ for sample in samples))
     if len(kinds) > 1:
         return f"{what} is a {kinds[0]} in one and a {kinds[1]} in another"
@@ -123,7 +109,6 @@ def unlike(samples: Any, what: str = "a sample") -> str:
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """Return a batch whose tensors are changed. All else in it stays as it is, the types of its containers, too."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, (list, tuple)):
@@ -145,10 +130,7 @@ def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Copy a batch to a device; from pinned memory, the copy runs beside the computation.
-
-    An object that has its own `to`, as batches of some libraries, is asked to do it.
-    """
+    # An object that has its own `to`, as batches of some libraries, is asked to do it.
     if device.type == "cpu":  # where data sets make their batches
         return batch
     if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
@@ -157,14 +139,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def laid_out(batch: Any, channels_last: bool) -> Any:
-    """Return a batch whose 4-d tensors have the memory layout that the model wants.
-
-    Tensors of a subclass are left alone.
-
-    Args:
-        batch: on the device.
-        channels_last: that layout; otherwise the usual one.
-    """
+    # Tensors of a subclass are left alone.
     layout = torch.channels_last if channels_last else torch.contiguous_format
 
     def change(tensor: Tensor) -> Tensor:
@@ -175,12 +150,11 @@ def laid_out(batch: Any, channels_last: bool) -> Any:
 
 
 def n_bytes(batch: Any) -> int:
-    """Return the bytes of the tensors in a batch."""
+    # Return the bytes of the tensors in a batch.
     return sum(tensor.nbytes for tensor in tensors(batch))
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    """Return the tensors in a batch."""
     if isinstance(batch, Tensor):
         return [batch]
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -191,7 +165,6 @@ def tensors(batch: Any) -> list[Tensor]:
 
 
 def described(batch: Any) -> str:
-    """Describe a batch for a person: "x (32, 3, 16, 16) float32, y (32,) int64"."""
     if isinstance(batch, Tensor):
         return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -207,7 +180,7 @@ def described(batch: Any) -> str:
 
 
 def pin(batch: Any) -> Any:
-    """Copy a batch to pinned memory, so that its copy to the GPU runs beside the computation."""
+    # Copy a batch to pinned memory, so that its copy to the GPU runs beside the computation.
     if not isinstance(batch, Tensor) and callable(own := getattr(batch, "pin_memory", None)):
         return own()
     return mapped(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory(), batch)
@@ -218,7 +191,7 @@ VALUES = 32
 
 
 def summary(sample: Any) -> Any:
-    """Return a sample as plain values: a few numbers of each tensor."""
+    # Return a sample as plain values: a few numbers of each tensor.
     if isinstance(sample, (torch.Tensor, np.ndarray)):
         flat = torch.as_tensor(sample).detach().reshape(-1)
         chosen = flat[:: max(1, len(flat) // VALUES)][:VALUES]
@@ -234,7 +207,7 @@ def summary(sample: Any) -> Any:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Return whether two summaries are equal but for rounding; None stands for what can't be compared."""
+    # Return whether two summaries are equal but for rounding; None stands for what can't be compared.
     if a is None or b is None:
         return True
     if isinstance(a, float) and isinstance(b, float):

@@ -50,15 +50,7 @@ _users = 0
 
 
 def acquire() -> Endpoint:
-    """Add a user of the server; start the server if it is not running.
-
-    Returns:
-        Its URL, e.g. "http://127.0.0.1:40123", with access key and secret key.
-
-    Raises:
-        ModuleNotFoundError: a package of the `demo` extra is not installed.
-        ConnectionError: the server does not start.
-    """
+    # Returns: Its URL, e.g. "http://127.0.0.1:40123", with access key and secret key.
     global _server, _users
     with _lock:
         if _server is not None and not _server.is_running():
@@ -71,7 +63,6 @@ def acquire() -> Endpoint:
 
 
 def release() -> None:
-    """Remove a user of the server; stop the server after the last one."""
     global _server, _users
     with _lock:
         _users -= 1
@@ -124,11 +115,9 @@ class _Server:
         raise ConnectionError(f"the embedded S3 store did not start: {output}. Give a bucket with data.bucket=...")
 
     def is_running(self) -> bool:
-        """Return whether it runs and was started by this process, not by one that this one was forked from."""
         return self._parent == os.getpid() and self._process.poll() is None
 
     def stop(self) -> None:
-        """Stop it and wait until it has exited."""
         if self._parent != os.getpid():
             return
         atexit.unregister(self.stop)
@@ -136,7 +125,6 @@ class _Server:
         self._errors.close()
 
     def _end(self) -> None:
-        """End the child; while it starts the store, it does not look at its stdin."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         for ask in (self._process.terminate, self._process.kill):
@@ -148,11 +136,7 @@ class _Server:
 
 
 def digits() -> Iterator[tuple[str, bytes]]:
-    """Render the 1797 digits, 32x32 pixels; every fifth image of each digit is for validation.
-
-    Yields:
-        The key ("train/<digit>/<number>.png" or "val/...") and the PNG file.
-    """
+    # Yields: The key ("train/<digit>/<number>.png" or "val/...") and the PNG file.
     from PIL import Image
 
     # scikit-learn's own reader would import all of scikit-learn, which takes longer than the rest of the start.
@@ -173,7 +157,7 @@ def digits() -> Iterator[tuple[str, bytes]]:
 
 
 def _serve() -> None:
-    """Run as the child process: start the store, fill it, print where it is, and wait until stdin closes."""
+    # Run as the child process: start the store, fill it, print where it is, and wait until stdin closes.
     signal.signal(signal.SIGTERM, _exit)
     with seaweed.Seaweed(BUCKET) as store:
         files = list(digits())  # while the store starts
@@ -187,7 +171,7 @@ def _serve() -> None:
 
 
 def _end_with(store: seaweed.Seaweed) -> None:
-    """End this process when the store has ended, so that the parent may start another."""
+    # End this process when the store has ended, so that the parent may start another.
     store.wait()
     os.kill(os.getpid(), signal.SIGTERM)
 

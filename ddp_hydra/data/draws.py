@@ -20,7 +20,6 @@ _MASK = 2**64 - 1
 
 
 def seed_all(seed: int) -> None:
-    """Seed the three generators, as a script does: `torch.manual_seed`, `np.random.seed`, `random.seed`."""
     torch.default_generator.manual_seed(
         seed % 2**64
     )  # torch.manual_seed looks for devices, which takes 200 times as long
@@ -29,7 +28,6 @@ def seed_all(seed: int) -> None:
 
 
 def seed_by(*key: int) -> None:
-    """Seed the three generators by some numbers."""
     mixed = 0
     for part in key:  # the finaliser of splitmix64
         mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
@@ -53,13 +51,7 @@ class Kept:
 
 
 def tell_epoch(data: Any, epoch: int, seed: int | None) -> None:
-    """Tell a data set the epoch, if it wants to know; what it draws for it depends on seed and epoch alone.
-
-    Args:
-        data: the data set.
-        epoch: of the training.
-        seed: of the run; None leaves the generators as they are.
-    """
+    # seed: of the run; None leaves the generators as they are.
     if not hasattr(data, "set_epoch"):
         return
     if seed is None:
@@ -92,21 +84,17 @@ class Indices(list[int]):
         return _restored, (list(self), self.epoch, list(self.positions), self.seed)
 
     def part(self, begin: int, end: int) -> Indices:
-        """Return the samples from one place to another."""
         return self.of(self[begin:end], self.positions[begin:end])
 
     def of(self, indices: Iterable[int], positions: Sequence[int] | None = None) -> Indices:
-        """Return other indices of the same epoch, at the same positions or at others."""
         other = Indices(indices, self.epoch, self.positions if positions is None else positions)
         other.seed = self.seed
         return other
 
     def seed_sample(self, place: int) -> None:
-        """Seed the generators for the sample at a place in this batch."""
         seed_by(self.seed, self.epoch, self.positions[place])
 
     def seed_batch(self) -> None:
-        """Seed the generators for what makes the whole batch."""
         seed_by(self.seed, self.epoch, self.positions[0] if self.positions else 0, _OF_A_BATCH)
 
 
@@ -117,23 +105,12 @@ def _restored(indices: list[int], epoch: int, positions: list[int], seed: int) -
 
 
 def placed(batch: Iterable[int], seed: int) -> Indices:
-    """Return a batch with the places of its samples, for a run with a seed; a plain list is no part of an epoch."""
     found = batch if isinstance(batch, Indices) else Indices(batch)
     found.seed = seed
     return found
 
 
 def numbered(batches: Any, epoch: int, position: int, global_batch: int, rank: int) -> Any:
-    """Give the batches of a training sampler their positions, unless they have them.
-
-    Args:
-        batches: this rank's batches of indices in an epoch.
-        epoch: the epoch.
-        position: samples of the epoch that all ranks together have seen before.
-        global_batch: samples of all ranks in a step.
-        rank: this rank.
-    """
-
     def counted() -> Iterator[Indices]:
         for start, batch in zip(count(position, global_batch), batches, strict=False):
             if isinstance(batch, Indices):

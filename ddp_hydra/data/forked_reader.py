@@ -36,7 +36,6 @@ class ForkSafeAccess(Access):
 
     @classmethod
     def of(cls, access: Access) -> ForkSafeAccess:
-        """Return another access in this form; both share their stores and counters."""
         return cls(**{field.name: getattr(access, field.name) for field in fields(Access)})
 
     def _store(self, root: str) -> Store:
@@ -64,7 +63,6 @@ class ForkSafeStore:
 
     @property
     def ranges(self) -> bool:
-        """Return whether the store can return parts of objects, as far as is known."""
         return self.store.ranges
 
     @ranges.setter
@@ -80,7 +78,6 @@ class Reader:
 
     @classmethod
     def of_this_process(cls) -> Reader:
-        """Return the reader of this process; start it if there is none."""
         with cls._starting:
             if cls._mine is None or cls._mine.pid != os.getpid():
                 cls._mine = cls()
@@ -104,11 +101,9 @@ class Reader:
         threading.Thread(target=self._receive, name="forked-reader", daemon=True).start()
 
     def call(self, store: Store, method: str, *args: Any) -> Any:
-        """Call a method of a store there, and return its result; raises what it raises."""
         return next(self.iterate(store, method, *args))
 
     def iterate(self, store: Store, method: str, *args: Any) -> Iterator[Any]:
-        """Call a method of a store there, and yield what it yields."""
         number, answers = next(self._numbers), queue.SimpleQueue[Any]()
         self._answers[number] = answers
         try:
@@ -129,7 +124,6 @@ class Reader:
             del self._answers[number]
 
     def _receive(self) -> None:
-        """Pass answers to the threads that wait for them."""
         try:
             while True:
                 number, kind, value = self._connection.recv()
@@ -146,7 +140,6 @@ def _gone() -> ConnectionError:
 
 
 def serve(connection: Connection) -> None:
-    """Read what the other end asks for, until it is closed."""
     sending = threading.Lock()
     stores: dict[Any, Store] = {}
 
@@ -176,7 +169,6 @@ def serve(connection: Connection) -> None:
 
 
 def _settings(store: Any) -> list[str]:
-    """Return the plain settings of a store, by which equal ones share their connections."""
     return [f"{name}={value}" for name, value in vars(store).items() if isinstance(value, (str, int, float, bool))]
 
 

@@ -115,7 +115,7 @@ def _no_batch(name: str, reason: str) -> str:
 
 
 def _unlike(values: list[Any]) -> str:
-    """Return why the values of a column can't be stacked; "" if they can."""
+    # Return why the values of a column can't be stacked; "" if they can.
     if any(value is None for value in values):
         return "has empty cells"
     shapes = list(dict.fromkeys(tuple(value.shape) for value in values if isinstance(value, torch.Tensor)))
@@ -129,11 +129,9 @@ def _unlike(values: list[Any]) -> str:
 
 
 def _fingerprint(data: Any, transform: Callable[..., Any]) -> str:
-    """Return the name under which transformed samples are cached: another one for each edit of the user's code.
-
-    `datasets` takes an importable function by its name. What it calls may be anywhere in its project, so that all the
-    Python files count that lie below the entry of sys.path from which it was imported.
-    """
+    # Return the name under which transformed samples are cached: another one for each edit of the user's code.
+    # `datasets` takes an importable function by its name. What it calls may be anywhere in its project, so that all
+    # the Python files count that lie below the entry of sys.path from which it was imported.
     from datasets.fingerprint import Hasher
 
     function: Any = transform
@@ -148,7 +146,6 @@ def _fingerprint(data: Any, transform: Callable[..., Any]) -> str:
 
 
 def _sources(module: str) -> list[str]:
-    """Return a hash of each Python file of the project, or installed package, that a module belongs to."""
     found = sys.modules.get(module)
     file = getattr(found, "__file__", None)
     if file is None:
@@ -163,6 +160,5 @@ def _sources(module: str) -> list[str]:
 
 
 def _check(names: Any, there: Sequence[str] | None) -> None:
-    """Refuse columns that a data set does not have, as far as it knows its columns."""
     if there and (missing := [name for name in names if name not in there]):
         raise ValueError(f"there is no column {', '.join(missing)}, only {', '.join(there)}")

@@ -113,11 +113,9 @@ class S3ImageFolder(StoredImages):
         return self.access.bucket(demo_server.BUCKET)
 
     def _list(self, prefix: str, max_age_s: float) -> Listing:
-        """List the images under a prefix, or take a listing from the disk."""
         return list_images_once(self._store, prefix, max_age_s, user_cache() / "listings", self.labelled)
 
     def _label(self, classes_from: str | None, max_age_s: float) -> None:
-        """Number the classes, and set the targets."""
         if not self.labelled:
             self.classes, self.class_to_idx = [], {}
             self.targets = np.full(len(self._keys), -1, np.int32)
@@ -142,18 +140,12 @@ class S3ImageFolder(StoredImages):
         self.targets = np.fromiter((numbers[folder] for folder in folders), np.int32, len(folders))
 
     def _classes_under(self, origin: str, found: set[str], max_age_s: float) -> set[str]:
-        """Return the classes of a prefix; `found` are those of this data set."""
         # Mostly, both have the same folders: that is quickly seen, and a second listing may take long.
         if found == {name for name in self._store.folders(origin) if not is_leftover(name)}:
             return found
         return {class_of(key, origin) for key in self._list(origin, max_age_s).keys}
 
     def _check_classes(self, classes: set[str], origin: str) -> None:
-        """Refuse a prefix that is one folder too high, and name class folders without images.
-
-        Raises:
-            ValueError: all images are in folders of the one folder below the prefix.
-        """
         if origin != self.prefix:
             return
         if len(classes) == 1:
@@ -171,7 +163,6 @@ class S3ImageFolder(StoredImages):
                 _LOG.warning("%s has folders without images, which are no classes: %s", self.where(), ", ".join(empty))
 
     def _keep(self, wanted: list[bool]) -> None:
-        """Drop all images but the wanted ones; keep all classes."""
         if not any(wanted):
             raise ValueError(f"no images of {self.where()} are left in this split: type another data.holdout=0.1")
         self._keys = StringArray([key for key, is_wanted in zip(self._keys, wanted, strict=True) if is_wanted])
@@ -236,12 +227,11 @@ class S3ImageFolder(StoredImages):
 
 
 def _clean(prefix: str | None) -> str:
-    """Return a prefix without slashes around it, or twice in it."""
     return "/".join(part for part in (prefix or "").split("/") if part not in ("", "."))
 
 
 def _other_meaning(bucket: str | None) -> str:
-    """Return what to type where a bucket was meant to be a folder, or the other way round; "" if neither may be."""
+    # Return what to type where a bucket was meant to be a folder, or the other way round; "" if neither may be.
     if bucket is None or "://" in bucket:
         return ""
     if "/" not in bucket:

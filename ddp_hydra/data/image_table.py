@@ -137,11 +137,6 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
 
 
 def _check_labels(labels: Sequence[str], table: str, column: str) -> None:
-    """Refuse numbers that are written in two ways.
-
-    Raises:
-        ValueError: there is one.
-    """
     known: dict[float, str] = {}
     for label in dict.fromkeys(labels):
         if _is_number(label) and known.setdefault(float(label), label) != label:
@@ -159,11 +154,6 @@ def _is_number(label: str) -> bool:
 
 
 def _check_slashes(paths: Sequence[str], table: str) -> None:
-    """Refuse paths as Windows writes them.
-
-    Raises:
-        ValueError: there is one.
-    """
     if (row := next((row for row, path in enumerate(paths) if "\\" in path), None)) is not None:
         raise ValueError(
             f"{shown(table)}: row {row + 1} has a path of Windows, {paths[row]}: write paths with slashes, below "
@@ -195,11 +185,8 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
 
 
 def _header(file: io.StringIO, columns: Sequence[str]) -> tuple[int, list[str], Any]:
-    """Return the lines before the names of the columns, the names, and a reader of the rows below.
-
-    Excel separates fields by semicolons in many countries, and may say so in a line of its own, `sep=;`. Lines before
-    the names that begin with # are comments.
-    """
+    # Excel separates fields by semicolons in many countries, and may say so in a line of its own, `sep=;`. Lines
+    # before the names that begin with # are comments.
     before, start, first = 0, 0, file.readline()
     while re.match("(sep=.|#)", first, re.IGNORECASE) and not set(columns) <= set(next(csv.reader([first]))):
         before, start, first = before + 1, file.tell(), file.readline()
@@ -230,7 +217,7 @@ def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list
 
 
 def _text(value: Any) -> str:
-    """Return a cell of a Parquet file as text; "" for an empty one, which pandas stores as NaN among numbers."""
+    # Return a cell of a Parquet file as text; "" for an empty one, which pandas stores as NaN among numbers.
     if value is None or value != value:
         return ""
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
@@ -248,7 +235,7 @@ def _place(column: str, header: Sequence[str], table: str) -> int:
 
 
 def _numbers_by_value(label: str) -> tuple[bool, float, str]:
-    """Return a sort key: numbers come before names, and in numerical order."""
+    # Return a sort key: numbers come before names, and in numerical order.
     return (False, float(label), label) if _is_number(label) else (True, 0.0, label)  # nan has no order
 
 

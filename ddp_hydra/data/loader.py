@@ -98,7 +98,6 @@ class Loader:
         self.probes = 0
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
-        """Yield the batch of each list of indices, in order, on the device."""
         wanted: Iterable[Indices] = (draws.placed(indices, self.seed) for indices in batches)
         if self.uses_workers:
             yield from map(self.placed, self.by_workers(wanted))
@@ -111,30 +110,15 @@ class Loader:
             yield self.placed(batch)
 
     def placed(self, batch: Any) -> Any:
-        """Return a batch on the device, prepared."""
         return laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
 
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
-        """Yield a rank's batches with the indices of their samples; all ranks together get each sample once.
-
-        Ranks may have different numbers of batches, so a loop over them must not contain a collective.
-
-        Args:
-            batch_size: samples in a batch; the last one may be smaller.
-            rank: this rank.
-            world_size: number of ranks.
-        """
+        # Ranks may have different numbers of batches, so a loop over them must not contain a collective.
         own = range(rank, len(self.dataset), world_size)
         batches = [list(own[start : start + batch_size]) for start in range(0, len(own), batch_size)]
         yield from zip(self.load(batches), batches, strict=True)
 
     def steps(self, batches: Iterable[list[int]], micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
-        """Yield the micro-batches of each step; they are loaded while the step is computed.
-
-        Args:
-            batches: indices of each step.
-            micro_batches: number of micro-batches in a step, as equal as possible; a small step has fewer.
-        """
         cut, ahead = tee(split(batch, micro_batches) for batch in batches)
         loaded = self.load(chain.from_iterable(cut))
         for pieces in ahead:
@@ -146,7 +130,6 @@ class Loader:
         next(loaded, None)  # at its end it closes the threads
 
     def ahead(self, batches: Iterable[Indices]) -> Iterator[Any]:
-        """Make `prefetch` batches in the background, while making one takes longer than `QUICK_S`."""
         with ThreadPoolExecutor(self.prefetch, thread_name_prefix="loader") as pool:
             pending: deque[Future[Any]] = deque()
             depth = 1  # until it is known how large they are
@@ -168,7 +151,7 @@ class Loader:
                     future.cancel()
 
     def by_workers(self, batches: Iterable[Indices]) -> Iterator[Any]:
-        """Have workers make the batches. The first ones are made here: they say how large and how quick they are."""
+        # Have workers make the batches. The first ones are made here: they say how large and how quick they are.
         assert isinstance(self.dataset, InWorkers)
         rest, pending = iter(batches), deque[Indices]()
         while self.workers is None and self.uses_workers:
@@ -199,19 +182,16 @@ class Loader:
         yield from (self.wait(partial(self.make, indices)) for indices in chain(pending, rest))
 
     def wait(self, batch: Callable[[], Any]) -> Any:
-        """Return a batch, and count how long the loop waits for it."""
         begin = time.perf_counter()
         made = batch()
         self.waited_s += time.perf_counter() - begin
         return made
 
     def affordable(self, batch: Any) -> int:
-        """Return how many batches of this size may be made ahead."""
         affordable = self.memory_mb * 2**20 // max(1, n_bytes(batch))
         return int(min(self.prefetch, max(1, affordable)))
 
     def make(self, indices: Indices) -> Any:
-        """Read one batch of samples."""
         begin = time.perf_counter()
         with self.draws_kept():
             batch = self.pinned(make_batch(self.source, indices, not self.in_threads, self.progress))
@@ -219,16 +199,13 @@ class Loader:
         return batch
 
     def draws_kept(self) -> Any:
-        """Return a context in which a data set may draw without disturbing what the model draws."""
         return nullcontext() if self.in_threads else draws.Kept()
 
     def pinned(self, batch: Any) -> Any:
-        """Return a batch from where a GPU copies it beside the computation, if it goes to one."""
         return pin(batch) if self.device.type == "cuda" else batch
 
 
 def split(batch: list[int], parts: int) -> list[list[int]]:
-    """Cut a batch into parts of nearly equal size; none is empty."""
     parts = min(parts, len(batch))
     ends = [len(batch) * number // parts for number in range(parts + 1)]
     if isinstance(batch, Indices):

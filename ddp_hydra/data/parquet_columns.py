@@ -16,20 +16,13 @@ _INDEX = re.compile(r"__index_level_\d+__|__null_dask_index__|Unnamed: 0|")
 
 
 def index_columns(schema: Any) -> set[str]:
-    """Return the columns of a pyarrow schema that hold the index of pandas or Dask: they number or name the rows."""
+    # Return the columns of a pyarrow schema that hold the index of pandas or Dask: they number or name the rows.
     stored = (schema.pandas_metadata or {}).get("index_columns", [])
     named = {name for name in stored if isinstance(name, str)}  # a dict is an index that has no column
     return named | {name for name in schema.names if _INDEX.fullmatch(name)}
 
 
 def width_of(file: PartFile, column: str, kind: Any) -> int:
-    """Return the numbers that a column has in a row; a column of vectors has several.
-
-    Args:
-        file: the column's.
-        column: its name.
-        kind: its pyarrow type.
-    """
     import pyarrow
 
     if pyarrow.types.is_fixed_size_list(kind):
@@ -44,7 +37,6 @@ def width_of(file: PartFile, column: str, kind: Any) -> int:
 
 
 def is_vector(kind: Any) -> bool:
-    """Return whether a pyarrow type holds lists."""
     import pyarrow
 
     tests = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
@@ -52,14 +44,12 @@ def is_vector(kind: Any) -> bool:
 
 
 def plain_type(kind: Any) -> Any:
-    """Return the type of the values of a dictionary, as polars and pandas write categories; other types as they are."""
     import pyarrow
 
     return kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
 
 def is_number(kind: Any) -> bool:
-    """Return whether a pyarrow type holds numbers or booleans."""
     import pyarrow
 
     kinds = pyarrow.types
@@ -68,14 +58,12 @@ def is_number(kind: Any) -> bool:
 
 
 def is_whole(kind: Any) -> bool:
-    """Return whether a pyarrow type holds whole numbers or booleans."""
     import pyarrow
 
     return pyarrow.types.is_integer(plain_type(kind)) or pyarrow.types.is_boolean(plain_type(kind))
 
 
 def advice(kind: Any) -> str:
-    """Return what to write in place of a column that holds no numbers."""
     import pyarrow
 
     kinds = pyarrow.types
@@ -87,19 +75,8 @@ def advice(kind: Any) -> str:
 
 
 def numbers(column: Any, name: str, width: int, fill: float | None, where: str, first_row: int) -> np.ndarray:
-    """Return a column as features, (rows, width) float32.
-
-    Args:
-        column: of pyarrow.
-        name: of it.
-        width: numbers in a row.
-        fill: replaces missing ones; None: they are an error.
-        where: the file's name.
-        first_row: of the column in its file.
-
-    Raises:
-        DataError: a cell is empty or NaN, too large, or holds more or fewer numbers than others.
-    """
+    # Return a column as features, (rows, width) float32.
+    # fill: replaces missing ones; None: they are an error.
     column = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
     if is_vector(column.type):
         column = _flat(column, name, width, where, first_row)
@@ -116,7 +93,6 @@ def numbers(column: Any, name: str, width: int, fill: float | None, where: str, 
 
 
 def _flat(column: Any, name: str, width: int, where: str, first_row: int) -> Any:
-    """Return the numbers of a column of vectors, one after the other."""
     import pyarrow.compute
 
     lengths = np.asarray(pyarrow.compute.list_value_length(column).fill_null(-1).to_numpy(zero_copy_only=False))
@@ -131,7 +107,6 @@ def _flat(column: Any, name: str, width: int, where: str, first_row: int) -> Any
 
 
 def _floats(column: Any, name: str, where: str, first_row: int, width: int = 1) -> np.ndarray:
-    """Return numbers as float32; NaN for empty cells; raises and arguments as `numbers`."""
     import pyarrow
 
     column = _plain(column)
@@ -158,18 +133,7 @@ def _plain(column: Any) -> Any:
 
 
 def targets(column: Any, name: str, whole: bool, where: str, first_row: int) -> np.ndarray:
-    """Return a column as targets, (rows,): int64 for whole numbers, else float32.
-
-    Args:
-        column: of pyarrow.
-        name: of it.
-        whole: all files hold whole numbers.
-        where: the file's name.
-        first_row: of the column in its file.
-
-    Raises:
-        DataError: a cell is empty or NaN.
-    """
+    # Return a column as targets, (rows,): int64 for whole numbers, else float32.
     import pyarrow
 
     column = _plain(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
@@ -185,15 +149,7 @@ def targets(column: Any, name: str, whole: bool, where: str, first_row: int) -> 
 
 
 def range_of(file: PartFile, column: str, groups: Sequence[int]) -> tuple[int, int]:
-    """Return the smallest and the largest whole number of a column, by the statistics of its row groups.
-
-    Row groups without statistics are read.
-
-    Args:
-        file: the column's.
-        column: its name.
-        groups: row groups that have rows.
-    """
+    # Row groups without statistics are read.
     import pyarrow.compute
 
     found: list[int] = []

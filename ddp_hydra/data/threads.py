@@ -27,14 +27,8 @@ _PARTS = ("transform", "target_transform", "collate", "collate_fn")
 
 
 def is_thread_safe(data: Any) -> bool:
-    """Return whether several threads may read a data set at once, and it draws from no global generator.
-
-    The class says so, by `thread_safe = True`; the transforms that it holds must say so, too. A subclass that defines
-    a method that makes samples says it anew.
-
-    Args:
-        data: a data set or a transform.
-    """
+    # The class says so, by `thread_safe = True`; the transforms that it holds must say so, too. A subclass that
+    # defines a method that makes samples says it anew.
     if not getattr(data, "thread_safe", False):
         return False
     own = getattr(data, "__dict__", {})
@@ -48,6 +42,5 @@ def is_thread_safe(data: Any) -> bool:
 
 
 def cores_per_rank() -> int:
-    """Return the cores of this host that this process may use, divided among the ranks of this host; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))

@@ -84,13 +84,7 @@ class _Transform(ABC):
         return done.clone() if done.data_ptr() == image.data_ptr() else done
 
     def _make(self, pixels: np.ndarray, params: CropParams, scale: tuple[float, float] = (1.0, 1.0)) -> Tensor:
-        """Transform an image.
-
-        Args:
-            pixels: uint8 (height, width, 3).
-            params: from `draw`.
-            scale: height and width of `pixels`, each divided by the one that `draw` was given.
-        """
+        # pixels: uint8 (height, width, 3).
         height, width = pixels.shape[:2]
         top = min(round(params.top * scale[0]), height - 1)
         left = min(round(params.left * scale[1]), width - 1)
@@ -233,7 +227,6 @@ def resize(pixels: np.ndarray, size: int, smooth: bool = True) -> np.ndarray:
 
 
 def _shifted(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
-    """Move an image over black, by pixels."""
     moved = np.zeros_like(pixels)
     size = len(pixels)
     moved[_overlap(down, size), _overlap(right, size)] = pixels[_overlap(-down, size), _overlap(-right, size)]
@@ -247,7 +240,6 @@ def _overlap(shift: int, size: int) -> slice:
 def _random_box(
     height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], rng: random.Random
 ) -> tuple[int, int, int, int]:
-    """Draw (top, left, height, width) of a crop."""
     for _ in range(10):
         area = height * width * rng.uniform(*scale)
         aspect = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))

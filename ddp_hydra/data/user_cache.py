@@ -10,22 +10,12 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """Return the folder of this project in the user's cache folder (XDG_CACHE_HOME)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_hydra"
 
 
 def private_folder(path: Path) -> Path:
-    """Return a folder that only this user may write to, made where it is missing.
-
-    Whoever may write to a folder may replace the files in it. So if the given folder belongs to somebody else, or
-    others may write to it, this user gets a folder of their own inside it. Users that share a cache share no files.
-
-    Args:
-        path: the folder, as the user gave it.
-
-    Raises:
-        OSError: it can't be made, or somebody else has made it.
-    """
+    # Whoever may write to a folder may replace the files in it. So if the given folder belongs to somebody else, or
+    # others may write to it, this user gets a folder of their own inside it. Users that share a cache share no files.
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     if _only_mine(path.stat()):
         return path

@@ -155,11 +155,6 @@ class TarSamples(IterableDataset):
         self._judge(bad, seen, 0)
 
     def _decoded(self, sample: dict[str, Any], decoder: Any) -> tuple[Any, ...]:
-        """Return the fields of a sample, decoded.
-
-        Raises:
-            ValueError: it lacks one, or one can't be decoded.
-        """
         from webdataset.autodecode import DecodingError
 
         chosen = []
@@ -186,11 +181,6 @@ class TarSamples(IterableDataset):
         return tuple(decoded[name] for name in chosen)
 
     def _judge(self, bad: int, n_samples: int, in_a_row: int) -> None:
-        """Refuse too many bad samples.
-
-        Raises:
-            TooManyBadSamplesError: there are more than allowed.
-        """
         if bad > self.max_bad_fraction * n_samples or in_a_row >= MOST_IN_A_ROW:
             names = sorted(self.bad)
             some = "; ".join(f"{name} ({self.bad[name]})" for name in names[:3]) + ("; ..." if len(names) > 3 else "")
@@ -203,16 +193,10 @@ class TarSamples(IterableDataset):
 
 
 def _choice(field: str) -> list[str]:
-    """Return the extensions that a field may have, as samples name them."""
     return [name if name.startswith("__") else name.strip().lstrip(".").lower() for name in field.split(";")]
 
 
 def _expanded(pattern: str) -> list[str]:
-    """Return the shards that a pattern stands for.
-
-    Raises:
-        ConfigError: webdataset can't read such URLs, or no file has such a name.
-    """
     from webdataset.gopen import gopen_schemes, rewrite_url
     from webdataset.shardlists import expand_urls
 
@@ -233,7 +217,6 @@ def _expanded(pattern: str) -> list[str]:
 
 
 def _handlers(decode: str | None) -> list[Any]:
-    """Return what decodes images, as webdataset.decode takes it."""
     from webdataset.autodecode import ImageHandler
 
     return [] if decode is None else [ImageHandler(decode)]

@@ -80,7 +80,6 @@ class WidsShards(Dataset):
         self._set_process_state()
 
     def _set_process_state(self) -> None:
-        """Set what belongs to one process, and what is computed fast enough not to be pickled."""
         self._ends = list(accumulate(self.shard_lengths))
         self._lock = threading.Lock()
         self._unread = bytearray()
@@ -191,7 +190,6 @@ class WidsShards(Dataset):
         self._cache.close()
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Return the number of a sample's shard, and the place of the sample in it."""
         count = self._ends[-1]
         if not -count <= index < count:
             raise IndexError(f"sample {index} was asked for, and there are {count:,}")
@@ -200,7 +198,6 @@ class WidsShards(Dataset):
         return number, index - (self._ends[number] - self.shard_lengths[number])
 
     def _open(self, number: int, inner: int) -> OpenShard:
-        """Return the shard of a sample, and note that the sample is read."""
         shard = self._cache.held.get(number)
         if shard is None:
             shard = self._cache.open(number)
@@ -208,7 +205,6 @@ class WidsShards(Dataset):
         return shard
 
     def _note_read(self, number: int, inner: int) -> None:
-        """Note that an expected sample is read; tell the cache when the first or the last one of a shard is."""
         index = self._ends[number] - self.shard_lengths[number] + inner
         if not self._unread or not self._unread[index]:
             return

@@ -56,16 +56,6 @@ _KINDS: dict[str, Any] = {
 
 
 def look_into(data: Any, around: tuple[Any, ...] = ()) -> Any:
-    """Return a data set that offers what lies in a wrapper, nested ones, too; any other data set as it is.
-
-    Args:
-        data: the data set.
-        around: the wrappers in which it lies.
-
-    Raises:
-        ConfigError: the parts of a `ConcatDataset` prepare their batches in different ways, or a wrapper of the user
-            hides how the batches of the data set inside are made.
-    """
     methods = [getattr(type(data), name, None) for name in ("__getitem__", "__getitems__")]
     if isinstance(data, Subset) and methods == [Subset.__getitem__, Subset.__getitems__]:
         return SubsetView(data, [look_into(data.dataset, (*around, data))])
@@ -81,12 +71,11 @@ def look_into(data: Any, around: tuple[Any, ...] = ()) -> Any:
 
 
 def is_stream(data: Any) -> bool:
-    """Return whether a data set is iterable and not map-style: an `IterableDataset`, or without `__getitem__`."""
+    # Return whether a data set is iterable and not map-style: an `IterableDataset`, or without `__getitem__`.
     return isinstance(data, IterableDataset) or (hasattr(data, "__iter__") and not hasattr(data, "__getitem__"))
 
 
 def inner_sets(data: Any, around: tuple[Any, ...] = ()) -> list[Any]:
-    """Return what another data set holds in its attributes and has methods that the training loop calls."""
     if _is_known(data):
         return []
     values = list(getattr(data, "__dict__", {}).values())
@@ -99,17 +88,14 @@ def inner_sets(data: Any, around: tuple[Any, ...] = ()) -> list[Any]:
 
 
 def unwrapped(data: Any) -> Any:
-    """Return the data set as it was built."""
     return data.wrapper if isinstance(data, View) else data
 
 
 def name_of(data: Any) -> str:
-    """Return the name of a data set's class, as the user knows it."""
     return type(unwrapped(data)).__name__
 
 
 def own_getitems(data: Any) -> bool:
-    """Return whether a data set reads a whole batch in its own way."""
     if isinstance(data, UserView):
         return own_getitems(data.wrapper)
     if isinstance(data, View):
@@ -149,15 +135,9 @@ class View(Dataset):
         return name == "__getitems__"  # of torch's wrappers, which calls that of the data set as it was built
 
     def _find(self, index: int) -> tuple[int, int]:
-        """Return the number of the part that has a sample, and its index there."""
         raise NotImplementedError
 
     def _inside(self, name: str) -> Any:
-        """Return what the parts offer together under a name.
-
-        Raises:
-            AttributeError: they offer nothing.
-        """
         offering = [part for part in self.parts if hasattr(part, name)]
         if offering and name in _TOLD:
             return self._together(name)
@@ -176,7 +156,6 @@ class View(Dataset):
         raise AttributeError(f"{type(self.wrapper).__name__} and what is inside have no common {name}")
 
     def _together(self, name: str) -> Any:
-        """Return a method, or the samples by name, of all parts that have it."""
         offering = [part for part in self.parts if _offers(part, name)]
         if name in _COUNTED:
             return {key: value for part in offering for key, value in getattr(part, name).items()}
@@ -204,8 +183,6 @@ class View(Dataset):
                 part.expect(wanted)
 
     def _getitems(self) -> Callable[[Sequence[int]], list[Any]]:
-        """Return the method that reads a whole batch as the parts read theirs."""
-
         def read(indices: Sequence[int]) -> Any:
             found = [self._find(index) for index in indices]
             places: defaultdict[int, list[int]] = defaultdict(list)
@@ -224,11 +201,9 @@ class View(Dataset):
         return read
 
     def _targets(self) -> np.ndarray:
-        """Return the class number of each sample."""
         raise NotImplementedError
 
     def _shard_lengths(self) -> list[int]:
-        """Return the lengths of the runs of samples that lie in one shard."""
         raise NotImplementedError
 
 
@@ -339,11 +314,6 @@ class UserView(View):
         raise AttributeError(f"{type(self.wrapper).__name__} has no {name}")
 
     def _prepare(self, batch: Any) -> Any:
-        """Prepare a batch as the data set inside does.
-
-        Raises:
-            ConfigError: it can't, as the wrapper makes other samples.
-        """
         try:
             return self.preparing.prepare(batch)
         except Exception as error:
@@ -363,13 +333,12 @@ def _is_known(data: Any) -> bool:
 
 
 def _offers(part: Any, name: str) -> bool:
-    """Return whether a data set has a method, or samples by name, and not something of its own under this name."""
     found = getattr(part, name, None)
     return isinstance(found, Mapping) if name in _COUNTED else callable(found)
 
 
 def _other_meanings(data: Any) -> list[str]:
-    """Return the attributes of a data set that can't be what the training loop would take them for."""
+    # Return the attributes of a data set that can't be what the training loop would take them for.
     if _is_known(data):
         return []
     methods = _ARGUMENTS_OF_STREAMS if is_stream(data) else _ARGUMENTS
@@ -394,11 +363,6 @@ def _is_ours(method: Any) -> bool:
 
 
 def _refuse_hidden(wrapper: Any, parts: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuse a wrapper of the user without a method by which a data set inside makes batches.
-
-    Raises:
-        ConfigError: it has no such method.
-    """
     for name in names:
         for part in parts:
             is_torchs = name == "collate" and _is_ours(getattr(part, name, None))  # does what torch's does
@@ -418,14 +382,12 @@ def _hidden(wrapper: Any, part: Any, name: str, what: str) -> str:
 
 
 def _recipe(part: Any, name: str) -> tuple[Any, ...]:
-    """Return what tells the way in which a part makes its batches from another way."""
     method = getattr(part, name)
     numbers = tuple((key, value) for key in ("mean", "std") if isinstance(value := getattr(part, key, None), tuple))
     return getattr(method, "__func__", method), *numbers
 
 
 def _within(indices: Sequence[int], wanted: list[int], places: list[int] | None = None) -> Any:
-    """Return indices in a part; those of a run keep the positions of their samples."""
     if not isinstance(indices, Indices):
         return wanted
     return indices.of(wanted, None if places is None else [indices.positions[place] for place in places])

@@ -65,18 +65,13 @@ class BadSamples:
         self._lock = threading.Lock()
 
     def next_after(self, index: int) -> int | None:
-        """Return the index that follows a bad sample or its lost shard; None if the sample is not known to be bad."""
+        # Return the index that follows a bad sample or its lost shard; None if the sample is not known to be bad.
         for first, end in self._lost:
             if first <= index < end:
                 return end % self.n_samples
         return self._ends.get(index)
 
     def add(self, index: int, name: str, error: Exception) -> None:
-        """Note a bad sample, or a lost shard.
-
-        Raises:
-            TooManyBadSamplesError: too many are bad now.
-        """
         with self._lock:
             if self.next_after(index) is not None:
                 return  # another thread has noted it
@@ -101,7 +96,6 @@ class BadSamples:
             ) from None
 
     def examples(self) -> str:
-        """Return a few names and reasons as text."""
         with self._lock:
             bad = sorted(self.reasons.items())
         return "; ".join(f"{name} ({reason})" for name, reason in bad[:3]) + ("; ..." if len(bad) > 3 else "")

@@ -35,12 +35,11 @@ class Batch:
         self._complete = threading.Event()
 
     def put(self, place: int, image: Any, target: Any) -> None:
-        """Add a sample."""
         self.samples[place] = (image if self.images is None else self.images[place].copy_(image)), target
         self._count()
 
     def fail(self, error: BaseException) -> None:
-        """Note that a sample can't be had; `wait` raises the first such error."""
+        # Note that a sample can't be had; `wait` raises the first such error.
         self.error = self.error or error
         self._count()
 
@@ -49,7 +48,6 @@ class Batch:
             self._complete.set()
 
     def wait(self) -> list[Any]:
-        """Wait for all samples and return them; raise the error if there is one."""
         if self.samples:
             self._complete.wait()
         if self.error is not None:
@@ -83,13 +81,13 @@ class MemoryBudget:
         self._changed = threading.Condition()
 
     def take(self, n_bytes: int) -> None:
-        """Wait until `n_bytes` are free, and take them."""
+        # Wait until `n_bytes` are free, and take them.
         with self._changed:
             self._changed.wait_for(lambda: not self._taken or self._taken + n_bytes <= self._size)
             self._taken += n_bytes
 
     def give(self, n_bytes: int) -> None:
-        """Give `n_bytes` back."""
+        # Give `n_bytes` back.
         with self._changed:
             self._taken -= n_bytes
             self._changed.notify_all()
@@ -139,13 +137,7 @@ class BatchLoader:
         self._closing = False
 
     def make(self, indices: Sequence[int], epoch: int, size: int | None) -> Batch:
-        """Start to make a batch.
-
-        Args:
-            indices: of its samples, from 0 to below the length of the data set.
-            epoch: which epoch's random transforms to use.
-            size: side of the images, pixels; None: the images have different sizes.
-        """
+        # size: side of the images, pixels; None: the images have different sizes.
         images = None
         if size is not None:
             images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
@@ -190,7 +182,6 @@ class BatchLoader:
         self._images.count(decode_s=time.perf_counter() - begin)
 
     def _replace(self, request: _Request, error: Exception) -> None:
-        """Replace a bad sample by the next one; any other error fails the batch."""
         try:
             request.tried += 1
             self._images.note_bad(request.index, error, request.tried)
@@ -199,14 +190,13 @@ class BatchLoader:
             request.batch.fail(final)
 
     def close(self) -> None:
-        """Stop the threads; unfinished batches fail."""
         self._closing = True
         self._fetching.shutdown()
         self._decoding.shutdown()
 
 
 def _compute_alone() -> None:
-    """Let torch use one thread in each decoding thread: with more they would compete for the cores."""
+    # Let torch use one thread in each decoding thread: with more they would compete for the cores.
     torch.set_num_threads(1)  # this sets the calling thread's number only
 
 
@@ -226,11 +216,11 @@ class Cache:
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> Any:
-        """Return the value of `key`, or None if there is none."""
+        # Return the value of `key`, or None if there is none.
         return self._values.get(key)
 
     def put(self, key: Any, value: Any, size: int) -> None:
-        """Keep a value of `size` bytes, if it still fits."""
+        # Keep a value of `size` bytes, if it still fits.
         with self._lock:
             if size <= self._left and key not in self._values:
                 self._values[key] = value

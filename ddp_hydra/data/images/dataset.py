@@ -104,7 +104,6 @@ class ImageDataset(Dataset, ABC):
         self._set_process_state()
 
     def _set_process_state(self) -> None:
-        """Set what belongs to one process."""
         self._cache = Cache(int(self.cache_mb * 2**20))
         self._loader: BatchLoader | None = None
         self._works = False
@@ -214,12 +213,6 @@ class ImageDataset(Dataset, ABC):
         return all(one is None or is_thread_safe(one) for one in (self.transform, self.target_transform))
 
     def _transformed_here(self, wanted: Sequence[int], samples: list[Any]) -> list[tuple[Any, Any]]:
-        """Transform the samples one after the other in this thread, with global generators that are seeded for each.
-
-        Args:
-            wanted: indices of the batch; those of a run say the place of each sample, others stand for it themselves.
-            samples: (image and its generator, class number) of each.
-        """
         of_run = isinstance(wanted, Indices)
         indices = wanted if isinstance(wanted, Indices) else placed(Indices(wanted, self._epoch), self.seed)
         done = []

@@ -133,7 +133,6 @@ def _decode_any(data: Any) -> np.ndarray:
 
 
 def _may_be_rotated(data: Any) -> bool:
-    """Return whether EXIF or XMP before the pixels of a JPEG may state an orientation."""
     view, at = memoryview(data), 2
     while at + 4 <= len(view) and view[at] == 0xFF:
         kind = view[at + 1]
@@ -161,7 +160,6 @@ def _orientation(data: Any) -> int:
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Rotate and mirror an image as EXIF's orientation says."""
     if orientation == 1:
         return pixels
     if orientation >= 5:
@@ -174,7 +172,6 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _sixteen_to_eight_bits(image: Image.Image) -> Image.Image:
-    """Scale grey images of 16 or 32 bits per pixel as `decode` says; return other images unchanged."""
     if not image.mode.startswith("I"):
         return image
     return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")

@@ -79,18 +79,16 @@ class Listing:
 
 
 def known_size(size: int) -> int | None:
-    """Return a size from a listing, or None if the file is larger than a listing can say."""
+    # Return a size from a listing, or None if the file is larger than a listing can say.
     return size if size < _LARGEST else None
 
 
 def kinds_of(others: Counter[str]) -> str:
-    """Return the most frequent extensions of objects that are not images, with their counts, as text."""
     kinds = [f"{count:,} {kind or 'without extension'}" for kind, count in others.most_common(5)]
     return ", ".join(kinds) + (", ..." if len(others) > len(kinds) else "")
 
 
 def list_images(store: Store, prefix: str, in_folders: bool = True) -> Listing:
-    """List the images under a prefix, or only those in its folders; raises as the store does."""
     found: list[tuple[str, str, str, int]] = []
     others: Counter[str] = Counter()
     inside = len(prefix) + 1 if prefix else 0
@@ -115,15 +113,7 @@ def list_images(store: Store, prefix: str, in_folders: bool = True) -> Listing:
 
 
 def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, in_folders: bool = True) -> Listing:
-    """List the images under a prefix, or read the listing from the disk if it is young enough.
-
-    Args:
-        store: the store that holds the images.
-        prefix: as in `list_images`.
-        max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
-        folder: of the listings on the disk.
-        in_folders: as in `list_images`.
-    """
+    # max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
     if not max_age_s:
         return list_images(store, prefix, in_folders)
     identity = f"2 {getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
@@ -147,7 +137,7 @@ def _read(path: Path) -> Listing:
 
 
 def _write(path: Path, listing: Listing) -> None:
-    """Save a listing: the file is complete or is not there. A disk that refuses it is no reason to stop."""
+    # Save a listing: the file is complete or is not there. A disk that refuses it is no reason to stop.
     keys = np.frombuffer("\n".join(listing.keys).encode(errors="surrogateescape"), np.uint8)
     kinds, counts = list(listing.others), list(listing.others.values())
     with contextlib.suppress(OSError):

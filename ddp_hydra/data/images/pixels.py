@@ -42,7 +42,6 @@ class ColorParams:
     hue: float
 
     def apply(self, image: Tensor) -> Tensor:
-        """Return an image with changed colors, both uint8 (3, height, width)."""
         pixels = image.permute(1, 2, 0).reshape(-1, 3).float()
         mean = float(pixels.mean(0) @ _GREY) * self.brightness
         pixels = torch.addmm(torch.full((3,), (1 - self.contrast) * mean), pixels, self.matrix().T)
@@ -50,7 +49,6 @@ class ColorParams:
         return changed.view(*image.shape[1:], 3).permute(2, 0, 1)
 
     def matrix(self) -> Tensor:
-        """Return the matrix from old colors to new ones, (3, 3)."""
         saturated = self.saturation * torch.eye(3) + (1 - self.saturation) * _GREY.expand(3, 3)
         angle = 2 * math.pi * self.hue
         sin, cos = math.sin(angle), math.cos(angle)
@@ -86,22 +84,15 @@ class Jitter:
         return any(self.factors) or bool(self.hue)
 
     def draw(self, rng: random.Random) -> ColorParams:
-        """Draw the color changes of one image."""
         brightness, contrast, saturation = (rng.uniform(1 - factor, 1 + factor) for factor in self.factors)
         return ColorParams(brightness, contrast, saturation, rng.uniform(-self.hue, self.hue))
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Subtract a mean from each channel, and divide by a standard deviation, on the device of the images.
-
-    Args:
-        images: uint8 (batch, 3, height, width), in any memory format.
-        mean: (3,), 0..1.
-        std: (3,), 0..1.
-
-    Returns:
-        float32 of the same shape and memory format.
-    """
+    # images: uint8 (batch, 3, height, width), in any memory format.
+    # mean: (3,), 0..1.
+    # std: (3,), 0..1.
+    # Returns: float32 of the same shape and memory format.
     width = images.shape[-1]
     rows = images.permute(0, 2, 3, 1)
     if not rows.is_contiguous():
@@ -117,7 +108,7 @@ def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -
 def _constants(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device, width: int
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and 1/std for the bytes of a row of pixels, (3 * width,) each."""
+    # Return mean and 1/std for the bytes of a row of pixels, (3 * width,) each.
     scale = 1 / (torch.tensor(std, device=device) * 255)
     return (torch.tensor(mean, device=device) * 255).repeat(width), scale.repeat(width)
 
@@ -134,21 +125,11 @@ class PilTransform:
         self.thread_safe = is_thread_safe(transform)
 
     def __call__(self, image: Tensor, rng: random.Random) -> Any:
-        """Transform one image.
-
-        Args:
-            image: uint8 (3, height, width).
-            rng: of the sample; not used: what the transform draws comes from the global generators.
-        """
         return self.transform(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
 
 
 def adapted(transform: Callable[..., Any] | None) -> Callable[[Tensor, random.Random], Any] | None:
-    """Return a transform as `ImageDataset` calls it; one that takes a single argument gets PIL images.
-
-    Args:
-        transform: `(image, rng)`, as those of `transforms`, or `(image)`, as torchvision's; None.
-    """
+    # transform: `(image, rng)`, as those of `transforms`, or `(image)`, as torchvision's; None.
     if transform is None or _takes_rng(transform):
         return transform
     return PilTransform(transform)

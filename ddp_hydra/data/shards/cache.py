@@ -68,7 +68,6 @@ class ShardCache:
         self._set_process_state()
 
     def _set_process_state(self) -> None:
-        """Set what belongs to one process."""
         self.held: dict[int, OpenShard] = {}
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -87,15 +86,6 @@ class ShardCache:
         self._set_process_state()
 
     def open(self, number: int) -> OpenShard:
-        """Return a shard of the index; download it first if needed.
-
-        Raises:
-            ValueError: the shard is damaged, or not what the index says.
-            FileNotFoundError: it does not exist.
-            PermissionError: it may not be read.
-            ConnectionError: its store is not reachable.
-            OSError: there is no space for it.
-        """
         if (held := self.held.get(number)) is not None:
             return held
         self._check_process()
@@ -122,7 +112,6 @@ class ShardCache:
         return shard
 
     def _open_local(self, shard: Shard) -> OpenShard:
-        """Open a shard of this machine, and remember where its samples are."""
         path = Path(shard.url)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -144,11 +133,8 @@ class ShardCache:
             os.close(descriptor)
 
     def expect(self, order: Sequence[int]) -> None:
-        """Say which shards will be needed, so that they are downloaded before that.
-
-        Args:
-            order: their numbers in the order of their use, each once.
-        """
+        # Say which shards will be needed, so that they are downloaded before that.
+        # order: their numbers in the order of their use, each once.
         self._check_process()
         needed = [number for number in order if self._names[number] is not None]
         self._cached.prefetcher.expect(needed)
@@ -156,18 +142,15 @@ class ShardCache:
             self._cached.prefetcher.start()
 
     def note_started(self, number: int) -> None:
-        """Note that an expected shard is being read from now on."""
         self._cached.prefetcher.note_started(number)
 
     def note_done(self, number: int) -> None:
-        """Note that a shard is not needed for now."""
         if self._names[number] is not None:
             with self._lock:
                 self.held.pop(number, None)
             self._cached.note_done(number)
 
     def close(self) -> None:
-        """Stop the downloads and close all shards."""
         self.access.close()
         self._cached.close()
         self._close_others(())
@@ -177,19 +160,13 @@ class ShardCache:
             self._set_process_state()
 
     def _close_others(self, kept: Container[int]) -> None:
-        """Close all open shards but some."""
         with self._lock:
             for number in [number for number in self.held if number not in kept]:
                 del self.held[number]
 
 
 def _file_name(shard: Shard, endpoint_url: str | None) -> str:
-    """Return the name of a shard's file: a different one for each URL, store, size and MD5.
-
-    Args:
-        shard: the shard.
-        endpoint_url: of s3:// URLs.
-    """
+    # Return the name of a shard's file: a different one for each URL, store, size and MD5.
     endpoint = endpoint_url if shard.url.startswith("s3:") else None
     identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5)))
     readable = re.sub(r"[^\w.-]", "_", shown(shard.url).rpartition("/")[2], flags=re.ASCII)

@@ -41,21 +41,12 @@ class Kept:
 
 
 def eviction_rank(file: Kept, files: Collection[str], needed: Mapping[str, int]) -> tuple[int, int]:
-    """Return the sort key of a shard for eviction: the lowest goes first.
-
-    Every shard is read once in an epoch. So the shard that was read last is the one that is not needed for the longest
-    time, and a shard that has not been read yet stays: a cache of half the data set saves half of the downloads. The
-    usual rule, "least recently used first", would drop each shard just before it is read again.
-
-    Args:
-        file: the shard.
-        files: the files of the index that is being read.
-        needed: {file: place in the order} of the files that this process still needs.
-
-    Returns:
-        First number: 0: a shard of another index, the least recently used first; 1: not needed any more, the last one
-        read first; 2: still needed, or downloaded for another process, the one that is needed last first.
-    """
+    # Return the sort key of a shard for eviction: the lowest goes first.
+    # Every shard is read once in an epoch. So the shard that was read last is the one that is not needed for the
+    # longest time, and a shard that has not been read yet stays: a cache of half the data set saves half of the
+    # downloads. The usual rule, "least recently used first", would drop each shard just before it is read again.
+    # Returns: First number: 0: a shard of another index, the least recently used first; 1: not needed any more, the
+    # last one read first; 2: still needed, or downloaded for another process, the one that is needed last first.
     if file.name not in files:
         return 0, file.used_ns
     if file.name in needed or not file.read_ns:
@@ -64,7 +55,7 @@ def eviction_rank(file: Kept, files: Collection[str], needed: Mapping[str, int])
 
 
 def with_index(n_bytes: int) -> int:
-    """Return the most bytes that a shard of `n_bytes` takes together with the index of its members."""
+    # Return the most bytes that a shard of `n_bytes` takes together with the index of its members.
     return n_bytes + n_bytes // 16 + 4096 if n_bytes else 0
 
 
@@ -89,7 +80,6 @@ class ShardFolder:
         self.budget_bytes = budget_bytes
 
     def open(self, name: str) -> int | None:
-        """Open a shard for reading, or return None; it stays until its descriptor and all mappings are closed."""
         while True:
             try:
                 descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -101,10 +91,8 @@ class ShardFolder:
             time.sleep(_BUSY_S)
 
     def claim(self, name: str) -> int | None:
-        """Open the empty `.part` file of a shard for writing; return None if another process fills it or has done so.
-
-        A `.part` file that a killed process left is emptied and used.
-        """
+        # Open the empty `.part` file of a shard for writing; return None if another process fills it or has done so.
+        # A `.part` file that a killed process left is emptied and used.
         part = _open_locked(self._part(name), os.O_CREAT)
         if part is None:
             return None
@@ -117,18 +105,8 @@ class ShardFolder:
     def reserve(
         self, part: int, n_bytes: int, files: Collection[str], needed: Mapping[str, int], evict_needed: bool
     ) -> str | None:
-        """Let a `.part` file grow, and evict shards if that is necessary.
-
-        Args:
-            part: its descriptor.
-            n_bytes: its new size.
-            files: as in `eviction_rank`.
-            needed: as in `eviction_rank`.
-            evict_needed: evict also shards that are still needed.
-
-        Returns:
-            Why there is no space, or None if there is.
-        """
+        # n_bytes: its new size.
+        # Returns: Why there is no space, or None if there is.
         with self._exclusive():
             kept, total = self._scan()
             size, disk = os.fstat(part).st_size, os.fstatvfs(part)
@@ -147,55 +125,44 @@ class ShardFolder:
             return None
 
     def publish(self, part: int, name: str) -> None:
-        """Give a complete `.part` file its final name; its descriptor becomes that of a reader."""
         with self._exclusive():  # a process that scans the folder now might find it under neither name
             self._part(name).rename(self.path / name)
         fcntl.flock(part, fcntl.LOCK_SH)
 
     def abandon(self, part: int, name: str) -> None:
-        """Remove a `.part` file."""
         self._part(name).unlink(missing_ok=True)
         os.close(part)
 
     def is_certain(self, descriptor: int, name: str) -> bool:
-        """Return whether a shard is complete for sure.
-
-        A shard gets its name before the disk has all of it, because writing may take longer than the download. The
-        index of its members is saved after that. A shard without an index that is older than the last boot may have
-        lost its content in a crash.
-        """
+        # A shard gets its name before the disk has all of it, because writing may take longer than the download. The
+        # index of its members is saved after that. A shard without an index that is older than the last boot may have
+        # lost its content in a crash.
         return self.index_path(name).exists() or os.fstat(descriptor).st_ctime > _booted_at()
 
     def discard(self, descriptor: int, name: str) -> None:
-        """Remove a damaged shard, if its name still means the open file."""
         if _is_same_file(self.path / name, descriptor):
             self._remove(name)
 
     def index_path(self, name: str) -> Path:
-        """Return the path of the saved index of a shard's members."""
         return self.path / f"{name}.npz"
 
     def save_index(self, descriptor: int, name: str, members: TarMembers) -> None:
-        """Save the index of a shard's members, if its name still means the open file."""
         with self._exclusive():  # else another process might evict the shard between the two
             if _is_same_file(self.path / name, descriptor):
                 members.save(self.index_path(name))
 
     def note_read(self, name: str) -> None:
-        """Note on the disk that a shard was read just now."""
         with contextlib.suppress(OSError):
             os.utime(self.path / name)
 
     def note_fetched(self, part: int) -> None:
-        """Note on the disk that a shard has not been read yet."""
         os.utime(part, ns=(time.time_ns(), 0))
 
     def ask_for_space(self) -> None:
-        """Ask all processes to close their shards."""
         (self.path / "wanted").touch(mode=0o600)
 
     def asked_ns(self) -> int:
-        """Return when a process last asked for space, ns since 1970; 0: never."""
+        # Return when a process last asked for space, ns since 1970; 0: never.
         try:
             return (self.path / "wanted").stat().st_mtime_ns
         except OSError:
@@ -206,7 +173,6 @@ class ShardFolder:
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Keep other processes from scanning and evicting during the block."""
         descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -215,7 +181,7 @@ class ShardFolder:
             _release(descriptor)
 
     def _scan(self) -> tuple[list[Kept], int]:
-        """Return the shards, and the bytes that all files take; remove the files that killed processes left."""
+        # Return the shards, and the bytes that all files take; remove the files that killed processes left.
         files: dict[str, os.stat_result] = {}
         kinds: dict[str, str] = {}
         with os.scandir(self.path) as entries:
@@ -245,7 +211,7 @@ class ShardFolder:
         return kept, total
 
     def _evict(self, candidates: list[Kept], n_bytes: int) -> bool:
-        """Remove the first files that no process uses, until `n_bytes` are free; remove none if they are too few."""
+        # Remove the first files that no process uses, until `n_bytes` are free; remove none if they are too few.
         names = []
         with contextlib.ExitStack() as locks:
             for file in candidates:
@@ -272,7 +238,7 @@ def _booted_at() -> float:
 
 
 def _open_locked(path: Path, flags: int = 0) -> int | None:
-    """Open a file for writing and lock it; return None if it does not exist, or another process has locked it."""
+    # Open a file for writing and lock it; return None if it does not exist, or another process has locked it.
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o600)
     except FileNotFoundError:
@@ -292,13 +258,12 @@ def _lock(descriptor: int, kind: int) -> bool:
 
 
 def _release(descriptor: int) -> None:
-    """Unlock a file, and close it: a process that was forked meanwhile has it open, too, and would keep the lock."""
+    # Unlock a file, and close it: a process that was forked meanwhile has it open, too, and would keep the lock.
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     os.close(descriptor)
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
-    """Return whether a name still means an open file."""
     try:
         there, here = path.stat(), os.fstat(descriptor)
     except FileNotFoundError:
@@ -307,7 +272,7 @@ def _is_same_file(path: Path, descriptor: int) -> bool:
 
 
 def _allocate(descriptor: int, n_bytes: int) -> None:
-    """Take the space at once, if the file system can: so a full disk is noticed before the download."""
+    # Take the space at once, if the file system can: so a full disk is noticed before the download.
     if not n_bytes:
         return
     try:

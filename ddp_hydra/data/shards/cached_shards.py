@@ -70,7 +70,6 @@ class CachedShards:
         self._asked_ns = time.time_ns()
 
     def open(self, number: int) -> OpenShard:
-        """Open a shard; raises as `ShardCache.open`."""
         folder, name = self._folder(), self.names[number]
         while True:
             descriptor, fresh = self._find_or_download(number)
@@ -93,10 +92,7 @@ class CachedShards:
                 os.close(descriptor)
 
     def _read_and_save_members(self, number: int, descriptor: int) -> TarMembers:
-        """Index a shard; save the index in the background, when the disk has all of the shard.
-
-        Without a saved index, the next process indexes the shard again.
-        """
+        # Without a saved index, the next process indexes the shard again.
         folder, name = self._folder(), self.names[number]
         members = checked(self.shards[number], read_members(folder.path / name, descriptor))
         members.checksum = checksum_of_some(descriptor)
@@ -112,7 +108,6 @@ class CachedShards:
         return members
 
     def _find_or_download(self, number: int) -> tuple[int, bool]:
-        """Return a descriptor of a shard's file in the cache, and whether it was downloaded just now."""
         folder, name, shard = self._folder(), self.names[number], self.shards[number]
         missing = False
         while True:
@@ -136,7 +131,6 @@ class CachedShards:
             time.sleep(_POLL_S)
 
     def _download(self, part: int, number: int, background: bool) -> None:
-        """Download a shard into its `.part` file and give it its name; a damaged download is repeated once."""
         folder, name, shard = self._folder(), self.names[number], self.shards[number]
 
         def reserve(n_bytes: int) -> None:
@@ -168,7 +162,6 @@ class CachedShards:
             raise _ClosedError
 
     def _reserve(self, part: int, n_bytes: int, background: bool) -> None:
-        """Get the space for a shard; wait for it, unless the shard is fetched in the background."""
         folder = self._folder()
         if with_index(n_bytes) > self.budget_bytes:
             raise OSError(
@@ -202,13 +195,11 @@ class CachedShards:
             evict_needed = True
 
     def _answer(self) -> None:
-        """Close all cached shards if a process has asked for space since the last time."""
         if self._disk is not None and (asked_ns := self._disk.asked_ns()) > self._asked_ns:
             self._asked_ns = asked_ns
             self._close_others(())
 
     def _fetch_ahead(self, number: int) -> bool:
-        """Download a shard that is not needed yet; return False if there is no space for it."""
         try:
             folder, name = self._folder(), self.names[number]
             part = None if (folder.path / name).exists() else folder.claim(name)
@@ -237,18 +228,15 @@ class CachedShards:
         return self._disk
 
     def note_done(self, number: int) -> None:
-        """Note that a shard is not needed for now."""
         self._folder().note_read(self.names[number])
         self.prefetcher.note_done(number)
 
     def count(self, **more: float) -> None:
-        """Add to the counts."""
         with self._lock:
             for name, value in more.items():
                 self.counts[name] += value
 
     def close(self) -> None:
-        """Stop the downloads and wait for them."""
         self._closed = True
         self.prefetcher.close()
         self._index_saver.shutdown(cancel_futures=True)

@@ -29,7 +29,6 @@ _UNPACKED_BYTES = 4 * 2**20
 
 
 def is_packed(url: str) -> bool:
-    """Return whether a shard is a compressed tar file, by its name."""
     return url.partition("?")[0].lower().endswith((".tar.gz", ".tgz"))
 
 
@@ -41,25 +40,9 @@ def download(
     reserve: Callable[[int], None],
     on_piece: Callable[[Any], object],
 ) -> int:
-    """Write a shard to a file, and check its size and MD5 if the index gives them.
-
-    Args:
-        shard: the shard, as the index describes it.
-        store: the store that holds it; it retries by itself.
-        key: of the shard in the store.
-        file: descriptor of an empty file.
-        reserve: called with the size that the file will have, before it grows; raises if there is no space.
-        on_piece: called with each piece, in order; may raise to stop.
-
-    Returns:
-        How many bytes were fetched.
-
-    Raises:
-        ValueError: the shard is not what the index says, or is compressed and damaged.
-        FileNotFoundError: the store does not have it.
-        PermissionError: it may not be read.
-        ConnectionError: the store is not reachable.
-    """
+    # reserve: called with the size that the file will have, before it grows; raises if there is no space.
+    # on_piece: called with each piece, in order; may raise to stop.
+    # Returns: How many bytes were fetched.
     size = store.size(key)
     if shard.size is not None and size != shard.size:
         raise ValueError(f"{shown(shard.url)} has {size:,} bytes, and the index says {shard.size:,}")
@@ -94,16 +77,8 @@ def download(
 
 
 def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, int], None]) -> Iterator[Any]:
-    """Yield the pieces of an object in order; fetch several at a time if the store can read ranges.
-
-    Args:
-        store: the store that holds it.
-        key: its name there.
-        size: bytes.
-        url: for messages.
-        write: called with each piece and the place of its first byte, in any order, and from several threads.
-    """
-
+    # size: bytes.
+    # write: called with each piece and the place of its first byte, in any order, and from several threads.
     def fetch(start: int) -> Any:
         end = min(start + PIECE_BYTES, size)
         piece = store.get(key, size) if end - start == size else store.get_range(key, start, end)
@@ -133,14 +108,8 @@ def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, i
 
 
 def in_parallel(action: Callable[[T], Any], items: Iterable[T], threads: int, ahead: int) -> Generator[Any]:
-    """Yield the results of an action for each item, in order, while the next ones are being computed.
-
-    Args:
-        action: called with an item, in a thread.
-        items: what it is called with.
-        threads: how many calls run at a time.
-        ahead: how many results are waited for or held at a time.
-    """
+    # action: called with an item, in a thread.
+    # items: what it is called with.
     pool = ThreadPoolExecutor(threads, "shards")
     running: deque[Future[Any]] = deque()
     waiting = iter(items)
@@ -163,7 +132,6 @@ def _write(file: int, piece: Any, start: int) -> None:
 
 
 def _unpack(pieces: Iterable[Any]) -> Iterator[bytes]:
-    """Decompress gzip, also several gzip files in a row."""
     unpacker = zlib.decompressobj(wbits=31)
     for piece in pieces:
         rest = bytes(piece)
@@ -205,7 +173,6 @@ class Prefetcher:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads, once."""
         with self._changed:
             if self._threads or self._closing:
                 return
@@ -217,11 +184,7 @@ class Prefetcher:
             thread.start()
 
     def expect(self, order: Sequence[int]) -> None:
-        """Replace the order.
-
-        Args:
-            order: the numbers that will be needed, each once.
-        """
+        # order: the numbers that will be needed, each once.
         with self._changed:
             self._places = {number: place for place, number in enumerate(order)}
             self._waiting = dict.fromkeys(order)
@@ -229,13 +192,11 @@ class Prefetcher:
             self._changed.notify_all()
 
     def note_started(self, number: int) -> None:
-        """Note that a number is in use, or waited for."""
         with self._changed:
             self._waiting.pop(number, None)
             self._changed.notify_all()
 
     def note_done(self, number: int) -> None:
-        """Note that a number is not needed any more."""
         with self._changed:
             self._waiting.pop(number, None)
             self._places.pop(number, None)
@@ -243,24 +204,21 @@ class Prefetcher:
             self._changed.notify_all()
 
     def note_space(self, number: int) -> None:
-        """Note that a number has its space: the next one may ask for space."""
+        # Note that a number has its space: the next one may ask for space.
         with self._changed:
             if self._asking == number:
                 self._asking = None
                 self._changed.notify_all()
 
     def in_use(self) -> set[int]:
-        """Return the numbers that are in use and still needed."""
         with self._changed:
             return self._places.keys() - self._waiting.keys()
 
     def needed(self) -> dict[int, int]:
-        """Return all numbers that are still needed, with their places in the order."""
         with self._changed:
             return dict(self._places)
 
     def close(self) -> None:
-        """Stop the threads and wait for them."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -269,7 +227,6 @@ class Prefetcher:
                 thread.join()
 
     def _next(self) -> int | None:
-        """Return the number to fetch now, or None; the caller holds the lock."""
         if self._asking is not None or time.monotonic() < self._paused_until:
             return None
         return next((number for number in islice(self._waiting, self.depth) if number not in self._fetched), None)

@@ -202,7 +202,6 @@ class _Reader:
 
 
 def _parse(content: bytes | str, source: str) -> _File:
-    """Return what an index holds."""
     if re.search(r"\.(tar|tgz|tar\.\w+)$", shown(source)):
         raise ValueError(
             f"{shown(source)} is a tar file, and must be an index of tar files: type python -m ddp_hydra.data.shards "
@@ -293,13 +292,12 @@ def _is_read(scheme: str) -> bool:
 
 
 def _scheme(url: str) -> str:
-    """Return the scheme of a URL, "pipe" for a command, or "" for a path."""
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe):", url)
     return (found[1] or found[2]) if found else ""
 
 
 def _split(root: str) -> tuple[str, str]:
-    """Return scheme and host (or bucket) of a folder, and its path; "" and its path if it is local."""
+    # Return scheme and host (or bucket) of a folder, and its path; "" and its path if it is local.
     found = re.match(r"([a-z0-9]+://[^/]*)(.*)", root, re.DOTALL)
     return (found[1], found[2]) if found else ("", root)
 

@@ -71,12 +71,10 @@ class TarMembers:
         return len(self._ends)
 
     def key(self, index: int) -> str:
-        """Return the key of a sample."""
         start = self._ends[index - 1] if index else 0
         return self.keys[start : self._ends[index]].decode("utf-8", "surrogateescape")
 
     def fields(self, index: int, content: memoryview) -> dict[str, memoryview]:
-        """Return the fields of a sample by extension, as parts of `content`, without a copy."""
         extensions, extension, offset, size = self.extensions, self._extension, self._offset, self._size
         found = {}
         for field in range(self._first[index], self._first[index + 1]):
@@ -85,7 +83,7 @@ class TarMembers:
         return found
 
     def save(self, path: Path) -> None:
-        """Save the index: the file is complete or is not there."""
+        # Save the index: the file is complete or is not there.
         extensions = "\0".join(self.extensions).encode("utf-8", "surrogateescape")
         texts: Any = {"keys": np.frombuffer(self.keys, np.uint8), "names": np.frombuffer(extensions, np.uint8)}
         part = path.with_name(f"{path.name}.{secrets.token_hex(6)}.part")
@@ -96,12 +94,8 @@ class TarMembers:
 
 
 def load_members(path: Path, file_size: int) -> TarMembers | None:
-    """Return a saved index, or None if there is none for a tar file of this size.
-
-    Args:
-        path: of the saved index.
-        file_size: of the tar file, bytes.
-    """
+    # Return a saved index, or None if there is none for a tar file of this size.
+    # file_size: of the tar file, bytes.
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
             arrays: dict[str, Any] = {name: saved[name] for name in saved.files}
@@ -116,7 +110,7 @@ def load_members(path: Path, file_size: int) -> TarMembers | None:
 
 
 def checksum_of_some(descriptor: int) -> int:
-    """Return a checksum of blocks spread over a file; one of the whole file would take as long as reading the data."""
+    # Return a checksum of blocks spread over a file; one of the whole file would take as long as reading the data.
     size, checksum = os.fstat(descriptor).st_size, 0
     for number in range(_CHECKED_BLOCKS):
         start = max(0, size - _CHECKED_BYTES) * number // (_CHECKED_BLOCKS - 1)
@@ -125,17 +119,6 @@ def checksum_of_some(descriptor: int) -> int:
 
 
 def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
-    """Index a tar file.
-
-    Args:
-        path: an uncompressed tar file of any format.
-        descriptor: of the file if it is open already: another process may have removed its name.
-
-    Raises:
-        ValueError: it is not a tar file, or is damaged or truncated, or holds a sparse file or a link whose target is
-            not in it.
-        OSError: it can't be read.
-    """
     with path.open("rb") if descriptor is None else os.fdopen(os.dup(descriptor), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not size:
@@ -165,7 +148,6 @@ class Header(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, tar: tarfile.TarFile) -> Header:
-        """Read the next header, as `TarInfo` does."""
         try:
             return super().fromtarfile(tar)
         except tarfile.HeaderError as error:
@@ -179,13 +161,12 @@ class Header(tarfile.TarInfo):
 
 
 def damage_of(tar: tarfile.TarFile) -> tarfile.HeaderError | None:
-    """Return why a tar file that was read to its end, with `Header`, is damaged: tarfile takes that for the end."""
+    # Return why a tar file that was read to its end, with `Header`, is damaged: tarfile takes that for the end.
     ended_by = getattr(tar, "ended_by", None)
     return ended_by if type(ended_by).__name__ in ("InvalidHeaderError", "TruncatedHeaderError") else None
 
 
 def _members(file: BinaryIO, path: Path, size: int) -> list[Member]:
-    """Read the headers with tarfile, and notice damage that it takes for the end of the file."""
     try:
         file.seek(0)
         with tarfile.open(fileobj=file, mode="r:", tarinfo=Header) as tar:
@@ -220,7 +201,7 @@ def _members(file: BinaryIO, path: Path, size: int) -> list[Member]:
 
 
 def _target(member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
-    """Return the target of a link, or None if it is not in the tar file."""
+    # Return the target of a link, or None if it is not in the tar file.
     found: tarfile.TarInfo | None = member
     for _ in range(_MOST_LINKS):
         if found is None or not (found.islnk() or found.issym()):
@@ -231,18 +212,17 @@ def _target(member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo]) -> 
 
 
 def _dot(name: bytes) -> int:
-    """Return the length of the key in the name of a member; -1: the member belongs to no sample."""
+    # Return the length of the key in the name of a member; -1: the member belongs to no sample.
     return name.find(b".", name.rfind(b"/") + 1)
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the key of a sample and the extension of a field, from the name of a member; "": it is no field."""
+    # Return the key of a sample and the extension of a field, from the name of a member; "": it is no field.
     dot = name.find(".", name.rfind("/") + 1)
     return (name, "") if dot < 0 else (name[:dot], name[dot:].lower())
 
 
 def _group(path: Path, members: Iterable[Member], file_size: int) -> TarMembers:
-    """Group members into samples."""
     keys: list[bytes] = []
     first: list[int] = []
     extensions: dict[bytes, int] = {}
@@ -274,11 +254,7 @@ def _group(path: Path, members: Iterable[Member], file_size: int) -> TarMembers:
 def _refuse_doubles(
     path: Path, keys: list[bytes], extensions: list[bytes], first: list[int], extension: np.ndarray
 ) -> None:
-    """Refuse a sample that has a field twice: two samples with one name would be one.
-
-    Raises:
-        ValueError: there is one.
-    """
+    # Refuse a sample that has a field twice: two samples with one name would be one.
     sample = np.repeat(np.arange(len(keys)), np.diff([*first, len(extension)]))
     field, count = np.unique(sample * len(extensions) + extension, return_counts=True)
     if len(field) < len(extension):
@@ -303,16 +279,11 @@ class OpenShard:
         self.members = members
 
     def fields(self, index: int) -> dict[str, memoryview]:
-        """Return the fields of a sample by extension, without a copy."""
         return self.members.fields(index, self.content)
 
 
 def checked(shard: Shard, members: TarMembers) -> TarMembers:
-    """Return the members of a shard. More samples than the index says are no error: it stands for the first ones.
-
-    Raises:
-        ValueError: there are fewer samples than the index says.
-    """
+    # Return the members of a shard. More samples than the index says are no error: it stands for the first ones.
     if len(members) < shard.n_samples:
         raise ValueError(
             f"{shown(shard.url)} holds {len(members):,} samples, and the index says {shard.n_samples:,}: write the "

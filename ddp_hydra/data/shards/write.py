@@ -143,7 +143,6 @@ def _index(name: str | None, shards: list[dict[str, Any]], info: dict[str, Any])
 
 
 def _images(store: Store, prefix: str, source: str, report: Callable[[str], None]) -> list[tuple[str, int | None]]:
-    """Return the keys and sizes of the images in class folders, sorted."""
     from ddp_hydra.data.images.listing import (  # it imports torch, which takes seconds that `index` need not spend
         kinds_of,
         known_size,
@@ -161,7 +160,6 @@ def _images(store: Store, prefix: str, source: str, report: Callable[[str], None
 
 
 def _classes(source: str, access: Access, report: Callable[[str], None]) -> list[str]:
-    """Return the classes of a folder of images, or of an index of shards."""
     if source.endswith(".json"):
         classes = read_index(source, access=access).info.get("classes")
         if not isinstance(classes, list):
@@ -174,7 +172,7 @@ def _classes(source: str, access: Access, report: Callable[[str], None]) -> list
 def _samples(
     store: Store, prefix: str, images: list[tuple[str, int | None]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
-    """Yield the members of each sample: names and contents."""
+    # Yield the members of each sample: names and contents.
     with contextlib.closing(in_parallel(lambda image: store.get(*image), images, _READERS, 2 * _READERS)) as contents:
         for number, ((key, _), content) in enumerate(zip(images, contents, strict=True)):
             stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
@@ -232,7 +230,7 @@ class _Target:
 def _write_shard(
     target: _Target, name: str, samples: Iterator[list[tuple[str, Any]]], n_bytes: float
 ) -> dict[str, Any] | None:
-    """Write one shard and return its entry for the index; return None if no samples are left."""
+    # Write one shard and return its entry for the index; return None if no samples are left.
     sample = next(samples, None)
     if sample is None:
         return None
@@ -265,7 +263,6 @@ class _Hashed:
 
 
 def _examine(url: str, access: Access) -> tuple[int, str, TarMembers]:
-    """Return the size, the MD5 and the members of a tar file."""
     if is_local(url) and not is_packed(url):
         with Path(url).open("rb") as file:
             md5 = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))

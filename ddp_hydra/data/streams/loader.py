@@ -59,12 +59,6 @@ class StreamLoader(Loader):
         self.way, self.gather = way, gather
 
     def steps(self, batches: Any, micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
-        """Yield the micro-batches of each step that all ranks have; see `Loader.steps`.
-
-        Args:
-            batches: the `Numbers` of a `StreamSampler`; empty for no step.
-            micro_batches: number of micro-batches in a step.
-        """
         if not isinstance(batches, Numbers):
             return
         sampler, position = batches.sampler, batches.position
@@ -82,7 +76,6 @@ class StreamLoader(Loader):
         sampler.refuse_empty(batches.position)
 
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
-        """Yield batches with the numbers of their samples; see `Loader.each_once`."""
         part = split_stream(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
 
         def batches() -> Iterator[Made]:
@@ -96,14 +89,7 @@ class StreamLoader(Loader):
         yield from self._each(batches(), part)
 
     def in_order(self, part: Part, batch_size: int, wanted: Callable[[int], bool]) -> Iterator[tuple[Any, list[int]]]:
-        """Yield batches of a whole data set with the numbers of their samples; leave some out.
-
-        Args:
-            part: reads all samples.
-            batch_size: samples of a batch.
-            wanted: number of a batch's first sample -> whether to make the batch.
-        """
-
+        # wanted: number of a batch's first sample -> whether to make the batch.
         def batches() -> Iterator[Made]:
             part.open(0)
             start = 0
@@ -116,13 +102,6 @@ class StreamLoader(Loader):
         yield from self._each(batches(), part)
 
     def made(self, samples: list[Any], epoch: int, position: int) -> Any:
-        """Make a batch of samples.
-
-        Args:
-            samples: of the batch.
-            epoch: see `Indices`.
-            position: of the first of them.
-        """
         if not self.in_threads and hasattr(self.dataset, "collate"):
             draws.placed(draws.Indices([], epoch, [position]), self.seed).seed_batch()
         return self.pinned(collated(self.dataset, samples, self.progress))
@@ -144,11 +123,6 @@ class StreamLoader(Loader):
                 yield self.placed(made.batches[0]), made.numbers[0]
 
     def _compare(self, ahead: Ahead[Made], part: Part) -> None:
-        """Refuse data that gives each rank other samples where all are taken to read the same. A collective, once.
-
-        Raises:
-            ConfigError: it does.
-        """
         if self.gather is None or not part.dealt or self.way is not None:
             return
         self.wait(lambda: ahead.wait_for(1))
@@ -169,7 +143,6 @@ class StreamLoader(Loader):
         return Ahead(steps if is_ahead else self._kept(steps), depth if is_ahead else None, part.stop)
 
     def _kept(self, steps: Iterator[Made]) -> Iterator[Made]:
-        """Yield steps that are made without disturbing what the model draws."""
         while True:
             with self.draws_kept():
                 made = next(steps, None)

@@ -69,13 +69,7 @@ class Part:
         self.samples: Iterator[Any] = iter(())
 
     def open(self, epoch: int, position: int = 0, state: Any = None) -> None:
-        """Begin to read.
-
-        Args:
-            epoch: the epoch to read.
-            position: samples of the epoch that all ranks together have read already.
-            state: of the data set at this position; None to read again what lies before it.
-        """
+        # state: of the data set at this position; None to read again what lies before it.
         self.stopped, self.n_read, self.first = False, 0, []
         for data in (self.dataset, *wrappers.inner_sets(wrappers.unwrapped(self.dataset))):
             draws.tell_epoch(data, epoch, self.seed)
@@ -88,11 +82,7 @@ class Part:
             self._leave_out(read_before)
 
     def take(self, n: int) -> list[Any] | None:
-        """Return this rank's samples of the next global batch; None if there is no full one.
-
-        Args:
-            n: samples of each rank.
-        """
+        # Return this rank's samples of the next global batch; None if there is no full one.
         if not self._leave_out(self.share * n):
             return None
         own = list(islice(self.samples, n))
@@ -100,13 +90,12 @@ class Part:
         return own if is_full and len(own) == n else None
 
     def once(self) -> Iterator[tuple[int, Any]]:
-        """Yield each sample that is left and its number; all ranks together yield every sample once."""
         for number, sample in enumerate(self.samples):
             if number % self.shares == self.share:
                 yield (number if self.dealt else number * self.world_size + self.rank), sample
 
     def state(self) -> Any:
-        """Return the state of the data set as plain values; None if it has none, or one that has others."""
+        # Return the state of the data set as plain values; None if it has none, or one that has others.
         if not self.by_state:
             return None
         try:
@@ -115,7 +104,6 @@ class Part:
             return None
 
     def stop(self) -> None:
-        """End reading after the sample under way; called from another thread."""
         self.stopped = True
 
     def _watched(self, key: int, number: int) -> Iterator[Any]:
@@ -139,7 +127,6 @@ class Part:
             raise no_sample(self.dataset, f"sample {number}", error) from error
 
     def _leave_out(self, n: int) -> bool:
-        """Read so many samples and drop them; return whether there were as many."""
         return sum(1 for _ in islice(self.samples, n)) == n
 
 
@@ -160,14 +147,12 @@ class RepeatedPart(Part):
         self.position, self.kept = 0, list[list[Any]]()
 
     def open(self, epoch: int, position: int = 0, state: Any = None) -> None:
-        """Begin at a position; see `Part.open`."""
         self.position = position
         if not self.kept:
             self.part.open(0)
             self.first = self.part.first
 
     def take(self, n: int) -> list[Any] | None:
-        """Return this rank's samples of the next step."""
         number = self.position // (n * self.world_size) % self.steps
         self.position += n * self.world_size
         while len(self.kept) <= number and (samples := self.part.take(n)) is not None:
@@ -176,11 +161,6 @@ class RepeatedPart(Part):
 
 
 def plain(value: Any) -> Any:
-    """Return a state as values that a checkpoint can hold.
-
-    Raises:
-        TypeError: it holds others.
-    """
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in PLAIN:
@@ -205,23 +185,11 @@ def split(
     seed: int | None = None,
     training: bool = True,
 ) -> Part:
-    """Return a rank's part of an iterable data set.
-
-    In this order: as `way` says; by the data set's method `of_rank`; as its library splits it; else all ranks read all
-    samples, and each takes its share.
-
-    Args:
-        dataset: the data set.
-        rank: this rank.
-        world_size: number of ranks.
-        way: "samples": each rank reads all samples and takes its share; "itself": the data set gives each rank samples
-            of its own; None: as the data set can.
-        progress: called after each sample that is read.
-        seed: see `Part`, and so is training.
-
-    Raises:
-        ConfigError: `way` is none of these, or the data set refuses to be split.
-    """
+    # In this order: as `way` says; by the data set's method `of_rank`; as its library splits it; else all ranks read
+    # all samples, and each takes its share.
+    # way: "samples": each rank reads all samples and takes its share; "itself": the data set gives each rank samples
+    # of its own; None: as the data set can.
+    # progress: called after each sample that is read.
     if way not in (None, *WAYS):
         raise ConfigError(f"data.shard_by={way}: give {', '.join(WAYS)} or null")
     if way is not None:
@@ -241,18 +209,7 @@ def split(
 def whole(
     dataset: Any, world_size: int, way: str | None = None, progress: Callable[[], None] = lambda: None, seed: int = 0
 ) -> Part:
-    """Return an iterable data set as one part with all samples, which each rank reads.
-
-    Args:
-        dataset: the data set.
-        world_size: number of ranks.
-        way: see `split`.
-        progress: called after each sample that is read.
-        seed: see `Part`.
-
-    Raises:
-        ConfigError: the data set looks itself at which rank reads it.
-    """
+    # progress: called after each sample that is read.
     if world_size > 1 and (way == "itself" or "split_by_node" in _webdataset_stages(dataset)):
         raise ConfigError(
             f"{name_of(dataset)} gives each rank samples of its own, so they have no common order: take "
@@ -264,7 +221,6 @@ def whole(
 
 
 def _by_kind(dataset: Any, rank: int, world_size: int) -> tuple[Iterable[Any], bool, bool, str]:
-    """Return what gives the samples, `dealt` and `is_global` of the part, and how it is split, for a person."""
     if hasattr(dataset, "of_rank"):
         own = dataset.of_rank(rank, world_size)
         if own is not None:
@@ -289,7 +245,6 @@ def _by_kind(dataset: Any, rank: int, world_size: int) -> tuple[Iterable[Any], b
 
 
 def _keeps_its_place(dataset: Any) -> bool:
-    """Return whether the state of a data set brings it back to where it was."""
     if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
         return False
     if isinstance(dataset, HuggingFacePart) and dataset.has_buffer:
@@ -328,20 +283,16 @@ class HuggingFacePart:
         return iter(self.part)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
         self.epoch = epoch
 
     def state_dict(self) -> Any:
-        """Return the place in the data set."""
         return self.part.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """Begin the next pass at a place."""
         self.start = state
 
 
 def _stages(stage: Any) -> Iterator[Any]:
-    """Yield the parts of a pipeline of Hugging Face."""
     yield stage
     for part in (getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())):
         if part is not None:
@@ -349,7 +300,6 @@ def _stages(stage: Any) -> Iterator[Any]:
 
 
 def _webdataset_stages(dataset: Any) -> list[str]:
-    """Return the names of the functions in a pipeline of webdataset; an empty list for other data sets."""
     dataset = unwrapped(dataset)
     if not any(base.__module__ == "webdataset.pipeline" for base in type(dataset).__mro__):
         return []

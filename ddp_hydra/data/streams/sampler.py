@@ -43,12 +43,10 @@ class Ahead(Generic[Item]):
             self.thread.start()
 
     def counts(self) -> tuple[int, bool]:
-        """Return how many items are held, and whether no more will come."""
         with self.changed:
             return len(self.held), self.has_ended and self.error is None
 
     def wait_for(self, n: int) -> bool:
-        """Wait until so many items are held; return False if fewer are left."""
         while self.thread is None and len(self.held) < n and not self.has_ended:
             self._take_one()
         with self.changed:
@@ -58,14 +56,12 @@ class Ahead(Generic[Item]):
             return len(self.held) >= n
 
     def take(self) -> Item:
-        """Return the next item; there must be one."""
         assert self.wait_for(1)
         with self.changed:
             self.changed.notify_all()
             return self.held.popleft()
 
     def close(self) -> None:
-        """Take no more items, and end the thread."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
@@ -140,20 +136,16 @@ class StreamSampler:
         self.saved: Mapping[str, Any] = {}
 
     def __len__(self) -> int:
-        """Return how many steps an epoch has at most."""
         assert self.n_samples is not None
         return self.n_samples // self.global_batch
 
     def planned(self, position: int = 0) -> float:
-        """Return how many steps are left in an epoch if the data does not end before; infinity if nobody knows."""
         return math.inf if self.n_samples is None else max(0, self.n_samples - position) // self.global_batch
 
     def batches(self, epoch: int, position: int = 0) -> Numbers:
-        """Return the numbers of this rank's samples from a position on."""
         return Numbers(self, epoch, position)
 
     def steps(self, position: int = 0) -> int:
-        """Return how many steps are left for sure; 0 only at the end of the epoch. It may be a collective."""
         if self.end is None and self.ahead is not None and self.known < position + self.global_batch:
             n = (position - self.reached) // self.global_batch + 1
             self.wait(partial(self.ahead.wait_for, n))
@@ -165,13 +157,11 @@ class StreamSampler:
     # -- an epoch ----------------------------------------------------------------------------------------------
 
     def begin(self, numbers: Numbers) -> None:
-        """Open the data set at a position."""
         self.epoch, self.reached, self.known = numbers.epoch, numbers.position, numbers.position
         self.end, self.state = None, None
         self.part.open(numbers.epoch, numbers.position, self.saved_state(numbers.epoch, numbers.position))
 
     def samples(self) -> Iterator[tuple[list[Any], Any]]:
-        """Yield this rank's samples of each step, and the state of the data set behind them."""
         position = self.reached
         while self.n_samples is None or position + self.global_batch <= self.n_samples:
             samples = self.part.take(self.batch_size)
@@ -181,29 +171,16 @@ class StreamSampler:
             position += self.global_batch
 
     def take_up(self, state: Any) -> None:
-        """Count a step as taken up.
-
-        Args:
-            state: of the data set behind its samples.
-        """
         self.reached += self.global_batch
         self.state = state
 
     def close(self) -> None:
-        """End reading."""
         if self.ahead is not None:
             ahead, self.ahead = self.ahead, None
             ahead.close()
 
     def refuse_empty(self, position: int) -> None:
-        """Refuse an epoch that ends where it begins: the next one would, too.
-
-        Args:
-            position: where it began.
-
-        Raises:
-            DataError: it has no step.
-        """
+        # Refuse an epoch that ends where it begins: the next one would, too.
         if position == 0 and self.end == 0 and self.epoch:
             raise DataError(
                 f"the data set has no full batch in epoch {self.epoch + 1}, and had some before: an iterator that is "
@@ -219,7 +196,6 @@ class StreamSampler:
     # -- the other ranks ---------------------------------------------------------------------------------------
 
     def counts(self) -> list[int]:
-        """Return up to which position this rank has samples, and where they end."""
         if self.ahead is None:
             return [self.known, NEVER]
         held, has_ended = self.ahead.counts()
@@ -227,7 +203,6 @@ class StreamSampler:
         return [ready, ready if has_ended else NEVER]
 
     def heard(self, counts: Sequence[int]) -> None:
-        """Take up the least counts of all ranks."""
         if self.ahead is None:
             return
         ready, end = counts
@@ -238,11 +213,6 @@ class StreamSampler:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def gather(self, gather_objects: Callable[[Any], list[Any]]) -> None:
-        """Gather the states of all ranks for a checkpoint. A collective.
-
-        Args:
-            gather_objects: gathers a value from all ranks.
-        """
         states = gather_objects(self.state) if self.part.by_state else []
         self.saved = {
             "epoch": self.epoch,
@@ -254,17 +224,15 @@ class StreamSampler:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was gathered last."""
         return dict(self.saved)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what was gathered."""
         self.saved = dict(state)
         self.epoch, self.reached, self.known = state["epoch"], state["position"], state["position"]
         self.end = state["end"]
 
     def resumed(self, position: int) -> str:
-        """Return what does not hold after a resume, for a person; "" if it is exact."""
+        # Return what does not hold after a resume, for a person; "" if it is exact.
         before = self.saved.get("world_size", self.part.world_size)
         is_global = self.part.is_global and self.saved.get("is_global", True)
         if before == self.part.world_size or is_global or not position:
@@ -275,7 +243,6 @@ class StreamSampler:
         )
 
     def saved_state(self, epoch: int, position: int) -> Any:
-        """Return the state of this rank's data set at a position, if it was saved there; else None."""
         if not self.part.by_state or (epoch, position) != (self.saved.get("epoch"), self.saved.get("position")):
             return None
         states = self.saved["states"]

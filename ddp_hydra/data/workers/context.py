@@ -34,7 +34,6 @@ _MOST_FDS = 200
 
 
 def anonymous_file(name: str) -> int:
-    """Return the descriptor of a file without a name, in memory where the system has that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(f"ddp_hydra-{name}")
     with tempfile.TemporaryFile() as file:
@@ -55,7 +54,6 @@ class Descriptor:
         self.number = number
 
     def detach(self) -> int:
-        """Return the descriptor, in the worker."""
         return helper.inherited(self.number)
 
 
@@ -91,24 +89,23 @@ class Popen:
             os.close(exit_code)
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Note a descriptor that the worker inherits; return its number."""
         self.fds.append(fd)
         return len(self.fds) - 1
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
-        """Return the exit code; None while the process runs."""
+        # Return the exit code; None while the process runs.
         timeout = 0 if flag == os.WNOHANG else None
         return self.wait(timeout)
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end of the process, and return its exit code; None if it still runs."""
+        # Wait for the end of the process, and return its exit code; None if it still runs.
         if self.returncode is None and _readable(self.sentinel, timeout):
             told = os.read(self.sentinel, _EXIT.size)
             self.returncode = _EXIT.unpack(told)[0] if len(told) == _EXIT.size else 255  # the helper has ended
         return self.returncode
 
     def terminate(self) -> None:
-        """Kill the process: a worker ignores SIGTERM, as it goes to the rank's whole group."""
+        # Kill the process: a worker ignores SIGTERM, as it goes to the rank's whole group.
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, 9)
@@ -116,7 +113,6 @@ class Popen:
     kill = terminate
 
     def close(self) -> None:
-        """Forget the process."""
         if self.sentinel >= 0:
             os.close(self.sentinel)
             self.sentinel = -1
@@ -126,7 +122,6 @@ class Popen:
 
 
 def _readable(fd: int, timeout: float | None) -> bool:
-    """Wait until a descriptor can be read. Unlike `select.select`, it takes large ones."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(None if timeout is None else max(0, timeout) * 1000))
@@ -154,7 +149,6 @@ class Queue:
         threading.Thread(target=self._write_all, name="worker-queue", daemon=True).start()
 
     def put(self, item: Any) -> None:
-        """Send an item."""
         carried = _Carried()
         set_spawning_popen(carried)
         try:
@@ -184,12 +178,6 @@ class Queue:
                 os.close(fd)
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the next item.
-
-        Raises:
-            queue.Empty: none came in time.
-            OSError: this process may open no more files.
-        """
         if not _readable(self.reader.fileno(), timeout):
             raise queue.Empty
         data, fds, flags, _ = socket.recv_fds(self.reader, 1 + _IN_DATAGRAM, _MOST_FDS)
@@ -230,7 +218,6 @@ class _ReceivedFd:
         self.number = number
 
     def detach(self) -> int:
-        """Return the descriptor, in the process that has read the message."""
         return int(_received.fds[self.number])
 
 
@@ -243,7 +230,6 @@ class _Carried:
         self.fds: list[int] = []
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Note a descriptor; return its number in the message."""
         self.fds.append(os.dup(fd))
         return len(self.fds) - 1
 
@@ -267,11 +253,9 @@ class Event:
         self.memory = mmap.mmap(self.fd, 1)
 
     def set(self) -> None:
-        """Raise the flag."""
         self.memory[0] = 1
 
     def is_set(self) -> bool:
-        """Return whether the flag is up."""
         return bool(self.memory[0])
 
     def __del__(self) -> None:
@@ -314,22 +298,18 @@ class HelperContext(context.BaseContext):
         _allow_many_files()
 
     def Process(self, *args: Any, **options: Any) -> WorkerProcess:  # noqa: N802
-        """Return a process to be started."""
         made = WorkerProcess(*args, **options)
         made.helper, made.files = self.helper, self.files
         self.started.append(made)
         return made
 
     def Queue(self, maxsize: int = 0) -> Queue:  # type: ignore[override]  # noqa: N802
-        """Return a queue."""
         return Queue()
 
     def Event(self) -> Event:  # type: ignore[override]  # noqa: N802
-        """Return an event."""
         return Event()
 
     def exit_codes(self, wait_s: float = 1.0) -> list[int]:
-        """Return how workers have ended, waiting a moment for the first."""
         until = time.monotonic() + wait_s
         while not (codes := [p.exitcode for p in self.started if p.exitcode is not None]) and time.monotonic() < until:
             time.sleep(0.01)
@@ -337,7 +317,7 @@ class HelperContext(context.BaseContext):
 
 
 def _allow_many_files() -> None:
-    """Let this process open as many files as it may: each batch that comes back is one until it is dropped."""
+    # Let this process open as many files as it may: each batch that comes back is one until it is dropped.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

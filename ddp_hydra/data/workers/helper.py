@@ -48,16 +48,6 @@ class Helper:
         self.users = 0
 
     def fork(self, payload: int, exit_code: int, fds: list[int]) -> int:
-        """Have it fork a worker; return the worker's process id.
-
-        Args:
-            payload: descriptor of a file with the pickled process object.
-            exit_code: of a pipe, to which the exit code will be written.
-            fds: which the worker inherits.
-
-        Raises:
-            ConnectionError: the helper has ended.
-        """
         try:
             with self.sending:
                 socket.send_fds(self.requests, [b"f"], [payload, exit_code, *fds])
@@ -72,14 +62,13 @@ class Helper:
         return int(pid)
 
     def close(self) -> None:
-        """End it, and wait for its end."""
         self.requests.close()
         with contextlib.suppress(ChildProcessError):  # the user's code has waited for all children
             os.waitpid(self.pid, 0)
 
 
 def take_helper() -> None:
-    """Fork the helper of this process: call this before there are threads, a process group or a GPU."""
+    # Fork the helper of this process: call this before there are threads, a process group or a GPU.
     global _current
     ours, theirs = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):  # what waits there would be printed by the workers, too
@@ -93,7 +82,7 @@ def take_helper() -> None:
 
 
 def acquire() -> Helper:
-    """Return the helper of this process; without one, start a program that imports torch, which takes seconds."""
+    # Return the helper of this process; without one, start a program that imports torch, which takes seconds.
     global _current
     with _lock:
         if _current is None or _current.owner != os.getpid():
@@ -109,7 +98,6 @@ def acquire() -> Helper:
 
 
 def release(helper: Helper) -> None:
-    """Give back a helper; the last user of a program ends it."""
     global _current
     with _lock:
         helper.users -= 1
@@ -119,7 +107,6 @@ def release(helper: Helper) -> None:
 
 
 def open_files() -> set[int]:
-    """Return the descriptors of the files of the file system that this process has open."""
     found = set()
     with contextlib.suppress(FileNotFoundError):  # a system without /proc
         for path in Path("/proc/self/fd").iterdir():
@@ -130,7 +117,6 @@ def open_files() -> set[int]:
 
 
 def inherited(number: int) -> int:
-    """Return a descriptor that came with the request for this worker."""
     return _inherited[number]
 
 
@@ -138,8 +124,6 @@ def inherited(number: int) -> int:
 
 
 def _serve_alone(requests: socket.socket) -> NoReturn:
-    """Serve in a fork; keep nothing of the process that was forked but its output."""
-
     def work() -> int:
         keep = requests.fileno()
         os.closerange(3, keep)
@@ -151,7 +135,6 @@ def _serve_alone(requests: socket.socket) -> NoReturn:
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork a worker for each request, until the other end is closed."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they go to the whole group; the rank decides
         signal.signal(number, signal.SIG_IGN)
     wake_r, wake_w = socket.socketpair()
@@ -184,7 +167,6 @@ def serve(requests: socket.socket) -> None:
 
 
 def _fork(payload: int, fds: list[int], sockets: list[socket.socket], pipes: list[int]) -> int:
-    """Fork a worker; return its process id, or the negative number of the error."""
     try:
         pid = os.fork()
     except OSError as error:
@@ -195,7 +177,6 @@ def _fork(payload: int, fds: list[int], sockets: list[socket.socket], pipes: lis
 
 
 def _work(payload: int, fds: list[int], sockets: list[socket.socket], pipes: list[int]) -> int:
-    """Keep of the helper what this worker was given, and work."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for end in sockets:
@@ -207,7 +188,6 @@ def _work(payload: int, fds: list[int], sockets: list[socket.socket], pipes: lis
 
 
 def _run(payload: int) -> int:
-    """Do the work of the process object in a file."""
     with os.fdopen(payload, "rb") as file:
         file.seek(0)
         prepared: dict[str, Any] = pickle.load(file)  # noqa: S301  from the process that started this one
@@ -223,7 +203,6 @@ def _run(payload: int) -> int:
 
 
 def _place(numbers: list[int]) -> None:
-    """Give the first of the inherited files these numbers, by which the data set knows them."""
     for place, fd in enumerate(_inherited):
         _inherited[place] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
         os.close(fd)
@@ -233,7 +212,6 @@ def _place(numbers: list[int]) -> None:
 
 
 def _reap(exit_codes: dict[int, int]) -> None:
-    """Report how workers have ended."""
     while exit_codes:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -248,7 +226,7 @@ def _reap(exit_codes: dict[int, int]) -> None:
 
 
 def main() -> None:
-    """Import torch, and serve: the program that `acquire` starts."""
+    # Import torch, and serve: the program that `acquire` starts.
     requests = socket.socket(fileno=int(sys.argv[1]))
     import torch.utils.data  # noqa: F401
 

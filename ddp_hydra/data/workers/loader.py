@@ -27,16 +27,7 @@ AHEAD = 4
 
 
 def number_of(workers: Any, data: Any, to_gpu: bool) -> int:
-    """Return how many workers make the batches of a data set.
-
-    Args:
-        workers: `data.workers`; None: as many as suit the rank's cores where batches go to a GPU, else 0.
-        data: the data set.
-        to_gpu: batches go to a GPU.
-
-    Raises:
-        ConfigError: it is not a number of workers.
-    """
+    # workers: `data.workers`; None: as many as suit the rank's cores where batches go to a GPU, else 0.
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
         raise ConfigError(f"data.workers={workers}: give a whole number from 0 on, or null")
     if workers is not None:
@@ -45,7 +36,6 @@ def number_of(workers: Any, data: Any, to_gpu: bool) -> int:
 
 
 def default_number(data: Any) -> int:
-    """Return how many workers suit the rank's share of the cores; a data set with `share` has threads of its own."""
     if hasattr(data, "share"):
         return min(MOST_WITH_THREADS, max(1, cores_per_rank() // CORES))
     return min(MOST, max(1, cores_per_rank() // 2))
@@ -95,14 +85,12 @@ class InWorkers:
         return found
 
     def hear(self, result: Result) -> None:
-        """Take up what the copy of a worker has learned."""
         self._stats[result.worker] = result.report.get("stats", {})
         self._bad_counts.update(result.report.get("bad_counts", {}))
         self._bad.update(result.report.get("bad", {}))
         self._errors.update(result.report.get("errors", {}))
 
     def _totals(self) -> dict[str, float]:
-        """Return what reading has cost, here and in all workers."""
         totals: defaultdict[str, float] = defaultdict(float)
         for part in (self.dataset.stats(), *self._stats.values()):
             for name, value in part.items():
@@ -113,12 +101,10 @@ class InWorkers:
         return dict(totals)
 
     def start(self, batch_bytes: int, memory_mb: float, to_gpu: bool) -> Workers:
-        """Start the workers; see `Workers`."""
         self._workers.append(Workers(self, batch_bytes, memory_mb, to_gpu))
         return self._workers[-1]
 
     def close(self) -> None:
-        """End the workers, and close the data set."""
         for workers in self._workers:
             workers.close()
         if hasattr(self.dataset, "close"):
@@ -162,17 +148,6 @@ class Workers:
         )
 
     def load(self, batches: Iterable[Indices], pending: deque[Indices]) -> Iterator[Any]:
-        """Yield the batch of each list of indices, in order.
-
-        Args:
-            batches: the lists.
-            pending: gets those that are asked for; what is left there after an error has not come.
-
-        Raises:
-            Refused: the workers can't unpickle the data set.
-            ConnectionError: a worker has ended.
-            Exception: what the data set raises.
-        """
         if hasattr(self.data.dataset, "expect"):
             batches = list(batches)
         self.requests.begin(batches, pending, self.number, hasattr(self.data.dataset, "expect"))
@@ -192,7 +167,6 @@ class Workers:
             raise error
 
     def close(self) -> None:
-        """End the workers."""
         if self.loader is None:
             return
         iterator: Any = self.loader._iterator
@@ -209,15 +183,6 @@ class _Requests:
         self.batches: Iterator[Request] = iter(())
 
     def begin(self, batches: Iterable[Indices], pending: deque[Indices], workers: int, expected: bool) -> None:
-        """Set the batches of the next pass.
-
-        Args:
-            batches: of the pass, a list if the data set wants to know them.
-            pending: gets each when it is asked for.
-            workers: how many there are; they take turns.
-            expected: tell each worker which samples it will read.
-        """
-
         def requests() -> Iterator[Request]:
             for number, indices in enumerate(batches):
                 pending.append(indices)
@@ -234,7 +199,6 @@ class _Requests:
 
 
 def _gone(code: int) -> ConnectionError:
-    """Return the error for a worker that has ended by itself."""
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
     advice = "what it printed stands above, in the output of this rank"
     if code == -9:
@@ -243,18 +207,6 @@ def _gone(code: int) -> ConnectionError:
 
 
 def made_by(workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None], files: Collection[int] = ()) -> Any:
-    """Return a data set whose batches workers make; the data set itself where there are none.
-
-    Args:
-        workers: `data.workers`.
-        data: a map-style data set.
-        to_gpu: batches go to a GPU.
-        warn: gets a sentence if the data set can't be pickled.
-        files: see `InWorkers`.
-
-    Raises:
-        ConfigError: see `number_of`.
-    """
     if not (number := number_of(workers, data, to_gpu)):
         return data
     try:

@@ -65,7 +65,7 @@ class SharedBatch:
         self.fd = fd.detach() if self.size else -1
 
     def open(self) -> Any:
-        """Return the batch; its tensors lie in the shared memory."""
+        # Return the batch; its tensors lie in the shared memory.
         memory = mmap.mmap(self.fd, self.size) if self.size else None
         self.__del__()
         return _Unpickler(io.BytesIO(self.structure), lambda place: _view(memory, *place)).load()
@@ -77,12 +77,11 @@ class SharedBatch:
 
 
 def pinned(batch: SharedBatch) -> Any:
-    """Return a batch in pinned memory."""
     return pin(batch.open())
 
 
 def _view(memory: Any, begin: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
-    """Return a dense tensor that lies in memory, `begin` bytes behind its start."""
+    # Return a dense tensor that lies in memory, `begin` bytes behind its start.
     n = math.prod(shape)
     flat = torch.frombuffer(memory, dtype=dtype, count=n, offset=begin) if n else torch.empty(0, dtype=dtype)
     return flat.as_strided(shape, stride)
@@ -101,7 +100,7 @@ class _Pickler(pickle.Pickler):
         self.place = place
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        """Return the place of a plain tensor, and None for all else."""
+        # Return the place of a plain tensor, and None for all else.
         if self.place is None or type(obj) is not Tensor or obj.layout != torch.strided:
             return None
         return None if obj.is_quantized or obj.requires_grad or obj.device.type != "cpu" else self.place(obj)
@@ -120,7 +119,6 @@ class _Unpickler(pickle.Unpickler):
         self.tensor_at = tensor_at
 
     def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
-        """Return the tensor of a place."""
         return self.tensor_at(pid)
 
 
@@ -158,17 +156,11 @@ class Result:
     refused: str = ""
 
     def pin_memory(self) -> Result:
-        """Copy the batch to pinned memory; the DataLoader's thread calls this."""
         if isinstance(self.batch, SharedBatch):
             self.batch = pinned(self.batch)
         return self
 
     def opened(self) -> Any:
-        """Return the batch.
-
-        Raises:
-            Exception: what the data set raised in the worker, as if it had been raised here.
-        """
         if self.error:
             error: BaseException = pickle.loads(self.error)  # noqa: S301  from a process that this one has started
             raise error.with_traceback(_rebuilt(self.frames))
@@ -191,7 +183,6 @@ class WorkerSet:
         self.told = 0  # bad samples
 
     def __getitems__(self, request: Request) -> Result:
-        """Make a batch; the worker's own errors come back, too."""
         if self.dataset is None:
             try:
                 self.dataset = pickle.loads(self.pickled)  # noqa: S301  from the process that started this one
@@ -218,7 +209,6 @@ class WorkerSet:
         return make_batch(self.dataset, request.indices, self.seeded, heartbeat.progress)
 
     def _report(self, indices: Sequence[int]) -> dict[str, Any]:
-        """Return what reading has cost so far and, where there are new ones, which samples are bad."""
         found: dict[str, Any] = {}
         if hasattr(self.dataset, "stats"):
             found["stats"] = self.dataset.stats()
@@ -232,13 +222,12 @@ class WorkerSet:
 
 
 def begin(number: int) -> None:
-    """Prepare a worker: what signals a whole rank asks of it is the rank's to decide."""
+    # Prepare a worker: what signals a whole rank asks of it is the rank's to decide.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
 
 
 def as_it_is(result: Result) -> Result:
-    """Return a result, as the batch in it is collated already."""
     return result
 
 
@@ -252,7 +241,7 @@ def _frames(found: TracebackType | None) -> list[tuple[str, str, int]]:
 
 
 def _packed(error: BaseException) -> bytes:
-    """Pickle an error; one that can't be pickled becomes a RuntimeError."""
+    # Pickle an error; one that can't be pickled becomes a RuntimeError.
     error.add_note("in a worker of the DataLoader (data.workers)")
     try:
         packed = pickle.dumps(error.with_traceback(None))
@@ -269,7 +258,6 @@ class _HereError(Exception):
 
 
 def _rebuilt(frames: Sequence[tuple[str, str, int]]) -> TracebackType | None:
-    """Return a traceback of calls in another process."""
     found: TracebackType | None = None
     for file, name, line in reversed(frames):
         code = compile("\n" * (line - 1) + "raise _HereError", file, "exec").replace(co_name=name)
