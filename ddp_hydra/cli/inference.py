@@ -24,7 +24,7 @@ from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import DispatchConfig, ResultsConfig, TrainerConfig
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
-from ddp_hydra.job.inference import EVALUATE, PREDICT, Inference, on_ranks
+from ddp_hydra.job.inference import EVALUATE, PREDICT, InferenceJob, on_ranks
 from ddp_hydra.job.predictions import PLAN, Parts
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked
@@ -145,7 +145,7 @@ def merge(parts: Parts, target: Path) -> list[str]:
     return columns
 
 
-def plan(inference: Inference, kind: str) -> dict[str, Any]:
+def plan(inference: InferenceJob, kind: str) -> dict[str, Any]:
     """Return what a prediction depends on; parts of others are not mixed with its own."""
     with inference.checkpoint.open("rb") as file:
         checkpoint = hashlib.file_digest(file, "sha256").hexdigest()
@@ -165,7 +165,7 @@ GROUPS = ("data", "metrics", "task", "loss", "model", "trainer", "cluster", "dis
 _SCHEMAS = {"dispatch": DispatchConfig, "results": ResultsConfig, "trainer": TrainerConfig}
 
 
-def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> Inference:
+def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> InferenceJob:
     """Return what is to be computed, and where.
 
     The ranks change the config that is in the checkpoint. The cluster is that of the run, which only its run directory
@@ -201,7 +201,7 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
     for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):
         raise ConfigError(f"{secret} looks like a secret, so the run does not keep it: give {secret}=<value>")
     named = any(_key(word).partition(".")[0] in ("cluster", "dispatch") for word in words)
-    return Inference(
+    return InferenceJob(
         on_ranks(cfg, named),
         checkpoint,
         [word for word in changes if _key(word).partition(".")[0] not in OF_THE_COMMAND],

@@ -22,7 +22,7 @@ PREDICT = "ddp_hydra.training.inference:predict"
 
 
 @dataclass
-class Inference:
+class InferenceJob:
     """Computes something with a trained model.
 
     Args:

@@ -210,7 +210,7 @@ class Job:
 
     def resume_files(self) -> dict[str, Path]:
         """Return the last whole checkpoint of this job; if it has none, the files that it started with."""
-        if self.saved:  # otherwise the checkpoints in the run directory are those of an earlier run
+        if self.saved:  # otherwise an earlier run has left the checkpoints in the run directory
             try:
                 return {"resume": find_checkpoint(self.run_dir).absolute()}
             except CheckpointError as error:
@@ -244,7 +244,7 @@ class Job:
             self.first_step = begin
 
     def attempts(self, gang: Any) -> list[AttemptEntry]:
-        """Return the attempts that have failed, also those of an earlier process."""
+        """Return the attempts that have failed, also in an earlier process."""
         return [*self.earlier_attempts, *(attempt.entry() for attempt in gang.restarts.ended)]
 
     def describe_restart(self, steps_done: int) -> str:

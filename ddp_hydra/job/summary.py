@@ -34,7 +34,7 @@ SLOW_RATIO = 1.15
 
 
 class TrainResult(Struct, kw_only=True):
-    """What `train` returns on rank 0; its fields are those of `Summary`."""
+    """What `train` returns on rank 0; `Summary` has the same fields."""
 
     steps: Count
     samples: Count

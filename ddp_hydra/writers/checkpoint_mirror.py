@@ -46,7 +46,7 @@ class MirrorWriter:
 
     Copying to a bucket that fails is retried for a while. Then a warning is logged, and with the next checkpoint
     everything that is missing is copied. Training never waits for the bucket. Checkpoints of other runs stay there, and
-    the manifest names them before those of this run.
+    the manifest names them before this run's.
 
     Args:
         run_dir: the job's run directory; another writer fills its `checkpoints` before this one is called.
@@ -86,7 +86,7 @@ class MirrorWriter:
         self._closed_at: float | None = None
         self._thread: threading.Thread | None = None
         self._own: set[str] = {name_in_store(name, entry) for name, entry in _steps(self._local).items()}
-        self._sent: set[str] = set()  # those of `_own` that are known to be in the bucket
+        self._sent: set[str] = set()  # the part of `_own` that is known to be in the bucket
         self._newest_sent = ""
         self._reason = ""  # why the last try failed
         self._is_reported = False
@@ -204,7 +204,7 @@ class MirrorWriter:
         return True
 
     def _save(self, local: Entries, keys: dict[str, str], before: Entries, there: set[str]) -> Entries:
-        """Write the bucket's manifest: the step files of other runs first, then those of this run, the newest last.
+        """Write the bucket's manifest: the step files of other runs first, then this run's, the newest last.
 
         Args:
             keys: names of the local step files, the newest first, with their names in the bucket.

@@ -216,7 +216,7 @@ class CheckpointWriter:
     Args:
         run_dir: the job's run directory; a manifest that is there already is continued.
         fetch: copies files that are not inline.
-        keep: newest step files to keep, besides those that last.pt and best.pt point to; None keeps all.
+        keep: newest step files to keep, besides the targets of last.pt and best.pt; None keeps all.
 
     Raises:
         ConfigError: `keep` is less than 1.

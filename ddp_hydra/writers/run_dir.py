@@ -123,7 +123,7 @@ def _holder(path: Path) -> str:
 
 
 def next_attempt(run_dir: Path) -> int:
-    """Return the number of the next attempt, counted on from those of earlier processes in this run directory."""
+    """Return the number of the next attempt, counted on from earlier processes in this run directory."""
     summary = read_summary(run_dir) or Summary()
     known: list[Any] = [entry.attempt for entry in summary.attempts]
     with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:

@@ -119,7 +119,7 @@ class Attached:
             self.show_line(line)
 
     def read_lines(self, size: int) -> list[dict[str, Any]]:
-        """Return the lines of rank 0 that have not been read yet; the first time, those of the file's tail.
+        """Return the lines of rank 0 that have not been read yet; the first time, the file's tail.
 
         Where a run starts again, the file loses the lines after the step from which it goes on: it has other content
         where this was, and is read anew. Another run may even have begun one in the same folder.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, StartedRun, picture
+from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refusal, RunInfo, ServiceRun, picture
 
 
 @dataclass(eq=False, repr=False)
@@ -33,10 +33,10 @@ class AimLogger(Logger):
     tags: Sequence[str] = ()
     run: Any = field(init=False, default=None)
 
-    def begin(self, job: RunInfo) -> StartedRun:
+    def begin(self, job: RunInfo) -> ServiceRun:
         """Open a run, or the earlier one. Aim adds neither output nor hardware by itself."""
         if self.checkpoints is not None:
-            raise Refused(f"results.aim.checkpoints={self.checkpoints}: Aim keeps no files: give null")
+            raise Refusal(f"results.aim.checkpoints={self.checkpoints}: Aim keeps no files: give null")
         os.environ.setdefault("AIM_UI_TELEMETRY_ENABLED", "0")  # it would tell its makers of each use
         import aim
 
@@ -53,7 +53,7 @@ class AimLogger(Logger):
             if tag not in self.run.tags:
                 self.run.add_tag(tag)
         self.run["hparams"] = dict(job.params)
-        return StartedRun(self.run.hash, note=f"look at it with: aim up --repo {self.repo or '.'}")
+        return ServiceRun(self.run.hash, note=f"look at it with: aim up --repo {self.repo or '.'}")
 
     def metrics(self, values: Mapping[str, float], record: Record) -> None:
         """Track the metrics of a step; "train/loss" is the metric "loss" of the subset "train"."""

@@ -46,7 +46,7 @@ class RunInfo:
 
 
 @dataclass(frozen=True)
-class StartedRun:
+class ServiceRun:
     """Identifies a run at its service.
 
     Args:
@@ -74,16 +74,16 @@ class Answer(Struct, frozen=True):
     kind: str
     message: str = ""
     advice: str = ""
-    run: StartedRun | None = None
+    run: ServiceRun | None = None
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """The service, or the logger's settings, refuse what was sent: to repeat it is no use."""
 
 
 @dataclass(eq=False, repr=False)
 class Logger:
-    """Sends records to one service. An error of a method is repeated until it succeeds, unless it is `Refused`.
+    """Sends records to one service. An error of a method is repeated until it succeeds, unless it is `Refusal`.
 
     Args:
         checkpoints: which checkpoints are uploaded: None, "best" or "all".
@@ -95,7 +95,7 @@ class Logger:
     checkpoints: str | None = None
     run_dir: Path = field(init=False, default=Path())
 
-    def begin(self, job: RunInfo) -> StartedRun:
+    def begin(self, job: RunInfo) -> ServiceRun:
         """Open the run at the service, or continue the earlier one."""
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import FAILED, FINISHED, PROJECT, Logger, Refused, RunInfo, StartedRun, picture
+from ddp_hydra.writers.loggers.base import FAILED, FINISHED, PROJECT, Logger, Refusal, RunInfo, ServiceRun, picture
 
 
 @dataclass(eq=False, repr=False)
@@ -31,7 +31,7 @@ class ClearmlLogger(Logger):
     tags: Sequence[str] = ()
     task: Any = field(init=False, default=None)
 
-    def begin(self, job: RunInfo) -> StartedRun:
+    def begin(self, job: RunInfo) -> ServiceRun:
         """Open a task, or the earlier one. ClearML adds neither output nor hardware by itself."""
         from clearml import Task
         from clearml.backend_api.session.defs import MissingConfigError
@@ -49,10 +49,10 @@ class ClearmlLogger(Logger):
                 auto_resource_monitoring=False,
             )
         except (MissingConfigError, ValueError) as error:
-            raise Refused(str(error)) from error
+            raise Refusal(str(error)) from error
         self.task.set_initial_iteration(0)  # our steps go on by themselves
         self.task.connect(dict(job.params), name="config")
-        return StartedRun(str(self.task.id), "" if Task.is_offline() else self.task.get_output_log_web_page() or "")
+        return ServiceRun(str(self.task.id), "" if Task.is_offline() else self.task.get_output_log_web_page() or "")
 
     def metrics(self, values: Mapping[str, float], record: Record) -> None:
         """Report the metrics of a step; ClearML would draw a value that is not finite as 0, so a text names it."""

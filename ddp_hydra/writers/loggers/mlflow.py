@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refused, RunInfo, StartedRun, picture
+from ddp_hydra.writers.loggers.base import PROJECT, Logger, Refusal, RunInfo, ServiceRun, picture
 
 MAX_METRICS, MAX_PARAMS, MAX_KEY = 1000, 100, 250
 """MLflow's limits for one request, and for a name."""
@@ -45,7 +45,7 @@ class MlflowLogger(Logger):
     client: Any = field(init=False, default=None)
     _metrics: list[Any] = field(init=False, default_factory=list)
 
-    def begin(self, job: RunInfo) -> StartedRun:
+    def begin(self, job: RunInfo) -> ServiceRun:
         # MLflow itself would try for minutes before it says anything; what fails is repeated here.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
@@ -61,7 +61,7 @@ class MlflowLogger(Logger):
             self._log_params(job.params, run.data.params)
         host = str(self.client.tracking_uri).rstrip("/")
         page = f"{host}/#/experiments/{run.info.experiment_id}/runs/{self.id}" if host.startswith("http") else ""
-        return StartedRun(self.id, page)
+        return ServiceRun(self.id, page)
 
     def metrics(self, values: Mapping[str, float], record: Record) -> None:
         """Collect the metrics of a step; MLflow stores NaN, and infinity as the largest number."""
@@ -75,7 +75,7 @@ class MlflowLogger(Logger):
             try:
                 with refusals():
                     self.client.log_batch(self.id, metrics=batch, synchronous=True)
-            except Refused:
+            except Refusal:
                 del self._metrics[: len(batch)]
                 raise
             del self._metrics[: len(batch)]
@@ -161,5 +161,5 @@ def refusals() -> Iterator[None]:
     except Exception as error:
         code = getattr(error, "error_code", None)
         if isinstance(error, ImportError) or (isinstance(code, str) and code not in TEMPORARY):
-            raise Refused(str(error)) from error
+            raise Refusal(str(error)) from error
         raise

@@ -24,7 +24,7 @@ import msgspec
 from ddp_hydra.config import project, redact, targets
 from ddp_hydra.console.text import message_of, plain, shorten, traceback_of
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import KILLED, Answer, Logger, Refused, RunInfo, StartedRun
+from ddp_hydra.writers.loggers.base import KILLED, Answer, Logger, Refusal, RunInfo, ServiceRun
 
 FLUSH_S = 1.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
@@ -103,7 +103,7 @@ class Session:
             self.explain("error", error)
             return False
         if started is not None:
-            self.answer(Answer("run", run=StartedRun(str(started.id), redact.bare(started.url), started.note)))
+            self.answer(Answer("run", run=ServiceRun(str(started.id), redact.bare(started.url), started.note)))
         status = self.take_all()
         self.do("end", status)
         self.do("close")
@@ -118,7 +118,7 @@ class Session:
             return hydra_compat.instantiate(self.order["node"], _convert_="all")
         except Exception as error:
             target = str(self.order["node"]["_target_"])
-            raise Refused(f"{target}: {targets.explain(target, error)}") from error
+            raise Refusal(f"{target}: {targets.explain(target, error)}") from error
 
     def take_all(self) -> str:
         flushed = time.monotonic()
@@ -146,7 +146,7 @@ class Session:
             return
         try:
             self.repeat(lambda: getattr(self.logger, method)(*args))
-        except Refused as error:
+        except Refusal as error:
             self.lost += 1
             self.explain("warning", error)
 
@@ -154,17 +154,17 @@ class Session:
         """Call until the service answers.
 
         Raises:
-            Refused: to repeat it is no use. Everything that a writer without `flush` raises counts as that.
+            Refusal: to repeat it is no use. Everything that a writer without `flush` raises counts as that.
         """
         wait_s = FIRST_WAIT_S
         while True:
             try:
                 found = call()
-            except Refused:
+            except Refusal:
                 raise
             except Exception as error:
                 if not isinstance(self.logger, Logger):
-                    raise Refused(f"{type(error).__name__}: {message_of(error)}") from error
+                    raise Refusal(f"{type(error).__name__}: {message_of(error)}") from error
                 self.explain("away", error)
             else:
                 if "away" in self.warned:
@@ -179,7 +179,7 @@ class Session:
         print(traceback_of(error), file=sys.stderr)  # noqa: T201
         if kind not in self.warned:
             self.warned.add(kind)
-            name = "" if isinstance(error, Refused) else f"{type(error).__name__}: "
+            name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
             message = redact.without([plain(message_of(error)).strip()])[0].splitlines()
             advice = getattr(self.logger, "advice", "") or "Its log has more; results.loggers=[] leaves it out"
             self.answer(Answer(kind, shorten(name + (message[0] if message else ""), 400), advice))

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import FINISHED, PROJECT, Logger, Refused, RunInfo, StartedRun, picture
+from ddp_hydra.writers.loggers.base import FINISHED, PROJECT, Logger, Refusal, RunInfo, ServiceRun, picture
 
 STEP = "trainer/global_step"
-"""The x-axis. W&B's own step may never go back, but that of a restarted job does."""
+"""The x-axis. W&B's own step may never go back, but a restarted job's step does."""
 
 
 @dataclass(eq=False, repr=False)
@@ -40,7 +40,7 @@ class WandbLogger(Logger):
     tags: Sequence[str] = ()
     run: Any = field(init=False, default=None)
 
-    def begin(self, job: RunInfo) -> StartedRun:
+    def begin(self, job: RunInfo) -> ServiceRun:
         """Open the run; W&B's own process keeps its records on the disk and sends them."""
         import wandb
 
@@ -56,13 +56,13 @@ class WandbLogger(Logger):
             self.run = self._init(job, settings, self.mode)
             note = f"send it with: wandb sync {self._folder()}" if self.run.offline else ""
         except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            raise Refused(str(error)) from error
+            raise Refusal(str(error)) from error
         except wandb.errors.CommError:
             self.run = self._init(job, settings, "offline")
             note = f"the service does not answer, so the run is kept here; send it with: wandb sync {self._folder()}"
         self.run.define_metric(STEP, hidden=True)
         self.run.define_metric("*", step_metric=STEP)
-        return StartedRun(self.run.id, "" if self.run.offline else self.run.url or "", note)
+        return ServiceRun(self.run.id, "" if self.run.offline else self.run.url or "", note)
 
     def _folder(self) -> str:
         return str(Path(self.run.dir).parent)

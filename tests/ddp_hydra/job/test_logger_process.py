@@ -27,7 +27,7 @@ LONG_S = 45.0
 MINE = '''
 import json, os, subprocess, sys, time
 from pathlib import Path
-from ddp_hydra.writers.loggers.base import Logger, Refused, StartedRun
+from ddp_hydra.writers.loggers.base import Logger, Refusal, ServiceRun
 
 
 class Mine:
@@ -67,10 +67,10 @@ class Service(Logger):
         if self.does == "crashes":
             os._exit(3)
         if self.does == "is refused":
-            raise Refused("the password=hunter2 is wrong")
+            raise Refusal("the password=hunter2 is wrong")
         self.say("begin", job.name, job.sweep, job.tags, job.params, job.earlier)
         self.say("pids", os.getpid())
-        return StartedRun(job.earlier or "run-1", "http://user:pw@host/run-1", "noted")
+        return ServiceRun(job.earlier or "run-1", "http://user:pw@host/run-1", "noted")
 
     def metrics(self, values, record):
         self.kept.append((record.step, values))
@@ -82,7 +82,7 @@ class Service(Logger):
         while self.kept:
             step, values = self.kept.pop(0)
             if step == self.refuses:
-                raise Refused("a bad step")
+                raise Refusal("a bad step")
             self.say(step, json.dumps(values))
 
     def text(self, name, text, step):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import Logger, RunInfo, StartedRun
+from ddp_hydra.writers.loggers.base import Logger, RunInfo, ServiceRun
 
 
 class Tracker(Logger):
@@ -24,7 +24,7 @@ class Tracker(Logger):
         super().__init__("all")
         self.folder, self.does, self.file = Path(folder), does, Path()
 
-    def begin(self, job: RunInfo) -> StartedRun:
+    def begin(self, job: RunInfo) -> ServiceRun:
         """Make the run's file, called by the number of runs before."""
         if self.does == "blocks":
             time.sleep(10_000)
@@ -34,7 +34,7 @@ class Tracker(Logger):
         run = job.earlier or f"run-{job.name.replace('/', '-')}"
         self.file = self.folder / f"{run}.jsonl"
         self.say("begin", job.name, job.sweep, job.tags, job.params, job.earlier)
-        return StartedRun(run, f"http://tracker/{run}")
+        return ServiceRun(run, f"http://tracker/{run}")
 
     def say(self, *what: Any) -> None:
         """Append a line."""
