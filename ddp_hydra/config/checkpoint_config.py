@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from ddp_hydra.config import redact
 from ddp_hydra.config.schema import Config
@@ -127,7 +127,8 @@ def changed(
             OmegaConf.set_struct(cfg, not word.startswith("+"))
             cfg.merge_with_dotlist([bare])
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{' '.join(overrides)}: {error}") from error
+        how = ": a key that the run's config has not is given with +" if isinstance(error, ConfigAttributeError) else ""
+        raise ConfigError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}{how}") from error
     OmegaConf.set_struct(cfg, True)
     return cfg
 

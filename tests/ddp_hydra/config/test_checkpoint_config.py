@@ -120,3 +120,9 @@ def test_a_transform_of_training_that_nothing_can_take_the_place_of_is_refused_u
         split(AUGMENTED, val)
     assert split(AUGMENTED, val, "+data.train.transform=null").train.transform is None
     assert split(AUGMENTED | {"transform": None}, val).train.transform is None
+
+
+def test_a_key_that_the_run_has_not_is_told_in_one_line():
+    with pytest.raises(ConfigError, match=r"^loss\.scale=5: Key 'scale' is not in struct: .* is given with \+$"):
+        checkpoint_config.changed({"loss": {"_target_": "x"}}, ["loss.scale=5"])
+    assert checkpoint_config.changed({"loss": {"_target_": "x"}}, ["+loss.scale=5"]).loss.scale == 5
