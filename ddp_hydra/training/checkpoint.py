@@ -27,6 +27,8 @@ def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
     # A frozen parameter may be a mask.
     unchecked += [name for name, one in state.model.named_parameters(remove_duplicate=False) if not one.requires_grad]
     unchecked += state.infinite
+    if (loss := state.extras.get("loss")) is not None:
+        unchecked += [f"loss.{name}" for name, _ in loss.named_buffers(remove_duplicate=False)]
     if bad := not_finite(content, unchecked):
         names = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         raise NonFiniteLoss(

@@ -92,6 +92,8 @@ def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = ()) -> list[
 def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[str, Any]]:
     for prefix, part in (("", content), ("ema: ", content.get("ema") or {"model": {}})):
         yield from ((prefix + name, tensor) for name, tensor in part["model"].items() if name not in unchecked)
+    loss = {f"loss.{name}": value for name, value in (content.get("loss") or {}).items()}
+    yield from ((name, value) for name, value in loss.items() if name not in unchecked)
     optimizer = content["optimizer"]
     for name, state in [("the optimizer", optimizer)] if "state" in optimizer else optimizer.items():
         for number, slots in state["state"].items():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, NonFiniteLoss
 from ddp_hydra.tasks import Classification, Step, Task
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, flat
@@ -117,3 +117,22 @@ class Parts(nn.Module):
 def test_the_header_says_so(train):
     header = next(record for record in train(whole=LOSS, epochs=1).records if record.kind == "start")
     assert "loss      Centres, 9 parameters, trained with the model" in header.data.lines
+
+
+class Spoilt(Centres):
+    """A mask of -inf in a buffer, and centres that get NaN without a gradient that is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.full((3,), -torch.inf))
+
+    def forward(self, prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = super().forward(prediction, target)
+        if self.calls == 3:
+            self.centres.data[0] = torch.nan
+        return found
+
+
+def test_no_checkpoint_holds_a_loss_that_is_not_finite(train):
+    with pytest.raises(NonFiniteLoss, match=r"not finite \(loss.centres"):
+        train(whole={**LOSS, "loss": {"_target_": f"{__name__}.Spoilt"}}, max_steps=3)
