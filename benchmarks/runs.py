@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.report import Figure, Goal
-from ddp_hydra.api.connection import Composed
+from ddp_hydra.api.connection import ComposedConfig
 
 RUNS = 10_000
 CHANGED = 100
@@ -91,7 +91,7 @@ def page_s(folder: Path, changed: list[Path]) -> tuple[float, float]:
 def write_runs(outputs: Path, count: int) -> list[Path]:
     """Write run directories with the files that a job leaves, but checkpoints and curves, and return them."""
     folder = outputs.parent
-    composed = Composed(["experiment=digits", f"hydra.run.dir={folder / 'composed'}"])
+    composed = ComposedConfig(["experiment=digits", f"hydra.run.dir={folder / 'composed'}"])
     composed.save()
     saved = {path.name: path.read_bytes() for path in (composed.run_dir / ".hydra").iterdir()}
     shutil.rmtree(composed.run_dir)

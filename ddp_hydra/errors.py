@@ -32,7 +32,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ddp_hydra.checked import Count, Time
-from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, plain, shorten
+from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, printable, shorten
 
 
 class DdpHydraError(Exception):
@@ -150,7 +150,7 @@ class Failure(Struct, frozen=True):
         step: step that the rank was in, counted from 1; 0 before the first, or if it did not report steps.
         phase: one of `heartbeat.PHASES`.
         consequence: whether the rank itself says that another rank was the cause.
-        place: place in the user's files where it was raised; see `tracebacks.place`.
+        place: place in the user's files where it was raised; see `tracebacks.user_location`.
         deterministic: whether the project's code would raise it again.
     """
 
@@ -189,7 +189,7 @@ class Failure(Struct, frozen=True):
 
 def harmless(text: str, most: int) -> str:
     """Shorten a text from a rank, and remove its control characters."""
-    return plain(shorten(text, most))
+    return printable(shorten(text, most))
 
 
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:

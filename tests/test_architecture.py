@@ -78,7 +78,7 @@ def package(module: str) -> str:
 def test_every_import_is_seen(tmp_path):
     file = tmp_path / "x.py"
     file.write_text(
-        "import torch.nn\nfrom ddp_hydra import results, __version__\nfrom ddp_hydra.storage.files import place\n"
+        "import torch.nn\nfrom ddp_hydra import results, __version__\nfrom ddp_hydra.storage.files import sync\n"
         "def f():\n    import ddp_hydra.data.images\nif TYPE_CHECKING:\n    import models\n"
     )
     assert sorted(imports(file)) == [

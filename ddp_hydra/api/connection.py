@@ -19,7 +19,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import write_atomic
 
 
-class Composed:
+class ComposedConfig:
     """Holds the config of a job.
 
     Args:
@@ -75,7 +75,7 @@ class Connection:
         if _open:
             raise ConfigError("there is a cluster already: close it with .close() before another one is started")
         self._stack = ExitStack()
-        cfg = Composed(overrides).cfg.cluster
+        cfg = ComposedConfig(overrides).cfg.cluster
         if cluster.is_inline(cfg):
             raise ConfigError("cluster=inline is not a cluster: leave connect out")
         try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
-from ddp_hydra.api.connection import Composed
+from ddp_hydra.api.connection import ComposedConfig
 from ddp_hydra.cli import inference
 from ddp_hydra.cluster import connect
 from ddp_hydra.config.schema import Handler
@@ -155,7 +155,7 @@ class StartedRun(Run):
         job: its config; its run directory exists.
     """
 
-    def __init__(self, job: Composed) -> None:
+    def __init__(self, job: ComposedConfig) -> None:
         super().__init__(job.run_dir)
         self._job = job
         self._stop = threading.Event()
@@ -239,7 +239,7 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
         DdpHydraError: the job failed.
         Interrupted: it was interrupted, and has saved a checkpoint.
     """
-    job = Composed(overrides, config_name)
+    job = ComposedConfig(overrides, config_name)
     if not wait and (connect.is_inline(job.cfg.cluster) or job.cfg.results.handler is Handler.cluster):
         what = "cluster=inline" if connect.is_inline(job.cfg.cluster) else "results.handler=cluster"
         raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")

@@ -45,7 +45,7 @@ def attach(words: Sequence[str]) -> None:
     options, others = parse(AttachOptions, words, ATTACH_USAGE)
     if others:
         raise ConfigError(f"{others[0]!r}: the keys are run, stop, lost_timeout_s; usage:\n{ATTACH_USAGE}")
-    store = RunRef.of(options.run).store()
+    store = RunRef.named(options.run).store()
     attached = Attached(store, options.lost_timeout_s)
     try:
         attached.begin()

@@ -55,7 +55,7 @@ def evaluate_and_print(words: Sequence[str]) -> None:
 
 def evaluate(run: str, which: str = "best", split: str = "val", changes: Sequence[str] = ()) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-        checkpoint = RunRef.of(run).checkpoint(which, Path(folder))
+        checkpoint = RunRef.named(run).checkpoint(which, Path(folder))
         found = prepared_inference(run, checkpoint, split, changes).run(EVALUATE)
         shown = Path(run) / "checkpoints" / checkpoint.name if Path(run).is_dir() else checkpoint
         return {**found, "checkpoint": str(shown)}
@@ -105,7 +105,7 @@ def predict(
         locked(folder, "wait for it, or give another out="),
         parts_kept(folder),
     ):
-        checkpoint = RunRef.of(run).checkpoint(which, Path(download))
+        checkpoint = RunRef.named(run).checkpoint(which, Path(download))
         inference = prepared_inference(run, checkpoint, split, changes)
         parts = Parts(folder, {**plan(inference, kind), "targets": targets}, overwrite)
         try:
@@ -220,7 +220,7 @@ def saved_config(run: str) -> dict[str, Any] | None:
     """Return the config in a run's directory, as composed; None for a checkpoint without one."""
     content = ""
     with suppress(FileNotFoundError, NotADirectoryError, ConnectionError):
-        content = RunRef.of(run).read(".hydra/config.yaml").decode()
+        content = RunRef.named(run).read(".hydra/config.yaml").decode()
     found = OmegaConf.to_container(OmegaConf.create(content)) if content else None
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) and found else None
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class List:
+class ListOptions:
     """The options of `ls`.
 
     Args:
@@ -56,21 +56,21 @@ class List:
 
 
 @dataclass
-class Printed:
+class PrintOptions:
     """The option of `show`, `diff` and `du`: print JSON."""
 
     json: bool = False
 
 
 @dataclass
-class Remove:
+class RemoveOptions:
     """The option of `rm`: do not ask."""
 
     yes: bool = False
 
 
 @dataclass
-class Reproduce:
+class ReproduceOptions:
     """The option of `reproduce`: run it, instead of printing what to type."""
 
     run: bool = False
@@ -90,7 +90,7 @@ def ls(words: Sequence[str]) -> None:
 
     roots, rest = split(words)
     compared = {word: found for word in rest if (found := select.comparison(word)) is not None}
-    options = options_of(List, [word for word in rest if word not in compared])
+    options = options_of(ListOptions, [word for word in rest if word not in compared])
     chosen = select.Filter(
         options.status, options.tag, options.model, options.data, options.since, tuple(compared.values())
     )
@@ -114,15 +114,15 @@ def ls(words: Sequence[str]) -> None:
 def show(words: Sequence[str]) -> None:
     from ddp_hydra.runs import details, run_files
 
-    runs, options = runs_and_options(words, Printed, 1, "show")
-    found = details.of(run_files.open_run(runs[0]))
+    runs, options = runs_and_options(words, PrintOptions, 1, "show")
+    found = details.run_details(run_files.open_run(runs[0]))
     print(json.dumps(found, default=str) if options.json else runs_text.details_text(found))  # noqa: T201
 
 
 def diff(words: Sequence[str]) -> None:
     from ddp_hydra.runs import details, run_files
 
-    runs, options = runs_and_options(words, Printed, 2, "diff")
+    runs, options = runs_and_options(words, PrintOptions, 2, "diff")
     found = details.between(run_files.open_run(runs[0]), run_files.open_run(runs[1]))
     print(json.dumps(found, default=str) if options.json else runs_text.diff_text(found))  # noqa: T201
 
@@ -132,7 +132,7 @@ def rm(words: Sequence[str]) -> None:
     from ddp_hydra.storage.run_ref import RunRef
 
     runs, rest = split(words)
-    options = options_of(Remove, rest)
+    options = options_of(RemoveOptions, rest)
     if not runs:
         raise ConfigError(f"rm needs a run; usage:\n{USAGE}")
     count = sum(disk.count(run) for run in runs)
@@ -144,7 +144,7 @@ def rm(words: Sequence[str]) -> None:
         if answer.strip().lower() not in ("y", "yes"):
             raise Interrupted("nothing was removed")
     for run in runs:
-        results = RunRef.of(run)
+        results = RunRef.named(run)
         freed = disk.remove(run)
         print(f"removed {shown(run)}, {runs_text.size_text(freed)}")  # noqa: T201
         if results != RunRef.own(run):
@@ -155,7 +155,7 @@ def du(words: Sequence[str]) -> None:
     from ddp_hydra.runs import disk, find
 
     roots, rest = split(words)
-    options = options_of(Printed, rest)
+    options = options_of(PrintOptions, rest)
     found = disk.usage(roots or [name for name in find.DEFAULT_ROOTS if Path(name).is_dir()])
     if options.json:
         for run, kinds in found.items():
@@ -184,7 +184,7 @@ def reproduce(words: Sequence[str]) -> None:
     from ddp_hydra.config import project
     from ddp_hydra.runs import details, run_files
 
-    runs, options = runs_and_options(words, Reproduce, 1, "reproduce")
+    runs, options = runs_and_options(words, ReproduceOptions, 1, "reproduce")
     again = details.reproduction(run_files.open_run(runs[0]))
     print(runs_text.again_text(again), file=sys.stderr)  # noqa: T201
     if not options.run:

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from ddp_hydra.console.text import counted, duration, plain
-from ddp_hydra.runs.describe import Row, number, numbers, text
+from ddp_hydra.console.text import counted, duration, printable
+from ddp_hydra.runs.describe import RunRow, number, numbers, text
 from ddp_hydra.runs.details import Reproduction
 from ddp_hydra.runs.disk import KINDS
 
@@ -24,7 +24,7 @@ def shown(value: object, most: int = 0) -> str:
     Args:
         most: how many characters to keep; 0: all.
     """
-    line = plain(str(value).replace("\n", " ").replace("\t", " "))
+    line = printable(str(value).replace("\n", " ").replace("\t", " "))
     line = "".join(one if one.isprintable() else "?" for one in line)  # also what turns the direction of writing
     return f"{line[: most - 1]}…" if most and len(line) > most else line
 
@@ -41,7 +41,7 @@ def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequen
     return "\n".join("  ".join(map(cell, line, widths, ends)).rstrip() for line in every)
 
 
-def table_of(rows: Sequence[Row], metrics: Sequence[str] = ()) -> str:
+def table_of(rows: Sequence[RunRow], metrics: Sequence[str] = ()) -> str:
     columns: dict[str, list[str]] = {
         "run": [shown(row.run) for row in rows],
         "when": [when(row.started) for row in rows],
@@ -63,7 +63,7 @@ def table_of(rows: Sequence[Row], metrics: Sequence[str] = ()) -> str:
     return table([shown(name, _MOST) for name in columns], lines, right=("steps", "took", *metrics))
 
 
-def differing_words(rows: Sequence[Row]) -> list[list[str]]:
+def differing_words(rows: Sequence[RunRow]) -> list[list[str]]:
     """Return each run's overrides, without those that all runs share and those with a column of their own."""
     common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
     known = ("model=", "data=", "tags=")
@@ -71,7 +71,7 @@ def differing_words(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def details_text(found: Mapping[str, Any]) -> str:
-    row = Row(**{name: found[name] for name in Row.__dataclass_fields__})
+    row = RunRow(**{name: found[name] for name in RunRow.__dataclass_fields__})
     took = f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
     lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), took))))]
     lines.append(("steps", steps(row) + (f", epoch {digits(row.epoch)}" if row.epoch is not None else "")))
@@ -180,7 +180,7 @@ def again_text(again: Reproduction) -> str:
     return "\n".join(lines)
 
 
-def steps(row: Row) -> str:
+def steps(row: RunRow) -> str:
     """Return for example "40/400"."""
     if row.step is None:
         return ""

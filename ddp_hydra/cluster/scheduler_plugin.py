@@ -123,7 +123,8 @@ def _demand(scheduler: Any) -> int:
     scheduler._ddp_hydra_asked = {
         client: n for client, n in scheduler._ddp_hydra_asked.items() if client in scheduler.clients
     }
-    held = sum(len(entry["workers"]) for entry in _reservations(scheduler).values())
+    reservations = _reservations(scheduler).values()
+    held = sum(max(len(entry["workers"]), entry.get("wanted", 0)) for entry in reservations)  # lost ones are replaced
     queued = sum(entry["least"] for entry in scheduler._ddp_hydra_queue.values())
     return max(held + queued, *scheduler._ddp_hydra_asked.values(), 0)
 
@@ -240,7 +241,7 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
         scheduler._ddp_hydra_reservations, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
         scheduler._ddp_hydra_change = asyncio.Event()
         scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
-        own_target = getattr(scheduler, "adaptive_target", None)
+        own_target: Any = getattr(scheduler, "adaptive_target", None)
 
         def adaptive_target(target_duration: Any = None) -> int:
             scheduler._ddp_hydra_adapted = time.monotonic()

@@ -30,7 +30,7 @@ _NEEDED = ("data", "model", "task", "loss", "metrics")
 """Keys that are needed to load a trained model."""
 
 
-def of(cfg: DictConfig) -> dict[str, Any]:
+def stored_config(cfg: DictConfig) -> dict[str, Any]:
     raw = OmegaConf.to_container(cfg, enum_to_str=True)
     assert isinstance(raw, dict)
     kept = redact.without(_kept({key: value for key, value in raw.items() if key != "cluster"}, cfg))

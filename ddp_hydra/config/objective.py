@@ -30,7 +30,7 @@ def class_axis(cfg: Any) -> int | None:
     return None
 
 
-def of(cfg: Any) -> tuple[str, str]:
+def metric_and_direction(cfg: Any) -> tuple[str, str]:
     """Return the objective's metric and direction, derived from the rest of the config where they are null.
 
     Raises:

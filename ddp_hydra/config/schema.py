@@ -179,7 +179,7 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
         raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
     assert isinstance(container, dict)
     if "objective" in cfg:
-        container["objective"] = dict(zip(("metric", "direction"), objective.of(cfg), strict=True))
+        container["objective"] = dict(zip(("metric", "direction"), objective.metric_and_direction(cfg), strict=True))
     return {str(key): value for key, value in container.items()}
 
 

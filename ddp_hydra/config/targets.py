@@ -159,7 +159,7 @@ def explain(target: str, error: BaseException) -> str:
         cause = cause.__cause__
     if isinstance(cause, SyntaxError):
         return describe_syntax(cause, tracebacks.user_path(cause.filename or "") or str(cause.filename))
-    if where := tracebacks.place(cause):
+    if where := tracebacks.user_location(cause):
         return f"{where}: {type(cause).__name__}: {cause}"
     module, rest = _importable(target)
     if module is not None and rest:

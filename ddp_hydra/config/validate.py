@@ -88,7 +88,7 @@ def check(cfg: DictConfig) -> None:
             )
     check_training(cfg)
     _check_results(cfg)
-    objective.of(cfg)
+    objective.metric_and_direction(cfg)
     each = cfg.dispatch.ranks_per_worker
     if each != "auto" and (type(each) is not int or each < 1):
         typed = "null" if each is None else str(each).lower()

@@ -18,7 +18,7 @@ _ESCAPES = re.compile(
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """Drop escape sequences and control characters, except tabs and newlines."""
     return _CONTROLS.sub("", _ESCAPES.sub("", text))
 

@@ -36,7 +36,7 @@ def user_path(file: str) -> str | None:
     return file if relative.startswith("..") else relative
 
 
-def place(error: BaseException) -> str:
+def user_location(error: BaseException) -> str:
     """Return where in the user's files an error was raised: "models/mine.py, line 12, in forward"; "" if in none."""
     if isinstance(error, SyntaxError) and error.filename and (path := user_path(error.filename)):
         return f"{path}, line {error.lineno}"
@@ -59,7 +59,7 @@ def shortened(error: BaseException, others: str = "they are in the rank's log") 
     Args:
         others: where the frames of libraries can be seen.
     """
-    if not place(error):
+    if not user_location(error):
         return "".join(traceback.format_exception(error))
     formatted = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()

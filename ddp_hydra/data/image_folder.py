@@ -183,7 +183,7 @@ class S3ImageFolder(StoredImages):
         while parent and not folders:
             parent = parent.rpartition("/")[0]
             folders = self._store.folders(parent)
-        there = f"{self._store.shown()}/{parent}"
+        there = f"{self._store.public_url()}/{parent}"
         if not folders:
             return f"there is nothing under {where}, nor a folder in {there}: check data.bucket and {setting}"
         names = ", ".join(folders[:10]) + (f" and {len(folders) - 10} more" if len(folders) > 10 else "")
@@ -196,7 +196,7 @@ class S3ImageFolder(StoredImages):
 
     def where(self) -> str:
         """Return the URL of the class folders."""
-        return f"{self._store.shown()}/{self.prefix}"
+        return f"{self._store.public_url()}/{self.prefix}"
 
     def name(self, index: int) -> str:
         """Return the key of a sample."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ddp_hydra.data.images.listing import StringArray
 from ddp_hydra.data.images.stored import StoredImages
-from ddp_hydra.storage import Access, Store, is_remote, shown
+from ddp_hydra.storage import Access, Store, bare_url, is_remote
 
 
 class ImageTable(StoredImages):
@@ -70,27 +70,27 @@ class ImageTable(StoredImages):
             return
         (labels,) = rest
         named = labels if classes_from is None else read_columns(self.access, classes_from, (label_column,))[0]
-        _check_labels(named, shown(classes_from or table), label_column)
+        _check_labels(named, bare_url(classes_from or table), label_column)
         self.classes = sorted(set(named), key=_numbers_by_value)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         if unknown := sorted(set(labels) - set(self.classes)):
             raise ValueError(
-                f"{self.where()} has labels that {shown(str(classes_from))} does not have: {', '.join(unknown[:10])}; "
+                f"{self.where()} has labels that {bare_url(str(classes_from))} lacks: {', '.join(unknown[:10])}; "
                 "check data.table=... and data.val_table=..."
             )
         self.targets = np.fromiter((self.class_to_idx[label] for label in labels), np.int32, len(labels))
 
     def where(self) -> str:
         """Return the table."""
-        return shown(self.table)
+        return bare_url(self.table)
 
     def advice_on_missing(self) -> str:
         """Return where relative paths begin."""
-        return f"Paths of the table begin at {shown(self._root)}: give another folder with data.root=<folder>. "
+        return f"Paths of the table begin at {bare_url(self._root)}: give another folder with data.root=<folder>. "
 
     def name(self, index: int) -> str:
         """Return the path of a sample as written in the table, without secrets of a URL."""
-        return shown(self._paths[index])
+        return bare_url(self._paths[index])
 
     def sample_id(self, index: int) -> str:
         """Return the path of a sample as written in the table."""
@@ -126,11 +126,11 @@ def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[lis
     read = _read_parquet if key.endswith((".parquet", ".pq")) else _read_csv
     found = read(content, table, columns)
     if not found[0]:
-        raise ValueError(f"{shown(table)} has no rows: check data.table=...")
+        raise ValueError(f"{bare_url(table)} has no rows: check data.table=...")
     for column, values in zip(columns, found, strict=True):
         if "" in values:
             raise ValueError(
-                f"{shown(table)}: the column {column} has {values.count('')} empty cells, the first in row "
+                f"{bare_url(table)}: the column {column} has {values.count('')} empty cells, the first in row "
                 f"{values.index('') + 1} below the names of the columns: fill them, or leave these rows out"
             )
     return found
@@ -156,7 +156,7 @@ def _is_number(label: str) -> bool:
 def _check_slashes(paths: Sequence[str], table: str) -> None:
     if (row := next((row for row, path in enumerate(paths) if "\\" in path), None)) is not None:
         raise ValueError(
-            f"{shown(table)}: row {row + 1} has a path of Windows, {paths[row]}: write paths with slashes, below "
+            f"{bare_url(table)}: row {row + 1} has a path of Windows, {paths[row]}: write paths with slashes, below "
             "data.root=<folder>, as df[c].str.replace('\\\\', '/') does"
         )
 
@@ -178,9 +178,9 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
             for column, place in zip(found, places, strict=True):
                 column.append(row[place])
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ValueError(f"{shown(table)} is not a CSV file in UTF-8 ({error}): check data.table=...") from None
+        raise ValueError(f"{bare_url(table)} is not a CSV file in UTF-8 ({error}): check data.table=...") from None
     except ValueError as error:
-        raise ValueError(f"{shown(table)}: {error}: check data.table=...") from None
+        raise ValueError(f"{bare_url(table)}: {error}: check data.table=...") from None
     return found
 
 
@@ -212,7 +212,7 @@ def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list
             _place(column, file.schema_arrow.names, table)
         read = file.read(columns=list(columns))
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{shown(table)} is not a Parquet file ({error}): check data.table=...") from None
+        raise ValueError(f"{bare_url(table)} is not a Parquet file ({error}): check data.table=...") from None
     return [[_text(value) for value in read.column(column).to_pylist()] for column in columns]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ddp_hydra.data.names import is_leftover
-from ddp_hydra.storage import Access, Store, is_remote, shown
+from ddp_hydra.storage import Access, Store, bare_url, is_remote
 
 SUFFIXES = (".parquet", ".pq", ".parq")
 LAKES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
@@ -83,7 +83,7 @@ def _find(access: Access, url: str) -> list[Found]:
         if local.is_file() and not url.endswith((".csv", ".csv.gz")):
             return [_file(access, path)]
     if path.endswith((".csv", ".csv.gz")):
-        raise ValueError(f"{shown(url)} is not a Parquet file: type {_conversion(url)}")
+        raise ValueError(f"{bare_url(url)} is not a Parquet file: type {_conversion(url)}")
     if not url.startswith(("http://", "https://")) and any(letter in path for letter in "*?["):
         return _by_pattern(access, path)
     if path == url and path.lower().endswith(SUFFIXES):
@@ -100,7 +100,7 @@ def _find(access: Access, url: str) -> list[Found]:
 
 def _conversion(url: str) -> str:
     name = PurePosixPath(url.removesuffix(".gz")).with_suffix(".parquet").name
-    convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({shown(url)!r}), {name!r})"
+    convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({bare_url(url)!r}), {name!r})"
     return f'python -c "{convert}", and data.files={name}'
 
 
@@ -108,7 +108,7 @@ def _file(access: Access, url: str) -> Found:
     store, key = access.open(url)
     if not is_remote(url) and Path(url.removeprefix("file://")).is_dir():
         raise IsADirectoryError(url)
-    return shown(url), store, key, store.size(key), ""
+    return bare_url(url), store, key, store.size(key), ""
 
 
 def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Found]:
@@ -121,15 +121,15 @@ def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Fou
         for folder in inside.split("/")[:-1]:
             if folder in LAKES:
                 raise ValueError(
-                    f"{shown(url)} is a table of {LAKES[folder]}, whose files also hold rows that were deleted or "
+                    f"{bare_url(url)} is a table of {LAKES[folder]}, whose files also hold rows that were deleted or "
                     "replaced: write its rows to Parquet files of their own, and give these with data.files=..."
                 )
         if not inside.lower().endswith(SUFFIXES) or _is_left(inside):
             continue
         if pattern is None or _matches(inside, pattern):
-            found.append((f"{shown(url).rstrip('/')}/{inside}", store, key, size, inside))
+            found.append((f"{bare_url(url).rstrip('/')}/{inside}", store, key, size, inside))
     if not found:
-        where = shown(url) if pattern is None else f"no file matches {shown(url)}/{pattern}: it"
+        where = bare_url(url) if pattern is None else f"no file matches {bare_url(url)}/{pattern}: it"
         raise FileNotFoundError(f"{where} holds no file that ends with .parquet or .pq: check data.files=...")
     return found
 

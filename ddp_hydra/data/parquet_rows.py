@@ -14,7 +14,7 @@ import torch
 from ddp_hydra.data import parquet_columns
 from ddp_hydra.data.parquet_files import PartFile, open_files
 from ddp_hydra.errors import ConfigError, DataError
-from ddp_hydra.storage import Access, shown
+from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.base import TransferCounters
 
 
@@ -68,7 +68,7 @@ class ParquetRows:
         found = open_files(self.access, urls)
         parts = [part for part in found if part.file.metadata.num_rows]
         if not parts:
-            raise ValueError(f"{', '.join(map(shown, urls))} has no rows: check data.files=...")
+            raise ValueError(f"{', '.join(map(bare_url, urls))} has no rows: check data.files=...")
         self.left_out: list[str] = []
         self.features = [str(name) for name in features] if features else self._others(parts)
         if not self.features:

@@ -20,7 +20,7 @@ from ddp_hydra.data.names import is_leftover
 from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.shards.tar_index import Header, damage_of, split_name
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import shown
+from ddp_hydra.storage import bare_url
 
 _ASSUMED = 1000
 """Length of a pass of a rank, where nobody knows it, for judging bad samples before its end."""
@@ -147,7 +147,7 @@ class TarSamples(IterableDataset):
                 fields = self._decoded(sample, decoder)
             except ValueError as error:
                 bad, in_a_row = bad + 1, in_a_row + 1
-                self.bad[f"{shown(sample['__url__'])}/{sample['__key__']}"] = str(error)
+                self.bad[f"{bare_url(sample['__url__'])}/{sample['__key__']}"] = str(error)
                 self._judge(bad, max(seen, expected), in_a_row)
                 continue
             in_a_row = 0
@@ -205,7 +205,7 @@ def _expanded(pattern: str) -> list[str]:
         scheme = "pipe" if url.startswith("pipe:") else rewrite_url(url).partition("://")[0] if "://" in url else ""
         if scheme not in ("", "file", *gopen_schemes):
             raise ConfigError(
-                f"webdataset can't read {shown(url)}: give data.urls='pipe:aws s3 cp {scheme}://... -' or another "
+                f"webdataset can't read {bare_url(url)}: give data.urls='pipe:aws s3 cp {scheme}://... -' or another "
                 "command that writes the shard to its output, or take data=wids"
             )
         is_pattern = not scheme and set("*?[") & set(url) and not Path(url).exists()
@@ -300,12 +300,12 @@ def members_of(url: str) -> Iterator[tuple[str, bytes]]:
     except OSError as error:
         if code := re.search(r": exit (\d+)", str(error)):  # of the command that gopen reads from, curl for web servers
             raise ConnectionError(
-                f"the shard {shown(url)} can't be read: its command ended with exit code {code[1]}"
+                f"the shard {bare_url(url)} can't be read: its command ended with exit code {code[1]}"
             ) from None
         raise
 
 
 class _LostShard(TooManyBadSamplesError):
     def __init__(self, url: str, reason: str) -> None:
-        self.shard, self.reason = shown(url), reason
+        self.shard, self.reason = bare_url(url), reason
         super().__init__(f"the shard {self.shard} can't be read: {reason}")

@@ -22,7 +22,7 @@ from ddp_hydra.data.shards.cached_shards import GIB
 from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.shards.index import Index, read_index
 from ddp_hydra.data.shards.tar_index import OpenShard
-from ddp_hydra.storage import Access, shown
+from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.base import StaleCredentialsError
 
 
@@ -140,7 +140,7 @@ class WidsShards(Dataset):
         """Return the name of a sample, for messages: its shard, and its key if the shard is open, else its place."""
         number, inner = self._find(index)
         shard = self._cache.held.get(number)
-        return f"{shown(self.shards[number].url)}/{shard.members.key(inner) if shard else f'[{inner}]'}"
+        return f"{bare_url(self.shards[number].url)}/{shard.members.key(inner) if shard else f'[{inner}]'}"
 
     def expect(self, indices: Sequence[int] | np.ndarray) -> None:
         """Say which samples will be read, so that their shards are downloaded before that.
@@ -310,7 +310,7 @@ class WidsImages(StoredImages):
 
     def where(self) -> str:
         """Return the index."""
-        return shown(str(self.index))
+        return bare_url(str(self.index))
 
     def name(self, index: int) -> str:
         """Return the shard and key of a sample."""
@@ -358,7 +358,7 @@ class WidsImages(StoredImages):
                 raise  # the cause is not the shard
             shard = int(np.searchsorted(self._starts, index, side="right")) - 1
             first, end = self._starts[shard : shard + 2].tolist()
-            raise LostSamples(str(error), shown(self.shards.shards[shard].url), first, end - first) from None
+            raise LostSamples(str(error), bare_url(self.shards.shards[shard].url), first, end - first) from None
 
     def expect(self, indices: list[int]) -> None:
         """Say which samples will be read, in order, so that their shards are downloaded before that."""

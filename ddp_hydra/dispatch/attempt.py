@@ -16,7 +16,7 @@ from distributed import Client, Future
 from msgspec import structs
 
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.console.text import MESSAGE_CHARS, plain, shorten
+from ddp_hydra.console.text import MESSAGE_CHARS, printable, shorten
 from ddp_hydra.dispatch import placement, watchdog
 from ddp_hydra.dispatch.health import HealthMonitor, RankStates
 from ddp_hydra.dispatch.placement import ranges
@@ -269,7 +269,7 @@ class Attempt:
             case Beat() as beat:
                 self.health.note_heartbeat(record.rank, beat, time.monotonic())
             case Stack(text):
-                self.watchdog.stacks[record.rank] = plain(text)
+                self.watchdog.stacks[record.rank] = printable(text)
             case Preempted():
                 self.leaving.add(self.specs[record.rank].worker)
                 self.workers.finish(self.rank_states.running, "preemption")
@@ -277,7 +277,7 @@ class Attempt:
                 self.on_end(record.rank, end)
             case data:
                 if isinstance(data, Notice):
-                    log.warning("rank %d: %s", record.rank, plain(shorten(data.text, MESSAGE_CHARS)))
+                    log.warning("rank %d: %s", record.rank, printable(shorten(data.text, MESSAGE_CHARS)))
                 self.records.put(record, size)  # to be acknowledged in its turn
 
     def acknowledge(self, rank: int, size: int) -> None:

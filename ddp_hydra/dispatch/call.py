@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from ddp_hydra.console.signals import printed
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import Log, Record
@@ -27,7 +27,7 @@ from ddp_hydra.record import Log, Record
 def show(record: Record) -> None:
     """Print the output of rank 0."""
     if isinstance(record.data, Log) and record.rank == 0:
-        printed(plain(record.data.text))
+        printed(printable(record.data.text))
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def short_name(path: str, parts: int = 2) -> str:
 def read_runs(resume: str) -> dict[str, dict[str, str]]:
     """Return the runs at the services of the run that `resume` names; {} if it has none that can be read."""
     try:
-        return msgspec.json.decode(RunRef.of(resume).read(RUNS, timeout_s=10), type=dict[str, dict[str, str]])
+        return msgspec.json.decode(RunRef.named(resume).read(RUNS, timeout_s=10), type=dict[str, dict[str, str]])
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, ConfigError) as error:

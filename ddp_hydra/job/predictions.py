@@ -23,7 +23,7 @@ from ddp_hydra.checked import Count
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank import return_values
 from ddp_hydra.record import File, Record, Rows
-from ddp_hydra.storage.files import part_of, place, remove_parts, replacing, write_atomic, writing
+from ddp_hydra.storage.files import part_of, prepared_path, remove_parts, replacing, write_atomic, writing
 from ddp_hydra.writers.files import Fetch, FileReceiver
 from ddp_hydra.writers.text_files import LogWriter
 
@@ -76,7 +76,7 @@ class Parts:
             self.samples, self.length = found.samples, found.rows
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        place(folder, "parts/x")
+        prepared_path(folder, "parts/x")
         remove_parts(folder / "parts")
 
     def read_plan(self) -> PredictionPlan | None:

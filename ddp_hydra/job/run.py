@@ -87,7 +87,7 @@ def train(
 
         stack.enter_context(hparams.session(run_dir, overrides))
         config = remote.spec.config if remote else schema.resolved(cfg)
-        saved_config = remote.spec.saved_config if remote else checkpoint_config.of(cfg)
+        saved_config = remote.spec.saved_config if remote else checkpoint_config.stored_config(cfg)
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
         stack.callback(shutil.rmtree, run_dir / DOWNLOADS, ignore_errors=True)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}

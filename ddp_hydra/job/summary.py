@@ -18,7 +18,7 @@ import ddp_hydra
 from ddp_hydra.checked import Count, Finite
 from ddp_hydra.config import project, unknown_keys
 from ddp_hydra.console import tracebacks
-from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, plain, shorten, traceback_of
+from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
@@ -51,7 +51,7 @@ class TrainResult(Struct, kw_only=True):
     matrices: dict[str, list[Any]]
 
     def __post_init__(self) -> None:
-        self.stopped_early = plain(message_of(self.stopped_early))
+        self.stopped_early = printable(message_of(self.stopped_early))
         if self.interrupted not in REASONS or not {"wait_s", "wait"} <= self.data.keys():
             raise ValueError("it says neither why it ended nor how long it waited")
 
@@ -191,7 +191,7 @@ def explain(error: Exception) -> str:
         )
     if getattr(error, "mistake", False):  # as in `rank.process.describe`
         return message_of(error)
-    if where := tracebacks.place(error):
+    if where := tracebacks.user_location(error):
         told = tracebacks.shortened(error, others="HYDRA_FULL_ERROR=1 shows them")
         return f"{type(error).__name__}: {message_of(error)} ({where})\n\n{shorten(told, TRACE_CHARS)}"
     return traceback_of(error)

@@ -209,7 +209,7 @@ def describe(error: BaseException) -> Failure:
         message=message if mistake else ": ".join(filter(None, [type(error).__name__, message])),
         traceback=shorten(tracebacks.shortened(error), TRACE_CHARS),
         time_s=time_s,
-        place=tracebacks.place(error),
+        place=tracebacks.user_location(error),
         mistake=mistake,
         deterministic=tracebacks.is_deterministic(error),
         consequence=getattr(error, "consequence", False) is True,

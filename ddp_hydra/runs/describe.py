@@ -22,7 +22,7 @@ _LATEST = 4e9
 
 
 @dataclass
-class Row:
+class RunRow:
     """Describes one run.
 
     Args:
@@ -81,7 +81,7 @@ class Row:
     exchange_s: float | None = None
 
 
-def row_of(files: RunFiles, state: RunState) -> Row:
+def row_of(files: RunFiles, state: RunState) -> RunRow:
     """Return the row of a run; its `status` is left to the caller, who knows whether it goes on."""
     summary, status, newest = state.summary or Summary(status=""), state.status or Status(), state.newest
     now = newest if isinstance(newest, Status) else Status()
@@ -94,7 +94,7 @@ def row_of(files: RunFiles, state: RunState) -> Row:
     config_tags = config.get("tags") if isinstance(config, dict) else None
     metrics = numbers(newest.metrics)
     failure = text(summary.failure.message) if summary.failure else ""
-    return Row(
+    return RunRow(
         run=files.place,
         started=_time(summary.started) or _time(status.started),
         wall_s=number(summary.wall_s),
@@ -176,7 +176,7 @@ def _derived(config: Mapping[str, Any]) -> tuple[str, bool | None]:
     if isinstance(data, dict):
         parts["data"] = {"val": None if data.get("val") is None else {}}
     try:
-        metric, direction = objective.of(OmegaConf.create(parts))
+        metric, direction = objective.metric_and_direction(OmegaConf.create(parts))
     except (ConfigError, OmegaConfBaseException, AttributeError, TypeError, ValueError):
         return "", None
     return text(metric), _maximize(direction)

@@ -13,9 +13,9 @@ from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import Summary
 from ddp_hydra.runs import disk
-from ddp_hydra.runs.describe import MOST_ATTEMPTS, Row, RunState, number, read_state, text
+from ddp_hydra.runs.describe import MOST_ATTEMPTS, RunRow, RunState, number, read_state, text
 from ddp_hydra.runs.find import local_rows, stored_row
-from ddp_hydra.runs.run_files import RunFiles, StoredRun, yaml_value
+from ddp_hydra.runs.run_files import RunFiles, StoredRunFiles, yaml_value
 from ddp_hydra.storage.manifest import FOLDER, NAME, decode_manifest
 from ddp_hydra.writers.run_dir import json_object
 
@@ -23,7 +23,7 @@ _LAST_BYTES = 2**16
 ABSENT = "(missing)"
 
 
-def of(files: RunFiles) -> dict[str, Any]:
+def run_details(files: RunFiles) -> dict[str, Any]:
     """Return the row of a run, its attempts, its failure, checkpoints and size, as JSON has them."""
     state = read_state(files)
     summary = state.summary or Summary(status="")
@@ -40,10 +40,10 @@ def of(files: RunFiles) -> dict[str, Any]:
     }
 
 
-def row(files: RunFiles) -> Row:
-    if isinstance(files, StoredRun):
+def row(files: RunFiles) -> RunRow:
+    if isinstance(files, StoredRunFiles):
         return stored_row(files)
-    found = next(local_rows(files.place), None) or Row(files.place)  # removed meanwhile
+    found = next(local_rows(files.place), None) or RunRow(files.place)  # removed meanwhile
     found.run = files.place
     return found
 

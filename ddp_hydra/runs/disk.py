@@ -12,7 +12,7 @@ from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.uploader import OWNER, FencedStore, is_active
 from ddp_hydra.runs import status
 from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
-from ddp_hydra.runs.run_files import LocalRun, StoredRun, is_run, reachable
+from ddp_hydra.runs.run_files import LocalRunFiles, StoredRunFiles, is_run, reachable
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import LOCK, locked
@@ -40,14 +40,14 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
     """
     found: dict[str, dict[str, int]] = {}
     for root in roots:
-        ref = RunRef.of(root)
+        ref = RunRef.named(root)
         place = ref.place
         if ref.is_stored:
             found |= {files.place: by_kind(files.sizes()) for files in stored_runs(place)}
         elif Path(place).is_dir():
             names = {name for name, _ in run_dirs(place)}
             seen: set[tuple[int, int]] = set()  # the jobs of a sweep share the file with their code
-            found |= {name: by_kind(LocalRun(name).sizes(without=names, seen=seen)) for name in sorted(names)}
+            found |= {name: by_kind(LocalRunFiles(name).sizes(without=names, seen=seen)) for name in sorted(names)}
         else:
             raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
     return found
@@ -94,7 +94,7 @@ def remove(run: str) -> int:
     for one in runs:
         if status.of_run_dir(one) == "running":
             raise ConfigError(f"{one} is running: end it first")
-    freed = sum(LocalRun(folder).sizes().values())
+    freed = sum(LocalRunFiles(folder).sizes().values())
     try:
         for one in reversed(runs):  # those inside another one first
             if (one / OWNER).is_file():
@@ -119,7 +119,7 @@ def _remove_run(run_dir: Path) -> None:
         run_dir.rmdir()
 
 
-def _stored_run(url: str) -> StoredRun:
+def _stored_run(url: str) -> StoredRunFiles:
     found = stored_runs(url)
     run = next((one for one in found if one.place == url.rstrip("/")), None)
     if run is None:

@@ -16,17 +16,17 @@ from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs import status
-from ddp_hydra.runs.describe import Row, RunState, number, numbers, read_state, row_of, text, texts
-from ddp_hydra.runs.run_files import MARKS, LocalRun, StoredRun, reachable
+from ddp_hydra.runs.describe import RunRow, RunState, number, numbers, read_state, row_of, text, texts
+from ddp_hydra.runs.run_files import MARKS, LocalRunFiles, StoredRunFiles, reachable
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.writers.run_dir import LOCK, is_held, json_object
 
 Stamp = list[int]
-Entries = dict[str, tuple[Stamp, Row]]
+Entries = dict[str, tuple[Stamp, RunRow]]
 VERSION = 1
 _MOST_BYTES = 2**28
-_NAMES = [one.name for one in fields(Row) if one.name != "run"]
+_NAMES = [one.name for one in fields(RunRow) if one.name != "run"]
 
 
 class Index:
@@ -55,7 +55,7 @@ class Index:
             if content["version"] != VERSION or content["columns"] != _NAMES:
                 return {}
             return {
-                run: (stamp, Row(run, **dict(zip(_NAMES, values, strict=True))))
+                run: (stamp, RunRow(run, **dict(zip(_NAMES, values, strict=True))))
                 for run, stamp, values in content["rows"]
             }
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
@@ -89,11 +89,11 @@ _MOST_DEPTH = 16
 _THREADS = 16
 
 
-def rows(roots: list[str]) -> list[Row]:
-    found: dict[str, Row] = {}
+def rows(roots: list[str]) -> list[RunRow]:
+    found: dict[str, RunRow] = {}
     for root in roots or [name for name in DEFAULT_ROOTS if Path(name).is_dir()]:
         place = results_root.plain_path(root)
-        below: Iterable[Row]
+        below: Iterable[RunRow]
         if results_root.is_url(place):
             below = stored_rows(place)
         elif Path(place).is_dir():
@@ -105,21 +105,21 @@ def rows(roots: list[str]) -> list[Row]:
     return list(found.values())
 
 
-def local_rows(root: str, index: Index | None = None) -> Iterator[Row]:
+def local_rows(root: str, index: Index | None = None) -> Iterator[RunRow]:
     """Yield the row of each run below a folder.
 
     Args:
         index: to use, and to keep up to date; None for none.
     """
     earlier = index.read() if index else {}
-    kept: dict[str, tuple[Stamp, Row]] = {}
+    kept: dict[str, tuple[Stamp, RunRow]] = {}
     sweeps: dict[str, SweepJobs] = {}
     for folder, entries in run_dirs(root):
         stamp, known = stamp_of(entries), earlier.get(folder)
         if known is not None and known[0] == stamp:
             row, content = known[1], None
         else:
-            files = LocalRun(folder)
+            files = LocalRunFiles(folder)
             content = read_state(files)
             row = row_of(files, content)
             row.status = content.summary.status if content.summary else ""
@@ -132,16 +132,16 @@ def local_rows(root: str, index: Index | None = None) -> Iterator[Row]:
 def _now(
     folder: str,
     entries: dict[str, os.DirEntry[str]],
-    row: Row,
+    row: RunRow,
     content: RunState | None,
     sweeps: dict[str, SweepJobs],
-) -> Row:
+) -> RunRow:
     """Return a row as it is now: the files of a run do not tell whether its process lives."""
     ended = row.status
     if ended in ENDED and LOCK not in entries and "status.json" not in entries:
         return row
-    of_status = (content or read_state(LocalRun(folder))).status if "status.json" in entries else None
-    shown = Row(**vars(row))
+    of_status = (content or read_state(LocalRunFiles(folder))).status if "status.json" in entries else None
+    shown = RunRow(**vars(row))
     shown.status = status.of_local(folder, entries, ended, of_status)
     if shown.status == "running" and (begun := _begun(entries)) is not None:
         shown.started, shown.wall_s = begun, max(0.0, time.time() - begun)
@@ -203,12 +203,12 @@ def stamp_of(entries: dict[str, os.DirEntry[str]]) -> Stamp:
     return stamp
 
 
-def stored_rows(url: str) -> list[Row]:
+def stored_rows(url: str) -> list[RunRow]:
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(stored_row, stored_runs(url)))
 
 
-def stored_runs(url: str) -> list[StoredRun]:
+def stored_runs(url: str) -> list[StoredRunFiles]:
     """Return all runs below a URL, from one listing.
 
     Raises:
@@ -234,10 +234,10 @@ def stored_runs(url: str) -> list[StoredRun]:
             if folder in found:
                 found[folder][name[len(folder) :].lstrip("/")] = size
                 break
-    return [StoredRun(root, name, listed) for name, listed in found.items()]
+    return [StoredRunFiles(root, name, listed) for name, listed in found.items()]
 
 
-def stored_row(files: StoredRun) -> Row:
+def stored_row(files: StoredRunFiles) -> RunRow:
     state = read_state(files)
     found = row_of(files, state)
     found.status = status.of_stored(state.summary.status if state.summary else "", state.status)
@@ -253,14 +253,14 @@ class SweepJobs:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        content = json_object(LocalRun(folder).read(SWEEP))
+        content = json_object(LocalRunFiles(folder).read(SWEEP))
         jobs = content.get("jobs")
         found = [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
         self.jobs = {text(job.get("folder")): job for job in found}
         objective = content.get("objective")
         self.objective = objective if isinstance(objective, dict) else {}
 
-    def fill(self, row: Row) -> None:
+    def fill(self, row: RunRow) -> None:
         job = self.jobs.get(Path(row.run).name)
         if job is None:
             return

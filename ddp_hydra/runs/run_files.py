@@ -17,7 +17,7 @@ MOST_BYTES = 16 * 2**20
 """Larger files are not read: none that a run writes about itself comes near."""
 
 
-class LocalRun:
+class LocalRunFiles:
     """The files of a run in a folder.
 
     Args:
@@ -98,7 +98,7 @@ def open_below(folder: str, name: str) -> int:
         os.close(at)
 
 
-class StoredRun:
+class StoredRunFiles:
     """The files of a run in a store.
 
     Args:
@@ -120,7 +120,7 @@ class StoredRun:
         return f"{self._folder}/{name}".lstrip("/")
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
-        """Return the content of an object; see `LocalRun`."""
+        """Return the content of an object; see `LocalRunFiles`."""
         key, content = self.key(name), b""
         with contextlib.suppress(FileNotFoundError), reachable():
             size = self.store.size(key) if self._listed is None or last_bytes else self._listed.get(name)
@@ -137,7 +137,7 @@ class StoredRun:
             return {key.removeprefix(self._folder).lstrip("/"): size for key, size in self.store.objects(self._folder)}
 
 
-RunFiles = LocalRun | StoredRun
+RunFiles = LocalRunFiles | StoredRunFiles
 """The files of one run, wherever they are."""
 
 
@@ -157,10 +157,10 @@ def reachable() -> Iterator[None]:
 
 
 def open_run(run: str) -> RunFiles:
-    ref = RunRef.of(run)
+    ref = RunRef.named(run)
     place = ref.folder
     if ref.is_stored:
-        stored = StoredRun(ref.store())
+        stored = StoredRunFiles(ref.store())
         if not any(stored.read(name) for name in ("status.json", "summary.json", ".hydra/config.yaml")):
             raise ConfigError(
                 f"{place} holds no run: give the URL that a run has printed; ddp-hydra runs ls <URL> lists"
@@ -174,7 +174,7 @@ def open_run(run: str) -> RunFiles:
             f"{place} is not a run directory: it has no .hydra, status.json or summary.json; "
             f"ddp-hydra runs ls {place} lists the runs below it"
         )
-    return LocalRun(place)
+    return LocalRunFiles(place)
 
 
 MARKS = frozenset({".hydra", "summary.json", "status.json", "metrics.jsonl", results_root.POINTER})

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs.describe import Row
+from ddp_hydra.runs.describe import RunRow
 from ddp_hydra.runs.status import STATUSES
 
 _COMPARISON = re.compile(r"([^<>=\s]+)\s*(>=|<=|>|<)\s*(.+)")
@@ -40,7 +40,7 @@ class Comparison:
     sign: str
     limit: float
 
-    def holds(self, row: Row) -> bool:
+    def holds(self, row: RunRow) -> bool:
         value = value_of(row, self.metric)
         return value is not None and _OPERATORS[self.sign](value, self.limit)
 
@@ -76,7 +76,7 @@ class Filter:
     since: str = ""
     comparisons: Sequence[Comparison] = ()
 
-    def choose(self, rows: Sequence[Row]) -> list[Row]:
+    def choose(self, rows: Sequence[RunRow]) -> list[RunRow]:
         for word in _words(self.status):
             if word not in STATUSES:
                 raise ConfigError(f"status={word}: give {', '.join(STATUSES)}, several with commas")
@@ -85,7 +85,7 @@ class Filter:
             check_metric(compared.metric, rows)
         return [row for row in rows if self._matches(row, since)]
 
-    def _matches(self, row: Row, since: float | None) -> bool:
+    def _matches(self, row: RunRow, since: float | None) -> bool:
         return (
             (not self.status or row.status in _words(self.status))
             and _one_of(self.tag, row.tags)
@@ -108,12 +108,12 @@ def begin_of(text: str) -> float:
         ) from None
 
 
-def value_of(row: Row, metric: str) -> float | None:
+def value_of(row: RunRow, metric: str) -> float | None:
     """Return the last value of a metric, or of the objective."""
     return row.value if metric == OBJECTIVE else row.metrics.get(metric)
 
 
-def check_metric(metric: str, rows: Sequence[Row], others: Sequence[str] = ()) -> None:
+def check_metric(metric: str, rows: Sequence[RunRow], others: Sequence[str] = ()) -> None:
     if not rows or metric == OBJECTIVE or any(metric in row.metrics for row in rows):
         return
     known = sorted({name for row in rows for name in row.metrics})
@@ -122,7 +122,7 @@ def check_metric(metric: str, rows: Sequence[Row], others: Sequence[str] = ()) -
     raise ConfigError(f"{metric}: no run has this metric; there are {allowed}")
 
 
-def ordered(rows: Sequence[Row], by: str) -> list[Row]:
+def ordered(rows: Sequence[RunRow], by: str) -> list[RunRow]:
     """Order rows: the newest, longest, farthest or best first; by status or folder, from a to z.
 
     Args:
@@ -135,7 +135,7 @@ def ordered(rows: Sequence[Row], by: str) -> list[Row]:
         return sorted(rows, key=lambda row: (-(getattr(row, name) or 0.0), row.run))
     check_metric(by, rows, SORTS)
 
-    def key(row: Row) -> tuple[bool, str, float, str]:
+    def key(row: RunRow) -> tuple[bool, str, float, str]:
         value = value_of(row, by)
         if value is None:
             return True, "", 0.0, row.run
@@ -145,7 +145,7 @@ def ordered(rows: Sequence[Row], by: str) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def _more_is_better(row: Row, metric: str) -> bool:
+def _more_is_better(row: RunRow, metric: str) -> bool:
     if metric in (OBJECTIVE, row.objective) and row.maximize is not None:
         return row.maximize
     from ddp_hydra.config import objective

@@ -12,7 +12,7 @@ from pathlib import Path
 from ddp_hydra.job.remote.status import ENDED, LOST_S
 from ddp_hydra.run_state import Status
 from ddp_hydra.runs.describe import read_state
-from ddp_hydra.runs.run_files import LocalRun
+from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.writers.run_dir import LOCK, is_locked
 
@@ -24,7 +24,7 @@ SILENT_S = 600.0
 
 
 def of_run_dir(run_dir: Path) -> str:
-    state = read_state(LocalRun(run_dir))
+    state = read_state(LocalRunFiles(run_dir))
     try:
         names = {path.name for path in run_dir.iterdir()}
     except OSError:
@@ -64,7 +64,7 @@ def _without_word(run_dir: Path, held: bool | None) -> str:
     Args:
         held: False: nobody on this host holds the lock; None: the file system can't tell.
     """
-    holder = LocalRun(run_dir).read(LOCK).decode(errors="replace")
+    holder = LocalRunFiles(run_dir).read(LOCK).decode(errors="replace")
     if held is False and holder.endswith(f" on {socket.gethostname()}"):
         return "killed"
     # Some file systems show the locks of one host only.

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs.run_files import RunFiles, StoredRun, reachable
+from ddp_hydra.runs.run_files import RunFiles, StoredRunFiles, reachable
 from ddp_hydra.storage.base import ObjectChangedError
 from ddp_hydra.storage.files import write_atomic
 
@@ -39,7 +39,7 @@ def change(files: RunFiles, of_config: object, words: Sequence[str]) -> list[str
             raise ConfigError(
                 f"{word!r}: +good adds a tag, -old removes one; a tag has letters, digits and . _ : / @ -, 64 at most"
             )
-    if isinstance(files, StoredRun):
+    if isinstance(files, StoredRunFiles):
         return _change_stored(files, of_config, words)
     with _changing(Path(files.place)):
         found = changed(read(files, of_config), words)
@@ -59,7 +59,7 @@ def changed(tags: Sequence[str], words: Sequence[str]) -> list[str]:
     return found
 
 
-def _change_stored(files: StoredRun, of_config: object, words: Sequence[str]) -> list[str]:
+def _change_stored(files: StoredRunFiles, of_config: object, words: Sequence[str]) -> list[str]:
     for _ in range(_TRIES):
         with reachable():
             etag = files.store.etag(files.key(NAME))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.retry import Backoff
@@ -101,6 +103,14 @@ class TransferCounters(Counters):
     def bytes(self) -> int:
         """Bytes that were read."""
         return int(self.total("bytes"))
+
+
+def bare_url(url: str) -> str:
+    """Return a URL, or a path, without its possible secrets: password, and of http(s) also user and query."""
+    if not url.startswith(("http://", "https://")):
+        return re.sub(r"//([^/@:]*):[^/@]*@", r"//\1@", url)
+    parts = urlsplit(url)
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 class Store:
@@ -258,9 +268,9 @@ class Store:
         except FileNotFoundError:
             return None
 
-    def shown(self) -> str:
+    def public_url(self) -> str:
         """Return the URL of the store, without its secrets."""
-        return self.url
+        return bare_url(self.url).rstrip("/")
 
     def close(self) -> None:
         """End all waiting for retries."""
@@ -347,7 +357,7 @@ class Store:
 
     def _wrong_body(self, key: str, came: int, size: int) -> WrongBodyError:
         return WrongBodyError(
-            f"{self.shown()}/{key} came with {came:,} bytes in place of {size:,}: try again later; where it was "
+            f"{self.public_url()}/{key} came with {came:,} bytes in place of {size:,}: try again later; where it was "
             "changed, list it anew"
         )
 

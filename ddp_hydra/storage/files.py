@@ -78,7 +78,7 @@ def open_run_dir(run_dir: str | Path) -> Path:
     return folder
 
 
-def place(run_dir: Path, path: PurePosixPath | str) -> Path:
+def prepared_path(run_dir: Path, path: PurePosixPath | str) -> Path:
     """Return the path of a file in a run directory, and make its folders.
 
     Raises:

@@ -163,10 +163,6 @@ class FsspecStore(Store):
         info = _info(at, key)
         return f"{next((info[name] for name in _CHANGED if info.get(name)), '')}-{info['size']}"
 
-    def shown(self) -> str:
-        """Return the URL without a password in it."""
-        return without_password(self.url)
-
     def _client(self) -> FileSystem:
         if self._pid != os.getpid():  # this process was forked
             self._reset()
@@ -191,7 +187,7 @@ class FsspecStore(Store):
             fs, path = url_to_fs(f"{self.url}/x", skip_instance_cache=True, **options)
         except (TypeError, ValueError) as error:
             client = "s3fs" if self.bucket else "fsspec"
-            raise ValueError(f"{client} can't open {self.shown()}: {error}; check {self._typed()}") from None
+            raise ValueError(f"{client} can't open {self.public_url()}: {error}; check {self._typed()}") from None
         if self.bucket:
             fs.retries = 1
         return FileSystem(fs, path[:-1])
@@ -201,7 +197,7 @@ class FsspecStore(Store):
             return error
         if self.bucket:
             return explain_s3fs(error, self.bucket, key)
-        where = f"{self.shown()}/{key}" if key else self.shown()
+        where = f"{self.public_url()}/{key}" if key else self.public_url()
         if isinstance(error, _NO_FILE):
             return FileNotFoundError(f"there is no {'file' if key else 'folder'} {where}: check {self._typed()}")
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
@@ -287,11 +283,6 @@ def s3fs_options(bucket: BucketAddress, timeout_s: float) -> dict[str, Any]:
 def _is_refusal(error: Exception) -> bool:
     status = next((getattr(error, name, None) for name in ("status", "status_code", "code")), None)
     return isinstance(error, PermissionError) or status in (401, 403) or bool(_REFUSED.search(type(error).__name__))
-
-
-def without_password(url: str) -> str:
-    """Return a URL without the password in it."""
-    return re.sub(r"//([^/@:]*):[^/@]*@", r"//\1@", url)
 
 
 def is_known(scheme: str) -> bool:

@@ -7,9 +7,8 @@ import re
 import urllib.error
 import urllib.request
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
-from ddp_hydra.storage.base import TemporaryError
+from ddp_hydra.storage.base import TemporaryError, bare_url
 from ddp_hydra.storage.object_store import ObjectStore
 from ddp_hydra.storage.s3_messages import cause
 
@@ -30,12 +29,12 @@ class WebServer(ObjectStore):
 
     def objects(self, prefix: str = "") -> Any:
         """Refuse: web servers have no listing that programs could rely on."""
-        raise ValueError(f"the folders of {self.shown()} can't be listed: give a bucket, a folder or an index")
+        raise ValueError(f"the folders of {self.public_url()} can't be listed: give a bucket, a folder or an index")
 
     folders = objects
 
     def _put(self, client: Any, key: str, *_: Any) -> None:
-        raise PermissionError(f"{self.shown()} is a web server, and is only read: give a bucket or a folder")
+        raise PermissionError(f"{self.public_url()} is a web server, and is only read: give a bucket or a folder")
 
     _delete = _put
 
@@ -51,11 +50,7 @@ class WebServer(ObjectStore):
         status = (re.findall(r"status code: (\d{3})", full.split("\n\nDebug source")[0]) or [""])[0]
         if isinstance(error, FileNotFoundError):
             status = "404"
-        return _error(f"{self.shown()}/{key}", status, cause(full))
-
-    def shown(self) -> str:
-        """Return the URL without user, password and query."""
-        return shown(self.url)
+        return _error(f"{self.public_url()}/{key}", status, cause(full))
 
 
 def download(url: str, timeout_s: float) -> bytes:
@@ -77,15 +72,9 @@ def download(url: str, timeout_s: float) -> bytes:
             return response.read()
     except urllib.error.HTTPError as error:
         with error:
-            raise _error(shown(url), str(error.code), "") from None
+            raise _error(bare_url(url), str(error.code), "") from None
     except (OSError, http.client.HTTPException) as error:
-        raise _error(shown(url), "", f" ({getattr(error, 'reason', None) or error})") from None
-
-
-def shown(url: str) -> str:
-    """Return a URL without user, password and query, as these may be secret."""
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
+        raise _error(bare_url(url), "", f" ({getattr(error, 'reason', None) or error})") from None
 
 
 def _error(where: str, status: str, reason: str) -> Exception:

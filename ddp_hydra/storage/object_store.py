@@ -67,7 +67,7 @@ class ObjectStore(Store):
             ValueError: a key that is not a path.
             Exception: as `Store.objects`.
         """
-        walk = Walk(self.shown(), prefix)
+        walk = Walk(self.public_url(), prefix)
         while page := self._request(walk.next_page, None, first=True):
             yield from page
 
@@ -90,7 +90,7 @@ class ObjectStore(Store):
         """List the folders until two answers agree: the client takes an error document for an empty one."""
         answers = [client.list_with_delimiter(prefix or None)["common_prefixes"] for _ in range(2)]
         if answers[0] != answers[1]:
-            raise TemporaryError(f"{self.shown()} lists its folders differently each time: try again later")
+            raise TemporaryError(f"{self.public_url()} lists its folders differently each time: try again later")
         return sorted(folder.rsplit("/", 1)[-1] for folder in answers[0])
 
     def _put(self, client: Any, key: str, content: Any, size: int) -> None:
@@ -110,13 +110,15 @@ class ObjectStore(Store):
         if isinstance(error, TemporaryError):
             return error
         if "non-partial response" in text or "Range request not supported" in text:
-            return RangesIgnoredError(f"{self.shown()} gives whole objects only, and a part of {key} was asked for")
+            return RangesIgnoredError(
+                f"{self.public_url()} gives whole objects only, and a part of {key} was asked for"
+            )
         if found := re.match(r".*Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)", text):
             start, end, came_from, came_to = map(int, found.groups())
             return self._wrong_body(str(key), came_to - came_from, end - start)
         if "invalid list response" in text:
             return TemporaryError(
-                f"{self.shown()} answered with what is not a listing: if it is an S3 store, try again later; if "
+                f"{self.public_url()} answered with what is not a listing: if it is an S3 store, try again later; if "
                 "not, check data.endpoint_url=..."
             )
         return super()._explained(error, key)

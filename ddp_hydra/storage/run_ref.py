@@ -47,7 +47,7 @@ class RunRef:
     place: str
 
     @classmethod
-    def of(cls, given: str | Path) -> RunRef:
+    def named(cls, given: str | Path) -> RunRef:
         """Read what a user has typed; of a run directory that only points to its results, return these.
 
         Raises:

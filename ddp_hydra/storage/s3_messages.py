@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import NoBucketError, OtherRegionError, StaleCredentialsError, TemporaryError
+from ddp_hydra.storage.base import NoBucketError, OtherRegionError, StaleCredentialsError, TemporaryError, bare_url
 
 _STALE = ("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401")
 _REFUSED = (*_STALE, "AccessDenied", "403")
@@ -61,7 +61,7 @@ class BucketAddress:
             url = urlsplit(endpoint)
             if url.scheme not in ("http", "https") or not url.hostname:
                 raise ValueError(
-                    f"endpoint_url is {without_user(endpoint)!r}, and must start with http:// or https://, "
+                    f"endpoint_url is {bare_url(endpoint)!r}, and must start with http:// or https://, "
                     f"for example {'data.endpoint_url' if self.setting else 'AWS_ENDPOINT_URL'}=http://127.0.0.1:9000"
                 )
 
@@ -176,7 +176,7 @@ def explain_s3fs(error: Exception, bucket: BucketAddress, key: str | None = None
 
 def _where(bucket: BucketAddress) -> str:
     if bucket.endpoint_url:
-        return f"at {without_user(bucket.endpoint_url)}"
+        return f"at {bare_url(bucket.endpoint_url)}"
     if bucket.scheme != "s3":
         return "at Google" if bucket.scheme == "gs" else "at Azure"
     return f"at AWS (no {'data.endpoint_url is given' if bucket.setting else 'AWS_ENDPOINT_URL is set'})"
@@ -199,11 +199,6 @@ def _credentials(bucket: BucketAddress) -> str:
     if bucket.credentials is None and "AWS_ACCESS_KEY_ID" in os.environ:
         return f"the credentials of the environment (AWS_ACCESS_KEY_ID={os.environ['AWS_ACCESS_KEY_ID'][:4]}...)"
     return "the credentials that were found"
-
-
-def without_user(url: str) -> str:
-    """Return a URL without the user and password in it."""
-    return re.sub(r"//[^/]*@", "//", url)
 
 
 def cause(full: str) -> str:

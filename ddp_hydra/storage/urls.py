@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlsplit
 
 from ddp_hydra.storage.base import Store, TransferCounters
-from ddp_hydra.storage.fsspec_store import FsspecStore, check_installed, is_known, without_password
+from ddp_hydra.storage.fsspec_store import FsspecStore, check_installed, is_known
 from ddp_hydra.storage.http import WebServer
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
@@ -182,14 +182,6 @@ def _check_scheme(scheme: str, setting: str) -> None:
 def is_remote(url: str) -> bool:
     """Return whether a URL is one of a store that is elsewhere, and not a path."""
     return "://" in url and not url.startswith("file://")
-
-
-def shown(url: str) -> str:
-    """Return a URL, or a path, without its possible secrets: password, and of http(s) also user and query."""
-    if not url.startswith(("http://", "https://")):
-        return without_password(url)
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _local_path(url: str) -> Path:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra import forked
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.forked_process import ForkedProcess
@@ -378,7 +378,7 @@ def needs_logarithm(numbers: Sequence[float]) -> bool:
 
 
 def short_text(text: str, most: int = _MAX_LABEL) -> str:
-    text = " ".join(plain(text).split()) or "''"
+    text = " ".join(printable(text).split()) or "''"
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 

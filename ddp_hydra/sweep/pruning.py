@@ -216,7 +216,7 @@ def stored_run(row: JobRow, run_dir: Path, mirror: str) -> StoredRun | None:
     """Return the checkpoints of a job in a store; None if they are in its run directory only."""
     from ddp_hydra.storage.run_ref import RunRef
 
-    if (results := RunRef.of(run_dir)) != RunRef.own(run_dir):  # of results.handler=cluster
+    if (results := RunRef.named(run_dir)) != RunRef.own(run_dir):  # of results.handler=cluster
         return StoredRun(row.number, results.place, None)
     mirror = typed(row).get("results.mirror", mirror).strip("'\"").rstrip("/")
     own = read_manifest(run_dir / FOLDER) if mirror not in ("", "null") else {}

@@ -97,7 +97,7 @@ class SweepSettings:
 def objective_of(config: DictConfig, direction: str | None = None) -> SweepObjective:
     given = config.get("objective")
     if is_ours(config):
-        metric, ours = objective.of(config)
+        metric, ours = objective.metric_and_direction(config)
         _check_sweeper(config, metric, ours)
         return SweepObjective(str(metric), _maximizes(ours))
     if isinstance(given, DictConfig) and given.get("metric"):

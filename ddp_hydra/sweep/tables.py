@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ddp_hydra.console.text import duration, plain
+from ddp_hydra.console.text import duration, printable
 from ddp_hydra.sweep.rows import (
     DATA_KEYS,
     JobRow,
@@ -236,7 +236,7 @@ def _keys(overrides: Iterable[dict[str, str]]) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(plain(text).split())
+    return " ".join(printable(text).split())
 
 
 def _cell(value: object) -> object:
@@ -319,9 +319,9 @@ class LiveTable:
             words = [f"job {row.number} {row.state.value}", *(f"{k}={v}" for k, v in values[row.number].items())]
             if row.objective is not None and row.state.has_ended:
                 words.append(f"-> {self.objective.metric} {row.objective:.4g}")
-            words += [f"({plain(row.message)})"] if row.message else []
+            words += [f"({printable(row.message)})"] if row.message else []
             words += [f"[{ended}/{len(rows)}]"] if row.state.has_ended else []
-            self.console.print(Text(plain(" ".join(words))), soft_wrap=True)
+            self.console.print(Text(printable(" ".join(words))), soft_wrap=True)
 
     def _table(self, rows: Sequence[JobRow], most: int | None = None) -> Group:
         values = swept(rows)
@@ -329,7 +329,7 @@ class LiveTable:
         table = Table(box=None, padding=(0, 1), header_style="dim")
         for name in ("job", "state", *keys, "at", self.objective.metric, "workers", "time", "left"):
             table.add_column(
-                Text(plain(name)), justify="left" if name in ("state", *keys) else "right", overflow="fold"
+                Text(printable(name)), justify="left" if name in ("state", *keys) else "right", overflow="fold"
             )
         ordered = best_first(rows, self.objective)
         if most is not None and len(ordered) > most:
@@ -339,7 +339,7 @@ class LiveTable:
             table.add_row(
                 str(row.number),
                 Text(row.shown_state, style=STYLES.get(row.state, "dim")),
-                *(Text(plain(values[row.number].get(key, ""))) for key in keys),
+                *(Text(printable(values[row.number].get(key, ""))) for key in keys),
                 _position(row),
                 "" if row.objective is None else f"{row.objective:.4g}",
                 str(row.workers) if row.workers else "",

@@ -29,10 +29,10 @@ _LOG = re.compile(r"logs/rank-(\d{1,6})\.log")
 
 
 def of_run(files: RunFiles) -> dict[str, Any]:
-    found = details.of(files)
+    found = details.run_details(files)
     state = read_state(files)
     summary = state.summary or Summary(status="")
-    row = details.Row(**{name: found[name] for name in details.Row.__dataclass_fields__})
+    row = details.RunRow(**{name: found[name] for name in details.RunRow.__dataclass_fields__})
     row.attempts = failed_attempts(state.attempts)
     row.metrics = numbers(found["metrics"])
     return {

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.runs import find, select
-from ddp_hydra.runs.describe import Row
+from ddp_hydra.runs.describe import RunRow
 from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
-from ddp_hydra.runs.run_files import LocalRun, RunFiles, StoredRun
+from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles
 from ddp_hydra.storage import results_root
 
 SHORTEST_PAUSE_S = 1.0
@@ -33,7 +33,7 @@ class NoSuchRunError(LookupError):
 
 
 @dataclass
-class Listed:
+class ListEntry:
     """A run as the page knows it.
 
     Args:
@@ -43,7 +43,7 @@ class Listed:
         version: of the list, when `shown` last changed.
     """
 
-    row: Row
+    row: RunRow
     root: str
     shown: dict[str, Any]
     version: int = 0
@@ -62,7 +62,7 @@ class RunList:
         }
         self._lock = threading.Lock()
         self._indexes = {root: Index(root) for root in self._roots.values() if not results_root.is_url(root)}
-        self._runs: dict[str, Listed] = {}
+        self._runs: dict[str, ListEntry] = {}
         self._removed: dict[str, int] = {}
         self._sweeps: dict[str, tuple[object, SweepJobs]] = {}
         self._shown_sweeps: dict[str, dict[str, Any]] = {}
@@ -106,11 +106,11 @@ class RunList:
                 raise NoSuchRunError(key)
             place, root = self._runs[key].row.run, self._runs[key].root
         if results_root.is_url(place):
-            return StoredRun(results_root.open_folder(place))
+            return StoredRunFiles(results_root.open_folder(place))
         inner = os.path.relpath(place, root)
         if os.path.realpath(place) != os.path.normpath(os.path.join(os.path.realpath(root), inner)):  # noqa: PTH118
             raise NoSuchRunError(key)  # a link has taken the place of a folder
-        return LocalRun(place)
+        return LocalRunFiles(place)
 
     def name(self, key: str) -> str:
         with self._lock:
@@ -121,7 +121,7 @@ class RunList:
         begin = time.monotonic()
         if begin < self._next_look:
             return
-        seen: dict[str, Listed] = {}
+        seen: dict[str, ListEntry] = {}
         sweeps: dict[str, dict[str, Any]] = {}
         for title, root in self._roots.items():
             for row in self._rows(root):
@@ -129,18 +129,18 @@ class RunList:
                 name = "/".join(filter(None, (title, inner))) or Path(root).resolve().name
                 sweep = self._sweep_of(row.run, name, sweeps) if inner else ""  # that of the root is above it
                 key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
-                seen.setdefault(key, Listed(row, root, {"id": key, "name": name, "sweep": sweep, **shown(row)}))
+                seen.setdefault(key, ListEntry(row, root, {"id": key, "name": name, "sweep": sweep, **shown(row)}))
         self._take_over(seen)
         self._shown_sweeps = sweeps
         took = time.monotonic() - begin
         self._next_look = time.monotonic() + max(SHORTEST_PAUSE_S, PAUSE_FACTOR * took)
 
-    def _rows(self, root: str) -> Sequence[Row]:
+    def _rows(self, root: str) -> Sequence[RunRow]:
         if results_root.is_url(root):
             return find.stored_rows(root)
         return list(find.local_rows(root, index=self._indexes[root])) if Path(root).is_dir() else []
 
-    def _take_over(self, seen: dict[str, Listed]) -> None:
+    def _take_over(self, seen: dict[str, ListEntry]) -> None:
         version = self._version + 1
         for key, one in seen.items():
             before = self._runs.get(key)
@@ -170,7 +170,7 @@ class RunList:
         return title
 
 
-def choose(runs: Sequence[Listed], filter_text: str) -> list[str]:
+def choose(runs: Sequence[ListEntry], filter_text: str) -> list[str]:
     try:
         words = shlex.split(filter_text)
     except ValueError:  # a quote that is still open
@@ -193,7 +193,7 @@ def choose(runs: Sequence[Listed], filter_text: str) -> list[str]:
     return [one.shown["id"] for one in runs if one.row.run in taken and all(word in _words_of(one) for word in others)]
 
 
-def _words_of(run: Listed) -> str:
+def _words_of(run: ListEntry) -> str:
     row = run.row
     texts = (
         run.shown["name"],
@@ -214,7 +214,7 @@ def below(place: str, root: str) -> str:
     return place[len(root) :].strip("/") if place.startswith(root) else place
 
 
-def shown(row: Row) -> dict[str, Any]:
+def shown(row: RunRow) -> dict[str, Any]:
     """Return a row as JSON has it. That of a run which goes on does not change with the time."""
     found = {name: value for name, value in vars(row).items() if name not in _NOT_SHOWN}
     found["metrics"] = dict(islice(row.metrics.items(), MOST_METRICS))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import printable
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Checkpoint
@@ -46,7 +46,7 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises about anything here
-        reason = plain(f"{type(error).__name__}: {error}").splitlines()[0]
+        reason = printable(f"{type(error).__name__}: {error}").splitlines()[0]
         raise CheckpointError(
             f"{path} can't be read as a checkpoint ({reason:.140}): it is "
             "damaged or something else; take an earlier step file of the same run"
@@ -73,7 +73,7 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
-        reason = plain(f"{type(error).__name__}: {error}").splitlines()[0]
+        reason = printable(f"{type(error).__name__}: {error}").splitlines()[0]
         raise CheckpointError(f"{path} can't be read as weights ({reason:.140})") from None
     for name in ("ema", "model", "state_dict"):  # the keys of our checkpoints and of most others
         if isinstance(content, dict) and isinstance(content.get(name), dict):

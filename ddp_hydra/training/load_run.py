@@ -65,7 +65,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), sp
     """
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
-        content = needed(read(RunRef.of(run).checkpoint(which, Path(folder))))
+        content = needed(read(RunRef.named(run).checkpoint(which, Path(folder))))
     content["config"] = OmegaConf.to_container(checkpoint_config.changed(content["config"], overrides))
     split = split if split is not None and (content["config"].get("data") or {}).get(split) else None
     return restore(content, checkpoint_config.composed(content["config"], overrides, split=split))

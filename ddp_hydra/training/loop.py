@@ -35,7 +35,7 @@ def train(
     Args:
         config: the resolved config as plain dicts; see `schema.Config`.
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
-        kept: the part of the config that checkpoints keep, see `checkpoint_config.of`; None: all that ranks read.
+        kept: the part of the config that checkpoints keep, see `checkpoint_config.stored_config`; None: all.
 
     Returns:
         On each rank: steps, samples, train_s, the last metrics by name, the cost of the data; `interrupted`: the

@@ -181,6 +181,6 @@ def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: st
 
 def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:
     try:
-        return objective.of(OmegaConf.create(dict(config)))
+        return objective.metric_and_direction(OmegaConf.create(dict(config)))
     except ConfigError:
         return None

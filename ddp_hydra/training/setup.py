@@ -193,7 +193,7 @@ def build_state(
         together({name: update.optimizer_step.optimizer for name, update in updates.items()}),
         together({name: update.scheduler for name, update in updates.items()}),
         progress.position,
-        dict(kept or checkpoint_config.of(cfg)),
+        dict(kept or checkpoint_config.stored_config(cfg)),
         extras,
         description.as_dict(),
     )

@@ -56,7 +56,7 @@ class TrainingState:
         optimizer: its optimizer, or several by name; see `together`.
         scheduler: its learning-rate schedule, or several by name.
         position: the place that the run has reached.
-        config: the part of the config that is saved, see `checkpoint_config.of`.
+        config: the part of the config that is saved, see `checkpoint_config.stored_config`.
         extras: name -> another object with a state_dict, or None.
         data: describes the training data, see `DataDescription`.
         best: the objective's best value so far.

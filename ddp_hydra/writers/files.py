@@ -25,7 +25,7 @@ from ddp_hydra.storage.files import (
     link_or_copy,
     part_of,
     passing,
-    place,
+    prepared_path,
     remove_parts,
     replacing,
     sync,
@@ -204,7 +204,7 @@ class FileWriter:
                 f"own, for example 'samples/epoch-3.txt': {', '.join(RESERVED)} and what lies beside them belong to "
                 "the run"
             )
-        self._receiver.receive(record, place(self._run_dir, path))
+        self._receiver.receive(record, prepared_path(self._run_dir, path))
 
     def close(self) -> None:
         self._receiver.drop()
@@ -243,7 +243,7 @@ class CheckpointWriter:
         if not isinstance(file, File) or checkpoint is None:
             return
         name = _step_name(file.path, checkpoint.step, record.rank)
-        self._receiver.receive(record, place(self._run_dir, f"{FOLDER}/{name}"))
+        self._receiver.receive(record, prepared_path(self._run_dir, f"{FOLDER}/{name}"))
         self._outdated.discard(name)
         # After a rollback, a name may come again; then it is the newest.
         entries = {known: entry for known, entry in self._entries.items() if known != name}

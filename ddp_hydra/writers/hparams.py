@@ -39,7 +39,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
-from ddp_hydra.storage.files import place, write_atomic, writing
+from ddp_hydra.storage.files import prepared_path, write_atomic, writing
 from ddp_hydra.writers.tensorboard import encoded, file_name
 
 log = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def _put(folder: Path, tag: str, data: HParamsPluginData, below: str = "tensorbo
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(place(folder, f"{below}/{file_name()}.hparams"), b"".join(map(encoded, events)))
+        write_atomic(prepared_path(folder, f"{below}/{file_name()}.hparams"), b"".join(map(encoded, events)))
     except RecordError as error:
         log.warning("TensorBoard's HParams tab does not show %s: %s", folder, error)
 

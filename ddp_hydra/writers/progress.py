@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import printable
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.writers.status import EPOCH, ProgressState
 
@@ -87,7 +87,7 @@ class ProgressWriter:
         self._stop_bar()
         if record.attempt and self._restarts:
             self._print(f"restart {record.attempt}, from step {record.step or 0}")
-        lines = [plain(line) for line in start.lines]
+        lines = [printable(line) for line in start.lines]
         for line in lines:
             if line not in self._header:  # a new attempt prints only lines that have changed
                 self._print("  " + line)

@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ddp_hydra import run_state
-from ddp_hydra.console.text import duration, plain
+from ddp_hydra.console.text import duration, printable
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record, Start, Text
 from ddp_hydra.results import finite
@@ -87,7 +87,7 @@ class ProgressState:
         """Return losses and accuracies, with those of a validation or as means over the epoch, and samples/s."""
         metrics = {**self.metrics, **self.epoch_means} if epoch else self.metrics
         shown = [
-            f"{plain(name)} {value:.4g}"
+            f"{printable(name)} {value:.4g}"
             for name, value in sorted(metrics.items(), key=_rank_of_name)
             if name.startswith("train/") or (validation and name.startswith("val/"))
         ]

@@ -25,7 +25,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Histogram, Image, Metrics, Record, Start, Text
-from ddp_hydra.storage.files import AppendFile, place
+from ddp_hydra.storage.files import AppendFile, prepared_path
 
 _numbers = itertools.count()
 
@@ -64,7 +64,7 @@ class TensorBoardWriter:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        path = place(run_dir, f"tensorboard/{file_name()}")
+        path = prepared_path(run_dir, f"tensorboard/{file_name()}")
         self._file = AppendFile(path)
         self._empty = True
         self._seen: set[str] = set()  # counts that have been more than 0

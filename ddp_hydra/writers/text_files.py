@@ -8,7 +8,7 @@ from typing import Any
 
 from ddp_hydra.record import Log, Metrics, Record, Start
 from ddp_hydra.results import finite
-from ddp_hydra.storage.files import AppendFile, place, write_atomic, writing
+from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, writing
 
 
 class JsonLinesWriter:
@@ -91,7 +91,7 @@ class LogWriter:
         if record is not self._last[0]:  # the handler gives the same record again after a failed write
             self._last = (record, self._content(record, record.data.text))
         # Opened each time: a job may have more ranks than a process may have open files.
-        with AppendFile(place(self._run_dir, f"logs/rank-{record.rank}.log")) as file:
+        with AppendFile(prepared_path(self._run_dir, f"logs/rank-{record.rank}.log")) as file:
             file.append(self._last[1])
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from ddp_hydra.run_state import (
     encode,
 )
 from ddp_hydra.runs import details
-from ddp_hydra.runs.run_files import LocalRun
+from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.writers.run_dir import next_attempt, read_summary, write_summary
 
 FILES = Path(__file__).parents[2] / "docs/reference/files.md"
@@ -94,7 +94,7 @@ def test_a_list_of_runs_shows_all_and_says_which_file_can_not_be_read(tmp_path, 
     assert (rows["good"]["status"], rows["good"]["step"]) == ("done", 3)
     assert rows["bad"]["status"] == "unknown"
     assert "outputs/bad/summary.json has format 9" in rows["bad"]["message"]
-    assert "has format 9" in details.of(LocalRun("outputs/bad"))["message"]
+    assert "has format 9" in details.run_details(LocalRunFiles("outputs/bad"))["message"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [(Summary, "summary.json"), (Status, "status.json")])

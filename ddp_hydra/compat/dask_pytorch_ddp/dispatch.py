@@ -43,7 +43,7 @@ def run(
     local = {"local_rank": 0} if pass_local_rank else {}
     check_arguments(Call(pytorch_function, args, {**kwargs, **local}))
     gang = Gang(client, on_record=lambda record: files.receive(record), name="dask-pytorch-ddp", backend=backend)
-    files = results.Inbox(gang.fetch)
+    files = results.FileInbox(gang.fetch)
     running = gang.start(partial(_call, pytorch_function, pass_local_rank), *args, **kwargs)
     results.add(running, files)
     return running.futures

@@ -14,18 +14,18 @@ from typing import Any
 from uuid import uuid4
 
 from ddp_hydra import results
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import printable
 from ddp_hydra.dispatch.background import RankFuture, Running
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.record import File, Log, Record, check_path
-from ddp_hydra.storage.files import place, writing
+from ddp_hydra.storage.files import prepared_path, writing
 from ddp_hydra.writers.files import Fetch, FileReceiver
 
 log = logging.getLogger("ddp_hydra.compat.dask_pytorch_ddp")
 KEPT_BYTES = 2**30
 """Files of at most so many bytes are kept until `process_results` is called; further ones are dropped."""
 
-_inboxes: MutableMapping[Running, Inbox] = weakref.WeakKeyDictionary()
+_inboxes: MutableMapping[Running, FileInbox] = weakref.WeakKeyDictionary()
 
 
 def folder_of(key: str) -> str:
@@ -33,7 +33,7 @@ def folder_of(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()[:16]
 
 
-class Inbox:
+class FileInbox:
     """Files that the ranks of one gang have submitted.
 
     Args:
@@ -55,7 +55,7 @@ class Inbox:
         """
         file = record.data
         if isinstance(file, Log):
-            log.info("rank %d: %s", record.rank, plain(file.text).rstrip("\n"))
+            log.info("rank %d: %s", record.rank, printable(file.text).rstrip("\n"))
         if not isinstance(file, File):
             return
         path = check_path(file.path)
@@ -71,7 +71,7 @@ class Inbox:
                 target = self._keep() / folder
             with writing(target):
                 target.mkdir(parents=True, exist_ok=True)
-            self._receiver.receive(record, place(target, "/".join(parts)))
+            self._receiver.receive(record, prepared_path(target, "/".join(parts)))
             self._kept_bytes += more
 
     def deliver(self, folder: str, target: Path) -> None:
@@ -91,7 +91,7 @@ class Inbox:
     def _move(self, kept: Path, target: Path) -> None:
         """Move the files of a handler, and remove the temporary folder if it had no other ones."""
         for file in sorted(path for path in kept.rglob("*") if path.is_file()):
-            path = place(target, file.relative_to(kept).as_posix())
+            path = prepared_path(target, file.relative_to(kept).as_posix())
             self._kept_bytes -= file.stat().st_size
             shutil.move(file, path)
         shutil.rmtree(kept, ignore_errors=True)
@@ -112,12 +112,12 @@ class Inbox:
         return self._kept
 
 
-def add(running: Running, inbox: Inbox) -> None:
+def add(running: Running, inbox: FileInbox) -> None:
     """Remember the inbox of a running gang."""
     _inboxes[running] = inbox
 
 
-def inboxes(futures: Iterable[Any]) -> list[Inbox]:
+def inboxes(futures: Iterable[Any]) -> list[FileInbox]:
     """Return the inboxes of the gangs that the futures belong to.
 
     Raises:

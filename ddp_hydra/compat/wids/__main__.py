@@ -16,7 +16,7 @@ from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_index
 from ddp_hydra.data.wids import WidsShards
 from ddp_hydra.errors import DdpHydraError
-from ddp_hydra.storage import shown
+from ddp_hydra.storage import bare_url
 from ddp_hydra.storage.files import write_atomic
 
 
@@ -114,7 +114,7 @@ def _info(given: argparse.Namespace) -> None:
         index = read_index(filename)
         samples = sum(shard.n_samples for shard in index.shards)
         n_bytes = sum(shard.size or 0 for shard in index.shards)
-        first, last = (shown(index.shards[end].url) for end in (0, -1))
+        first, last = (bare_url(index.shards[end].url) for end in (0, -1))
         if given.table:
             print(filename, index.name, n_bytes, samples, len(index.shards), last, sep="\t")  # noqa: T201
             continue

@@ -17,7 +17,7 @@ from ddp_hydra.data.shards.cached_shards import GIB, CachedShards
 from ddp_hydra.data.shards.download import is_packed
 from ddp_hydra.data.shards.index import Shard, is_local
 from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, read_members
-from ddp_hydra.storage import Access, shown
+from ddp_hydra.storage import Access, bare_url
 
 
 class ShardCache:
@@ -169,6 +169,6 @@ def _file_name(shard: Shard, endpoint_url: str | None) -> str:
     # Return the name of a shard's file: a different one for each URL, store, size and MD5.
     endpoint = endpoint_url if shard.url.startswith("s3:") else None
     identity = "\n".join(map(str, (shard.url, endpoint, shard.size, shard.md5)))
-    readable = re.sub(r"[^\w.-]", "_", shown(shard.url).rpartition("/")[2], flags=re.ASCII)
+    readable = re.sub(r"[^\w.-]", "_", bare_url(shard.url).rpartition("/")[2], flags=re.ASCII)
     readable = re.sub(r"(\.tar(\.gz)?|\.tgz)$", "", readable)[-60:]
     return f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}-{readable}.tar"

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from ddp_hydra.data.shards.index import Shard
-from ddp_hydra.storage import Store, shown
+from ddp_hydra.storage import Store, bare_url
 from ddp_hydra.storage.base import RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def download(
     # Returns: How many bytes were fetched.
     size = store.size(key)
     if shard.size is not None and size != shard.size:
-        raise ValueError(f"{shown(shard.url)} has {size:,} bytes, and the index says {shard.size:,}")
+        raise ValueError(f"{bare_url(shard.url)} has {size:,} bytes, and the index says {shard.size:,}")
     digest = hashlib.md5(usedforsecurity=False) if shard.md5 else None
     packed = is_packed(shard.url)
 
@@ -69,10 +69,10 @@ def download(
                 _write(file, piece, written)
             written += len(piece)
     except zlib.error as error:
-        raise ValueError(f"{shown(shard.url)} can't be decompressed: {error}") from None
+        raise ValueError(f"{bare_url(shard.url)} can't be decompressed: {error}") from None
     os.ftruncate(file, written)
     if digest is not None and digest.hexdigest() != shard.md5:
-        raise ValueError(f"{shown(shard.url)} has the MD5 {digest.hexdigest()}, and the index says {shard.md5}")
+        raise ValueError(f"{bare_url(shard.url)} has the MD5 {digest.hexdigest()}, and the index says {shard.md5}")
     return size
 
 
@@ -83,7 +83,7 @@ def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, i
         end = min(start + PIECE_BYTES, size)
         piece = store.get(key, size) if end - start == size else store.get_range(key, start, end)
         if len(piece) != end - start:
-            raise ValueError(f"{shown(url)} gave {len(piece):,} bytes in place of {end - start:,}")
+            raise ValueError(f"{bare_url(url)} gave {len(piece):,} bytes in place of {end - start:,}")
         write(piece, start)
         return piece
 
@@ -103,7 +103,8 @@ def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, i
     if store.ranges:
         store.ranges = False
         _LOG.warning(
-            "%s gives whole files only: each shard uses one connection, and starts again if that breaks", store.shown()
+            "%s gives whole files only: each shard uses one connection, and starts again if that breaks",
+            store.public_url(),
         )
 
 

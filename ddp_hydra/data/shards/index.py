@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from msgspec import Meta, Struct, ValidationError, convert, field
 
 from ddp_hydra.checked import Count, prepare
-from ddp_hydra.storage import Access, shown
+from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.fsspec_store import is_known
 
 T = TypeVar("T")
@@ -123,13 +123,15 @@ def read_index(
     folder = None if base is None else _Folder(absolute(base).rstrip("/"), is_local(source))
     found = list(reader.shards(file, source, folder, names=(), above=()))
     if not found:
-        raise ValueError(f"the index {shown(source)} names no shards: {_SET_INDEX}")
+        raise ValueError(f"the index {bare_url(source)} names no shards: {_SET_INDEX}")
     if dataset is not None:
         known = {name: None for names, _ in found for name in names if name}
         found = [(names, shard) for names, shard in found if dataset in names]
         if not found:
             has = f"has: {', '.join(known)}" if known else "names none"
-            raise ValueError(f"the index {shown(source)} has no data set {dataset!r}; it {has}. Check data.dataset=...")
+            raise ValueError(
+                f"the index {bare_url(source)} has no data set {dataset!r}; it {has}. Check data.dataset=..."
+            )
     info = file.info if isinstance(file.info, dict) else {}
     return ShardIndex(name=dataset or file.name or "", shards=tuple(shard for _, shard in found), info=info)
 
@@ -147,10 +149,10 @@ class _Reader:
             content = bytes(store.get(key))
         except IsADirectoryError:
             raise FileNotFoundError(
-                f"{shown(source)} is a folder: give the index in it, {shown(source)}/index.json; {_SET_INDEX}"
+                f"{bare_url(source)} is a folder: give the index in it, {bare_url(source)}/index.json; {_SET_INDEX}"
             ) from None
         except (FileNotFoundError, NotADirectoryError) as error:
-            reason = f"there is no file {shown(source)}" if is_local(source) else str(error)
+            reason = f"there is no file {bare_url(source)}" if is_local(source) else str(error)
             raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
         return _parse(content, source)
 
@@ -178,7 +180,7 @@ class _Reader:
             elif inner.shardlist is not None or inner.datasets is not None:
                 yield from self.shards(inner, source, folder.within(inner.base), names, above)
             else:
-                where = f"data set {number} of the index {shown(source)}"
+                where = f"data set {number} of the index {bare_url(source)}"
                 raise ValueError(f"{where} has neither a shardlist nor a source_url")
 
     def _nested(
@@ -192,9 +194,13 @@ class _Reader:
     ) -> Iterator[tuple[tuple[str, ...], Shard]]:
         above = (*above, source)
         if nested in above:
-            raise ValueError(f"the index {shown(source)} leads back to {shown(nested)}: take it out of its datasets")
+            raise ValueError(
+                f"the index {bare_url(source)} leads back to {bare_url(nested)}: take it out of its datasets"
+            )
         if len(above) > DEEPEST:
-            raise ValueError(f"the index {shown(nested)} is named {len(above)} indexes deep, and {DEEPEST} are allowed")
+            raise ValueError(
+                f"the index {bare_url(nested)} is named {len(above)} indexes deep, and {DEEPEST} are allowed"
+            )
         file = self.load(nested)
         file.name = named.name or file.name
         inner = None if named.base is None else _Folder(folder.join(named.base).rstrip("/"), is_local(nested))
@@ -202,22 +208,22 @@ class _Reader:
 
 
 def _parse(content: bytes | str, source: str) -> _File:
-    if re.search(r"\.(tar|tgz|tar\.\w+)$", shown(source)):
+    if re.search(r"\.(tar|tgz|tar\.\w+)$", bare_url(source)):
         raise ValueError(
-            f"{shown(source)} is a tar file, and must be an index of tar files: type python -m ddp_hydra.data.shards "
-            f"index {shown(source)} --out index.json, and then data.index=index.json"
+            f"{bare_url(source)} is a tar file, no index of tar files: type python -m ddp_hydra.data.shards "
+            f"index {bare_url(source)} --out index.json, and then data.index=index.json"
         )
     try:
         return _converted(json.loads(content), _File, source)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"the index {shown(source)} is not JSON ({error}): {_SET_INDEX}") from None
+        raise ValueError(f"the index {bare_url(source)} is not JSON ({error}): {_SET_INDEX}") from None
 
 
 def _converted(content: Any, kind: type[T], source: str) -> T:
     try:
         return convert(content, kind)
     except ValidationError as error:
-        raise ValueError(f"{shown(source)} is not an index of shards ({error}): {_SET_INDEX}") from None
+        raise ValueError(f"{bare_url(source)} is not an index of shards ({error}): {_SET_INDEX}") from None
 
 
 class _Folder(Struct, frozen=True):

@@ -18,7 +18,7 @@ import numpy as np
 
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.data.shards.index import Shard
-from ddp_hydra.storage import shown
+from ddp_hydra.storage import bare_url
 from ddp_hydra.storage.files import replacing
 
 _FORMAT = 3
@@ -286,7 +286,7 @@ def checked(shard: Shard, members: TarMembers) -> TarMembers:
     # Return the members of a shard. More samples than the index says are no error: it stands for the first ones.
     if len(members) < shard.n_samples:
         raise ValueError(
-            f"{shown(shard.url)} holds {len(members):,} samples, and the index says {shard.n_samples:,}: write the "
+            f"{bare_url(shard.url)} holds {len(members):,} samples, and the index says {shard.n_samples:,}: write the "
             "index again with python -m ddp_hydra.data.shards index"
         )
     return members

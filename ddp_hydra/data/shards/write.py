@@ -19,7 +19,7 @@ from ddp_hydra.data.names import class_of
 from ddp_hydra.data.shards.download import download, in_parallel, is_packed
 from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, read_index
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
-from ddp_hydra.storage import Access, Store, shown
+from ddp_hydra.storage import Access, Store, bare_url
 from ddp_hydra.storage.files import replacing
 
 MIB = 2**20
@@ -76,7 +76,7 @@ def write_shards(
         classes = sorted(found) if classes_from is None else _classes(classes_from, access, report)
         if unknown := sorted(found.difference(classes)):
             raise ValueError(
-                f"{source} has classes that {shown(str(classes_from))} does not have: {', '.join(unknown[:10])}; it "
+                f"{source} has classes that {bare_url(str(classes_from))} does not have: {', '.join(unknown[:10])}; it "
                 f"has: {', '.join(classes[:10])}: type another --classes-from"
             )
         report(f"{len(classes):,} classes: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}")
@@ -87,7 +87,7 @@ def write_shards(
         while (shard := _write_shard(target, f"{name}-{len(shards):06d}.tar", samples, shard_mb * MIB)) is not None:
             shards.append(shard)
             report(f"{shard['url']}: {shard['nsamples']:,} samples, {shard['filesize']:,} bytes")
-        index = _index(name, shards, {"classes": classes, "source": shown(source), "seed": seed})
+        index = _index(name, shards, {"classes": classes, "source": bare_url(source), "seed": seed})
         with target.writing(INDEX_NAME) as file:
             file.write(_json(index))
     return index
@@ -125,11 +125,11 @@ def write_index(
         url = absolute(tar)
         size, md5, members = _examine(url, access)
         if not len(members):
-            raise ValueError(f"{shown(url)} holds no samples: its files need names with an extension")
+            raise ValueError(f"{bare_url(url)} holds no samples: its files need names with an extension")
         inside = is_local(url) and Path(url).is_relative_to(target.parent)
         named = Path(url).relative_to(target.parent).as_posix() if inside else url
         shards.append({"url": named, "nsamples": len(members), "filesize": size, "md5sum": md5})
-        report(f"{shown(url)}: {len(members):,} samples, {size:,} bytes")
+        report(f"{bare_url(url)}: {len(members):,} samples, {size:,} bytes")
     index = _index(name, shards, {})
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as part:
@@ -163,7 +163,9 @@ def _classes(source: str, access: Access, report: Callable[[str], None]) -> list
     if source.endswith(".json"):
         classes = read_index(source, access=access).info.get("classes")
         if not isinstance(classes, list):
-            raise ValueError(f"the index {shown(source)} names no classes (info.classes): type another --classes-from")
+            raise ValueError(
+                f"the index {bare_url(source)} names no classes (info.classes): type another --classes-from"
+            )
         return [str(name) for name in classes]
     store, prefix = access.open(absolute(source))
     return sorted({class_of(key, prefix) for key, _ in _images(store, prefix, source, report)})

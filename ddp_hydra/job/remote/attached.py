@@ -9,7 +9,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job.remote.status import ENDED, LOST, STOP, SUCCEEDED, read
 from ddp_hydra.record import Record
@@ -85,14 +85,14 @@ class Attached:
     def driver_lost(self) -> RunFailed:
         if self.status.state == LOST:
             return RunFailed(f"{self.final_message()}\nno other driver has followed; resume={self.store.url} goes on")
-        process = plain(f"process {self.status.pid} on {self.status.host}")
+        process = printable(f"process {self.status.pid} on {self.status.host}")
         return RunFailed(
             f"the run's driver, {process}, has not updated its status for {self.silence_timeout_s():g} s: it was "
             f"killed, or its host is gone. Go on from the last checkpoint with resume={self.store.url}"
         )
 
     def final_message(self) -> str:
-        return plain(self.status.message)
+        return printable(self.status.message)
 
     def silence_timeout_s(self) -> float:
         """Return how long the driver may be silent: longer if the scheduler restarts it when it is lost."""
@@ -159,7 +159,7 @@ class Attached:
             content = {"data": data, "rank": line.get("rank") or 0, "step": line.get("step"), "attempt": attempt}
             self.handler.handle(Record.decode(json.dumps(content)))
         except RecordError as error:
-            log.warning("%s", plain(str(error)))
+            log.warning("%s", printable(str(error)))
 
 
 def _when(line: dict[str, Any]) -> tuple[float, ...]:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, objective, schema
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.console.text import plain
+from ddp_hydra.console.text import printable
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, RecordError, RunFailed
 from ddp_hydra.job import job_config, loggers
@@ -84,7 +84,7 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
         if end.state not in SUCCEEDED:
             raise RunFailed(end.message)
     print(end.message)  # noqa: T201
-    return end.summary.metrics.get(objective.of(cfg)[0])
+    return end.summary.metrics.get(objective.metric_and_direction(cfg)[0])
 
 
 @contextlib.contextmanager
@@ -105,7 +105,7 @@ def started_driver(
             name=name,
             url=url,
             config=config,
-            saved_config=checkpoint_config.of(cfg),
+            saved_config=checkpoint_config.stored_config(cfg),
             overrides=tuple(overrides),
             project=packed,
             hydra_files={path.name: path.read_bytes() for path in sorted((run_dir / ".hydra").glob("*.yaml"))},
@@ -168,7 +168,7 @@ def _send_checkpoint(client: Any, worker: str, name: str, resume: str | None) ->
     """
     if not resume:
         return ""
-    run = RunRef.of(resume)
+    run = RunRef.named(resume)
     if run.is_stored or not Path(run.place).exists():
         return run.place
     path = find_checkpoint(run.place).absolute()
@@ -189,7 +189,7 @@ def _start(client: Any, worker: str, spec: DriverSpec) -> StartedDriver:
             "version of ddp-hydra that this machine has"
         ) from None
     if "error" in answer:
-        raise ConfigError(f"on worker {worker}: {plain(str(answer['error']))}")
+        raise ConfigError(f"on worker {worker}: {printable(str(answer['error']))}")
     return StartedDriver(spec.name, spec.url, str(answer["client"]), worker)
 
 
@@ -269,10 +269,10 @@ class Follower:
             if "record" in content:
                 self.handler.handle(Record.decode(content["record"]))
             elif "line" in content:
-                log.log(int(content["level"]), "%s", plain(str(content["line"])))
+                log.log(int(content["level"]), "%s", printable(str(content["line"])))
             else:
                 summary = msgspec.convert(content["summary"], Summary)
-                return DriverReport(str(content["state"]), plain(str(content["message"])), summary)
+                return DriverReport(str(content["state"]), printable(str(content["message"])), summary)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             log.warning("a message of the driver cannot be read: %r (%s)", message[:200], error)
         return None

@@ -28,7 +28,7 @@ from ddp_hydra.job.remote.status import (
 from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.base import PIECE_BYTES, ObjectChangedError, Store
-from ddp_hydra.storage.files import place
+from ddp_hydra.storage.files import prepared_path
 from ddp_hydra.storage.manifest import FOLDER, decode_manifest, newest_first, read_manifest
 from ddp_hydra.storage.manifest import NAME as MANIFEST
 from ddp_hydra.storage.retry import Backoff
@@ -383,7 +383,7 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
     status.attempts, status.files = failed_attempts(before), before.files
     write_summary(run_dir, Summary(attempts=status.attempts))  # the job adds its own attempts
     for name in status.files:
-        path = place(run_dir, check_path(name))
+        path = prepared_path(run_dir, check_path(name))
         size = store.size_or_none(name) or 0
         with path.open("wb") as file:
             for start in range(0, size, PIECE_BYTES):

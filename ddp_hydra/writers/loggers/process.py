@@ -22,7 +22,7 @@ from typing import Any, TextIO
 import msgspec
 
 from ddp_hydra.config import project, redact, targets
-from ddp_hydra.console.text import message_of, plain, shorten, traceback_of
+from ddp_hydra.console.text import message_of, printable, shorten, traceback_of
 from ddp_hydra.record import Record
 from ddp_hydra.writers.loggers.base import KILLED, Answer, Logger, Refusal, RunInfo, ServiceRun
 
@@ -180,7 +180,7 @@ class Session:
         if kind not in self.warned:
             self.warned.add(kind)
             name = "" if isinstance(error, Refusal) else f"{type(error).__name__}: "
-            message = redact.without([plain(message_of(error)).strip()])[0].splitlines()
+            message = redact.without([printable(message_of(error)).strip()])[0].splitlines()
             advice = getattr(self.logger, "advice", "") or "Its log has more; results.loggers=[] leaves it out"
             self.answer(Answer(kind, shorten(name + (message[0] if message else ""), 400), advice))
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import ddp_hydra
-from ddp_hydra.api.connection import Composed
+from ddp_hydra.api.connection import ComposedConfig
 from ddp_hydra.api.run import Run
 from ddp_hydra.cli import commands
 from ddp_hydra.cluster import connect as cluster
@@ -35,16 +35,16 @@ def test_the_package_has_them_without_importing_them_first():
 
 
 def test_a_config_is_composed_as_the_command_does(project):
-    job = Composed(["optimizer.lr=0.5", "hydra.run.dir=there"])
+    job = ComposedConfig(["optimizer.lr=0.5", "hydra.run.dir=there"])
     assert (job.cfg.model._target_, job.cfg.optimizer.lr, job.cfg.trainer.epochs) == ("models.mlp.MLP", 0.5, 15)
     assert (str(job.run_dir), job.overrides) == ("there", ["optimizer.lr=0.5"])
     assert "hydra" not in job.cfg
-    assert Composed(["model=resnet18"]).cfg.model._target_ == "models.resnet.resnet18"
-    assert len(Composed([]).run_dir.parts) == 3
+    assert ComposedConfig(["model=resnet18"]).cfg.model._target_ == "models.resnet.resnet18"
+    assert len(ComposedConfig([]).run_dir.parts) == 3
 
 
 def test_hydras_files_are_written_without_secrets(project):
-    job = Composed(["hydra.run.dir=there", "+cluster.password=hunter2"])
+    job = ComposedConfig(["hydra.run.dir=there", "+cluster.password=hunter2"])
     job.save()
     texts = {path.name: path.read_text() for path in (project / "there" / ".hydra").iterdir()}
     assert set(texts) == {"config.yaml", "hydra.yaml", "overrides.yaml"}

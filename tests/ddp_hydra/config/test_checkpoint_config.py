@@ -25,7 +25,7 @@ def config(**parts):
 
 
 def test_what_is_changed_later_is_followed_by_the_keys_that_take_it_over():
-    kept = json.loads(json.dumps(checkpoint_config.of(config(trainer={"precision": "bf16"}))))
+    kept = json.loads(json.dumps(checkpoint_config.stored_config(config(trainer={"precision": "bf16"}))))
     again = checkpoint_config.composed(kept, ["data.bucket=others", "seed=3", "trainer.epochs=9"])
     assert (again.data.train, again.data.val) == (
         {"bucket": "others", "seed": 3}, {"bucket": "others", "names": ["others", "b"]}
@@ -35,7 +35,9 @@ def test_what_is_changed_later_is_followed_by_the_keys_that_take_it_over():
 
 
 def test_the_cluster_is_not_kept_and_what_points_into_it_is_resolved():
-    kept = checkpoint_config.of(config(data={"parts": "${cluster.n_workers}", "lanes": ["${cluster.n_workers}"]}))
+    kept = checkpoint_config.stored_config(
+        config(data={"parts": "${cluster.n_workers}", "lanes": ["${cluster.n_workers}"]})
+    )
     assert "hunter2" not in json.dumps(kept)
     assert "cluster" not in kept
     assert (kept["data"]["parts"], kept["data"]["lanes"]) == (3, [3])
@@ -46,7 +48,7 @@ def test_the_environment_is_asked_anew_and_what_only_the_job_knows_is_resolved(m
     register: Any = OmegaConf.register_new_resolver if IS_1_3 else OmegaConf.register_resolver
     register("of_a_job", lambda: "then", replace=True)
     cfg = config(data={"key": "${oc.env:A_KEY}", "made": "${of_a_job:}"})
-    kept = checkpoint_config.of(cfg)
+    kept = checkpoint_config.stored_config(cfg)
     OmegaConf.clear_resolver("of_a_job")
     monkeypatch.setenv("A_KEY", "now")
     assert (checkpoint_config.composed(kept).data.key, checkpoint_config.composed(kept).data.made) == ("now", "then")
@@ -61,12 +63,12 @@ def test_the_environment_is_asked_anew_and_what_only_the_job_knows_is_resolved(m
 )
 def test_a_change_that_does_not_fit_is_refused(override, said):
     with pytest.raises(ConfigError, match=said):
-        checkpoint_config.composed(checkpoint_config.of(config()), [override])
+        checkpoint_config.composed(checkpoint_config.stored_config(config()), [override])
 
 
 def test_changes_are_told_by_what_was_given():
-    before = checkpoint_config.of(config(optimizer={"lr": 0.1, "betas": [0.9, 0.99]}))
-    now = checkpoint_config.of(
+    before = checkpoint_config.stored_config(config(optimizer={"lr": 0.1, "betas": [0.9, 0.99]}))
+    now = checkpoint_config.stored_config(
         config(optimizer={"lr": 0.01, "betas": [0.9, 0.99]}, data={"bucket": "b", "val": None}, resume="x")
     )
     del now["trainer"]["epochs"]
@@ -86,7 +88,7 @@ def test_changes_are_told_by_what_was_given():
 def test_what_looks_like_a_secret_is_not_kept_and_has_to_be_given_again():
     tracker = {"tracker": {"password": "hunter2"}}
     cfg = OmegaConf.merge(OmegaConf.create({}), config(data={"api_key": "hunter2", "token": "${oc.env:TOKEN,x}"}))
-    kept = checkpoint_config.of(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(cfg)), tracker))
+    kept = checkpoint_config.stored_config(OmegaConf.merge(OmegaConf.create(OmegaConf.to_container(cfg)), tracker))
     assert "hunter2" not in json.dumps(kept)
     kept.pop("tracker")
     with pytest.raises(ConfigError, match=r"^data\.api_key looks like a secret.*give data\.api_key=<value>"):

@@ -42,7 +42,7 @@ def config(metric=None, direction=None, loss="ddp_hydra.tasks.losses.CrossEntrop
     ids=str,
 )
 def test_what_is_not_given_follows_from_the_rest(given, found):
-    assert objective.of(config(**given)) == found
+    assert objective.metric_and_direction(config(**given)) == found
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_is_not_given_follows_from_the_rest(given, found):
 )
 def test_what_cannot_be_an_objective_is_refused_with_what_to_give(given, said):
     with pytest.raises(ConfigError, match=said):
-        objective.of(config(**given))
+        objective.metric_and_direction(config(**given))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, message_of, plain, shorten, traceback_of
+from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, message_of, printable, shorten, traceback_of
 
 
 class Mute(Exception):
@@ -22,13 +22,13 @@ class Mute(Exception):
     ],
 )
 def test_escape_sequences_and_control_characters_are_dropped(text, shown):
-    assert plain(text) == shown
+    assert printable(text) == shown
 
 
 @pytest.mark.medium
 @given(st.text())
 def test_what_reaches_the_terminal_has_no_control_characters(text):
-    assert not [char for char in plain(text) if (ord(char) < 32 and char not in "\t\n") or 127 <= ord(char) < 160]
+    assert not [char for char in printable(text) if (ord(char) < 32 and char not in "\t\n") or 127 <= ord(char) < 160]
 
 
 def test_of_a_long_text_head_and_tail_are_kept_and_the_rest_is_counted():

@@ -51,7 +51,7 @@ def raised(tmp_path, monkeypatch):
 
 def test_the_users_own_file_is_named_as_they_know_it(raised):
     error = raised("layer")
-    assert tracebacks.place(error) == "models/told_model.py, line 9, in layer"
+    assert tracebacks.user_location(error) == "models/told_model.py, line 9, in layer"
     told = tracebacks.shortened(error)
     assert 'File "models/told_model.py", line 9, in layer\n    return nn.Sequential(nn.Linear(2, 2))(None)\n' in told
     assert "project-" not in told
@@ -69,7 +69,7 @@ def test_a_library_alone_is_told_in_full():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
     caught.value.__traceback__ = caught.tb.tb_next  # without the frame of this file
-    assert tracebacks.place(caught.value) == ""
+    assert tracebacks.user_location(caught.value) == ""
     assert tracebacks.shortened(caught.value).count("File ") == 3
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.api.connection import Composed
+from ddp_hydra.api.connection import ComposedConfig
 from ddp_hydra.errors import Failure, RankFailed
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.record import Checkpoint, File, Metrics, Record, Start
@@ -39,7 +39,7 @@ def hydra_files(tmp_path_factory) -> Callable[..., Path]:
     def compose(*words: str) -> Path:
         if words not in made:
             run_dir = tmp_path_factory.mktemp("composed")
-            Composed([*words, f"hydra.run.dir={run_dir}"]).save()
+            ComposedConfig([*words, f"hydra.run.dir={run_dir}"]).save()
             made[words] = run_dir / ".hydra"
         return made[words]
 

@@ -15,7 +15,7 @@ from ddp_hydra.job.remote import uploader
 from ddp_hydra.job.remote.uploader import FencedStore
 from ddp_hydra.run_state import Status, encode
 from ddp_hydra.runs import disk, tags
-from ddp_hydra.runs.run_files import LocalRun
+from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage import results_root
 from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
@@ -151,7 +151,7 @@ def test_the_runs_of_a_sweep_are_removed_one_at_a_time_those_inside_others_first
 
 def test_tags_are_kept_in_the_run(make_run):
     run_dir = make_run("outputs/a", tags=["first"])
-    files = LocalRun(run_dir)
+    files = LocalRunFiles(run_dir)
     assert tags.read(files, ["first"]) == ["first"]
     assert tags.change(files, ["first"], ["+good", "+v1.0:a/b", "-first", "+good"]) == ["v1.0:a/b", "good"]
     assert tags.read(files, ["first"]) == ["v1.0:a/b", "good"]

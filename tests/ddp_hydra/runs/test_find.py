@@ -11,8 +11,8 @@ import pytest
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.runs import find, tags
-from ddp_hydra.runs.describe import Row, choices
-from ddp_hydra.runs.run_files import LocalRun
+from ddp_hydra.runs.describe import RunRow, choices
+from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.sweep.rows import JobRow as SweepRow
 from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
@@ -21,7 +21,7 @@ from tests.ddp_hydra.runs.conftest import kill
 pytestmark = pytest.mark.medium
 
 
-def by_name(root: Path) -> dict[str, Row]:
+def by_name(root: Path) -> dict[str, RunRow]:
     return {Path(row.run).name: row for row in find.rows([str(root)])}
 
 
@@ -68,11 +68,11 @@ def test_a_second_listing_reads_no_file_of_a_run_that_has_not_changed(make_run, 
     run_dir, other = make_run("outputs/a"), make_run("outputs/b")
     first = find.rows([str(tmp_path / "outputs")])
     read: list[str] = []
-    original = LocalRun.read
-    monkeypatch.setattr(LocalRun, "read", lambda self, *name: read.append(self.place) or original(self, *name))
+    original = LocalRunFiles.read
+    monkeypatch.setattr(LocalRunFiles, "read", lambda self, *name: read.append(self.place) or original(self, *name))
     assert find.rows([str(tmp_path / "outputs")]) == first
     assert read == []
-    tags.change(LocalRun(run_dir), [], ["+new"])
+    tags.change(LocalRunFiles(run_dir), [], ["+new"])
     assert by_name(tmp_path / "outputs")["a"].tags == ["new"]
     assert set(read) == {str(run_dir)}
     summary = json.loads((other / "summary.json").read_text())

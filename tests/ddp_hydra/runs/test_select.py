@@ -8,20 +8,20 @@ from datetime import datetime
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs.describe import Row
+from ddp_hydra.runs.describe import RunRow
 from ddp_hydra.runs.select import Comparison, Filter, begin_of, comparison, ordered
 
 NOVEMBER = datetime(2026, 11, 1).timestamp()
 ROWS = [
-    Row("a", "done", NOVEMBER + 1, 10.0, 5, objective="val/loss", maximize=False, value=0.5,
+    RunRow("a", "done", NOVEMBER + 1, 10.0, 5, objective="val/loss", maximize=False, value=0.5,
         metrics={"val/loss": 0.5, "val/accuracy": 0.8}, model="resnet18", data="digits", tags=["good", "x"]),
-    Row("b", "failed", NOVEMBER - 1, 30.0, 2, objective="val/loss", maximize=False, value=0.2,
+    RunRow("b", "failed", NOVEMBER - 1, 30.0, 2, objective="val/loss", maximize=False, value=0.2,
         metrics={"val/loss": 0.2, "val/accuracy": None}, model="resnet50", data="wids", tags=["old"]),
-    Row("c", "killed", NOVEMBER + 2, None, None, model="mlp", data="digits"),
+    RunRow("c", "killed", NOVEMBER + 2, None, None, model="mlp", data="digits"),
 ]  # fmt: skip
 
 
-def names(rows: list[Row]) -> str:
+def names(rows: list[RunRow]) -> str:
     return "".join(row.run for row in rows)
 
 

@@ -36,7 +36,7 @@ def test_they_are_listed_shown_compared_measured_and_tagged(root):
     assert set(rows) == {f"{root}/day/a", f"{root}/day/b"}
     assert [rows[f"{root}/day/{name}"].status for name in "ab"] == ["done", "lost"]
     first, second = (run_files.open_run(f"{root}/day/{name}") for name in "ab")
-    found = details.of(first)
+    found = details.run_details(first)
     assert (found["value"], found["model"], found["tags"]) == (0.5, "resnet18", ["first"])
     assert found["checkpoints"]["last.pt"]["step"] == 4
     assert details.row(second).total_steps == 9
@@ -58,4 +58,4 @@ def test_a_run_directory_that_points_there_is_that_run(root, tmp_path):
     folder.mkdir(parents=True)
     (folder / "results.url").write_text(f"{root}/day/a\n")
     assert [row.status for row in find.rows([str(tmp_path / "outputs")])] == ["detached"]
-    assert details.of(run_files.open_run(str(folder)))["run"] == f"{root}/day/a"
+    assert details.run_details(run_files.open_run(str(folder)))["run"] == f"{root}/day/a"

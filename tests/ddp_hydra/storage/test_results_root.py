@@ -95,7 +95,7 @@ def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
 
 
 def test_a_run_directory_may_point_to_its_results(tmp_path):
-    assert RunRef.of(tmp_path).place == str(tmp_path)
+    assert RunRef.named(tmp_path).place == str(tmp_path)
     (tmp_path / results_root.POINTER).write_text("s3://bucket/runs/a\n")
-    assert RunRef.of(tmp_path).place == "s3://bucket/runs/a"
-    assert RunRef.of("s3://bucket/runs/b").place == "s3://bucket/runs/b"
+    assert RunRef.named(tmp_path).place == "s3://bucket/runs/a"
+    assert RunRef.named("s3://bucket/runs/b").place == "s3://bucket/runs/b"

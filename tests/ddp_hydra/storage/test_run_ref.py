@@ -42,17 +42,17 @@ NAMES = (
 @pytest.mark.parametrize("name", NAMES)
 def test_each_name_of_a_run_leads_to_its_folder(run_dir, name):
     given = name.format(absolute=run_dir)
-    assert Path(RunRef.of(given).folder).samefile(run_dir)
+    assert Path(RunRef.named(given).folder).samefile(run_dir)
     assert saved_config(given) == {"seed": 3}
     assert _overrides_of(given) == ["optimizer.lr=0.1"]
     assert read_runs(given) == {"wandb": {"id": "x"}}
     expected = "best.pt" if given.endswith(".pt") else "last.pt"
-    assert RunRef.of(given).checkpoint("last", run_dir / "download") == run_dir / "checkpoints" / expected
+    assert RunRef.named(given).checkpoint("last", run_dir / "download") == run_dir / "checkpoints" / expected
 
 
 def test_the_checkpoints_folder_is_known_from_inside_it(run_dir, monkeypatch):
     monkeypatch.chdir(run_dir / "checkpoints")
-    assert Path(RunRef.of(".").folder).samefile(run_dir)
+    assert Path(RunRef.named(".").folder).samefile(run_dir)
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs/a", "s3://bucket/runs/a/", "s3://bucket/runs/a/checkpoints"])
@@ -61,7 +61,7 @@ def test_the_url_of_a_run_is_that_of_its_folder(url, tmp_path, monkeypatch):
     monkeypatch.setattr(
         run_ref, "fetch_checkpoint", lambda *words, **more: asked.append((words, more)) or tmp_path / "x"
     )
-    ref = RunRef.of(url)
+    ref = RunRef.named(url)
     assert (ref.is_stored, ref.folder) == (True, "s3://bucket/runs/a")
     assert ref.checkpoint("best", tmp_path / "new", 7.0) == tmp_path / "x"
     assert asked == [((url, tmp_path / "new", "best"), {"retry_s": 7.0})]
@@ -69,21 +69,21 @@ def test_the_url_of_a_run_is_that_of_its_folder(url, tmp_path, monkeypatch):
 
 def test_a_folder_that_points_to_its_results_is_the_run_there_and_keeps_its_words(run_dir):
     (run_dir / "results.url").write_text("s3://bucket/runs/a\n")
-    assert RunRef.of(run_dir).place == "s3://bucket/runs/a"
+    assert RunRef.named(run_dir).place == "s3://bucket/runs/a"
     assert _overrides_of(str(run_dir)) == ["optimizer.lr=0.1"]
 
 
 def test_what_is_not_there_is_told(tmp_path):
     with pytest.raises(CheckpointError, match="does not exist"):
-        RunRef.of(tmp_path / "nowhere").checkpoint("last", tmp_path)
+        RunRef.named(tmp_path / "nowhere").checkpoint("last", tmp_path)
     with pytest.raises(ConfigError, match="which=newest: give best or last"):
-        RunRef.of(tmp_path).checkpoint("newest", tmp_path)
+        RunRef.named(tmp_path).checkpoint("newest", tmp_path)
     with pytest.raises(FileNotFoundError):
-        RunRef.of(tmp_path / "nowhere" / "x.pt").read("loggers.json")
+        RunRef.named(tmp_path / "nowhere" / "x.pt").read("loggers.json")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"s3://a\ns3://b"])
 def test_a_broken_pointer_is_a_sentence(content, tmp_path):
     (tmp_path / POINTER).write_bytes(content)
     with pytest.raises(ConfigError, match="is broken: it should hold the address of the run's results"):
-        RunRef.of(tmp_path)
+        RunRef.named(tmp_path)

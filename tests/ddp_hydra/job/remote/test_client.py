@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.api.connection import Composed
+from ddp_hydra.api.connection import ComposedConfig
 from ddp_hydra.cli import commands
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ClusterError, ConfigError
@@ -47,7 +47,7 @@ def test_what_no_driver_can_run_is_refused(words, said, tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
     monkeypatch.setattr("ddp_hydra.config.project.make_importable", lambda roots: None)
     with pytest.raises(ConfigError, match=said):
-        remote.check(Composed(["results.handler=cluster", f"results.root={tmp_path}", *words]).cfg)
+        remote.check(ComposedConfig(["results.handler=cluster", f"results.root={tmp_path}", *words]).cfg)
 
 
 def test_a_driver_starts_on_a_worker_that_runs():
@@ -113,7 +113,7 @@ def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, t
     said = capsys.readouterr().out
     assert ("end it:      ddp-hydra attach run=" in said) is is_told
     if is_told:
-        assert RunRef.of(str(run_dir)).place.startswith(f"{tmp_path}/store")
+        assert RunRef.named(str(run_dir)).place.startswith(f"{tmp_path}/store")
     if isinstance(error, ConfigError):
         assert not (run_dir / POINTER).exists()
 
