@@ -330,6 +330,24 @@ def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path
     assert second.startswith("done: 20 steps in 1.5 s, 107 samples/s, val/accuracy 0.5")
 
 
+def test_what_was_downloaded_to_begin_with_goes_at_the_end(returned, tmp_path, monkeypatch):
+    downloads = tmp_path / "run" / ".resume"
+
+    def fetch(url, folder, which, retry_s):
+        (folder / "step-000010-0123456789ab.pt").write_bytes(b"content")
+        return folder / "step-000010-0123456789ab.pt"
+
+    def run_on_dask(self, packed, stop):
+        assert self.files == {"resume": downloads / "step-000010-0123456789ab.pt"}
+        assert self.files["resume"].is_file()
+        return returned
+
+    monkeypatch.setattr("ddp_hydra.storage.run_ref.fetch_checkpoint", fetch)
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    run_job(config(resume="s3://bucket/run"), tmp_path / "run")
+    assert not downloads.exists()
+
+
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
