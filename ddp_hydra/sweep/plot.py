@@ -11,7 +11,7 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,9 +39,9 @@ NICE = 10
 """Niceness of the process that imports matplotlib: jobs go first."""
 HUGE = 1e30
 """Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
-_MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _MAX_GRID = 12, 3, 8, 24
+_MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS = 12, 3, 8
 _MAX_LINE, _MAX_LETTERS, _MAX_LABEL = 12, 40, 18
-_NEARLY_FULL, _LOG_FROM = 0.75, 100
+_LOG_FROM = 100
 JOB, BEST, FAILED, GREY = "#2f6db3", "#f2a900", "#c8372d", "#5c6570"
 STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#b8bec6", "axes.labelcolor": "#20262d",
@@ -97,7 +97,7 @@ class Plotter:
 
 
 def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> bool:
-    """Draw the objective over each swept key, and as a map over two of them; return whether there is a picture.
+    """Draw the objective over each swept key; return whether there is a picture.
 
     If the sweep repeats seeds, a line from the mean by one standard deviation up and down shows each config. The same
     rows give the same file. An error, such as that matplotlib is missing, is logged, and ends no sweep.
@@ -130,8 +130,7 @@ def _figure(rows: Sequence[JobRow], objective: SweepObjective, keys: list[str]) 
 
     given, over_seeds = swept(rows), repeated(rows, objective)
     scales = [Scale(key, {row.number: given[row.number].get(key) for row in rows}) for key in keys]
-    has_map = len(scales) == 2 and _is_grid(*scales)
-    panels = min(len(scales), _MAX_PANELS) + has_map
+    panels = min(len(scales), _MAX_PANELS)
     columns = 2 if panels == 4 else min(panels, _PANELS_A_ROW)
     lines = math.ceil(panels / columns)
     figure = Figure(figsize=(max(5.6, 4.1 * columns), 0.9 + 3.2 * lines), dpi=130, layout="constrained")
@@ -143,13 +142,11 @@ def _figure(rows: Sequence[JobRow], objective: SweepObjective, keys: list[str]) 
         if axes is not first:
             axes.sharey(first)
         _panel(axes, scale, rows, objective, over_seeds)
-    for number, axes in enumerate(every[: panels - has_map]):
+    for number, axes in enumerate(every[:panels]):
         if number % columns == 0:
             axes.set_ylabel(short_text(objective.metric, 40))
         else:
             axes.tick_params(labelleft=False)
-    if has_map:
-        _map(every[panels - 1], scales, _one_a_config(rows, over_seeds), objective)
     figure.suptitle(_title(rows, objective, len(keys), over_seeds), fontsize=10, x=0.01, ha="left")
     handles, labels = first.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=8.5)
@@ -247,66 +244,8 @@ def _mark_texts(axes: Axes, scale: Scale) -> None:
     axes.set_xlim(-0.5, len(labels) - 0.5)
 
 
-def _map(axes: Axes, scales: list[Scale], rows: Sequence[JobRow], objective: SweepObjective) -> None:
-    """Draw a cell for each pair of values with the objective of its best job."""
-    across, up = sorted(scales, key=lambda scale: -len(scale.categories))
-    columns = {value: place for place, value in enumerate(across.categories)}
-    lines = {value: place for place, value in enumerate(up.categories)}
-    cells = [[math.nan] * len(columns) for _ in lines]
-    for row in reversed(best_first(rows, objective)):
-        x, y = columns[across.values[row.number]], lines[up.values[row.number]]
-        if _has_value(row):
-            cells[y][x] = _value(row)
-        elif _is_lost(row):
-            axes.scatter(x, y, marker="x", s=40, color=FAILED, linewidth=1.6, zorder=0)
-    image = axes.imshow(
-        cells, cmap="viridis_r" if objective.maximize is False else "viridis", origin="lower", aspect="auto", zorder=1,
-        norm="log" if _log_values(rows, objective) else "linear",
-    )  # fmt: skip
-    bar = axes.figure.colorbar(image, ax=axes, pad=0.02, format=_format_number)
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(which="both", length=0)
-    norm: Any = image.norm
-    if len(columns) <= _MAX_TICKS and len(lines) <= _MAX_TICKS:
-        for y, line in enumerate(cells):
-            for x, value in enumerate(line):
-                if not math.isnan(value):
-                    shade = 1 - norm(value) if objective.maximize is False else norm(value)
-                    color = "black" if shade > 0.6 else "white"
-                    axes.text(x, y, f"{value:.3g}", ha="center", va="center", color=color, fontsize=8)
-    best = _good(rows, objective)[0].number
-    if objective.ranks(rows):
-        _star(axes, columns[across.values[best]], lines[up.values[best]] + 0.3, 110)
-    _mark_texts(axes, across)
-    axes.set_yticks(range(len(lines)), up.labels)
-    axes.set_ylim(-0.5, len(lines) - 0.5)
-    axes.set_xlabel(short_text(across.name, 40))
-    axes.set_ylabel(short_text(up.name, 40))
-    axes.grid(visible=False)
-    axes.tick_params(which="both", length=0)
-
-
-def _one_a_config(rows: Sequence[JobRow], over_seeds: Sequence[SeedSummary]) -> list[JobRow]:
-    """Return one row for each config of a sweep that repeats seeds, with the mean of its jobs; else all rows."""
-    if not over_seeds:
-        return list(rows)
-    of_number = {row.number: row for row in rows}
-    found = []
-    for config in over_seeds:
-        jobs = [of_number[number] for number in config.jobs]
-        chosen = next((row for row in jobs if config.n and row.state == JobState.done), jobs[0])
-        found.append(replace(chosen, objective=config.mean if _is_drawn(config) else None))
-    return found
-
-
 def _star(axes: Axes, x: float, y: float, size: int) -> None:
     axes.scatter(x, y, marker="*", s=size, color=BEST, edgecolor="#5a3f00", linewidth=0.8, zorder=4, label="the best")
-
-
-def _is_grid(one: Scale, other: Scale) -> bool:
-    sizes = len(one.categories), len(other.categories)
-    pairs = {(one.values[job], other.values[job]) for job in one.values}
-    return min(sizes) >= 2 and max(sizes) <= _MAX_GRID and len(pairs) >= _NEARLY_FULL * sizes[0] * sizes[1]
 
 
 def _good(rows: Sequence[JobRow], objective: SweepObjective) -> list[JobRow]:
