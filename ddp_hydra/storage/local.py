@@ -124,10 +124,7 @@ class LocalFolder(Store):
 
     def _put(self, client: None, key: str, content: Any, size: int) -> None:
         target = self.path(key)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-        except FileNotFoundError as error:  # as /proc says; no object is missing
-            raise PermissionError(error.errno, error.strerror) from None
+        _make_folder(target.parent)
         with replacing(target) as part:
             if isinstance(content, Path):
                 shutil.copyfile(content, part)
@@ -155,7 +152,7 @@ class LocalFolder(Store):
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Keep others from conditional writes meanwhile, on all hosts where the disk has locks (NFS 4 has)."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(self.folder)
         handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             with suppress(OSError):  # without locks, this is the best that can be done
@@ -173,3 +170,10 @@ class LocalFolder(Store):
         if key.startswith("/") or ".." in key.split("/"):
             raise ValueError(f"{key!r} leads out of {self.folder}: give paths below it, without '..'")
         return self.folder / key
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # as /proc says; no object is missing
+        raise PermissionError(error.errno, error.strerror) from None

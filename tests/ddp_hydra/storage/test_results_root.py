@@ -99,3 +99,10 @@ def test_a_run_directory_may_point_to_its_results(tmp_path):
     (tmp_path / results_root.POINTER).write_text("s3://bucket/runs/a\n")
     assert RunRef.named(tmp_path).place == "s3://bucket/runs/a"
     assert RunRef.named("s3://bucket/runs/b").place == "s3://bucket/runs/b"
+
+
+def test_a_folder_that_nobody_can_make_is_a_sentence():
+    store = results_root.open_folder("/proc/runs")
+    for write in (lambda: store.put("x", b""), lambda: store.put_if("x", b"", None)):
+        with pytest.raises(ConfigError, match=r"/proc/runs/x: .* may its user write it\?"):
+            write()
