@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import getpass
 import hashlib
 import inspect
@@ -122,6 +123,7 @@ class Scheduler:
                     if known or time.monotonic() > until:
                         said = str(error) or type(error).__name__
                         raise ClusterError(known or f"the scheduler {self.address} does not answer: {said}") from error
+                gc.collect()  # a client that failed closes itself here: while another one starts, it would wait for it
                 time.sleep(POLL_S)
 
 

@@ -5,6 +5,7 @@ import getpass
 import logging
 import os
 import socket
+import weakref
 
 import distributed
 import pytest
@@ -56,6 +57,24 @@ def clients(monkeypatch):
     monkeypatch.setattr(connection, "POLL_S", 0.01)
     monkeypatch.setattr(connection, "diagnose", lambda address, security: "")
     return errors
+
+
+def test_a_client_that_failed_is_gone_before_the_next_one_starts(monkeypatch):
+    """Dask's client waits for a lock as it is collected, which the next one holds while it starts."""
+    alive = []
+
+    class Client:
+        def __init__(self, *_, **__):
+            self.itself = self
+            alive.append(weakref.ref(self))
+            if len(alive) == 1:
+                raise OSError("timed out")
+            assert alive[0]() is None
+
+    monkeypatch.setattr(distributed, "Client", Client)
+    monkeypatch.setattr(connection, "diagnose", lambda *_: "")
+    monkeypatch.setattr(connection, "POLL_S", 0.0)
+    assert isinstance(Scheduler("tcp://127.0.0.1:1").client(), Client)
 
 
 def test_a_scheduler_that_is_busy_for_a_moment_is_asked_again(clients):
