@@ -101,7 +101,7 @@ def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, t
     )  # fmt: skip
     monkeypatch.setattr(remote, "check", lambda _: None)
     monkeypatch.setattr(remote.schema, "resolved", lambda _: {})
-    monkeypatch.setattr(remote.checkpoint_config, "of", lambda _: {})
+    monkeypatch.setattr(remote.checkpoint_config, "stored_config", lambda _: {})
     monkeypatch.setattr(remote.job_config, "packed_project", lambda *_: Project("abc", b""))
     monkeypatch.setattr(remote.connect, "connect", lambda *_: nullcontext(SimpleNamespace(id="client-1")))
     monkeypatch.setattr(remote, "_choose_worker", lambda _: "w")
