@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import commands, environments
 from benchmarks.commands import ROOT
 from benchmarks.object_store import corpus
-from ddp_hydra.rank.fork_environment import ALLOCATOR
+from ddp_hydra.rank.environment import ALLOCATOR
 
 Result = dict[str, float]
 

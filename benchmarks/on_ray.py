@@ -19,7 +19,7 @@ from benchmarks import commands, environments, overhead, report
 from benchmarks.overhead import RANKS, WORK, Work
 from benchmarks.report import Figure, Goal
 from benchmarks.train import PEERS, RAY, run, sizes
-from ddp_hydra.rank.fork_environment import ALLOCATOR
+from ddp_hydra.rank.environment import ALLOCATOR
 
 HOST = "127.0.0.1"
 START_S = 120.0

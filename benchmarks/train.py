@@ -11,7 +11,7 @@ from benchmarks.object_store import corpus, server
 from benchmarks.overhead import RANKS, WORK, Work
 from benchmarks.peers.loop_photos import SIDE
 from benchmarks.report import Figure, Goal
-from ddp_hydra.rank.fork_environment import ALLOCATOR
+from ddp_hydra.rank.environment import ALLOCATOR
 
 PEERS = ("lightning-fabric>=2.5", "ray[train]>=2.50")
 RAY = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}

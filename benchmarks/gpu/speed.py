@@ -15,7 +15,7 @@ from benchmarks.gpu import card
 from benchmarks.gpu.bench import Bench, Broken, last_line
 from benchmarks.report import Absent, Figure, Line
 from benchmarks.train import RAY
-from ddp_hydra.rank.fork_environment import ALLOCATOR
+from ddp_hydra.rank.environment import ALLOCATOR
 from ddp_hydra.training import profiler
 from models import resnet
 

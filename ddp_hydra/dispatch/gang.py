@@ -32,7 +32,7 @@ from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
 from ddp_hydra.dispatch.record_queue import UnreadRecords
-from ddp_hydra.dispatch.restarts import Ended, Restarts
+from ddp_hydra.dispatch.restarts import FailedAttempt, Restarts
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import File, Metrics, Notice, Record
@@ -308,7 +308,7 @@ class Gang:
         done = max(self.attempt.health.steps_done, error.failure.step - 1, self.logged_step)
         wall_s = time.monotonic() - self.attempt.begun_at
         begun, planned = time.time() - wall_s, self.attempt.was_planned(error.failure)
-        ended = Ended(self.attempt.number, self.world_size, done, begun, wall_s, error.failure, planned)
+        ended = FailedAttempt(self.attempt.number, self.world_size, done, begun, wall_s, error.failure, planned)
         why_not = self.restarts.note(ended)
         if why_not is not None or self.interrupts.wanted or self.attempt.records.error:
             if why_not:

@@ -17,7 +17,7 @@ FROM_OUTSIDE = ("killed by SIGKILL", "killed by SIGTERM")
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class FailedAttempt:
     """Describes an attempt that failed.
 
     Args:
@@ -76,9 +76,9 @@ class Restarts:
     """
 
     most: int
-    ended: list[Ended] = field(default_factory=list)
+    ended: list[FailedAttempt] = field(default_factory=list)
 
-    def note(self, ended: Ended) -> str | None:
+    def note(self, ended: FailedAttempt) -> str | None:
         """Note a failed attempt; return why there is no other one, or None if there is."""
         self.ended.append(ended)
         if self.most == 0 or ended.failure.mistake:

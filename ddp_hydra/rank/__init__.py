@@ -9,7 +9,6 @@ fork_server     imports torch once (fork_preload, which puts off its compiler); 
 fork_caller     one connection to it
 spare_forks     forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
-fork_environment                who may share it
 inbox           messages of the client to a worker's task
 outbox          files on their way from ranks to the client; checkpoints that stay, for ranks that resume there
 preemption      lets ranks finish when their worker is shut down

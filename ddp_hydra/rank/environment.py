@@ -1,14 +1,20 @@
-"""Computes the environment variables and the cores of a rank."""
+"""Computes the environment variables and the cores of a rank and of its fork server, and who may share that."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
 import os
+import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
+import ddp_hydra
 from ddp_hydra.rank import gpus
-from ddp_hydra.rank.fork_environment import without_dasks_limits
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 
 
@@ -96,3 +102,109 @@ def own_gpu_first(variables: Mapping[str, str], local_rank: int) -> dict[str, st
         return {}
     first = local_rank % len(seen)
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[first:] + seen[:first])}
+
+
+# -- who may share a fork server: a fork has the modules, variables, limits, cgroup and namespaces of its server
+
+DASKS_LIMITS = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "PYTHONHASHSEED": "6640",
+}
+"""Variables that Dask's nanny sets for its workers. Most would slow a rank down: each rank has its own number of
+threads, and allocates its large buffers again and again."""
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(256 * 2**20), "MALLOC_MMAP_THRESHOLD_": str(32 * 2**20)}
+"""Variables with which glibc keeps the buffers that each step frees, instead of asking the kernel for them again. glibc
+reads them when a process starts, so they are set for the server. Setting only one of the two would switch off its own
+adaptation."""
+BATCH_JOB = (
+    "SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "LSB_JOBINDEX", "JOB_ID", "SGE_TASK_ID", "OAR_JOB_ID", "FLUX_JOB_ID",
+)  # fmt: skip
+"""Variables in which SLURM, PBS, LSF, Grid Engine, OAR and Flux name the batch job of a process."""
+READ_AT_IMPORT = (
+    "LD_", "PYTHON", "LANG", "LC_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "CUDA_", "TORCH",
+    "PYTORCH_", "NPY_", "NUMPY_", "PILLOW_", "KINETO_",
+)  # fmt: skip
+"""Beginnings of the variables that Python, glibc, numpy, Pillow and torch read while they start, so that a rank comes
+too late to set them."""
+READ_LATER = (
+    "CUDA_VISIBLE_DEVICES", "TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHINDUCTOR_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK",
+)  # fmt: skip
+"""Exceptions: a rank reads its own. torch and scikit-learn set the last three when they are imported."""
+NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
+
+
+def of_server() -> dict[str, str]:
+    variables = ALLOCATOR | without_dasks_limits(os.environ)
+    path = [str(Path(ddp_hydra.__file__).parents[1]), *_python_path(variables)]
+    return variables | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def without_dasks_limits(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if DASKS_LIMITS.get(name) != value}
+
+
+def identity() -> str:
+    """Return the name of the server for this process: the same for all that may share one."""
+    parts = [sys.executable, sys.prefix, *_versions(), *_import_time_variables(), *batch_job(), *_confinement()]
+    return hashlib.sha256("\0".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+@functools.cache
+def _versions() -> list[str]:
+    """Return the versions of the code that a server loads. They are read once: later edits do not change the server."""
+    found = [f"{path} {size} {mtime_ns}" for folder in ddp_hydra.__path__ for path, size, mtime_ns in _sources(folder)]
+    for name in ("torch", "distributed"):
+        found.append(f"{name} {importlib.metadata.version(name)}")
+        if (spec := importlib.util.find_spec(name)) is not None and spec.origin:
+            found.append(f"{spec.origin} {Path(spec.origin).stat().st_mtime_ns}")
+    return found
+
+
+def _sources(folder: str) -> Iterator[tuple[str, int, int]]:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.is_dir() and entry.name != "__pycache__":
+            yield from _sources(entry.path)
+        elif entry.name.endswith(".py"):
+            status = entry.stat()
+            yield entry.path, status.st_size, status.st_mtime_ns
+
+
+def _python_path(variables: Mapping[str, str]) -> list[str]:
+    """Return the folders of PYTHONPATH, absolute, because the server runs in another folder."""
+    return [str(Path(entry).absolute()) for entry in variables.get("PYTHONPATH", "").split(os.pathsep) if entry]
+
+
+def _import_time_variables() -> list[str]:
+    """Return variables that matter when torch is imported, so that they cannot be set per rank later."""
+    variables = without_dasks_limits(os.environ)
+    found = {
+        name: value
+        for name, value in variables.items()
+        if name.startswith(READ_AT_IMPORT) and not name.startswith(READ_LATER) and name not in ALLOCATOR
+    }
+    return [f"{name}={found[name]}" for name in sorted(found.keys() - {"PYTHONPATH"})] + _python_path(variables)
+
+
+def batch_job() -> list[str]:
+    """Return the batch job of this process, [] outside of one: its ranks belong to that job, and end with it."""
+    return [f"{name}={os.environ[name]}" for name in BATCH_JOB if name in os.environ]
+
+
+def _confinement() -> list[str]:
+    """Return what a fork always has from its server: user and groups, limits, cgroup and namespaces."""
+    found = [f"{os.getuid()} {os.getgid()} {sorted(os.getgroups())} {os.nice(0)}"]
+    for name in sorted(name for name in dir(resource) if name.startswith("RLIMIT_") and name != "RLIMIT_CORE"):
+        found.append(f"{name} {resource.getrlimit(getattr(resource, name))}")
+    with contextlib.suppress(OSError):  # not on this system
+        status = Path("/proc/self/status").read_text()
+        found += [line for line in status.splitlines() if line.startswith(("Umask:", "CapEff:", "NoNewPrivs:"))]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/self/cgroup").read_text())
+    for name in NAMESPACES:  # two containers may have cgroups of the same name
+        with contextlib.suppress(OSError):
+            found.append(str(Path("/proc/self/ns", name).readlink()))
+    return found

@@ -25,7 +25,7 @@ from typing import Any
 
 from ddp_hydra.console.signals import open_standard_files
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import fork_environment
+from ddp_hydra.rank import environment
 from ddp_hydra.rank.processes import has_ended, user_of
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def release() -> None:
 
 
 def socket_path() -> Path:
-    return runtime_folder() / f"{fork_environment.identity()}.sock"
+    return runtime_folder() / f"{environment.identity()}.sock"
 
 
 def ask(address: Path, question: str) -> dict[str, Any] | None:
@@ -201,7 +201,7 @@ def _start(address: Path, short: str) -> None:
         # The intermediate parent ends at once, so that the server outlives the process that started it.
         subprocess.run(
             [sys.executable, "-S", "-c", _DETACH, *command],
-            env=fork_environment.of_server(),
+            env=environment.of_server(),
             cwd="/",  # it may outlive this process's folder
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,

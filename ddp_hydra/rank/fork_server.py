@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra.console.signals import open_standard_files
-from ddp_hydra.rank import fork_environment
+from ddp_hydra.rank import environment
 from ddp_hydra.rank.fork_caller import REQUEST_S, Caller
 from ddp_hydra.rank.fork_preload import import_if_wanted, preload
 from ddp_hydra.rank.processes import (
@@ -65,7 +65,7 @@ IDLE_S = 1.0
 """Seconds between two looks whether to leave while nobody is connected."""
 
 
-class Server:
+class ForkServer:
     """Forks ranks on request, until the last connection has ended and nobody wants to find it warm.
 
     Args:
@@ -204,7 +204,7 @@ class Server:
 
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         caller.has_requested = True
-        self.idling.keep_warm_s = 0.0 if fork_environment.batch_job() else float(request.get("keep_warm_s", 0.0))
+        self.idling.keep_warm_s = 0.0 if environment.batch_job() else float(request.get("keep_warm_s", 0.0))
         if import_if_wanted():
             self.spares.end()
         try:
@@ -387,16 +387,16 @@ def memory_bytes() -> int:
 def main(listener_fd: int, address: str) -> None:
     from setproctitle import setproctitle
 
-    environment = dict(os.environ)  # before the imports add to it
+    variables = dict(os.environ)  # before the imports add to it
     open_standard_files()
 
     def start_anew() -> NoReturn:
         os.set_inheritable(listener_fd, True)
-        os.execve(sys.executable, [sys.executable, "-m", MODULE, str(listener_fd), address], environment)  # noqa: S606
+        os.execve(sys.executable, [sys.executable, "-m", MODULE, str(listener_fd), address], variables)  # noqa: S606
 
     setproctitle("ddp_hydra fork server")
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-    server = Server(socket.socket(fileno=listener_fd), Path(address), start_anew)
+    server = ForkServer(socket.socket(fileno=listener_fd), Path(address), start_anew)
     preload(server.leave_if_deserted)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)  # it may stay longer than the terminal, or the pipe, of the command that started it

@@ -160,9 +160,9 @@ class JobSpec(Struct, frozen=True, kw_only=True):
         Raises:
             ConfigError: the client has another version of ddp_hydra.
         """
-        sender = Sender()
+        sender = ClientVersion()
         with contextlib.suppress(msgspec.MsgspecError):
-            sender = msgspec.msgpack.decode(data, type=Sender)
+            sender = msgspec.msgpack.decode(data, type=ClientVersion)
             if sender.format == FORMAT:
                 return msgspec.msgpack.decode(data, type=cls)
         raise ConfigError(
@@ -172,7 +172,7 @@ class JobSpec(Struct, frozen=True, kw_only=True):
         )
 
 
-class Sender(Struct):
+class ClientVersion(Struct):
     """What any version can read of a job: which version has sent it."""
 
     format: int = 0
@@ -211,4 +211,4 @@ class TorchrunLaunch(RankLaunch, frozen=True, kw_only=True):
     numbers: dict[str, bool | int] = {}
 
 
-prepare(GangSettings, JobSpec, Sender, RankLaunch)
+prepare(GangSettings, JobSpec, ClientVersion, RankLaunch)

@@ -24,7 +24,7 @@ import ddp_hydra
 from ddp_hydra.config.project import Project
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, read
-from ddp_hydra.rank.fork_environment import without_dasks_limits
+from ddp_hydra.rank.environment import without_dasks_limits
 from ddp_hydra.storage.base import Store
 
 STDERR_BYTES = 2000

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import to_builtins
 
-from ddp_hydra.dispatch.restarts import OWN_FAULT, Ended, Restarts, repeated
+from ddp_hydra.dispatch.restarts import OWN_FAULT, FailedAttempt, Restarts, repeated
 from ddp_hydra.errors import Failure
 
 LOST = ("lost", "its worker tcp://10.0.0.1:4711 left the cluster")
 
 
-def failed(kind="raised", message="ValueError: bad", step=20, attempt=0, **more) -> Ended:
+def failed(kind="raised", message="ValueError: bad", step=20, attempt=0, **more) -> FailedAttempt:
     failure = Failure(kind, 1, "h", message, step=step, attempt=attempt, **more)
-    return Ended(attempt, 4, max(0, step - 1), 0.0, 0.0, failure)
+    return FailedAttempt(attempt, 4, max(0, step - 1), 0.0, 0.0, failure)
 
 
 def are_the_same(*messages: str) -> bool:
@@ -60,7 +60,7 @@ def test_of_a_function_that_says_no_steps_nobody_knows_whether_it_failed_at_the_
     unknown = failed(step=0, phase="run", deterministic=True)
     assert [restarts.note(unknown) for _ in range(3)] == [None] * 3
     restarts = Restarts(5)
-    logged = [Ended(n, 4, 20, 0.0, 0.0, unknown.failure) for n in range(2)]  # steps of results.log
+    logged = [FailedAttempt(n, 4, 20, 0.0, 0.0, unknown.failure) for n in range(2)]  # steps of results.log
     assert [restarts.note(one) for one in logged] == [
         None,
         "the same failure in step 20 in two attempts running: it was not tried again",
@@ -119,7 +119,7 @@ def test_words_do_make_another_failure():
 
 def test_an_attempt_is_told_in_plain_fields():
     failure = Failure("hung", 1, "h", "m", step=20, attempt=2)
-    shown = to_builtins(Ended(2, 4, 19, 1.79e9, 3.5, failure).entry())
+    shown = to_builtins(FailedAttempt(2, 4, 19, 1.79e9, 3.5, failure).entry())
     assert shown["failure"]["kind"] == "hung"
     assert {name: shown[name] for name in shown.keys() - {"failure"}} == {
         "attempt": 2,

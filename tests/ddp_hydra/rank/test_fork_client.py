@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 import ddp_hydra
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import environment, fork_client, fork_environment, gpus, processes
+from ddp_hydra.rank import environment, fork_client, gpus, processes
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -32,7 +32,7 @@ JOB = JobSpec(gang="g", attempt=2, ranks=(ALONE,))
     ],
 )
 def test_dasks_limits_for_its_workers_are_dropped_and_a_users_own_are_kept(given, kept):
-    assert fork_environment.without_dasks_limits(given) == kept
+    assert environment.without_dasks_limits(given) == kept
 
 
 def test_a_rank_finds_what_everyone_expects_in_its_environment(monkeypatch):
@@ -182,21 +182,21 @@ def test_the_user_at_the_other_end_is_known():
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "KMP_AFFINITY", "LD_PRELOAD", "TORCH_LOGS", "CUDA_HOME", "LANG"])
 def test_variables_that_are_read_at_import_tell_servers_apart(monkeypatch, name):
-    before = fork_environment.identity()
+    before = environment.identity()
     monkeypatch.setenv(name, "7")
-    assert fork_environment.identity() != before
+    assert environment.identity() != before
 
 
 @pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "KMP_INIT_AT_FORK", "TORCHELASTIC_RUN_ID", "RANK"])
 def test_variables_that_each_rank_reads_itself_do_not(monkeypatch, name):
-    before = fork_environment.identity()
+    before = environment.identity()
     monkeypatch.setenv(name, "7")
-    assert fork_environment.identity() == before
+    assert environment.identity() == before
 
 
 def test_limits_and_the_mask_of_new_files_tell_servers_apart():
     program = (
-        "import os, resource; from ddp_hydra.rank.fork_environment import identity; names = [identity()]\n"
+        "import os, resource; from ddp_hydra.rank.environment import identity; names = [identity()]\n"
         "mask = os.umask(0o077); names.append(identity()); os.umask(mask)\n"
         "soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard)); names.append(identity())\n"
@@ -211,26 +211,26 @@ def test_a_changed_file_of_the_library_has_another_server(tmp_path, monkeypatch)
     for name, text in (("a.py", "1"), ("b.py", "1")):
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(ddp_hydra, "__path__", [str(tmp_path)])
-    fork_environment._versions.cache_clear()
+    environment._versions.cache_clear()
     try:
-        before = fork_environment.identity()
+        before = environment.identity()
         os.utime(tmp_path / "a.py", (0, 0))
-        assert fork_environment.identity() == before  # a process keeps its server
-        fork_environment._versions.cache_clear()
-        assert fork_environment.identity() != before
+        assert environment.identity() == before  # a process keeps its server
+        environment._versions.cache_clear()
+        assert environment.identity() != before
     finally:
-        fork_environment._versions.cache_clear()
+        environment._versions.cache_clear()
 
 
 def test_a_server_needs_nothing_of_the_folder_that_it_was_started_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{os.pathsep}here{os.pathsep}/there")
-    path = fork_environment.of_server()["PYTHONPATH"].split(os.pathsep)
+    path = environment.of_server()["PYTHONPATH"].split(os.pathsep)
     assert path[1:] == [str(tmp_path / "here"), "/there"]
-    before = fork_environment.identity()
+    before = environment.identity()
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path / "other")
-    assert fork_environment.identity() != before
+    assert environment.identity() != before
 
 
 def test_after_a_change_of_the_environment_another_server_is_held(tmp_path, monkeypatch):

@@ -14,19 +14,19 @@ import pytest
 
 from ddp_hydra.rank import fork_caller
 from ddp_hydra.rank import fork_server as module
-from ddp_hydra.rank.fork_server import Server
+from ddp_hydra.rank.fork_server import ForkServer
 
 NOBODY = b'{"signal": 0}\n'
 RANK = b'{"title": "rank"}\n'
 
 
 @pytest.fixture
-def server(tmp_path) -> Iterator[Server]:
+def server(tmp_path) -> Iterator[ForkServer]:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "s"))
         listener.listen()
         listener.setblocking(False)
-        made = Server(listener, tmp_path / "s")
+        made = ForkServer(listener, tmp_path / "s")
         yield made
         for caller in list(made.callers.values()):
             made.drop(caller)
@@ -34,7 +34,7 @@ def server(tmp_path) -> Iterator[Server]:
             end.close()
 
 
-def call(server: Server, said: bytes, fds: tuple[int, ...] = ()) -> socket.socket:
+def call(server: ForkServer, said: bytes, fds: tuple[int, ...] = ()) -> socket.socket:
     """Connect and say something, and have the server hear it."""
     caller = socket.socket(socket.AF_UNIX)
     caller.settimeout(5)
