@@ -37,7 +37,7 @@ def seed_by(*key: int) -> None:
     seed_all(mixed)
 
 
-class Kept:
+class StateGuard:
     """Restores the three generators after a block."""
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ def tell_epoch(data: Any, epoch: int, seed: int | None) -> None:
     if seed is None:
         data.set_epoch(epoch)
         return
-    with Kept():
+    with StateGuard():
         seed_by(seed, epoch)
         data.set_epoch(epoch)
 

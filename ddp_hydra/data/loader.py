@@ -23,7 +23,7 @@ from ddp_hydra.data import draws
 from ddp_hydra.data.batch import laid_out, make_batch, n_bytes, pin, to_device
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.threads import is_thread_safe
-from ddp_hydra.data.workers import InWorkers, Refused, Workers
+from ddp_hydra.data.workers import InWorkers, UnpicklableInWorker, Workers
 from ddp_hydra.data.wrappers import name_of
 
 QUICK_S = 0.001
@@ -173,7 +173,7 @@ class Loader:
                         return
                     self.progress()
                     yield batch
-            except Refused as refused:
+            except UnpicklableInWorker as refused:
                 self.uses_workers, self.workers = False, None
                 self.warn(
                     f"{name_of(self.source)} can't be unpickled in a worker, so the thread that trains "
@@ -193,13 +193,13 @@ class Loader:
 
     def make(self, indices: Indices) -> Any:
         begin = time.perf_counter()
-        with self.draws_kept():
+        with self.state_guard():
             batch = self.pinned(make_batch(self.source, indices, not self.in_threads, self.progress))
         self._made_in_s = time.perf_counter() - begin
         return batch
 
-    def draws_kept(self) -> Any:
-        return nullcontext() if self.in_threads else draws.Kept()
+    def state_guard(self) -> Any:
+        return nullcontext() if self.in_threads else draws.StateGuard()
 
     def pinned(self, batch: Any) -> Any:
         return pin(batch) if self.device.type == "cuda" else batch

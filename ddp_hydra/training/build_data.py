@@ -63,7 +63,7 @@ from torch.utils.data import DataLoader, Dataset
 from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
-from ddp_hydra.data.workers import InWorkers, made_by, open_files
+from ddp_hydra.data.workers import InWorkers, open_files, with_workers
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.counting import takes_class_numbers
 from ddp_hydra.training.consensus import from_rank_0, gather_objects
@@ -83,7 +83,7 @@ def dataset(node: DictConfig | None, seed: int, key: str = "data.train") -> Any:
         return None
 
     def build() -> Any:
-        with draws.Kept():
+        with draws.StateGuard():
             draws.seed_all(seed)
             made = make(node)
         _check_kind(made, key)
@@ -110,7 +110,7 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
             f"DataLoader(..., batch_size=None, num_workers={workers}) of it"
         )
     if built is not None and not streams.is_stream(built):
-        kept = made_by(workers, built, device.type == "cuda", results.warn, files)
+        kept = with_workers(workers, built, device.type == "cuda", results.warn, files)
     try:
         if built is not None and ranks_in_group() > 1 and not built_once(node) and not streams.is_stream(built):
             check_same_data(built, f"data.{split}", cfg.seed)

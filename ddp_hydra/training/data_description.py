@@ -196,7 +196,7 @@ def fingerprint(data: Any, seed: int) -> list[Any]:
     samples: list[Any] = []
     begin = time.monotonic()
     for index in (0, n // 2):
-        with suppress(Exception), draws.Kept():  # an error comes again where the sample is trained on
+        with suppress(Exception), draws.StateGuard():  # an error comes again where the sample is trained on
             twice = []
             for _ in range(2):
                 indices = draws.placed([index], seed)

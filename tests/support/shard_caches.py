@@ -45,7 +45,7 @@ def files(folder: Path) -> list[str]:
 
 def settle(cache: ShardCache) -> None:
     """Wait for the indexes of members."""
-    cache._cached._index_saver.submit(lambda: None).result()
+    cache._index_saver.submit(lambda: None).result()
 
 
 def wait_until(condition, timeout_s: float = 10.0) -> None:

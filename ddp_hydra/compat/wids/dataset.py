@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_hydra.data.shards.cached_shards import GIB
+from ddp_hydra.data.shards.cache import GIB
 from ddp_hydra.data.shards.decode import decode_field
 from ddp_hydra.data.shards.index import Index
 from ddp_hydra.data.wids import WidsShards

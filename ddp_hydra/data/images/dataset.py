@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from ddp_hydra.data.draws import Indices, Kept, placed
+from ddp_hydra.data.draws import Indices, StateGuard, placed
 from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
 from ddp_hydra.data.images.batch_loader import BatchLoader, Cache, PreallocatedBatch
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
@@ -216,7 +216,7 @@ class ImageDataset(Dataset, ABC):
         of_run = isinstance(wanted, Indices)
         indices = wanted if isinstance(wanted, Indices) else placed(Indices(wanted, self._epoch), self.seed)
         done = []
-        with nullcontext() if of_run else Kept():
+        with nullcontext() if of_run else StateGuard():
             for place, ((image, rng), target) in enumerate(samples):
                 indices.seed_sample(place)
                 try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 import re
@@ -10,14 +12,25 @@ import socket
 import threading
 import time
 from collections.abc import Container, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.data.shards.cached_shards import GIB, CachedShards
-from ddp_hydra.data.shards.download import is_packed
+from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
+from ddp_hydra.data.shards.download import Prefetcher, download, is_packed
 from ddp_hydra.data.shards.index import Shard, is_local
-from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, read_members
+from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, checksum_of_some, load_members, read_members
+from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access, bare_url
+
+GIB = 2**30
+WAIT_S = 60.0
+"""How long to wait for space that other processes use."""
+_POLL_S = 0.02
+_ASK_AFTER_S = 0.5
+"""After waiting this long for space, all processes are asked to close all shards: those in use can be opened again."""
+_KEPT = ("shards", "access", "_names", "_given_folder", "budget_bytes", "_prefetch")
+"""What is pickled."""
 
 
 class ShardCache:
@@ -59,10 +72,10 @@ class ShardCache:
             raise ValueError(f"prefetch_shards is {prefetch}, and must be 0 or more: type data.prefetch_shards=4")
         self.shards = tuple(shards)
         self.access = access or Access(setting="data.index")
-        self._settings = folder, budget_bytes, prefetch, self.access
-        # The name of each shard in the cache; None: it is used where it is.
+        self._given_folder, self.budget_bytes, self._prefetch = folder, budget_bytes, prefetch
+        # The name of each shard in the cache; "": it is used where it is.
         self._names = [
-            None if is_local(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
+            "" if is_local(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
             for shard in self.shards
         ]
         self._set_process_state()
@@ -74,12 +87,18 @@ class ShardCache:
         self._opening: dict[int, threading.Lock] = {}
         self._bad: dict[int, tuple[type[ValueError | FileNotFoundError], str]] = {}
         self._local_members: dict[str, tuple[Any, TarMembers]] = {}
-        self._cached = CachedShards(self.shards, self._names, *self._settings, self._close_others)
-        self.counts = self._cached.counts
+        self.counts: dict[str, float] = dict.fromkeys(
+            ("downloads", "bytes_downloaded", "hits", "misses", "waited_s"), 0
+        )
+        self._prefetcher = Prefetcher(self._fetch_ahead, self._prefetch, self._answer)
+        self._disk: ShardFolder | None = None
+        self._closed = False
+        self._index_saver = ThreadPoolExecutor(1, "shard-index-saver")
+        self._asked_ns = time.time_ns()
         self._max_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("shards", "access", "_settings", "_names")}
+        return {name: self.__dict__[name] for name in _KEPT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -98,13 +117,13 @@ class ShardCache:
                 raise kind(message)
             started = time.monotonic()
             try:
-                is_cached = self._names[number] is not None
-                shard = self._cached.open(number) if is_cached else self._open_local(self.shards[number])
+                is_cached = self._names[number]
+                shard = self._open_cached(number) if is_cached else self._open_local(self.shards[number])
             except (ValueError, FileNotFoundError) as error:
                 self._bad[number] = ValueError if isinstance(error, ValueError) else FileNotFoundError, str(error)
                 raise
             finally:
-                self._cached.count(waited_s=time.monotonic() - started)
+                self._count(waited_s=time.monotonic() - started)
             with self._lock:
                 self.held[number] = shard
                 newest = list(self.held)[-self._max_open :]
@@ -136,23 +155,26 @@ class ShardCache:
         # Say which shards will be needed, so that they are downloaded before that.
         # order: their numbers in the order of their use, each once.
         self._check_process()
-        needed = [number for number in order if self._names[number] is not None]
-        self._cached.prefetcher.expect(needed)
-        if needed and self._cached.prefetcher.depth:
-            self._cached.prefetcher.start()
+        needed = [number for number in order if self._names[number]]
+        self._prefetcher.expect(needed)
+        if needed and self._prefetcher.depth:
+            self._prefetcher.start()
 
     def note_started(self, number: int) -> None:
-        self._cached.prefetcher.note_started(number)
+        self._prefetcher.note_started(number)
 
     def note_done(self, number: int) -> None:
-        if self._names[number] is not None:
+        if self._names[number]:
             with self._lock:
                 self.held.pop(number, None)
-            self._cached.note_done(number)
+            self._folder().note_read(self._names[number])
+            self._prefetcher.note_done(number)
 
     def close(self) -> None:
         self.access.close()
-        self._cached.close()
+        self._closed = True
+        self._prefetcher.close()
+        self._index_saver.shutdown(cancel_futures=True)
         self._close_others(())
 
     def _check_process(self) -> None:
@@ -163,6 +185,186 @@ class ShardCache:
         with self._lock:
             for number in [number for number in self.held if number not in kept]:
                 del self.held[number]
+
+    # -- the folder
+
+    def _open_cached(self, number: int) -> OpenShard:
+        folder, name = self._folder(), self._names[number]
+        while True:
+            descriptor, fresh = self._find_or_download(number)
+            try:
+                members = None if fresh else load_members(folder.index_path(name), os.fstat(descriptor).st_size)
+                if members is not None and members.checksum != checksum_of_some(descriptor):
+                    raise ValueError(f"{folder.path / name} was changed since it was downloaded")
+                if members is None or len(members) < self.shards[number].n_samples:
+                    members = self._read_and_save_members(number, descriptor)
+                shard = OpenShard(descriptor, members)
+                folder.note_read(name)
+                self._prefetcher.start()
+                return shard
+            except ValueError:
+                # A file from the cache may have been damaged there; a fresh download is damaged at its source.
+                folder.discard(descriptor, name)
+                if fresh:
+                    raise
+            finally:
+                os.close(descriptor)
+
+    def _read_and_save_members(self, number: int, descriptor: int) -> TarMembers:
+        # Without a saved index, the next process indexes the shard again.
+        folder, name = self._folder(), self._names[number]
+        members = checked(self.shards[number], read_members(folder.path / name, descriptor))
+        members.checksum = checksum_of_some(descriptor)
+
+        def save() -> None:
+            # Without a lock, so that the shard may be evicted meanwhile.
+            with contextlib.suppress(OSError), (folder.path / name).open("rb") as file:
+                os.fsync(file.fileno())
+                folder.save_index(file.fileno(), name, members)
+
+        with contextlib.suppress(RuntimeError):  # the cache was closed, or the interpreter ends
+            self._index_saver.submit(save)
+        return members
+
+    def _find_or_download(self, number: int) -> tuple[int, bool]:
+        folder, name, shard = self._folder(), self._names[number], self.shards[number]
+        missing = False
+        while True:
+            descriptor = folder.open(name)
+            if descriptor is not None:
+                size = os.fstat(descriptor).st_size
+                right_size = shard.size in (None, size) or is_packed(shard.url)
+                if size and right_size and folder.is_certain(descriptor, name):
+                    self._count(hits=not missing)
+                    return descriptor, False
+                folder.discard(descriptor, name)
+                os.close(descriptor)
+            self._count(misses=not missing)
+            missing = True
+            part = folder.claim(name)
+            if part is not None:
+                self._download(part, number, background=False)
+                return part, True
+            if self._closed:
+                raise _ClosedError
+            time.sleep(_POLL_S)
+
+    def _download(self, part: int, number: int, background: bool) -> None:
+        folder, name, shard = self._folder(), self._names[number], self.shards[number]
+
+        def reserve(n_bytes: int) -> None:
+            self._reserve(part, n_bytes, background)
+            self._prefetcher.note_space(number)
+
+        try:
+            store, key = self.access.open(shard.url)
+            try:
+                download(shard, store, key, part, reserve, self._note_piece)
+            except ValueError:
+                os.ftruncate(part, 0)
+                download(shard, store, key, part, reserve, self._note_piece)
+            folder.note_fetched(part)
+            folder.publish(part, name)
+        except BaseException as error:
+            folder.abandon(part, name)
+            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise OSError(
+                    f"the disk of {folder.path} on {socket.gethostname()} became full: free it, or type "
+                    "data.cache_dir=... for another one"
+                ) from None
+            raise
+        self._count(downloads=1)
+
+    def _note_piece(self, piece: Any) -> None:
+        self._count(bytes_downloaded=len(piece))
+        if self._closed:
+            raise _ClosedError
+
+    def _reserve(self, part: int, n_bytes: int, background: bool) -> None:
+        folder = self._folder()
+        if with_index(n_bytes) > self.budget_bytes:
+            raise OSError(
+                f"a shard takes {with_index(n_bytes) / GIB:.2f} GiB, and the cache in {folder.path} may take "
+                f"{self.budget_bytes / GIB:.2f}: type data.cache_gb={_in_gib(2 * n_bytes)}"
+            )
+        started, files = time.monotonic(), frozenset(self._names)
+        evict_needed = False
+        while True:
+            needed = {self._names[number]: place for number, place in self._prefetcher.needed().items()}
+            problem = folder.reserve(part, n_bytes, files, needed, evict_needed)
+            if problem is None:
+                return
+            if background:
+                raise _NoSpaceError
+            if self._closed:
+                raise _ClosedError
+            waited_s = time.monotonic() - started
+            if waited_s > WAIT_S:
+                raise OSError(
+                    f"no space for a shard of {n_bytes / GIB:.2f} GiB in {folder.path} on {socket.gethostname()}, "
+                    f"waited {waited_s:.0f} s: {problem}. Free the disk or type data.cache_dir=... for another one. "
+                    f"If the disk has space, type data.cache_gb={_in_gib(self.budget_bytes + 4 * n_bytes)}"
+                )
+            asks = waited_s > _ASK_AFTER_S
+            self._close_others(() if asks else self._prefetcher.in_use())
+            if asks:
+                folder.ask_for_space()
+            if evict_needed:
+                time.sleep(_POLL_S)
+            evict_needed = True
+
+    def _answer(self) -> None:
+        if self._disk is not None and (asked_ns := self._disk.asked_ns()) > self._asked_ns:
+            self._asked_ns = asked_ns
+            self._close_others(())
+
+    def _fetch_ahead(self, number: int) -> bool:
+        try:
+            folder, name = self._folder(), self._names[number]
+            part = None if (folder.path / name).exists() else folder.claim(name)
+            if part is not None:
+                self._download(part, number, background=True)
+                try:
+                    self._read_and_save_members(number, part)
+                finally:
+                    os.close(part)
+        except _NoSpaceError:
+            return False
+        except (OSError, ValueError, RuntimeError):
+            pass  # it is raised again when the shard is needed
+        return True
+
+    def _folder(self) -> ShardFolder:
+        if self._disk is None:
+            path = Path(self._given_folder or user_cache() / "shards").expanduser().absolute()
+            try:
+                self._disk = ShardFolder(path, self.budget_bytes)
+            except OSError as error:
+                raise OSError(
+                    f"the folder for shards, {path} on {socket.gethostname()}, can't be made ({error.strerror}): type "
+                    "data.cache_dir=..."
+                ) from None
+        return self._disk
+
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            for name, value in more.items():
+                self.counts[name] += value
+
+
+class _NoSpaceError(Exception):
+    """There is no space for a shard that is fetched in the background."""
+
+
+class _ClosedError(RuntimeError):
+    """The cache was closed."""
+
+    def __init__(self) -> None:
+        super().__init__("the shard cache was closed while a shard was being fetched")
+
+
+def _in_gib(n_bytes: int) -> int:
+    return -(-n_bytes // GIB)
 
 
 def _file_name(shard: Shard, endpoint_url: str | None) -> str:

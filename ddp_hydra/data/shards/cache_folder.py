@@ -24,7 +24,7 @@ _BUSY_S = 0.002
 
 
 @dataclass(frozen=True)
-class Kept:
+class CacheEntry:
     """A shard in the folder.
 
     Args:
@@ -40,7 +40,7 @@ class Kept:
     read_ns: int
 
 
-def eviction_rank(file: Kept, files: Collection[str], needed: Mapping[str, int]) -> tuple[int, int]:
+def eviction_rank(file: CacheEntry, files: Collection[str], needed: Mapping[str, int]) -> tuple[int, int]:
     # Return the sort key of a shard for eviction: the lowest goes first.
     # Every shard is read once in an epoch. So the shard that was read last is the one that is not needed for the
     # longest time, and a shard that has not been read yet stays: a cache of half the data set saves half of the
@@ -180,7 +180,7 @@ class ShardFolder:
         finally:
             _release(descriptor)
 
-    def _scan(self) -> tuple[list[Kept], int]:
+    def _scan(self) -> tuple[list[CacheEntry], int]:
         # Return the shards, and the bytes that all files take; remove the files that killed processes left.
         files: dict[str, os.stat_result] = {}
         kinds: dict[str, str] = {}
@@ -207,10 +207,10 @@ class ShardFolder:
             total += size
             if not kinds[name]:
                 used_ns = max(status.st_atime_ns, status.st_mtime_ns)
-                kept.append(Kept(name, size, used_ns, status.st_mtime_ns))
+                kept.append(CacheEntry(name, size, used_ns, status.st_mtime_ns))
         return kept, total
 
-    def _evict(self, candidates: list[Kept], n_bytes: int) -> bool:
+    def _evict(self, candidates: list[CacheEntry], n_bytes: int) -> bool:
         # Remove the first files that no process uses, until `n_bytes` are free; remove none if they are too few.
         names = []
         with contextlib.ExitStack() as locks:

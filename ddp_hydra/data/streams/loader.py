@@ -15,13 +15,13 @@ from ddp_hydra.data.batch import alike, collated
 from ddp_hydra.data.loader import Loader, MicroBatch, split
 from ddp_hydra.data.streams.part import Part
 from ddp_hydra.data.streams.part import split as split_stream
-from ddp_hydra.data.streams.sampler import Ahead, Numbers, StreamSampler
+from ddp_hydra.data.streams.sampler import Lookahead, Numbers, StreamSampler
 from ddp_hydra.data.wrappers import name_of
 from ddp_hydra.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Made:
+class StepBatches:
     """The batches of one step, not yet on the device.
 
     Args:
@@ -63,7 +63,7 @@ class StreamLoader(Loader):
             return
         sampler, position = batches.sampler, batches.position
         sampler.wait = self.wait
-        with self.draws_kept():
+        with self.state_guard():
             sampler.begin(batches)
         sampler.ahead = self._ahead(self._made(sampler, micro_batches), sampler.part, micro_batches)
         with closing(sampler):
@@ -78,25 +78,25 @@ class StreamLoader(Loader):
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
         part = split_stream(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
 
-        def batches() -> Iterator[Made]:
+        def batches() -> Iterator[StepBatches]:
             part.open(0)
             samples = part.once()
             while taken := list(islice(samples, batch_size)):
                 numbers = [number for number, _ in taken]
                 batch = self.made([sample for _, sample in taken], draws.EVALUATION, numbers[0])
-                yield Made([batch], [numbers])
+                yield StepBatches([batch], [numbers])
 
         yield from self._each(batches(), part)
 
     def in_order(self, part: Part, batch_size: int, wanted: Callable[[int], bool]) -> Iterator[tuple[Any, list[int]]]:
         # wanted: number of a batch's first sample -> whether to make the batch.
-        def batches() -> Iterator[Made]:
+        def batches() -> Iterator[StepBatches]:
             part.open(0)
             start = 0
             while taken := list(islice(part.samples, batch_size)):
                 if wanted(start):
                     batch = self.made(taken, draws.EVALUATION, start)
-                    yield Made([batch], [list(range(start, start + len(taken)))])
+                    yield StepBatches([batch], [list(range(start, start + len(taken)))])
                 start += len(taken)
 
         yield from self._each(batches(), part)
@@ -106,23 +106,23 @@ class StreamLoader(Loader):
             draws.placed(draws.Indices([], epoch, [position]), self.seed).seed_batch()
         return self.pinned(collated(self.dataset, samples, self.progress))
 
-    def _made(self, sampler: StreamSampler, micro_batches: int) -> Iterator[Made]:
+    def _made(self, sampler: StreamSampler, micro_batches: int) -> Iterator[StepBatches]:
         position = sampler.reached + sampler.part.rank * sampler.batch_size
         for samples, state in sampler.samples():
             parts = split(samples, micro_batches)
             starts = accumulate(map(len, parts), initial=position)
             batches = [self.made(part, sampler.epoch, start) for part, start in zip(parts, starts, strict=False)]
-            yield Made(batches, parts, state)
+            yield StepBatches(batches, parts, state)
             position += sampler.global_batch
 
-    def _each(self, batches: Iterator[Made], part: Part) -> Iterator[tuple[Any, list[int]]]:
+    def _each(self, batches: Iterator[StepBatches], part: Part) -> Iterator[tuple[Any, list[int]]]:
         with closing(self._ahead(batches, part, 1)) as ahead:
             self._compare(ahead, part)
             while self.wait(lambda: ahead.wait_for(1)):
                 made = ahead.take()
                 yield self.placed(made.batches[0]), made.numbers[0]
 
-    def _compare(self, ahead: Ahead[Made], part: Part) -> None:
+    def _compare(self, ahead: Lookahead[StepBatches], part: Part) -> None:
         if self.gather is None or not part.dealt or self.way is not None:
             return
         self.wait(lambda: ahead.wait_for(1))
@@ -135,22 +135,22 @@ class StreamLoader(Loader):
                 "only the order of the samples differs, and that is meant, type +data.shard_by=samples"
             )
 
-    def _ahead(self, steps: Iterator[Made], part: Part, micro_batches: int) -> Ahead[Made]:
-        def depth(made: Made) -> int:
+    def _ahead(self, steps: Iterator[StepBatches], part: Part, micro_batches: int) -> Lookahead[StepBatches]:
+        def depth(made: StepBatches) -> int:
             return max(1, self.affordable(made.batches) // micro_batches)
 
         is_ahead = self.prefetch and self.in_threads
-        return Ahead(steps if is_ahead else self._kept(steps), depth if is_ahead else None, part.stop)
+        return Lookahead(steps if is_ahead else self._kept(steps), depth if is_ahead else None, part.stop)
 
-    def _kept(self, steps: Iterator[Made]) -> Iterator[Made]:
+    def _kept(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
         while True:
-            with self.draws_kept():
+            with self.state_guard():
                 made = next(steps, None)
             if made is None:
                 return
             yield made
 
-    def _micro_batches(self, made: Made) -> Iterator[MicroBatch]:
+    def _micro_batches(self, made: StepBatches) -> Iterator[MicroBatch]:
         total = sum(map(len, made.numbers))
         for number, (batch, samples) in enumerate(zip(made.batches, made.numbers, strict=True), start=1):
             share, last = len(samples) / total, number == len(made.batches)

@@ -21,7 +21,7 @@ NEVER = 2**62
 Item = TypeVar("Item")
 
 
-class Ahead(Generic[Item]):
+class Lookahead(Generic[Item]):
     """Holds items that were taken from an iterator ahead of time.
 
     Args:
@@ -128,7 +128,7 @@ class StreamSampler:
             )
         self.agree = agree or (lambda: self.heard(self.counts()))
         self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()
-        self.ahead: Ahead[Any] | None = None
+        self.ahead: Lookahead[Any] | None = None
         self.epoch = 0
         self.reached = self.known = 0  # the steps up to here are taken up; all ranks have those up to here
         self.end: int | None = None

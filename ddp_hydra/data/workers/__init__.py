@@ -9,6 +9,6 @@ DataLoader.
 """
 
 from ddp_hydra.data.workers.helper import open_files, take_helper
-from ddp_hydra.data.workers.loader import InWorkers, Refused, Workers, made_by
+from ddp_hydra.data.workers.loader import InWorkers, UnpicklableInWorker, Workers, with_workers
 
-__all__ = ["InWorkers", "Refused", "Workers", "made_by", "open_files", "take_helper"]
+__all__ = ["InWorkers", "UnpicklableInWorker", "Workers", "open_files", "take_helper", "with_workers"]

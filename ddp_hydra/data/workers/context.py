@@ -149,7 +149,7 @@ class Queue:
         threading.Thread(target=self._write_all, name="worker-queue", daemon=True).start()
 
     def put(self, item: Any) -> None:
-        carried = _Carried()
+        carried = _DescriptorList()
         set_spawning_popen(carried)
         try:
             data = bytes(reduction.ForkingPickler.dumps(item))
@@ -221,7 +221,7 @@ class _ReceivedFd:
         return int(_received.fds[self.number])
 
 
-class _Carried:
+class _DescriptorList:
     """Takes up the descriptors in an item that is pickled."""
 
     DupFd = _ReceivedFd

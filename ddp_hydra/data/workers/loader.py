@@ -111,7 +111,7 @@ class InWorkers:
             self.dataset.close()
 
 
-class Refused(Exception):
+class UnpicklableInWorker(Exception):
     """A worker can't unpickle the data set."""
 
 
@@ -156,7 +156,7 @@ class Workers:
             results: Iterator[Result] = iter(self.loader)
             while (result := next(results, None)) is not None:
                 if result.refused:
-                    raise Refused(result.refused)
+                    raise UnpicklableInWorker(result.refused)
                 self.data.hear(result)
                 batch = result.opened()
                 pending.popleft()
@@ -206,7 +206,9 @@ def _gone(code: int) -> ConnectionError:
     return ConnectionError(f"a worker that makes batches for this rank (data.workers) has ended {how}; {advice}")
 
 
-def made_by(workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None], files: Collection[int] = ()) -> Any:
+def with_workers(
+    workers: Any, data: Any, to_gpu: bool, warn: Callable[[str], None], files: Collection[int] = ()
+) -> Any:
     if not (number := number_of(workers, data, to_gpu)):
         return data
     try:

@@ -48,7 +48,7 @@ class SharedBatch:
             return begin, dense.dtype, tuple(dense.shape), dense.stride()
 
         structure = io.BytesIO()
-        _Pickler(structure, place if hasattr(os, "memfd_create") else None).dump(batch)
+        _BatchPickler(structure, place if hasattr(os, "memfd_create") else None).dump(batch)
         self.structure = structure.getvalue()
         if self.size:
             self.fd = os.memfd_create("ddp_hydra-batch")
@@ -68,7 +68,7 @@ class SharedBatch:
         # Return the batch; its tensors lie in the shared memory.
         memory = mmap.mmap(self.fd, self.size) if self.size else None
         self.__del__()
-        return _Unpickler(io.BytesIO(self.structure), lambda place: _view(memory, *place)).load()
+        return _BatchUnpickler(io.BytesIO(self.structure), lambda place: _view(memory, *place)).load()
 
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:
@@ -87,7 +87,7 @@ def _view(memory: Any, begin: int, dtype: torch.dtype, shape: tuple[int, ...], s
     return flat.as_strided(shape, stride)
 
 
-class _Pickler(pickle.Pickler):
+class _BatchPickler(pickle.Pickler):
     """Pickles a batch; of plain tensors only the place.
 
     Args:
@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
         return None if obj.is_quantized or obj.requires_grad or obj.device.type != "cpu" else self.place(obj)
 
 
-class _Unpickler(pickle.Unpickler):
+class _BatchUnpickler(pickle.Unpickler):
     """Unpickles a batch, and puts its tensors where they were.
 
     Args:

@@ -270,9 +270,9 @@ def test_the_bound_of_a_cache_folder_is_kept_by_the_data_set(shards, tmp_path, m
     monkeypatch.setattr(wids_dataset, "_bounds", {})
     process = wids.create_cleanup_background_process(f"{tmp_path}/cache/*", maxsize=3e6, every=1)
     data = wids.ShardListDataset(shards, cache_dir="cache")
-    assert data.data._cache._settings[1] == 3_000_000
-    assert wids.ShardListDataset(shards, cache_dir="cache", cache_size=5e6).data._cache._settings[1] == 5_000_000
-    assert wids.ShardListDataset(shards, 10, "other").data._cache._settings[1] == 50 * 2**30
+    assert data.data._cache.budget_bytes == 3_000_000
+    assert wids.ShardListDataset(shards, cache_dir="cache", cache_size=5e6).data._cache.budget_bytes == 5_000_000
+    assert wids.ShardListDataset(shards, 10, "other").data._cache.budget_bytes == 50 * 2**30
     assert process.is_alive()
     process.terminate()
     process.join()

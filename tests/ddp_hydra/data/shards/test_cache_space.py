@@ -10,9 +10,9 @@ from collections import OrderedDict
 
 import pytest
 
-from ddp_hydra.data.shards import cached_shards
+from ddp_hydra.data.shards import cache as cache_module
 from ddp_hydra.data.shards.cache import ShardCache
-from ddp_hydra.data.shards.cache_folder import Kept, eviction_rank
+from ddp_hydra.data.shards.cache_folder import CacheEntry, eviction_rank
 from tests.support.shard_caches import COUNT, SIZE, files, label, serve, settle, total
 
 pytestmark = pytest.mark.integration
@@ -31,7 +31,7 @@ def test_the_cache_never_takes_more_than_it_may(server, cache_of, tmp_path):
 
 
 def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(cached_shards, "WAIT_S", 0.2)
+    monkeypatch.setattr(cache_module, "WAIT_S", 0.2)
     shards = serve(server, "abc")
     cache = cache_of(shards, 2 * SIZE)
     views = [cache.open(number).fields(0)[".cls"] for number in (0, 1)]
@@ -47,9 +47,9 @@ def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
 
 
 def test_a_shard_is_evicted_while_its_index_is_being_saved(server, cache_of, monkeypatch, tmp_path):
-    monkeypatch.setattr(cached_shards, "WAIT_S", 0.2)
+    monkeypatch.setattr(cache_module, "WAIT_S", 0.2)
     disk = threading.Event()
-    monkeypatch.setattr(cached_shards.os, "fsync", lambda descriptor: disk.wait(30))
+    monkeypatch.setattr(cache_module.os, "fsync", lambda descriptor: disk.wait(30))
     cache = cache_of(serve(server, "abc"), 2 * SIZE)
     for number in range(3):
         assert label(cache, number) == number * COUNT
@@ -96,7 +96,7 @@ def test_a_full_disk_is_told_apart(server, cache_of, monkeypatch):
         return os.statvfs_result([*real(descriptor)[:4], 0, *real(descriptor)[5:]])
 
     monkeypatch.setattr(os, "fstatvfs", full)
-    monkeypatch.setattr(cached_shards, "WAIT_S", 0.1)
+    monkeypatch.setattr(cache_module, "WAIT_S", 0.1)
     with pytest.raises(OSError, match=r"the disk is full\. Free the disk or type data\.cache_dir="):
         cache_of(shards).open(0)
 
@@ -156,8 +156,8 @@ def test_a_spawned_process_evicts_too_and_ends_without_being_closed(server, tmp_
 
 
 def test_the_order_of_eviction():
-    def kept(name: str, used: int, read: bool = True) -> Kept:
-        return Kept(name, 1, used, used if read else 0)
+    def kept(name: str, used: int, read: bool = True) -> CacheEntry:
+        return CacheEntry(name, 1, used, used if read else 0)
 
     index = {"early", "late", "near", "far", "prefetched", "for others"}
     needed = {"near": 3, "far": 9, "prefetched": 2}
@@ -173,7 +173,7 @@ def simulated_hits(n_shards: int, capacity: int, epochs: int, shuffled: bool, pr
     """Hit rates of `eviction_rank` and of the usual least recently used, after the first epoch."""
     chance, clock = random.Random(0), 0
     index = {str(number) for number in range(n_shards)}
-    cache: dict[str, Kept] = {}
+    cache: dict[str, CacheEntry] = {}
     usual: OrderedDict[str, None] = OrderedDict()
     hits = usual_hits = 0
     for epoch in range(epochs):
@@ -186,10 +186,10 @@ def simulated_hits(n_shards: int, capacity: int, epochs: int, shuffled: bool, pr
                 if wanted not in cache:
                     while len(cache) >= capacity:
                         del cache[min(cache.values(), key=lambda file: eviction_rank(file, index, needed)).name]
-                    cache[wanted] = Kept(wanted, 1, clock, 0)
+                    cache[wanted] = CacheEntry(wanted, 1, clock, 0)
                     hits -= epoch > 0
             clock += 1
-            cache[name] = Kept(name, 1, clock, clock)
+            cache[name] = CacheEntry(name, 1, clock, clock)
             hits += epoch > 0
             usual_hits += epoch > 0 and name in usual
             usual[name] = None

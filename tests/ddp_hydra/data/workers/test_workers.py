@@ -25,7 +25,7 @@ from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.data.transforms import TrainTransform
-from ddp_hydra.data.workers import InWorkers, helper, made_by
+from ddp_hydra.data.workers import InWorkers, helper, with_workers
 from ddp_hydra.data.workers.context import Queue
 from ddp_hydra.data.workers.loader import number_of
 from ddp_hydra.data.workers.worker import SharedBatch
@@ -89,7 +89,7 @@ def loader():
 
     def of(data, number=2, **options) -> Loader:
         said: list[str] = []
-        made.append(made_by(number, data, False, said.append))
+        made.append(with_workers(number, data, False, said.append))
         one = Loader(made[-1], CPU, warn=said.append, **options)
         one.said = said
         return one
@@ -275,7 +275,7 @@ def test_workers_have_the_files_that_a_data_set_has_opened_and_are_told_of_it(tm
     before = helper.open_files()
     data = RawFile(tmp_path / "file")
     assert helper.open_files() - before == set(data.files)
-    kept = made_by(2, data, False, print, data.files)
+    kept = with_workers(2, data, False, print, data.files)
     try:
         first, *others = Loader(kept, CPU).load(batches(24))
     finally:
@@ -283,7 +283,7 @@ def test_workers_have_the_files_that_a_data_set_has_opened_and_are_told_of_it(tm
     assert [part.tolist() for part, _ in (first, *others)] == [[n, n + 1] for n in range(0, 24, 2)]
     assert all(told.all() for _, told in others)
     said: list[str] = []
-    assert made_by(2, data, False, said.append, range(100, 150)) is data
+    assert with_workers(2, data, False, said.append, range(100, 150)) is data
     assert "it has 50 files open, and a worker takes 40" in said[0]
     for fd in data.files:
         os.close(fd)
@@ -366,7 +366,7 @@ def test_what_can_not_be_pickled_stays_here(loader, data, why):
 
 
 def test_quick_batches_have_no_workers_unless_they_are_asked_for():
-    data = made_by(None, Rows(), True, print)
+    data = with_workers(None, Rows(), True, print)
     assert isinstance(data, InWorkers)
     one = Loader(data, CPU)
     one._quickest_s = 0.0
