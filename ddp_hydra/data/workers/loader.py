@@ -131,7 +131,7 @@ class Workers:
         self.helper = helper.acquire()
         self.context = HelperContext(self.helper, data.files)
         self.requests = _Requests()
-        dataset: Any = WorkerSet(data.pickled, not data.threads, self.number)
+        dataset: Any = WorkerSet(data.pickled, not data.thread_safe, self.number)
         requests: Any = self.requests
         collate: Any = as_it_is
         self.loader: DataLoader[Any] | None = DataLoader(
