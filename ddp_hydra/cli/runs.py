@@ -207,12 +207,10 @@ COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the places, which are folders and URLs, and the other words. The names of both may hold "="."""
-    places = [word for word in words if not set("=<>") & set(word) or _is_url(word) or os.path.lexists(word)]
+    places = [
+        word for word in words if not set("=<>") & set(word) or "://" in word.partition("=")[0] or os.path.lexists(word)
+    ]
     return places, [word for word in words if word not in places]
-
-
-def _is_url(word: str) -> bool:
-    return "://" in word.partition("=")[0]
 
 
 def options_of(kind: type[T], words: Sequence[str]) -> T:
