@@ -116,6 +116,7 @@ class Scheduler:
         with dask.config.set(QUIET):
             until = time.monotonic() + RETRY_S
             while True:
+                gc.collect()  # a client of before closes itself here: while another one starts, it would wait for it
                 try:
                     return Client(self.address, security=self.security, timeout=self.timeout_s)
                 except Exception as error:  # OSError, RuntimeError, TypeError, AssertionError: whatever Dask raises
@@ -123,7 +124,6 @@ class Scheduler:
                     if known or time.monotonic() > until:
                         said = str(error) or type(error).__name__
                         raise ClusterError(known or f"the scheduler {self.address} does not answer: {said}") from error
-                gc.collect()  # a client that failed closes itself here: while another one starts, it would wait for it
                 time.sleep(POLL_S)
 
 
