@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,10 +145,12 @@ def rm(words: Sequence[str]) -> None:
         if answer.strip().lower() not in ("y", "yes"):
             raise Interrupted("nothing was removed")
     for run in runs:
-        results = RunRef.named(run)
+        results = own = RunRef.own(run)
+        with suppress(ConfigError):  # a pointer that is broken names no results, and goes with its run
+            results = RunRef.named(run)
         freed = disk.remove(run)
         print(f"removed {shown(run)}, {runs_text.size_text(freed)}")  # noqa: T201
-        if results != RunRef.own(run):
+        if results != own:
             print(f"its results stay in {shown(results.place)}")  # noqa: T201
 
 
