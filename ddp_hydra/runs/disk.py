@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, TakenOver
-from ddp_hydra.job.remote.uploader import OWNER, FencedStore, is_active
+from ddp_hydra.job.remote.fence import OWNER, FencedStore
+from ddp_hydra.job.remote.uploader import is_active
 from ddp_hydra.runs import status
 from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
 from ddp_hydra.runs.run_files import LocalRunFiles, StoredRunFiles, is_run, reachable

@@ -9,7 +9,8 @@ workers, watches the gang and writes the results into a temporary folder, which 
     driver        the driver's process: run the job in a temporary folder
     status        status.json in the store, and messages to the command: records, log lines, the end
     attached      show a run from its store alone
-    uploader      upload the driver's folder as its only owner, and look in the store for a request to stop
+    uploader      upload the driver's folder, and look in the store for a request to stop
+    fence         let only one driver at a time write to a run's folder in the store
 
 Nothing here imports torch.
 """

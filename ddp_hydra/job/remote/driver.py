@@ -27,9 +27,10 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
+from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, has_ended, release, supervise
 from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
-from ddp_hydra.job.remote.uploader import FencedStore, Uploader, acquire_run, resume_run
+from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.files import scratch_folder

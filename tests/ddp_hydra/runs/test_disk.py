@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote import uploader
-from ddp_hydra.job.remote.uploader import FencedStore
+from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.run_state import Status, encode
 from ddp_hydra.runs import disk, tags
 from ddp_hydra.runs.run_files import LocalRunFiles

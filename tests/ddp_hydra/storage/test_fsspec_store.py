@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.remote.uploader import FencedStore
+from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.storage import Access, Bucket, results_root
 from ddp_hydra.storage.base import TemporaryError
 from ddp_hydra.storage.fsspec_store import FsspecStore
