@@ -23,8 +23,9 @@ from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.dispatch import attempt as module
 from ddp_hydra.dispatch import file_transfer, placement, watchdog
 from ddp_hydra.dispatch.attempt import Attempt
+from ddp_hydra.dispatch.file_transfer import WorkerSilent
 from ddp_hydra.dispatch.restarts import Restarts
-from ddp_hydra.errors import ClusterError, Failure, RankFailed, RecordError
+from ddp_hydra.errors import ClusterError, ConfigError, Failure, RankFailed, RecordError
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import Beat, End, File, Log, Notice, Preempted, Record, Stack, Up
@@ -479,3 +480,32 @@ def test_a_worker_that_is_gone_with_what_its_rank_returned_is_lost(error, make, 
 def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path):
     with pytest.raises(FileNotFoundError):
         make().send_files({"resume": tmp_path / "a.pt"})
+
+
+def test_a_worker_that_does_not_send_a_file_is_lost_and_not_the_job(make, monkeypatch):
+    monkeypatch.setattr(watchdog, "CALL_S", 0.0)
+    one, skipped = make(), []
+    error = RecordError("file 'a' cannot be fetched")
+    error.__cause__ = WorkerSilent("worker tcp://h:1 does not answer for 60 s")
+    record = Record(File("a", 1, "", source="a"), 1)
+    one.watchdog.check_records(SimpleNamespace(error=error, failed=record, skip_failed=lambda: skipped.append(record)))
+    assert (skipped, one.watchdog.silent) == ([record], {"tcp://h:1"})
+    assert [(failure.kind, failure.rank) for failure in one.rank_states.failures] == [("lost", 1)]
+
+
+def test_a_worker_with_another_version_is_a_sentence_and_no_failed_rank(make, monkeypatch):
+    one = make()
+    failed = SimpleNamespace(status="error", exception=lambda: ConfigError("the client has ddp_hydra 9"))
+    monkeypatch.setattr(one.client, "submit", lambda *_, **__: failed)
+    monkeypatch.setattr(one.client, "cancel", lambda futures, force: None)
+    with pytest.raises(ConfigError, match="the client has ddp_hydra 9"):
+        one.run(b"")
+
+
+def test_a_lost_worker_that_had_said_so_before_was_planned(make):
+    one = make()
+    one.on_record(Record(Preempted(), 1), 1)
+    failure = Failure("lost", 1, "h", "its worker left the cluster")
+    assert one.was_planned(failure)
+    assert not one.was_planned(replace(failure, rank=0))
+    assert not one.was_planned(replace(failure, kind="killed"))
