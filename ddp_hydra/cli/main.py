@@ -73,6 +73,7 @@ def main(cfg: DictConfig) -> float | None:
 def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
     from ddp_hydra.cluster import connect
     from ddp_hydra.job.run import run_job
+    from ddp_hydra.storage.run_ref import RunRef
 
     prestart.end_unless(connect.is_local(cfg.cluster))
     if hydra_cfg.mode == RunMode.MULTIRUN:  # else it was checked as it was composed
@@ -80,8 +81,8 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
         repository = getattr(loader, "repository", None)
         words, name = hydra_cfg.overrides.task, hydra_cfg.job.config_name
         unknown_keys.check_typed(cfg, words, hydra_cfg.runtime.choices, repository, name)
-    if cfg.resume and "://" not in cfg.resume and hydra_cfg.job.chdir:
-        cfg.resume = str(project.typed_in() / cfg.resume)
+    if cfg.resume and hydra_cfg.job.chdir and not (named := RunRef.own(cfg.resume)).is_stored:
+        cfg.resume = str(project.typed_in() / named.place)
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # a folder for each job
     if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:

@@ -63,9 +63,9 @@ def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
 
 
 def is_resumed(run_dir: Path, resume: str | None) -> bool:
-    if not resume or "://" in resume:
+    if not resume or (named := RunRef.own(resume)).is_stored:
         return False
-    given, own = Path(resume).resolve(), run_dir.resolve()
+    given, own = Path(named.place).resolve(), run_dir.resolve()
     return given == own or own in given.parents
 
 

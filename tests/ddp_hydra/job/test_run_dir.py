@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import run_dir
-from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run, remove_unused
+from ddp_hydra.job.run_dir import RunDirCallback, is_resumed, refuse_other_run, remove_unused
 from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, encode_manifest
 from ddp_hydra.writers.run_dir import locked, next_attempt
 
@@ -227,3 +227,10 @@ def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
     for given in (tmp_path, tmp_path / FOLDER / "step-000004.pt"):
         assert run_dir.metrics_at(str(given), 4) == {"val/loss": 0.5}
     assert run_dir.metrics_at(str(tmp_path), 5) == run_dir.metrics_at(str(tmp_path / "none"), 4) == {}
+
+
+@pytest.mark.parametrize("given", ["{}", "file://{}", "{}/checkpoints/last.pt"])
+def test_a_run_is_resumed_in_its_own_folder_however_that_is_named(given, tmp_path):
+    assert is_resumed(tmp_path / "a", given.format(tmp_path / "a"))
+    assert not is_resumed(tmp_path / "a", given.format(tmp_path / "b"))
+    assert not is_resumed(tmp_path / "a", "s3://bucket/a")
