@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ddp_hydra.data import demo_server
+from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.listing import Listing, StringArray, kinds_of, known_size, list_images_once
-from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import LocalFolder, Store

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray
-from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.storage import Access, Store, bare_url, is_remote
 
 

@@ -9,6 +9,7 @@ image is decoded (`draw`), so that it is decoded no larger than necessary.
 from __future__ import annotations
 
 import math
+import os
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -21,8 +22,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddp_hydra.data.images.decode import JpegHeader, decode_jpeg
-from ddp_hydra.data.images.opencv import cv2
 from ddp_hydra.data.images.pixels import ColorParams, Jitter
+
+_before = os.environ.get("LD_LIBRARY_PATH")
+import cv2  # noqa: E402  it changes the environment
+
+if _before is None:
+    os.environ.pop("LD_LIBRARY_PATH", None)
+else:
+    os.environ["LD_LIBRARY_PATH"] = _before
+cv2.setNumThreads(1)  # it computes in the calling thread
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, TooManyBadSamplesError
+from ddp_hydra.data.images.batch_loader import MOST_IN_A_ROW, TooManyBadSamplesError
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.shards.tar_index import Header, damage_of, split_name

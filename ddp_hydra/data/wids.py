@@ -14,9 +14,9 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from ddp_hydra.data.forked_reader import ForkSafeAccess
-from ddp_hydra.data.images.bad_samples import LostSamples
+from ddp_hydra.data.images.batch_loader import LostSamples
+from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
-from ddp_hydra.data.images.stored import StoredImages
 from ddp_hydra.data.shards.cache import GIB, ShardCache
 from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.shards.index import Index, read_index

@@ -6,10 +6,10 @@ import os
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +17,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ddp_hydra.data.draws import Indices, StateGuard, placed
-from ddp_hydra.data.images.bad_samples import MOST_IN_A_ROW, BadSamples, TooManyBadSamplesError
-from ddp_hydra.data.images.batch_loader import BatchLoader, Cache, PreallocatedBatch
+from ddp_hydra.data.forked_reader import ForkSafeAccess
+from ddp_hydra.data.images.batch_loader import (
+    MOST_IN_A_ROW,
+    BadSamples,
+    BatchLoader,
+    Cache,
+    PreallocatedBatch,
+    TooManyBadSamplesError,
+)
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.pixels import adapted, normalise
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
@@ -403,3 +410,55 @@ class ImageDataset(Dataset, ABC):
                 decoders = self.decoders or cores_per_rank()
                 self._loader = BatchLoader(self, self.threads, decoders, int(self.memory_mb * 2**20))
             return self._loader
+
+
+class StoredImages(ImageDataset):
+    """Labelled images that are read from stores; a subclass knows their keys.
+
+    Args:
+        endpoint_url: of s3:// URLs; None: what the environment says, else AWS.
+        region: of s3:// URLs; None: what the environment says.
+        anon: read s3:// URLs without credentials, as public buckets allow.
+        addressing: of s3:// URLs, "path" or "virtual", see `storage.Bucket`.
+        client: what reads s3:// URLs, "obstore" or, where that lacks something, "s3fs".
+        storage_options: arguments of fsspec's file system, for s3fs and for URLs that only fsspec knows.
+        timeout_s: how long a connection may be silent.
+        retry_timeout_s: how long a failing read is tried again.
+        images: arguments of `ImageDataset`: transform, threads, cache_mb, max_bad_fraction and more.
+
+    Attributes:
+        access: how URLs are read.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        ModuleNotFoundError: s3fs is not installed.
+    """
+
+    setting: ClassVar[str] = "data.bucket"
+    """The config key that holds the URL, for messages."""
+
+    def __init__(
+        self,
+        *,
+        endpoint_url: str | None = None,
+        region: str | None = None,
+        anon: bool = False,
+        addressing: str = "path",
+        client: str = "obstore",
+        storage_options: Mapping[str, Any] | None = None,
+        timeout_s: float = 10.0,
+        retry_timeout_s: float = 60.0,
+        **images: Any,
+    ) -> None:
+        super().__init__(**images)
+        self.access = ForkSafeAccess(
+            *(endpoint_url, region, anon, addressing, self.setting, timeout_s, retry_timeout_s),
+            client=client,
+            storage_options=storage_options,
+            traffic=self.traffic,
+        )
+
+    def close(self) -> None:
+        """Stop the threads and all retries."""
+        self.access.close()
+        super().close()

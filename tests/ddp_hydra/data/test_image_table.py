@@ -63,7 +63,7 @@ def test_a_validation_set_has_the_numbers_of_the_training_set(table, tmp_path):
     table()
     val = table("path,label\ndog/1.png,dog\n", "val.csv", classes_from=str(tmp_path / "images.csv"))
     assert (val.classes, val[0][1]) == (["cat", "dog"], 1)
-    with pytest.raises(ValueError, match=r"labels that .*images\.csv does not have: cow; check data\.table="):
+    with pytest.raises(ValueError, match=r"labels that .*images\.csv lacks: cow; check data\.table="):
         table("path,label\ndog/1.png,cow\n", "val.csv", classes_from=str(tmp_path / "images.csv"))
 
 

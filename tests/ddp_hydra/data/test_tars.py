@@ -12,7 +12,7 @@ import pytest
 from webdataset import tariterators
 
 from ddp_hydra.data import TarSamples
-from ddp_hydra.data.images.bad_samples import TooManyBadSamplesError
+from ddp_hydra.data.images.batch_loader import TooManyBadSamplesError
 from ddp_hydra.data.shards.write import write_index
 from ddp_hydra.data.wids import WidsImages
 from ddp_hydra.errors import ConfigError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.data.images.bad_samples import TooManyBadSamplesError
+from ddp_hydra.data.images.batch_loader import TooManyBadSamplesError
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
 
