@@ -7,6 +7,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -143,6 +144,20 @@ EVERY_MODEL = modules("models")
 def test_who_imports_distributed():
     found = {package(module) for module in modules("ddp_hydra") if "distributed" in roots_of(EVERY[module])}
     assert found <= set(MAY_IMPORT_DISTRIBUTED)
+
+
+SAME_NAME_ON_PURPOSE = {"MLP", "S3ImageFolder"}
+"""A model of the starter and of a new project; a data set and the call of dask-pytorch-ddp."""
+
+
+def test_every_class_has_a_name_of_its_own():
+    places = defaultdict(list)
+    for root in OURS:
+        for module, path in modules(root).items():
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef) and node.name not in SAME_NAME_ON_PURPOSE:
+                    places[node.name].append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def roots_of(path: Path) -> set[str]:
