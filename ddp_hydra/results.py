@@ -1,7 +1,7 @@
 """Sends records from a rank: metrics, texts, images and files.
 
 Code on a rank (the loop, a model, a user's own function) calls `log`, `text`, `image`, `histogram`, `submit` and
-`checkpoint`. Each call makes one `Record` and sends it as one line of JSON; nothing here knows who reads it. A call
+`checkpoint`. Each call makes one `Record` and sends it as one line of JSON; nothing here knows what reads it. A call
 blocks while the reader is behind, so a slow reader slows the rank down instead of filling memory.
 """
 

@@ -19,7 +19,7 @@ class Distillation(Classification):
     Args:
         teacher: run directory of the teacher, or its URL; each host must be able to read it.
         temperature: both models' scores are divided by it, so that small ones count more.
-        share: of the teacher in the loss, 0..1; the rest is that of the labels.
+        share: of the teacher in the loss, 0..1; the rest is the labels'.
         options: of `Classification`.
     """
 

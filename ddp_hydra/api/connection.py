@@ -28,7 +28,7 @@ class ComposedConfig:
 
     Attributes:
         cfg: the config, without Hydra's own part.
-        overrides: those of the job, with the ones of a run that it resumes.
+        overrides: of the job, after the overrides of a run that it resumes.
         run_dir: the folder for its results.
 
     Raises:

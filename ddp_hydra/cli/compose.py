@@ -1,4 +1,4 @@
-"""Composes a config: Hydra finds our plugins, the configs of a project, and those of the starter behind them."""
+"""Composes a config: Hydra finds our plugins, the configs of a project, and the starter's behind them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
 
 PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher", "hydra_plugins.ddp_hydra_pbt:PBTSweeper")
-"""Classes that Hydra finds by itself, but for those of an editable install: it can't list their packages."""
+"""Classes that Hydra finds by itself, but not in an editable install: it can't list its packages."""
 
 
 class LayerConfigs(SearchPathPlugin):

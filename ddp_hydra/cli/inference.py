@@ -168,8 +168,8 @@ _SCHEMAS = {"dispatch": DispatchConfig, "results": ResultsConfig, "trainer": Tra
 def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> InferenceJob:
     """Return what is to be computed, and where.
 
-    The ranks change the config that is in the checkpoint. The cluster is that of the run, which only its run directory
-    tells; a checkpoint alone gets that of the project's config.
+    The ranks change the config that is in the checkpoint. The run's cluster is used, which only its run directory
+    tells; a checkpoint alone gets the cluster of the project's config.
 
     Args:
         split: "val" or "train".

@@ -47,7 +47,7 @@ COMMANDS = {
 """First words that name a command instead of a job, and the function of this package that runs it."""
 
 _MAKERS = ("run_job", "save_config", "setup", "sweep", "save")
-"""Functions that make and first write a run directory: Hydra's, the launcher's, those of sweepers, and OmegaConf's."""
+"""Functions that make and first write a run directory: of Hydra, the launcher, the sweepers, and OmegaConf."""
 
 
 def main(cfg: DictConfig) -> float | None:

@@ -86,7 +86,7 @@ def without_broadcast_errors() -> contextlib.AbstractContextManager[None]:
 
 
 def user_name() -> str:
-    """Return the name of this user, for that of a cluster or a sweep; the number where a container has no name."""
+    """Return the name of this user, for the name of a cluster or a sweep; the number where a container has no name."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # the second one from Python 3.13 on

@@ -60,7 +60,7 @@ def version(name: str) -> str | None:
 
 @cache
 def _installed(name: str, changed: tuple[int, ...]) -> str | None:
-    """Read the metadata of a package, once until something is installed: that of torch takes 10 ms."""
+    """Read the metadata of a package, once until something is installed: torch's takes 10 ms."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -47,7 +47,7 @@ def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], rep
 
 
 def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:
-    """Refuse values of experiments that are not those of the config, which has types."""
+    """Refuse values of experiments that differ from the config's, which has types."""
     tops = {key.partition(".")[0] for key in values} - {"hydra"}
     part = OmegaConf.masked_copy(cfg, [key for key in cfg if key in tops])
     OmegaConf.set_struct(part, False)
@@ -89,7 +89,7 @@ def _read(repository: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
             merged, is_in = _merged(merged, own), True
         elif not entry.is_override():
             inner = getattr(entry, "path", None)
-            if inner is None and is_in:  # its values win over those of this file, wherever they are
+            if inner is None and is_in:  # its values win over this file's, wherever they are
                 own, merged = {}, OmegaConf.create({})
             for option in (inner,) if isinstance(inner, str) else ():
                 base = option[1:] if option.startswith("/") else f"{path.rpartition('/')[0]}/{option}".lstrip("/")

@@ -38,7 +38,7 @@ _PAIR = re.compile(r"""^\s*([\w.-]+)\s*=\s*(.+)|([\w./-]+)["']?\s*:(?:\s+|$)([^,
 _SUSPECT = re.compile("|".join([*sorted(SECRET | SECRET_AT_THE_END), "://"]), re.IGNORECASE)
 """A quick test: matches in every line that may hold a secret, and in some that do not."""
 _NOTHING = ("", "null", "value")
-"""Values that are never secret; the last one is that of `key=value` in the text of --help, which is in each config."""
+"""Values that are never secret; the last one stands in the text of --help, which is in each config."""
 _NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
 
 _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
@@ -47,7 +47,7 @@ _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
 
 @functools.lru_cache(maxsize=4096)
 def named_secret(name: str) -> bool:
-    """Tell whether the name of a key, "cluster.auth.password", looks like that of a secret."""
+    """Tell whether the name of a key, "cluster.auth.password", looks like the name of a secret."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
     words = [word for word in re.split("[^a-z]+", plain) if word]
     if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
@@ -57,7 +57,7 @@ def named_secret(name: str) -> bool:
 
 
 def holds_secret(value: object) -> bool:
-    """Tell whether a value contains a key whose name looks like that of a secret."""
+    """Tell whether a value contains a key whose name looks like the name of a secret."""
     if isinstance(value, dict):
         return any(named_secret(str(key)) or holds_secret(inner) for key, inner in value.items())
     return isinstance(value, list) and any(holds_secret(inner) for inner in value)

@@ -101,7 +101,7 @@ class Sources:
         return next(path.relative_to(root) for root in self.roots if path.is_relative_to(root))
 
     def read(self, path: Path) -> ast.Module:
-        """Parse a module, and those of the project that it imports."""
+        """Parse a module, and the project's modules that it imports."""
         if path not in self.trees:
             source = path.read_bytes()
             try:

@@ -1,4 +1,4 @@
-"""Writes texts for a terminal: those of ranks and errors made safe, numbers with their nouns, and durations."""
+"""Writes texts for a terminal: ranks' texts and errors made safe, numbers with their nouns, and durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows errors with the user's own files, by the paths that the user knows, instead of those of libraries."""
+"""Shows errors with the user's own files, by the paths that the user knows, instead of the paths of libraries."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class ForkSafeAccess(Access):
 
 
 class ForkSafeStore:
-    """Reads a store itself, or in a forked process through a `Reader`. Attributes are those of the store.
+    """Reads a store itself, or in a forked process through a `Reader`. It has the attributes of the store.
 
     Args:
         store: the store.

@@ -44,7 +44,7 @@ def load(
         columns: those that a sample has; None for all.
         rename: column -> name in the sample.
         transform: sample -> the columns that it changes or adds, such as a tokenizer's.
-        shuffle_buffer: when streaming, mix the samples in a buffer of so many; 0: keep the order of the files.
+        shuffle_buffer: samples of the buffer in which a stream's are mixed; 0: keep the order of the files.
         seed: of the order.
         collate: list of samples -> batch; None for torch's default.
         options: others of `datasets.load_dataset`.

@@ -51,7 +51,7 @@ def check(holdout: float, split: str) -> None:
 
 
 def is_of(name: str, holdout: float, split: str) -> bool:
-    """Return whether a sample with this name belongs to a split; the arguments are those of `check`."""
+    """Return whether a sample with this name belongs to a split; arguments: see `check`."""
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     is_held_out = int.from_bytes(digest[:8], "big") < holdout * 2**64
     return is_held_out == (split == "val")

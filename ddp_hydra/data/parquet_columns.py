@@ -12,7 +12,7 @@ from ddp_hydra.data.parquet_files import PartFile
 from ddp_hydra.errors import DataError
 
 _INDEX = re.compile(r"__index_level_\d+__|__null_dask_index__|Unnamed: 0|")
-"""Names of an index; a column without a name is that of a CSV file by pandas or R."""
+"""Names of an index; a column without a name is the index in a CSV file by pandas or R."""
 
 
 def index_columns(schema: Any) -> set[str]:

@@ -147,7 +147,7 @@ class ParquetRows:
         """Refuse targets that can't be class numbers.
 
         Args:
-            num_classes: of the model; None: those of this data set.
+            num_classes: of the model; None: as many as this data set has.
             ignored: a number that the loss takes for no class.
 
         Raises:

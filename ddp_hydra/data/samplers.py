@@ -111,7 +111,7 @@ class Sampler(ABC):
 
     def random(self, epoch: int) -> np.random.RandomState:
         """Return the random numbers of an epoch."""
-        # The numbers of RandomState never change; those of default_rng may change with the numpy version.
+        # The numbers of RandomState never change; default_rng may change them with the numpy version.
         return np.random.RandomState([self.seed & 0xFFFFFFFF, epoch])
 
 
@@ -135,7 +135,7 @@ class Interleaved(Sampler):
     """Interleaves several streams of neighbouring samples.
 
     The global sequence takes samples from the streams in turns, so that all streams end together. In each global batch
-    the streams are dealt to the ranks in order: if the number of streams is that of the ranks or a multiple, each rank
+    the streams are dealt to the ranks in order: if the number of streams is a multiple of the number of ranks, each rank
     keeps its own streams. The sequence depends on the number of streams and not on the number of ranks, so a run can
     resume with another number of ranks.
 

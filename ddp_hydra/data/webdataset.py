@@ -42,7 +42,7 @@ class TarSamples(IterableDataset):
         decode: how webdataset decodes images: torchrgb, pil, …; None leaves them as bytes.
         transform: sample, a tuple of its fields -> what goes into the batch.
         shuffle: shuffle the shards in each epoch.
-        shuffle_buffer: mix the samples of a rank in a buffer of so many; 0: keep their order.
+        shuffle_buffer: samples of the buffer in which a rank's are mixed; 0: keep their order.
         seed: of the order.
         max_bad_fraction: the largest share of bad samples that is allowed in a pass; before its end, in `n_samples`.
         n_samples: how many samples all ranks read in an epoch; None: nobody knows, 1,000 for each rank are assumed.

@@ -145,7 +145,7 @@ class WidsShards(Dataset):
         """Say which samples will be read, so that their shards are downloaded before that.
 
         Args:
-            indices: (n,), of the samples that this process will read, in order. They replace those of the last call.
+            indices: (n,), of the samples that this process will read, in order. They replace the last call's.
         """
         unread = np.zeros(len(self), np.uint8)
         unread[np.asarray(indices, np.int64)] = 1

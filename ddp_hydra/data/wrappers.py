@@ -132,7 +132,7 @@ class View(Dataset):
         return self._inside(name)
 
     def _reads_itself(self, name: str) -> bool:
-        return name == "__getitems__"  # of torch's wrappers, which calls that of the data set as it was built
+        return name == "__getitems__"  # of torch's wrappers, which calls the data set's as it was built
 
     def _find(self, index: int) -> tuple[int, int]:
         raise NotImplementedError

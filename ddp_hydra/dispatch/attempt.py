@@ -176,7 +176,7 @@ class Attempt:
             self.workers.clear()
 
     def was_planned(self, failure: Failure) -> bool:
-        """Return whether a failure is that of a worker which had said before that it would be shut down."""
+        """Return whether a worker failed that had said before that it would be shut down."""
         return failure.kind == "lost" and self.specs[failure.rank].worker in self.leaving
 
     # -- watching ------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class Attempt:
             self.handle_next(0.05)
 
     def read_rest(self, failed: RankFailed) -> None:
-        """Read the last records of a failed attempt; those of a lost host are lost."""
+        """Read the last records of a failed attempt; records of a lost host are lost."""
         until = time.monotonic() + REST_S
         try:
             while not self.records.catch_up(time.monotonic() + watchdog.CHECK_S) and time.monotonic() < until:

@@ -50,7 +50,7 @@ def fetch(source: Path, file: File, target: Path, call: Callable[..., Any]) -> N
 
 
 def drop(source: Path, file: File, call: Callable[..., Any]) -> None:
-    """Remove a file from a rank's outbox; the arguments are those of `fetch`."""
+    """Remove a file from a rank's outbox; arguments: see `fetch`."""
     if _is_here(source, file.size):
         source.unlink(missing_ok=True)
     else:

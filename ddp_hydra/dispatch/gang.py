@@ -318,7 +318,7 @@ class Gang:
         log.warning("restart %d of %d%s: %s", count, self.restarts.most, goes_on(done), cause)
 
     def read(self, attempt: Attempt, record: Record) -> None:
-        """Pass on one record at a time: those of a failed attempt may still be read when the next one begins."""
+        """Pass on one record at a time: records of a failed attempt may still be read when the next one begins."""
         if isinstance(record.data, Notice):
             return  # the attempt has logged it already
         with self.lock:

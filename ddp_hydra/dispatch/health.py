@@ -74,7 +74,7 @@ class HealthMonitor:
     """Keeps the last message and the last heartbeat of each rank.
 
     Args:
-        hang_timeout_s: after so many seconds without progress, a rank hangs.
+        hang_timeout_s: seconds without progress after which a rank hangs.
         first_step_timeout_s: the same for a rank that is in a phase for the first time.
         join_timeout_s: the same for a rank that joins the process group.
 

@@ -49,7 +49,7 @@ class TorchrunWorkers(WorkerClient):
     """Reaches the processes that torchrun has started.
 
     Args:
-        server: connected with those of other ranks.
+        server: connected with the processes of other ranks.
         own: the task of rank 0.
         specs: the ranks' places.
     """

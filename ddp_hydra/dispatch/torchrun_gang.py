@@ -1,4 +1,4 @@
-"""Runs a job on the ranks that torchrun has started: in the process of rank 0, and in those of the others."""
+"""Runs a job on the ranks that torchrun has started: in the process of rank 0, and in the others."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TorchrunGang(Gang):
         run_dir_path: the run directory, for the next start; see `torchrun.remember`.
 
     Attributes:
-        numbers: that replace those of the config on all ranks, by dotted keys.
+        numbers: by dotted keys; they replace the config's on all ranks.
     """
 
     def __init__(self, own: TorchrunTask, settings: GangSettings, run_dir_path: str) -> None:

@@ -1,4 +1,4 @@
-"""Computes the environment variables and the cores of a rank and of its fork server, and who may share that."""
+"""Computes the environment variables and the cores of a rank and of its fork server, and which ranks share a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ddp_hydra.rank.spec import JobSpec, RankSpec
 def of_rank(
     job: JobSpec, spec: RankSpec, interface: str | None = None, error_file: str = "", gpu: int | None = None
 ) -> dict[str, str]:
-    """Return the environment of a rank: that of the worker, plus the variables that torchrun sets.
+    """Return the environment of a rank: the worker's, plus the variables that torchrun sets.
 
     Args:
         job: of the rank.
@@ -104,7 +104,7 @@ def own_gpu_first(variables: Mapping[str, str], local_rank: int) -> dict[str, st
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[first:] + seen[:first])}
 
 
-# -- who may share a fork server: a fork has the modules, variables, limits, cgroup and namespaces of its server
+# -- which ranks may share a fork server: a fork has the modules, variables, limits, cgroup and namespaces of its server
 
 DASKS_LIMITS = {
     "OMP_NUM_THREADS": "1",

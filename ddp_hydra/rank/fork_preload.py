@@ -176,7 +176,7 @@ class StandIn(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         is_search = name == "__path__" and self.__name__ == NAME  # for one of the package's modules
-        if name.startswith("__") and not is_search:  # who asks all modules for these wants no import
+        if name.startswith("__") and not is_search:  # code that scans sys.modules must not trigger the import
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self._owner.give_way()
         return getattr(sys.modules[self.__name__], name)

@@ -69,7 +69,7 @@ def path(local_directory: str, gang: str, rank: int, way: str = "out") -> Path:
 
 
 def _file(worker: Any, gang: str, rank: int, name: str) -> Path:
-    """Return the path of a file of a rank. It makes no folder: who was suspended may ask after the end of the gang."""
+    """Return the path of a file of a rank. It makes no folder: a suspended process may ask after the gang's end."""
     secure(worker.local_directory)
     return path(worker.local_directory, gang, rank) / Path(name).name
 

@@ -99,7 +99,7 @@ class LeftBehind:
         self.until: dict[int, float] = {}
 
     def end(self, ended: int, ranks: Collection[int], spares: Collection[int] = ()) -> list[str]:
-        """Send SIGTERM to those of a rank that has ended, and to those of no rank where no other rank runs.
+        """Send SIGTERM to processes of a rank that has ended, and to processes of no rank where no other rank runs.
 
         Args:
             ended: the rank; its process group was killed already.

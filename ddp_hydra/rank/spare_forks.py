@@ -142,7 +142,7 @@ def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
         os.environ.clear()
         os.environ.update(request["environment"])
         os.environ[RANK_PID] = str(os.getpid())  # by which the server knows what the rank leaves behind
-        tempfile.tempdir = None  # the server's folder for temporary files may be that of another command
+        tempfile.tempdir = None  # the server's folder for temporary files may be another command's
         os.chdir(request["cwd"])
         sys.path[:] = request["path"]
         from ddp_hydra.rank import process

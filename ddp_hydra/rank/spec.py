@@ -1,4 +1,4 @@
-"""Describes a job to those who run it: the same struct on the client, in the workers' tasks and in the ranks."""
+"""Describes a job: the same struct on the client, in the workers' tasks and in the ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RankSpec:
     Args:
         rank: global rank, 0 … world_size - 1.
         world_size: number of ranks in the gang.
-        local_rank: rank among those of the same host.
+        local_rank: rank among the ranks of the same host.
         local_world_size: number of ranks on that host.
         node_rank: number of the host, in order of rank.
         worker: address of the Dask worker that starts the rank; it may start several.
@@ -203,7 +203,7 @@ class TorchrunLaunch(RankLaunch, frozen=True, kw_only=True):
     """What a rank of torchrun reads; its call is encoded by `return_values`.
 
     Args:
-        server: where the processes of the other ranks find that of rank 0; see `torchrun_channel.connect`.
+        server: where the processes of the other ranks find the process of rank 0; see `torchrun_channel.connect`.
         numbers: by dotted keys, what replaces numbers of the config on all ranks.
     """
 

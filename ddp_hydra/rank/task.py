@@ -53,7 +53,7 @@ class PickledTask:
 
 
 def run_ranks(data: bytes) -> None:
-    """Run the ranks of one worker to their ends; after a failure, those of the gang's next attempts, too."""
+    """Run the ranks of one worker to their ends; after a failure, also in the gang's next attempts."""
     job: JobSpec | None = JobSpec.decode(data)
     assert job is not None
     worker, gang, attempt = get_worker(), job.gang, job.attempt

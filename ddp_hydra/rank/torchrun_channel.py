@@ -1,4 +1,4 @@
-"""Connects the process that torchrun has started for a rank with that of rank 0, which writes the results.
+"""Connects the process that torchrun has started for a rank with the process of rank 0, which writes the results.
 
 Both ends send lines of JSON. To rank 0 go the records of `results`, as they are; everything else is an object with one
 of the keys below. Nothing is unpickled.

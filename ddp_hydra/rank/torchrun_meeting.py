@@ -36,7 +36,7 @@ class Choices:
         files: paths of files on its host, by name.
         arguments: fingerprints of its arguments.
         attempt: number of the attempt.
-        server: where the processes of the other ranks find that of rank 0; see `torchrun_channel.connect`.
+        server: where the processes of the other ranks find the process of rank 0; see `torchrun_channel.connect`.
         numbers: by dotted keys, what all ranks take instead of what they have composed, after a restart.
     """
 

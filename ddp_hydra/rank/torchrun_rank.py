@@ -116,7 +116,7 @@ def comparable(args: Any) -> dict[str, str]:
 
 
 def variables(spec: RankSpec, interface: str | None) -> dict[str, str]:
-    """Return what a rank's environment has beyond that of torchrun: its GPU first, and the network interface.
+    """Return what a rank's environment has beyond torchrun's: its GPU first, and the network interface.
 
     gloo takes the interface that the host's name leads to, which often is loopback. That of the way to MASTER_ADDR
     reaches the other hosts.

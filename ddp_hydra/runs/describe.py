@@ -16,7 +16,7 @@ from ddp_hydra.runs.run_files import RunFiles, yaml_value
 MOST_TEXT = 500
 """Longer texts of a run are cut."""
 MOST_ATTEMPTS = 50
-"""At most so many attempts and checkpoints are shown."""
+"""The most attempts and checkpoints that are shown."""
 _LATEST = 4e9
 """Later times, in seconds since 1970, are not times of a run."""
 
@@ -82,7 +82,7 @@ class RunRow:
 
 
 def row_of(files: RunFiles, state: RunState) -> RunRow:
-    """Return the row of a run; its `status` is left to the caller, who knows whether it goes on."""
+    """Return the row of a run; its `status` is left to the caller, which knows whether it goes on."""
     summary, status, newest = state.summary or Summary(status=""), state.status or Status(), state.newest
     now = newest if isinstance(newest, Status) else Status()
     chosen = choices(files.read(".hydra/hydra.yaml"))

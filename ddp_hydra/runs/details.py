@@ -49,7 +49,7 @@ def row(files: RunFiles) -> RunRow:
 
 
 def last_metrics(files: RunFiles, state: RunState) -> dict[str, Any]:
-    """Return the last value of each metric; of a run that was killed, those of the last lines of metrics.jsonl."""
+    """Return the last value of each metric; of a run that was killed, from the last lines of metrics.jsonl."""
     if known := state.newest.metrics:
         return known
     found: dict[str, Any] = {}

@@ -34,7 +34,7 @@ class LocalRunFiles:
         """Return the content of a file; b"" if there is none, or it is not a file, or too large.
 
         Args:
-            last_bytes: read only so many bytes at the end, of a file of any size; 0: all of it.
+            last_bytes: bytes to read at the end, of a file of any size; 0: all of it.
         """
         try:
             handle = open_below(self.place, name)
@@ -58,7 +58,7 @@ class LocalRunFiles:
 
         Args:
             without: folders that are left out: other runs inside this one.
-            seen: files of other runs, by device and inode, which have size 0, too; those of this run are added.
+            seen: files of other runs, by device and inode, which have size 0, too; the files of this run are added.
         """
         found: dict[str, int] = {}
         seen = set() if seen is None else seen

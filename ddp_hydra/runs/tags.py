@@ -1,4 +1,4 @@
-"""Keeps the tags of a run. The first ones are those of its config; tags.json holds them once they are changed."""
+"""Keeps the tags of a run. The first ones are from its config; tags.json holds them once they are changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddp_hydra.storage.files import write_atomic
 
 NAME = "tags.json"
 MOST = 100
-"""A run has so many tags at most."""
+"""The most tags that a run has."""
 _TAG = re.compile(r"[^\W_][\w.:/@-]{0,63}")
 _TRIES = 5
 

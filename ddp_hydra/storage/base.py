@@ -84,7 +84,7 @@ class TransferCounters(Counters):
     """Counts answered requests, retries, and bytes."""
 
     def read(self, n_bytes: int) -> None:
-        """Count an answer of so many bytes."""
+        """Count an answer, and its bytes."""
         counts = self.here()
         counts["requests"] += 1
         counts["bytes"] += n_bytes

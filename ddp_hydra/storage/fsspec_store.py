@@ -56,8 +56,8 @@ class FsspecStore(Store):
         options: arguments of fsspec's file system for this scheme, as pandas and Dask take them, "storage options".
             What is missing comes from fsspec's own settings: FSSPEC_<SCHEME>_<OPTION> in the environment.
         setting: see `Store`.
-        bucket: of an "s3" URL: where it is and who may use it. s3fs takes what botocore takes: profiles with single
-            sign-on (`aws sso login`), credential processes, and, with the option requester_pays, readers who pay.
+        bucket: of an "s3" URL: where it is and how to sign in. s3fs takes what botocore takes: profiles with single
+            sign-on (`aws sso login`), credential processes, and, with requester_pays, buckets whose readers pay.
         retrying: arguments of `Store`: timeout_s, retry_timeout_s and traffic.
 
     Raises:

@@ -1,6 +1,6 @@
 """Finds and opens the results of runs in a bucket, in another store that fsspec knows, or on a disk of all hosts.
 
-For a bucket, only the environment says where the store is and who may use it: the AWS_* variables (AWS_ENDPOINT_URL,
+For a bucket, only the environment says where the store is and how to sign in: the AWS_* variables (AWS_ENDPOINT_URL,
 AWS_REGION, AWS_ACCESS_KEY_ID ...), a profile, or the role of the machine. For another store, it is the settings of
 fsspec (FSSPEC_SFTP_PASSWORD ...). The config holds none of it.
 """

@@ -26,7 +26,7 @@ class Backoff:
 
     Args:
         timeout_s: how long to try.
-        sleep: waits so many seconds, and returns whether to give up. `wait` of a threading.Event is one.
+        sleep: waits for a number of seconds, and returns whether to give up. `wait` of a threading.Event is one.
         longest_pause_s: the longest wait.
 
     Attributes:

@@ -269,7 +269,7 @@ def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_
 
 @contextmanager
 def _answering(url: str, retry_s: float) -> Iterator[Store]:
-    """Open the folder of a run, whose own URL or that of its checkpoints is given.
+    """Open the folder of a run, whose URL, or the URL of whose checkpoints, is given.
 
     Raises:
         CheckpointError: the store did not answer in time.

@@ -20,7 +20,7 @@ _ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "
 
 @dataclass(frozen=True)
 class BucketAddress:
-    """Where a bucket is, and who may use it.
+    """Where a bucket is, and how to sign in.
 
     Args:
         name: the bucket.

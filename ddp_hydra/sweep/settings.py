@@ -156,7 +156,7 @@ def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks
         )
     if name in REPORT_RULES or not is_ours(config):
         if name == "hyperband":
-            raise ConfigError(f"{STOP}=hyperband needs jobs that can pause, and those of other apps can't: give asha")
+            raise ConfigError(f"{STOP}=hyperband needs jobs that can pause, and jobs of other apps can't: give asha")
         return ReportPolicy(_make(name, REPORT_RULES.get(name, Halving), options, objective.maximize))
     if name == "hyperband":
         options.setdefault("brackets", 3)

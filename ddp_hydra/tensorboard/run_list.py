@@ -127,7 +127,7 @@ class RunList:
             for row in self._rows(root):
                 inner = below(row.run, root)
                 name = "/".join(filter(None, (title, inner))) or Path(root).resolve().name
-                sweep = self._sweep_of(row.run, name, sweeps) if inner else ""  # that of the root is above it
+                sweep = self._sweep_of(row.run, name, sweeps) if inner else ""  # the sweep of the root is above it
                 key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
                 seen.setdefault(key, ListEntry(row, root, {"id": key, "name": name, "sweep": sweep, **shown(row)}))
         self._take_over(seen)

@@ -231,8 +231,8 @@ class TrainingRun:
         self.schedule_progress.move(self.state.scheduler)
 
     def end_epoch(self) -> dict[str, float]:
-        # The mean over the few steps of an epoch that is cut short is not comparable with those of whole epochs, so the
-        # last whole epoch counts.
+        # The mean over the few steps of an epoch that is cut short is not comparable with a whole epoch's, so the last
+        # whole epoch counts.
         means = self.epoch_means
         if self._samples_are_used_up():
             self.position.end_epoch()

@@ -84,7 +84,7 @@ class ProgressState:
         return f"epoch {_of(self.epoch, self.epochs)}"
 
     def numbers(self, validation: bool = False, epoch: bool = False) -> str:
-        """Return losses and accuracies, with those of a validation or as means over the epoch, and samples/s."""
+        """Return losses and accuracies, of the last validation or as means over the epoch, and samples/s."""
         metrics = {**self.metrics, **self.epoch_means} if epoch else self.metrics
         shown = [
             f"{printable(name)} {value:.4g}"

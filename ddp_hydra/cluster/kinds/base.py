@@ -154,7 +154,7 @@ class Manager:
 
 @contextlib.contextmanager
 def signals_kept() -> Iterator[None]:
-    """Restore signal handlers after the block: dask-jobqueue replaces that of Ctrl-C, Ray that of SIGTERM."""
+    """Restore signal handlers after the block: dask-jobqueue replaces SIGINT's, Ray SIGTERM's."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

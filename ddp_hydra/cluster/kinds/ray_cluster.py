@@ -145,7 +145,7 @@ def connected(address: str | None, cpus: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {"address": address}
         if address is None:
-            # It sends no statistics, and refuses those who do not know its token: it listens on all interfaces.
+            # It sends no statistics, and refuses clients that do not know its token: it listens on all interfaces.
             token = secrets.token_hex(32)
             stack.enter_context(environment({"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_TOKEN": token}))
             # Paths of sockets must be short, and the folder is of this user alone.

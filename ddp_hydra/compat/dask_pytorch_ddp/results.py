@@ -23,7 +23,7 @@ from ddp_hydra.writers.files import Fetch, FileReceiver
 
 log = logging.getLogger("ddp_hydra.compat.dask_pytorch_ddp")
 KEPT_BYTES = 2**30
-"""Files of at most so many bytes are kept until `process_results` is called; further ones are dropped."""
+"""The largest file in bytes that is kept until `process_results` is called; larger ones are dropped."""
 
 _inboxes: MutableMapping[Running, FileInbox] = weakref.WeakKeyDictionary()
 
@@ -121,7 +121,7 @@ def inboxes(futures: Iterable[Any]) -> list[FileInbox]:
     """Return the inboxes of the gangs that the futures belong to.
 
     Raises:
-        ConfigError: some are not those of `dispatch.run`.
+        ConfigError: `dispatch.run` has no such argument.
     """
     gangs = {getattr(future, "gang", None): None for future in futures}
     if not gangs.keys() <= set(_inboxes):
@@ -172,6 +172,6 @@ class DaskResultsHandler:
             except Exception as error:
                 if raise_errors:
                     raise
-                if id(error) not in logged:  # that of one rank ends all
+                if id(error) not in logged:  # one rank's error ends all
                     log.error("%s", error)
                 logged.add(id(error))

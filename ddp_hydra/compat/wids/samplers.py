@@ -52,7 +52,7 @@ class ChunkedSampler(_RangeSampler):
 
     Args:
         dataset: has a length.
-        num_samples: the first so many samples; or (first, end); None: all.
+        num_samples: number of samples, from the first; or (first, end); None: all.
         chunksize: samples in a chunk.
         seed: of the order, together with the epoch.
         shuffle: whether to shuffle.
@@ -96,7 +96,7 @@ def DistributedChunkedSampler(  # noqa: N802 (its name in wids)
     Args:
         dataset: has a length.
         num_replicas: number of ranks; None: of the process group, or 1 without one.
-        num_samples: the first so many samples are divided among the ranks; None: all. A remainder is left out.
+        num_samples: number of samples that are divided among the ranks; None: all. A remainder is left out.
         rank: this rank; None: of the process group, or 0 without one.
         shuffle: as in `ChunkedSampler`, and so are shufflefirst, seed and chunksize.
         drop_last: not used.
@@ -122,7 +122,7 @@ class ShardedSampler(_RangeSampler):
 
     Args:
         dataset: a `ShardListDataset`.
-        lengths: of the shards; None: those of the data set.
+        lengths: of the shards; None: the lengths that the data set gives.
         batch_size: not used.
         shufflefirst: whether to shuffle the shards of the first pass, too.
     """

@@ -86,7 +86,7 @@ class BadSamples:
             if self.next_after(index) is not None:
                 return  # another thread has noted it
             if isinstance(error, LostSamples):
-                # In this order, as they are read without the lock: who finds a sample bad finds why, and how many are.
+                # In this order, as they are read without the lock: a bad sample's reason and count are there with it.
                 self.counts[error.name] = error.count
                 self.reasons[error.name] = str(error)
                 self._lost.append((error.first, error.first + error.count))

@@ -36,7 +36,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 _SMALL_IMAGE = 16 * 1024
-"""Images of at most so many bytes are cached decoded: that saves decoding them, and takes little more memory."""
+"""Largest image, in bytes, that is cached decoded: that saves the decoding, and takes little more memory."""
 
 
 class ImageDataset(Dataset, ABC):

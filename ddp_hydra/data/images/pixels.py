@@ -129,7 +129,7 @@ class PilTransform:
 
 
 def adapted(transform: Callable[..., Any] | None) -> Callable[[Tensor, random.Random], Any] | None:
-    # transform: `(image, rng)`, as those of `transforms`, or `(image)`, as torchvision's; None.
+    # transform: `(image, rng)`, as in `transforms`, or `(image)`, as torchvision's; None.
     if transform is None or _takes_rng(transform):
         return transform
     return PilTransform(transform)

@@ -1,4 +1,4 @@
-"""Opens shards: those of this machine where they are, all others from a cache on the local disk."""
+"""Opens shards: local ones where they are, all others from a cache on the local disk."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Iterable data sets: they are split over ranks, end on all of them in the same step, and resume where they stopped.
 
 `part.py` reads what belongs to one rank, `sampler.py` counts its steps and agrees with the other ranks when they end,
-`loader.py` makes their batches ahead of the loop. The loop sees a sampler and a loader as those of any data set.
+`loader.py` makes their batches ahead of the loop. The loop sees a sampler and a loader as of any data set.
 """
 
 from ddp_hydra.data.streams.loader import StreamLoader

@@ -64,7 +64,7 @@ class Part:
     first: list[Any] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
-        # Of so many shares that `dataset` gives, this rank takes this one.
+        # Number of shares that `dataset` gives, and the index of this rank's.
         self.shares, self.share = (self.world_size, self.rank) if self.dealt else (1, 0)
         self.samples: Iterator[Any] = iter(())
 
@@ -110,7 +110,7 @@ class Part:
         if self.seed is not None:
             draws.seed_by(self.seed, key)  # alike on all ranks, as they may share an order that is drawn here
         # The iterator begins here, as the generators are seeded only while samples are read: `__iter__` and the first
-        # `__next__` may both draw the order, as those of a DataLoader do.
+        # `__next__` may both draw the order, as in a DataLoader.
         try:
             for sample in self.dataset:
                 if self.stopped:

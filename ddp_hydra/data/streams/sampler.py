@@ -255,7 +255,7 @@ class StreamSampler:
 class Numbers:
     """The numbers of a rank's samples in each step, from a position on; they have no end.
 
-    The numbers are those of the global sequence if the samples are dealt to the ranks, else of the rank's own part.
+    They number the global sequence if the samples are dealt to the ranks, else the rank's own part.
 
     Args:
         sampler: of the samples.

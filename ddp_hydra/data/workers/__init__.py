@@ -1,4 +1,4 @@
-"""Has processes make the batches of a data set: those of torch's DataLoader, forked from a helper.
+"""Has processes make the batches of a data set: workers of torch's DataLoader, forked from a helper.
 
 A process that trains has threads, a process group and a GPU, so it can't be forked. Its helper was taken before it had
 any of these, or is a program of its own that has imported torch, and forks the workers.

@@ -26,7 +26,7 @@ from ddp_hydra.data.draws import EVALUATION, Indices
 from ddp_hydra.data.wrappers import unwrapped
 
 ALIGNED = 64
-"""Tensors begin at multiples of so many bytes, as torch's own do."""
+"""Tensors begin at multiples of this number of bytes, as torch's own do."""
 
 
 class SharedBatch:
