@@ -135,7 +135,7 @@ class Interleaved(Sampler):
     """Interleaves several streams of neighbouring samples.
 
     The global sequence takes samples from the streams in turns, so that all streams end together. In each global batch
-    the streams are dealt to the ranks in order: if the number of streams is a multiple of the number of ranks, each rank
+    the streams are dealt to the ranks in order: if there are n streams for each of the ranks, each rank
     keeps its own streams. The sequence depends on the number of streams and not on the number of ranks, so a run can
     resume with another number of ranks.
 

@@ -182,7 +182,7 @@ def test_a_pruner_of_optuna_is_given_by_its_class():
         ),
         ("asha", {"maximize": None, "ours": False, "ranks": 1}, "give hydra.launcher.direction=maximize or minimize"),
         ("asha", {"ours": False}, "give hydra.launcher.ranks=1"),
-        ("hyperband", {"ours": False, "ranks": 1}, "those of other apps can't: give asha"),
+        ("hyperband", {"ours": False, "ranks": 1}, "jobs of other apps can't: give asha"),
         ("asha", {"metric": "train/loss"}, "train/loss is reported between them, too"),
         ("asha", {"results": {"handler": "cluster"}}, "give results.handler=client"),
     ],
