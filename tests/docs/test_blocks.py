@@ -123,9 +123,13 @@ def test_each_command_composes(hydra_here, page):
 @functools.cache
 def usage(command: str) -> str:
     """Return the usage of a command, without importing it."""
-    tree = ast.parse((ROOT / f"ddp_hydra/cli/{command}.py").read_text())
-    assigned = (node for node in tree.body if isinstance(node, ast.Assign))
-    texts = [node.value.value for node in assigned if getattr(node.targets[0], "id", "") == "USAGE"]  # type: ignore[attr-defined]
+    tree = ast.parse((ROOT / f"ddp_hydra/cli/{COMMANDS[command].partition('.')[0]}.py").read_text())
+    names = ("USAGE", f"{command.upper()}_USAGE")
+    texts = [
+        node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.targets[0].id in names
+    ]
     return texts[0] if texts else "ddp-hydra init <folder> --minimal"
 
 

@@ -58,7 +58,7 @@ def test_a_run_directory_gets_all_that_a_job_leaves(client2, tmp_path):
     assert list((run_dir / "tensorboard").glob("events*"))
     saved = read_manifest(run_dir / "checkpoints")
     assert set(saved) == {"step-000002.pt", "step-000004.pt", "step-000006.pt", "last.pt", "best.pt"}
-    assert saved["best.pt"]["metrics"] == {"loss": pytest.approx(1 / 6)}
+    assert saved["best.pt"].metrics == {"loss": pytest.approx(1 / 6)}
     assert torch.load(run_dir / "checkpoints" / "last.pt", weights_only=True)["step"] == 6
     ended = summary(run_dir)
     assert (ended["status"], ended["steps"], ended["world_size"], ended["restarts"]) == ("done", 6, 2, 0)

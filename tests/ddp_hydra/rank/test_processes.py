@@ -49,8 +49,10 @@ def test_what_belongs_to_no_known_rank_stays_as_long_as_some_rank_runs(host, sen
 
 def test_the_rank_of_a_program_is_in_its_environment_or_leads_its_session():
     for variables, rank in (({processes.RANK_PID: "12"}, 12), ({}, os.getsid(0))):
-        command = ["sh", "-c", "echo; exec sleep 9"]
-        with subprocess.Popen(command, env={**os.environ, **variables}, stdout=subprocess.PIPE) as program:
+        # Not a program that sh starts: while one replaces another, the kernel shows no environment.
+        command = ["sh", "-c", "echo; read end"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with subprocess.Popen(command, env={**os.environ, **variables}, **pipes) as program:
             assert program.stdout.readline()
             assert processes.rank_of(program.pid) == rank
             program.kill()

@@ -147,7 +147,7 @@ def test_errors_are_masked_where_it_is_asked_for(client2, tmp_path, caplog):
     handler = results.DaskResultsHandler()
     handler.process_results(tmp_path, dispatch.run(client2, fail_after_a_result, handler), raise_errors=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.txt", "1.txt"]
-    logged = [one for one in caplog.records if one.name == "ddp_hydra.compat.dask_pytorch_ddp.results"]
+    logged = [one for one in caplog.records if one.name == "ddp_hydra.compat.dask_pytorch_ddp"]
     assert len(logged) == 1
     assert "OSError: hello" in logged[0].getMessage()
 

@@ -380,10 +380,13 @@ def order(make: Callable[[], Any], rank: int = 0, world_size: int = 1, epoch: in
     """Return the order of an epoch, where the model has drawn something else on each rank."""
     torch.manual_seed(rank)
     data = make()
-    sampler = StreamSampler(split(data, rank, world_size, seed=3), 24 // world_size, 24)
+    part = split(data, rank, world_size, seed=3)
+    sampler = StreamSampler(part, 24 // world_size, 24)
     loader = StreamLoader(data, CPU, seed=3)
     (micro_batches,) = loader.steps(sampler.batches(epoch), 1)
-    return [number for micro_batch in micro_batches for number in micro_batch.batch.tolist()]
+    numbers = [number for micro_batch in micro_batches for number in micro_batch.batch.tolist()]
+    assert list(part.samples) == []  # its end ends a DataLoader's workers
+    return numbers
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
