@@ -15,6 +15,12 @@ from ddp_hydra.rank import outbox
 NOBODY = 65534
 
 
+@pytest.fixture(autouse=True)
+def roomy_disk(monkeypatch):
+    """Half of the disk is free, also where the tests run on a disk that is nearly full."""
+    monkeypatch.setattr(outbox.shutil, "disk_usage", lambda path: SimpleNamespace(total=2**40, free=2**39))
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
