@@ -22,6 +22,7 @@ END_S = 60
 
 
 def begin() -> None:
+    """Leave to the parent what it has registered for its own end."""
     gc.freeze()  # also tells the objects of the parent from those that are made from now on
     atexit._clear()
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
@@ -30,6 +31,8 @@ def begin() -> None:
 
 
 def end() -> None:
+    """Do what Python does at its end, for user code: `os._exit` follows, which skips the parent's handlers and this."""
+
     def give_up(*_: object) -> NoReturn:
         names = [thread.name for thread in threading.enumerate() if not thread.daemon and thread.name != "MainThread"]
         waits = f"threads that still run: {', '.join(names)}" if names else "an exit handler that still runs"
@@ -65,6 +68,7 @@ def _depth(file: io.IOBase) -> int:
 
 @contextmanager
 def children_end() -> Iterator[None]:
+    """End a child that user code forks in this block where the block ends: what follows is the parent's to do."""
     owner, code = os.getpid(), 0
     try:
         yield

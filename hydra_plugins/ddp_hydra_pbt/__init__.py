@@ -1,8 +1,8 @@
 """Register `hydra/sweeper=pbt`. Hydra 1.3 finds sweepers only in this namespace; see `ddp_hydra.sweep.pbt`."""
 
 from ddp_hydra.config.hydra_compat import register
-from ddp_hydra.sweep.pbt import PopulationSweeper
-from ddp_hydra.sweep.population import PopulationSettings
+from ddp_hydra.sweep.pbt.population import PopulationSettings
+from ddp_hydra.sweep.pbt.sweeper import PopulationSweeper
 
 
 class PBTSweeper(PopulationSweeper):

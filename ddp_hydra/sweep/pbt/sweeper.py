@@ -20,7 +20,8 @@ from omegaconf import DictConfig
 from ddp_hydra.errors import ConfigError, SweepFailed
 
 if TYPE_CHECKING:
-    from ddp_hydra.sweep.population import Dimension, Member
+    from ddp_hydra.sweep.pbt.population import Member
+    from ddp_hydra.sweep.pbt.space import Dimension
 
 log = logging.getLogger(__name__)
 PAUSE = "trainer.pause_after_validations"
@@ -45,8 +46,8 @@ class PopulationSweeper(Sweeper):
         self.folders: list[str] = []
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        from ddp_hydra.sweep.pbt.population import PopulationSettings
         from ddp_hydra.sweep.planned_job import is_ours
-        from ddp_hydra.sweep.population import PopulationSettings
         from ddp_hydra.sweep.settings import objective_of
 
         if not is_ours(config):
@@ -66,7 +67,7 @@ class PopulationSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         from ddp_hydra.config import redact
-        from ddp_hydra.sweep.population import first_generation, next_generation, ranked
+        from ddp_hydra.sweep.pbt.population import first_generation, next_generation, ranked
 
         fixed, space = self.read(arguments)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
@@ -90,10 +91,10 @@ class PopulationSweeper(Sweeper):
         return returns
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:
-        from ddp_hydra.sweep import population
+        from ddp_hydra.sweep.pbt import space
 
         words = [*(f"{key}={value}" for key, value in (self.params or {}).items()), *arguments]
-        fixed, searched = population.parse(words, self.hydra_context.config_loader)
+        fixed, searched = space.parse(words, self.hydra_context.config_loader)
         if not searched:
             raise ConfigError(
                 "hydra/sweeper=pbt has no keys to search: give optimizer.lr='tag(log, interval(1e-4, 1e-1))', or "
