@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,7 @@ from ddp_hydra.job.job_config import RankBatch, changed_settings, describe_chang
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.record import Record, Start
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Summary
 from ddp_hydra.storage import Store
@@ -40,6 +42,25 @@ if TYPE_CHECKING:  # these import Dask
 log = logging.getLogger(__name__)
 TRAIN = "ddp_hydra.training.loop:train"
 """The function that ranks run; a name, because importing it here would import torch."""
+
+
+class InterruptWriter:
+    """Gives this process a Ctrl-C on purpose, when the metrics of a step arrive: `+fault=interrupt,step=20`."""
+
+    def __init__(self, faults: Sequence[fault_injection.Fault]) -> None:
+        self.pending = list(faults)
+
+    def write(self, record: Record) -> None:
+        for fault in self.pending:
+            is_its_attempt = fault.attempt in (record.attempt, -1)
+            if isinstance(record.data, Metrics) and is_its_attempt and (record.step or 0) >= fault.step:
+                self.pending.remove(fault)
+                print(f"fault on purpose: {fault}", flush=True)  # noqa: T201
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    def close(self) -> None:
+        self.pending = []
 
 
 @dataclass(frozen=True)
@@ -110,6 +131,8 @@ class Job:
         writers = default_writers(
             self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
         )
+        if faults := [fault for fault in fault_injection.parse(self.cfg.faults) if fault.kind == "interrupt"]:
+            writers.append(InterruptWriter(faults))
         writers += self.remote.writers if self.remote else ()
         writers += self.loggers
         with ResultsHandler(writers, **settings) as handler:

@@ -34,6 +34,7 @@ KINDS = {
     "worker": "its Dask worker is killed",
     "nanny": "its Dask worker's nanny is killed",
     "term": "its Dask worker gets SIGTERM, as in a preemption",
+    "interrupt": "no rank: the command gets Ctrl-C when it hears of the step",
 }
 OF_WORKERS = ("worker", "nanny", "term")
 """Faults that need a worker that is a process of its own."""
@@ -118,7 +119,7 @@ class FaultInjector:
             fault
             for fault in self.faults
             if fault.rank == self.rank and fault.at == place and fault.attempt in (self.attempt, -1)
-            and fault.step in (step, 0) and fault.kind != "nan" and fault.kind in KINDS
+            and fault.step in (step, 0) and fault.kind not in ("nan", "interrupt")
         ]  # fmt: skip
         self.faults = [fault for fault in self.faults if fault not in due]
         return due

@@ -167,7 +167,7 @@ def test_a_short_sleep_ends(seconds):
 
 def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
     """Those that are not tested above have an action all the same."""
-    for kind in KINDS.keys() - {"nan"}:
+    for kind in KINDS.keys() - {"nan", "interrupt"}:
         waiting, struck = armed(f"{kind},rank=1"), []
         monkeypatch.setattr(waiting, "trigger", struck.append)
         waiting("forward", 1)
