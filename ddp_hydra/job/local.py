@@ -29,7 +29,6 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Summary
-from ddp_hydra.storage import Store
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.handler import ResultsHandler, Writer, default_writers
 from ddp_hydra.writers.run_dir import next_attempt, read_summary
@@ -70,16 +69,12 @@ class RemoteContext:
     Args:
         spec: the job as the command has sent it.
         writers: further writers that get the job's records.
-        before_mirror: called before a checkpoint is uploaded.
         note_attempts: called with the failed attempts when another attempt starts.
-        checkpoints: the store that checkpoints are uploaded to.
     """
 
     spec: DriverSpec
     writers: Sequence[Writer]
-    before_mirror: Callable[[], None]
     note_attempts: Callable[[list[AttemptEntry]], None]
-    checkpoints: Store
 
 
 @dataclass(eq=False, repr=False)
@@ -125,12 +120,8 @@ class Job:
         """
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
-        more: dict[str, Any] = {"attempts": attempts}
-        if self.remote:
-            more |= {"before_mirror": self.remote.before_mirror, "mirror_store": self.remote.checkpoints}
-        writers = default_writers(
-            self.run_dir, fetch, keep=results.keep_checkpoints, mirror=results.mirror, **settings, **more
-        )
+        keep = results.keep_checkpoints
+        writers = default_writers(self.run_dir, fetch, keep=keep, mirror=results.mirror, attempts=attempts, **settings)
         if faults := [fault for fault in fault_injection.parse(self.cfg.faults) if fault.kind == "interrupt"]:
             writers.append(InterruptWriter(faults))
         writers += self.remote.writers if self.remote else ()

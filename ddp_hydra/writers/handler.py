@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Protocol, Self
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record
 from ddp_hydra.run_state import AttemptEntry
-from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.files import cannot_write, passing
 from ddp_hydra.storage.retry import Backoff
 
@@ -146,8 +145,6 @@ def default_writers(
     *,
     keep: int | None = 3,
     mirror: str | None = None,
-    before_mirror: Callable[[], None] = lambda: None,
-    mirror_store: Store | None = None,
     retry_s: float = 60.0,
     give_up: threading.Event | None = None,
     tensorboard: bool = True,
@@ -160,8 +157,6 @@ def default_writers(
         fetch: copies files from the ranks' hosts; None if every file comes inline.
         keep: newest step checkpoints to keep; None keeps all.
         mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
-        before_mirror: called each time before checkpoints are copied.
-        mirror_store: the mirror, if it is open already.
         retry_s: how long to retry a failing bucket.
         give_up: an event that ends all waiting for the bucket at once.
         attempts: returns the attempts that have failed, for status.json.
@@ -180,7 +175,7 @@ def default_writers(
     if mirror:
         from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
 
-        writers.append(MirrorWriter(folder, mirror, retry_s, give_up, before=before_mirror, remote=mirror_store))
+        writers.append(MirrorWriter(folder, mirror, retry_s, give_up))
     if tensorboard:
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 

@@ -172,13 +172,7 @@ class RemoteJobRunner:
 
         spec = self.spec
         writers: list[Writer] = [self.status, self.channel] if self.channel else [self.status]
-        remote = RemoteContext(
-            spec=spec,
-            writers=writers,
-            before_mirror=self.uploader.upload_curves,
-            note_attempts=self.status.note_attempts,
-            checkpoints=self.store,
-        )
+        remote = RemoteContext(spec=spec, writers=writers, note_attempts=self.status.note_attempts)
         try:
             run_job(cfg, self.run_dir, spec.overrides, remote)
             summary = read_summary(self.run_dir)
@@ -199,7 +193,7 @@ class RemoteJobRunner:
 
     def config(self) -> DictConfig:
         config = self.spec.config
-        results = {**config["results"], "handler": "client", "root": None, "mirror": self.spec.url}
+        results = {**config["results"], "handler": "client", "root": None, "mirror": None}
         return OmegaConf.create({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
 
     def is_sent(self) -> bool:

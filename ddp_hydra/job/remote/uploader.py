@@ -1,4 +1,4 @@
-"""Uploads a run directory to its store while it grows; `writers/checkpoint_mirror.py` uploads the checkpoints."""
+"""Uploads a run directory to its store while it grows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
+from ddp_hydra.errors import ConfigError, DdpHydraError, TakenOver
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.status import (
     ENDED,
@@ -24,9 +25,9 @@ from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
-from ddp_hydra.storage.manifest import FOLDER, decode_manifest, newest_first, read_manifest
-from ddp_hydra.storage.manifest import NAME as MANIFEST
+from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.storage.retry import Backoff
+from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror, entries_in
 from ddp_hydra.writers.run_dir import SUMMARY, write_summary
 from ddp_hydra.writers.status import NAME, encode
 
@@ -64,13 +65,14 @@ class Uploader:
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
         self._known = set(status.files)  # a driver that took the run over has more
         self._failures: dict[str, str] = {}
-        self._is_stopping = False
+        self.checkpoints = CheckpointMirror(folder, store)
+        self.is_lost = self._is_stopping = False
         self._lock = threading.Lock()
         self._end, self._give_up = threading.Event(), threading.Event()
-        # Two threads, so that the upload of a large file does not delay the heartbeat.
+        # Three threads, so that the upload of a large file does not delay the heartbeat.
         self._threads = [
             threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
-            for work in (self._upload, self._write_status)
+            for work in (self._upload, self._write_status, self._copy_checkpoints)
         ]
 
     def start(self) -> None:
@@ -91,85 +93,61 @@ class Uploader:
             thread.join()
         backoff = Backoff(retry_s, self._give_up.wait)
         while True:
-            missing = self._finish_once(state, message)
+            missing = self._failure_of(partial(self._finish_once, state, message))
             if not missing or not backoff.wait():
                 return missing
 
-    def _finish_once(self, state: str, message: str) -> str:
+    def _finish_once(self, state: str, message: str) -> None:
+        self._upload(EVERYTHING)
+        self._copy_checkpoints()
+        if missing := self.checkpoints.missing():
+            raise ConnectionError(f"its newest checkpoint, {missing[0]}, is not there")
+        self.store.delete(STOP)
+        self.status.state, self.status.message = state, message
+        self.store.put(NAME, encode(self.status.content()))
+        if state != LOST:
+            self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while not self._end.wait(INTERVAL_S) and not self.is_lost:
+            self._note_failure(work.__name__, self._failure_of(work))
+
+    def _failure_of(self, work: Callable[[], None]) -> str:
         try:
-            if failure := self._upload(EVERYTHING):
-                return failure
-            if newest := self._missing_checkpoint():
-                return f"its newest checkpoint, {newest}, is not there"
-            self.store.delete(STOP)
-            self.status.state, self.status.message = state, message
-            self.store.put(NAME, encode(self.status.content()))
-            if state != LOST:
-                self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
+            work()
         except TakenOver as error:
+            with self._lock:
+                is_first, self.is_lost = not self.is_lost, True
             self.give_up()
+            if is_first:
+                self.on_lost(str(error))
             return str(error)
-        except (ConfigError, ConnectionError, OSError) as error:
-            return str(error)
-        return ""
-
-    def _missing_checkpoint(self) -> str:
-        """Return the name of the newest checkpoint if the store lacks it, else ""."""
-        try:
-            local = read_manifest(self.folder / FOLDER)
-        except CheckpointError:
-            return ""
-        newest = next(iter(newest_first(local)), "")
-        if not newest:
-            return ""
-        try:
-            uploaded = decode_manifest(self.store.get(f"{FOLDER}/{MANIFEST}")).files
-        except (FileNotFoundError, ValueError):
-            return newest
-        return "" if any(entry.sha256 == local[newest].sha256 for entry in uploaded.values()) else newest
-
-    def _repeat(self, work: Callable[[], str]) -> None:
-        while not self._end.wait(INTERVAL_S):
-            try:
-                self._note_failure(work.__name__, work())
-            except TakenOver as error:
-                with self._lock:
-                    is_first = not self._give_up.is_set()
-                    self.give_up()
-                if is_first:
-                    self.on_lost(str(error))
-                return
-
-    def _write_status(self) -> str:
-        """Write the status, and look for a request to stop. Return what failed."""
-        try:
-            if (content := self.status.next_update()) is not None:
-                if isinstance(self.store, FencedStore):
-                    self.store.check()
-                self.store.put(NAME, content)
-            if not self._is_stopping and self.store.size_or_none(STOP) is not None:
-                self._is_stopping = True
-                self.on_stop()
-        except TakenOver:
-            raise
-        except (ConfigError, ConnectionError, FileNotFoundError) as error:
+        except (DdpHydraError, OSError) as error:
             return str(error)
         return ""
 
-    def upload_curves(self) -> None:
-        """Upload all metrics: before a checkpoint from which another driver may resume."""
-        if failure := self._upload(CURVES, others=False):
-            raise ConnectionError(failure)
+    def _write_status(self) -> None:
+        """Write the status, and look for a request to stop."""
+        if (content := self.status.next_update()) is not None:
+            if isinstance(self.store, FencedStore):
+                self.store.check()
+            self.store.put(NAME, content)
+        if not self._is_stopping and self.store.size_or_none(STOP) is not None:
+            self._is_stopping = True
+            self.on_stop()
 
-    def _upload(self, at_once: tuple[str, ...] = (), others: bool = True) -> str:
-        """Upload files that have changed and are due; return what failed. Names that begin as `at_once` are due."""
+    def _copy_checkpoints(self) -> None:
+        """Copy checkpoints, after the metrics that another driver which resumes from them needs."""
+        if self.checkpoints.missing():
+            self._upload(CURVES, others=False)
+            self.checkpoints.copy()
+
+    def _upload(self, at_once: tuple[str, ...] = (), others: bool = True) -> None:
+        """Upload files that have changed and are due. Names that begin as `at_once` are due."""
         failure = ""
         with self._lock:
-            try:
-                files = list(self._files())
-            except OSError as error:  # before Python 3.13, a folder that is removed meanwhile ends the walk
-                return str(error)
-            for name, path in files:
+            # Before Python 3.13, a folder that is removed meanwhile ends the walk.
+            for name, path in list(self._files()):
                 try:
                     stat = path.stat()
                     state = (stat.st_size, stat.st_mtime_ns)
@@ -182,14 +160,15 @@ class Uploader:
                     continue
                 except TakenOver:
                     raise
-                except (ConfigError, ConnectionError, OSError) as error:
+                except (ConfigError, OSError) as error:
                     failure = failure or str(error)
                     continue
                 self._uploaded[name] = state, time.monotonic() + state[0] / BYTES_PER_S
             if not self._uploaded.keys() <= self._known:
                 self._known |= self._uploaded.keys()
                 self.status.files = sorted(self._known)
-        return failure
+        if failure:
+            raise ConnectionError(failure)
 
     def _note_failure(self, work: str, failure: str) -> None:
         before = dict(self._failures)
@@ -223,6 +202,7 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
             f"another run has just begun in {store.url}: look at it with ddp-hydra attach run={store.url}, "
             "or give another hydra.run.dir"
         ) from None
+    entries_in(store)  # raises if the manifest is none
     for name in (SUMMARY, STOP):
         store.delete(name)
     store.put(NAME, encode(status.content()))
@@ -262,7 +242,4 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
             for start in range(0, size, PIECE_BYTES):
                 file.write(store.get_range(name, start, min(size, start + PIECE_BYTES)))
     store.put(NAME, encode(status.content()))
-    try:
-        return bool(decode_manifest(store.get(f"{FOLDER}/{MANIFEST}")).files)
-    except (FileNotFoundError, ValueError):
-        return False
+    return bool(entries_in(store))

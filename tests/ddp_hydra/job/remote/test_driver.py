@@ -52,7 +52,7 @@ def runner(spec, tmp_path):
 
 def test_its_config_is_that_of_a_job_that_is_typed_there(runner, spec):
     cfg = runner.config()
-    assert cfg.results == {"handler": "client", "root": None, "mirror": spec.url, "retry_s": 1.0}
+    assert cfg.results == {"handler": "client", "root": None, "mirror": None, "retry_s": 1.0}
     assert (cfg.detach, cfg.resume) == (False, None)
     assert spec.config == PLAIN
 

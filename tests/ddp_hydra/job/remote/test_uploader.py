@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -17,6 +18,7 @@ from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status
 from ddp_hydra.storage import LocalFolder
 from ddp_hydra.storage.files import scratch_folder
+from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
 
 
 class Shaky(LocalFolder):
@@ -128,12 +130,20 @@ def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
 
 def test_a_checkpoint_waits_for_the_metrics_before_it(there, run_dir, status):
     one = Uploader(run_dir, there, status, lambda: None)
+    content, name = b"weights", "step-000001.pt"
+    entry = CheckpointEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest(), step=1)
+    (run_dir / "checkpoints").mkdir()
+    (run_dir / "checkpoints" / name).write_bytes(content)
+    (run_dir / "checkpoints" / "manifest.json").write_bytes(encode_manifest({name: entry}))
     there.away = True
     with pytest.raises(ConnectionError, match="away"):
-        one.upload_curves()
+        one._copy_checkpoints()
     there.away = False
-    one.upload_curves()
-    assert there.order == ["metrics.jsonl"]
+    one._copy_checkpoints()
+    one._copy_checkpoints()
+    assert there.order == [
+        "metrics.jsonl", f"checkpoints/step-000001-{entry.sha256[:12]}.pt", "checkpoints/manifest.json",
+    ]  # fmt: skip
 
 
 def test_a_folder_that_is_removed_meanwhile_is_no_end(make, there, run_dir, monkeypatch, caplog):
@@ -262,7 +272,7 @@ def test_the_names_of_many_files_are_noted_at_once(there, run_dir):
     status = Status("tcp://scheduler:8786", "abc")
     uploads = Uploader(run_dir, there, status, lambda: None)
     uploads.start()
-    uploads.upload_curves()
+    uploads._upload(uploader.CURVES, others=False)
     noted.clear()
     assert uploads.finish(0, "done", "") == ""
     assert (len(noted), len(status.files)) == (1, 32)
