@@ -45,8 +45,7 @@ ALLOWED = {
     "_schedulers": "the schedulers in SequentialLR and ChainedScheduler",
     "_set_params_and_buffers_to_ignore_for_model": "DDP does not broadcast what no backend can send",
     # torchmetrics, datasets
-    "_reductions": "lists of a metric are gathered also from ranks without samples",
-    "_sync_dist": "as _reductions",
+    "_reductions": "states of a metric are gathered also from ranks without samples",
     "_ex_iterable": "the place of a Hugging Face stream",
     # Hydra and omegaconf
     "_internal": "Hydra's loader of configs, its completion, and its files of a job",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import pickle
 import struct
 import time
 from collections.abc import Callable
@@ -35,6 +36,8 @@ class Decision:
 
 FIELDS = 5
 """Numbers of a vote before the numbers of the ranks."""
+SMALL = 4096
+"""Bytes of a value that takes one exchange."""
 
 
 class StepConsensus:
@@ -96,19 +99,18 @@ class StepConsensus:
         # A collective.
         return self.vote(good, stop)()
 
-    def gather(self, *parts: list[float]) -> list[list[list[float]]]:
-        # A collective.
-        local = torch.tensor([number for part in parts for number in part], dtype=torch.float64)
-        rows = [local]
-        if not self.alone:
-            rows = [torch.empty_like(local) for _ in range(self.world_size)]
-            dist.all_gather(rows, local, group=self.group)
-        split = [torch.split(row, [len(part) for part in parts]) for row in rows]
-        return [[part.tolist() for part in of_ranks] for of_ranks in zip(*split, strict=True)]
-
     def gather_objects(self, value: Any) -> list[Any]:
-        # A collective.
-        return gather_objects(value, self.group)
+        # A collective. Small values take one exchange, where torch's own function makes two.
+        if self.alone:
+            return [value]
+        content = pickle.dumps(value)
+        content = content if len(content) <= SMALL else pickle.dumps(...)
+        row = torch.zeros(SMALL, dtype=torch.uint8)
+        row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        rows = [torch.empty_like(row) for _ in range(self.world_size)]
+        dist.all_gather(rows, row, group=self.group)
+        found = [pickle.loads(one.numpy()) for one in rows]  # noqa: S301
+        return gather_objects(value, self.group) if any(one is ... for one in found) else found
 
 
 def things(votes: torch.Tensor) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ class Ema:
     Args:
         model: its weights and buffers are averaged.
         decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
-        build: builds the model once more, for one that can't be copied, as with torch's first `weight_norm`.
 
     Attributes:
         model: the average, a copy of the model.
@@ -28,12 +27,12 @@ class Ema:
         infinite: names of parameters that held infinite values from the beginning, as masks do.
 
     Raises:
-        ConfigError: the model can't be copied, nor built again.
+        ConfigError: the model can't be copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float, build: Callable[[], nn.Module] | None = None) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
-        self.model: nn.Module = _copied(model, build).requires_grad_(False)
+        self.model: nn.Module = _copied(model).requires_grad_(False)
         self.steps = 0
         self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
 
@@ -76,22 +75,18 @@ class Ema:
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 
 
-def _copied(model: nn.Module, build: Callable[[], nn.Module] | None) -> nn.Module:
+def _copied(model: nn.Module) -> nn.Module:
+    # A tensor that a layer has computed is no leaf, as in torch's first `weight_norm`, and can't copy itself.
+    values = (value for module in model.modules() for value in vars(module).values())
+    computed = {id(one): one.detach().clone() for one in values if isinstance(one, torch.Tensor) and not one.is_leaf}
     try:
-        return copy.deepcopy(model)
-    except Exception as error:  # a lock, an open file, a tensor that is no leaf
+        return copy.deepcopy(model, computed)
+    except Exception as error:  # a lock, an open file
         reason = " ".join(str(error).split())
-        if build is not None:
-            again = build()
-            given = {name: (value.shape, value.dtype) for name, value, _ in _tensors(model)}
-            if given == {name: (value.shape, value.dtype) for name, value, _ in _tensors(again)}:
-                for (_, old, _), (_, new, _) in zip(_tensors(again), _tensors(model), strict=True):
-                    old.detach().copy_(new.detach())
-                return again
         raise ConfigError(
             f"trainer.ema_decay needs a copy of the model, and {type(model).__name__} can't be copied "
             f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null, or build what can't be copied "
-            "outside of the model (nn.utils.parametrizations has norms that can)"
+            "outside of the model"
         ) from error
 
 

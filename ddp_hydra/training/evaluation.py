@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.data.batch import described
+from ddp_hydra.data.batch import described, mapped
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
@@ -87,48 +86,20 @@ class Evaluation:
         return own | more
 
 
-def gather_states(state: Tensor, group: Any = None) -> list[Tensor]:
-    # A collective. torchmetrics itself gathers a state without samples as floats of shape (0,), which crashes where
-    # the states of the other ranks have more dimensions or another type.
-    kinds: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(kinds, (tuple(state.shape), state.dtype), group=group)
-    whole = max(kinds, key=lambda kind: math.prod(kind[0]))
-    if not math.prod(whole[0]):
-        return [state] * len(kinds)
-    sizes = [math.prod(shape) * torch.empty((), dtype=kind).element_size() for shape, kind in kinds]
-    content = torch.zeros(max(sizes), dtype=torch.uint8, device=state.device)
-    if state.numel():
-        content[: sizes[dist.get_rank(group)]] = state.contiguous().reshape(-1).view(torch.uint8)
-    rows = [torch.empty_like(content) for _ in kinds]
-    dist.all_gather(rows, content, group=group)
-    return [
-        row[:size].view(kind).reshape(shape) if size else state.new_zeros((0, *whole[0][1:]), dtype=whole[1])
-        for row, size, (shape, kind) in zip(rows, sizes, kinds, strict=True)
-    ]
-
-
-def gather_lists(metric: Any) -> None:
-    # Torchmetrics gathers them entry by entry: ranks with fewer batches would leave the others waiting.
-    synchronise = metric._sync_dist
-
-    def synchronise_lists(*args: Any, **options: Any) -> None:
-        reductions = metric._reductions
-        lists = {
-            name: getattr(metric, name)
-            for name, function in reductions.items()
-            if isinstance(getattr(metric, name), list) and getattr(function, "__name__", "") != "dim_zero_cat"
-        }
-        metric._reductions = {name: function for name, function in reductions.items() if name not in lists}
-        try:
-            synchronise(*args, **options)
-        finally:
-            metric._reductions = reductions
-        for name, own in lists.items():
-            of_ranks = gather_objects([one.cpu() if isinstance(one, Tensor) else one for one in own])
-            entries = [one.to(metric.device) if isinstance(one, Tensor) else one for row in of_ranks for one in row]
-            setattr(metric, name, entries if reductions[name] is None else reductions[name](entries))
-
-    metric._sync_dist = synchronise_lists
+def synchronise(metric: nn.Module) -> None:
+    # A collective. Torchmetrics gathers a list entry by entry, so ranks with fewer batches would leave the others
+    # waiting, and takes a state without samples for floats.
+    parts: list[Any] = [part for part in metric.modules() if getattr(part, "_reductions", None)]
+    own = [{name: getattr(part, name) for name in part._reductions} for part in parts]
+    for part, *states in zip(parts, *gather_objects(mapped(Tensor.cpu, own)), strict=True):
+        for name, reduce in part._reductions.items():
+            values = [state[name] for state in states]
+            if isinstance(getattr(part, name), list):  # as if one rank had seen all batches
+                entries = (one for several in values for one in several)
+                setattr(part, name, [one.to(part.device) if isinstance(one, Tensor) else one for one in entries])
+            else:
+                stacked = torch.stack(values).to(part.device)
+                setattr(part, name, stacked if reduce is None else reduce(stacked))
 
 
 class EvalMetrics:
@@ -143,10 +114,7 @@ class EvalMetrics:
         self.metrics, self.classes = dict(metrics), list(classes)
         for metric in self.metrics.values():
             for part in metric.modules() if isinstance(metric, nn.Module) else ():
-                if hasattr(part, "dist_sync_fn") and part.dist_sync_fn is None:
-                    part.dist_sync_fn = gather_states
-                if getattr(part, "_reductions", None):
-                    gather_lists(part)
+                part.distributed_available_fn = lambda: False  # `synchronise` does it
         self.matrices: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -169,6 +137,8 @@ class EvalMetrics:
         numbers: dict[str, float] = {}
         self.matrices.clear()
         for name, metric in self.metrics.items():
+            if isinstance(metric, nn.Module) and world_size() > 1:
+                synchronise(metric)
             try:
                 found = metric.compute()
             except Exception:

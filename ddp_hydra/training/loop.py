@@ -14,7 +14,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.config import objective
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import builders, memory, setup
+from ddp_hydra.training import builders, memory
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
 from ddp_hydra.training.consensus import Decision, StopSignal
@@ -48,7 +48,7 @@ def train(
     device = builders.device(cfg)
     with opened(cfg, "train", device) as train_set, opened(cfg, "val", device, train_set) as val_set:
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
-            run = setup.build(cfg, train_set, val_set, paths, fault, stop_signal, kept)
+            run = TrainingRun(cfg, train_set, val_set, paths, fault, stop_signal, kept)
             fit(run)
             summary = summarise(run)
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
@@ -56,6 +56,8 @@ def train(
 
 def fit(run: TrainingRun) -> None:
     # A run that should stop early is saved first.
+    if run.rank == 0:
+        results.emit(run.header, run.position.step)
     if run.validation is not None:
         run.validation.try_metrics(run.model)
     validate_first(run)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hydra.tasks import Step, Task
-from ddp_hydra.training.consensus import gather_objects, world_size
+from ddp_hydra.training.consensus import gather_objects
 
 Shapes = tuple[tuple[str, torch.Size], ...]
 """Names and shapes of sums that lie one after the other."""
@@ -81,71 +80,30 @@ class Meter:
 
     def take(self) -> dict[str, Tensor]:
         # Wait for the device.
-        found: dict[str, Tensor] = {}
-        for shapes, flat in self.on_device.items():
-            for name, part in split(flat.cpu(), shapes).items():
-                found[name] = found[name] + part if name in found else part
-        for name, number in self.numbers.items():
-            found[name] = found.get(name, torch.zeros((), dtype=torch.float64)) + number
+        numbers = {name: torch.tensor(number, dtype=torch.float64) for name, number in self.numbers.items()}
+        found = added([*(split(flat.cpu(), shapes) for shapes, flat in self.on_device.items()), numbers])
         self.clear()
         return found
 
     def result(self) -> dict[str, Tensor]:
         # A collective.
-        sums = self.take()
-        if world_size() == 1:
-            return sums
-        shapes = union(gather_objects(shapes_of(sums)))
-        flat = packed(sums, shapes).to(self.device)
-        dist.all_reduce(flat)
-        return split(flat.cpu(), shapes)
+        return added(gather_objects(self.take()))
 
     def clear(self) -> None:
         self.on_device.clear()
         self.numbers.clear()
 
 
-class SumsOfRanks:
-    """Keeps the shapes of the sums that all ranks exchange, so that they need not be sent each time."""
-
-    def __init__(self) -> None:
-        self.shapes: Shapes = ()
-
-    def packed(self, sums: Mapping[str, Tensor]) -> list[float]:
-        unknown = len(set(shapes_of(sums)) - set(self.shapes))
-        known = {name: part for name, part in sums.items() if (name, part.shape) in self.shapes}
-        return [float(unknown), *packed(known, self.shapes).tolist()]
-
-    def are_known(self, rows: Sequence[Sequence[float]]) -> bool:
-        return not any(row[0] for row in rows)
-
-    def learn(self, of_ranks: Iterable[Shapes]) -> None:
-        self.shapes = union([self.shapes, *of_ranks])
-
-    def total(self, rows: Sequence[Sequence[float]]) -> dict[str, Tensor]:
-        flat = torch.zeros(len(rows[0]) - 1, dtype=torch.float64)
-        for row in rows:
-            flat += torch.tensor(row[1:], dtype=torch.float64)
-        return split(flat, self.shapes)
-
-
-def shapes_of(sums: Mapping[str, Tensor]) -> Shapes:
-    return tuple((name, part.shape) for name, part in sums.items())
-
-
-def union(of_ranks: Iterable[Shapes]) -> Shapes:
-    found = dict.fromkeys(pair for shapes in of_ranks for pair in shapes)
-    names = [name for name, _ in found]
-    for name in names:
-        if names.count(name) > 1:
-            shapes = " and ".join(str(tuple(shape)) for one, shape in found if one == name)
-            raise ValueError(f"the task's sums {name!r} have the shapes {shapes}: give each sum one shape")
-    return tuple(found)
-
-
-def packed(sums: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
-    parts = [sums[name].reshape(-1) if name in sums else torch.zeros(shape.numel()).double() for name, shape in shapes]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+def added(of_parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    # In the order of the parts, so that all ranks come to the same.
+    total: dict[str, Tensor] = {}
+    for sums in of_parts:
+        for name, part in sums.items():
+            if name in total and total[name].shape != part.shape:
+                shapes = f"{tuple(total[name].shape)} and {tuple(part.shape)}"
+                raise ValueError(f"the task's sums {name!r} have the shapes {shapes}: give each sum one shape")
+            total[name] = total[name] + part if name in total else part
+    return total
 
 
 def split(flat: Tensor, shapes: Shapes) -> dict[str, Tensor]:
@@ -176,8 +134,7 @@ class EpochMeans:
         self.last: dict[str, float] = {}
 
     def add(self, sums: Mapping[str, Tensor]) -> None:
-        for name, part in sums.items():
-            self.sums[name] = self.sums[name] + part if name in self.sums else part
+        self.sums = added([self.sums, sums])
 
     def so_far(self) -> dict[str, float]:
         found = self.task.metrics(self.sums) if self.sums else {}

@@ -18,7 +18,7 @@ from ddp_hydra.data.loader import Loader
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_stats import DataStats
-from ddp_hydra.training.metrics import EpochMeans, Meter, SumsOfRanks, named, shapes_of
+from ddp_hydra.training.metrics import EpochMeans, Meter, added, named
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.update import Update
@@ -119,18 +119,17 @@ class Stragglers:
         event.record()
         return event
 
-    def local_seconds(self) -> list[float]:
+    def local_seconds(self) -> float:
         for begin, end in self.events:  # the device has finished them
             self.forward_s += begin.elapsed_time(end) / 1000
         seconds = self.forward_s + self.loader.waited_s - self.waited_s
         self.forward_s, self.waited_s = 0.0, self.loader.waited_s
         self.events.clear()
-        return [seconds]
+        return seconds
 
-    def interval(self, all_seconds: Sequence[Sequence[float]]) -> dict[str, float]:
-        if len(all_seconds) == 1:
+    def interval(self, ranks: Sequence[float]) -> dict[str, float]:
+        if len(ranks) == 1:
             return {}
-        ranks = [seconds for (seconds,) in all_seconds]
         self.sums = [total + one for total, one in zip(self.sums or [0.0] * len(ranks), ranks, strict=True)]
         return {"slowest_rank": max(ranks) / max(statistics.median(ranks), 1e-9)}
 
@@ -173,7 +172,7 @@ class Monitor:
     ) -> None:
         self.epoch_means = epoch_means
         self.consensus, self.task, self.profiler = consensus, task, profiler
-        self.meter, self.sums_of_ranks = Meter(loader.device), SumsOfRanks()
+        self.meter = Meter(loader.device)
         self.throughput, self.data_stats = Throughput(samples), DataStats(loader)
         self.exchange, self.stragglers = ExchangeTime(), Stragglers(loader, loader.device)
         self.watch(updates)
@@ -191,17 +190,17 @@ class Monitor:
         # A collective.
         sums = self.meter.take()  # waits for the device, whose work belongs to this interval
         seconds, samples_per_s = self.throughput.interval(samples)
-        all_sums, all_counts, all_seconds, all_waits = self.consensus.gather(
-            self.sums_of_ranks.packed(sums),
-            self.data_stats.local_counts(seconds),
-            self.stragglers.local_seconds(),
-            self.exchange.local_seconds(),
+        of_ranks = self.consensus.gather_objects(
+            (
+                {name: part.numpy() for name, part in sums.items()},
+                self.data_stats.local_counts(seconds),
+                self.stragglers.local_seconds(),
+                self.exchange.local_seconds(),
+            )
         )
-        if not self.sums_of_ranks.are_known(all_sums):
-            self.sums_of_ranks.learn(self.consensus.gather_objects(shapes_of(sums)))
-            (all_sums,) = self.consensus.gather(self.sums_of_ranks.packed(sums))
+        all_sums, all_counts, all_seconds, all_waits = zip(*of_ranks, strict=True)
         self.exchange.interval(all_waits)
-        total = self.sums_of_ranks.total(all_sums)
+        total = added({name: torch.from_numpy(part) for name, part in one.items()} for one in all_sums)
         self.epoch_means.add(total)
         counted = self.task.metrics(total) if total else {}  # nothing yet, where each step so far was left out
         metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}

@@ -3,107 +3,155 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import draws
-from ddp_hydra.data.loader import Loader, MicroBatch
+from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.tasks import Task
-from ddp_hydra.training import parameter_groups
+from ddp_hydra.training import build_data, builders, memory, parameter_groups, resume, setup
 from ddp_hydra.training.build_updates import UpdateBuilder
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, RunView
-from ddp_hydra.training.checkpoint import CheckpointSaver
-from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.checkpoint import CheckpointSaver, read
+from ddp_hydra.training.consensus import StopSignal, from_rank_0
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.ema import Ema
-from ddp_hydra.training.evaluation import Evaluation
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.metrics import EpochMeans, named
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
-from ddp_hydra.training.state import Position, TrainingState
+from ddp_hydra.training.profiler import Profiler
+from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
 
 
-@dataclass
 class TrainingRun:
     """A training run on one rank.
 
     Args:
         cfg: the resolved config.
-        rank: this rank.
-        seed: of everything random.
-        sampler: orders the training data.
-        loader: of the training data.
-        model: the model, not wrapped.
-        frozen_norms: layers that stay in evaluation mode.
-        autocast: the context of the forward pass.
-        task: computes the loss and counts the metrics.
-        updates: the updates of a step, by name.
-        ema: the moving average of the weights; None for none.
-        schedule_progress: tells the schedules how far the run is.
-        state: what a checkpoint holds.
-        early_stopping: ends the run when validations get no better.
-        epoch_means: the means of the training metrics over the epoch.
-        validation: evaluates the model; None without a validation set.
-        cadence: decides when to log, validate and save.
-        consensus: reduces votes over the ranks.
-        nonfinite: handles steps whose loss or gradients are not finite.
-        checkpoints: writes checkpoints.
-        monitor: measures the run.
+        train_set: the training data.
+        val_set: the validation data; None for none.
+        files: "resume", the checkpoint to resume; "weights", to begin with.
         fault: faults to inject into this rank.
         stop_signal: tells whether this rank should stop.
-        log_clock: tells when it is time to log.
-        callbacks: of the user.
-        builder: builds the updates again where a callback unfreezes parameters.
+        kept: the part of the config that checkpoints keep; None: all.
+
+    Attributes:
+        model: the model, not wrapped.
+        frozen_norms: layers that stay in evaluation mode.
+        updates: the updates of a step, by name.
+        validation: evaluates the model; None without a validation set.
         metrics: the last value of each metric; after an epoch, metrics of the training are means over it.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
         held: metrics of the step that wait for its validation.
         is_done: a callback has called the run done at a validation.
         ended_by_callback: a callback has called the run done, there or after a step.
         logged_at: the step after which the training metrics were logged last.
+        header: describes the run.
     """
 
-    cfg: DictConfig
-    rank: int
-    seed: int
-    sampler: Any
-    loader: Loader
-    model: torch.nn.Module
-    frozen_norms: list[torch.nn.Module]
-    autocast: torch.autocast
-    task: Task
-    updates: dict[str, Update]
-    ema: Ema | None
-    schedule_progress: ScheduleProgress
-    state: TrainingState
-    early_stopping: EarlyStopping
-    epoch_means: EpochMeans
-    validation: Evaluation | None
-    cadence: Cadence
-    consensus: StepConsensus
-    nonfinite: NonFiniteHandler
-    checkpoints: CheckpointSaver
-    monitor: Monitor
-    fault: fault_injection.FaultInjector
-    stop_signal: StopSignal
-    log_clock: LogClock
-    callbacks: Callbacks
-    builder: UpdateBuilder
-    metrics: dict[str, float] = field(default_factory=dict)
-    stop: int = 0
-    held: dict[str, float] = field(default_factory=dict)
-    is_done: bool = False
-    ended_by_callback: bool = False
-    logged_at: int = -1
+    def __init__(
+        self,
+        cfg: DictConfig,
+        train_set: Any,
+        val_set: Any,
+        files: Mapping[str, Path],
+        fault: fault_injection.FaultInjector,
+        stop_signal: StopSignal,
+        kept: Mapping[str, Any] | None = None,
+    ) -> None:
+        # A collective.
+        description = DataDescription.of(train_set)
+        description.check_validation(DataDescription.of(val_set))
+        self.cfg, self.fault, self.stop_signal = cfg, fault, stop_signal
+        self.rank, device = dist.get_rank(), builders.device(cfg)
+        memory.begin(device)
+        self.sampler, self.consensus = setup.build_sampler(cfg, train_set)
+        builders.set_float32(cfg)
+        seed_step(cfg.seed, 0, 0)  # all ranks build the same model
+        self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, files.get("weights"))
+        self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
+        saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
+        setup.check_data(cfg, self.task, train_set, val_set, saved)
+
+        self.schedule_progress = progress = ScheduleProgress(
+            cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()
+        )
+        progress.load_state_dict(saved.get("progress") or progress.state_dict())
+        self.builder = UpdateBuilder(cfg, self.model, self.task, self.consensus, self.sampler.global_batch, device)
+        self.updates = self.builder.first(progress, saved.get("unfrozen") or [])
+        self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
+        self._build_state(dict(kept or checkpoint_config.stored_config(cfg)), description)
+        changed = resume.restore(self.state, saved) if saved else ""
+        if saved:
+            progress.move(self.state.scheduler)
+        self.state.check()
+
+        total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
+        self.cadence = Cadence.from_config(cfg.trainer, total_steps)
+        self.loader = build_data.loader(cfg, train_set, device, channels_last)
+        self.validation = (
+            builders.evaluation(cfg, val_set, self.task, device, channels_last) if val_set is not None else None
+        )
+        self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
+        self.checkpoints = CheckpointSaver()
+        trainer = cfg.trainer
+        profiler = Profiler(trainer.profile_steps, self.rank, self.model, device, trainer.precision, total_steps)
+        self.monitor = Monitor(
+            self.consensus,
+            self.task,
+            self.loader,
+            self.updates.values(),
+            profiler,
+            self.position.samples,
+            self.epoch_means,
+        )
+        self.log_clock = LogClock(cfg.trainer.log_every_s if self.rank == 0 else None, cfg.trainer.log_growth)
+        self.metrics: dict[str, float] = {}
+        self.stop, self.logged_at = 0, self.position.step
+        self.held: dict[str, float] = {}
+        self.is_done = self.ended_by_callback = False
+        self.header = setup.describe(self, train_set, val_set, changed, untouched if "weights" in files else None)
+
+    def _build_state(self, config: dict[str, Any], description: DataDescription) -> None:
+        updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler
+        self.ema = Ema(self.model, decay) if decay else None
+        self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
+        callbacks = builders.callbacks(self.cfg)
+        extras = {
+            "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
+            "weighing": together({name: update.weighing for name, update in updates.items()}),
+            "ema": self.ema,
+            "early_stopping": self.early_stopping,
+            "epoch_means": self.epoch_means,
+            "loss": builders.loss_state(self.task),
+            "progress": self.schedule_progress,
+            "stream": sampler if isinstance(sampler, StreamSampler) else None,
+        }
+        self.state = TrainingState(
+            self.model,
+            together({name: update.optimizer_step.optimizer for name, update in updates.items()}),
+            together({name: update.scheduler for name, update in updates.items()}),
+            self.schedule_progress.position,
+            config,
+            extras,
+            description.as_dict(),
+        )
+        self.callbacks = Callbacks(callbacks, self.state)
+        if callbacks:
+            extras["callbacks"] = self.callbacks
 
     @property
     def position(self) -> Position:
@@ -196,7 +244,7 @@ class TrainingRun:
         return draws.numbered(batches, epoch, offset, self.sampler.global_batch, self.rank)
 
     def begin_step(self) -> None:
-        seed_step(self.seed, self.step, self.rank)
+        seed_step(self.cfg.seed, self.step, self.rank)
         self.nonfinite.before_step()
 
     def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:

@@ -81,8 +81,8 @@ class Weighing:
         return mean
 
     def _agree(self, n: float | Tensor, size: int) -> None:
-        (rows,) = self.consensus.gather([float(n), float(size)])
-        things, samples = (math.fsum(column) for column in zip(*rows, strict=True))
+        of_ranks = self.consensus.gather_objects((float(n), float(size)))
+        things, samples = (math.fsum(column) for column in zip(*of_ranks, strict=True))
         if things > 0 and math.isfinite(things):
             self.scale = things / samples
 

@@ -75,7 +75,7 @@ def test_alone_a_rank_makes_things_itself():
 
 
 def test_alone_a_rank_tells_itself():
-    assert StepConsensus().gather([1.0, 0.1], [], [3.0]) == [[[1.0, 0.1]], [[]], [[3.0]]]
+    assert StepConsensus().gather_objects((1.0, [])) == [(1.0, [])]
 
 
 # -- a gang ------------------------------------------------------------------------------------------------

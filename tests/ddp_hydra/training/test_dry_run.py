@@ -13,6 +13,8 @@ from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training.dry_run import first_step
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
+pytestmark = pytest.mark.usefixtures("group")
+
 
 class Detached(torch.nn.Linear):
     """Has no gradients."""
