@@ -30,7 +30,7 @@ for profile, examples in (("few", 10), ("some", 40), ("many", 200)):  # --hypoth
 settings.load_profile("some")
 set_hypothesis_home_dir(Path(__file__).parents[1] / ".pytest_cache" / "hypothesis")
 
-GRACE_S = 5.0
+GRACE_S = 30.0
 """What is on its way out when a test ends has so long to be gone."""
 LIBRARY_VARIABLES = ("PYTEST_", "KMP_", "RAY_CLIENT_MODE", "TF2_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 """Set by pytest, scikit-learn, Ray, TensorBoard and torch, when they are imported."""

@@ -52,7 +52,7 @@ def test_gpu():
 def test_whatever_a_test_leaves_behind_fails_it(tmp_path):
     here = Path(__file__)
     (tmp_path / "conftest.py").write_text(
-        here.with_name("conftest.py").read_text().replace("GRACE_S = 5.0", "GRACE_S = 0.5")
+        here.with_name("conftest.py").read_text().replace("GRACE_S = 30.0", "GRACE_S = 1.0")
     )
     (tmp_path / "test_leaks.py").write_text(LEAKS)
     (tmp_path / "pytest.ini").write_text(f"[pytest]\npythonpath = {here.parents[1]}\nmarkers = gpu: x\n")

@@ -292,7 +292,6 @@ def test_what_was_measured_before_ctrl_c_is_kept_but_does_not_replace_the_page(t
 
 @pytest.mark.slow
 @pytest.mark.integration
-@pytest.mark.timeout(500)
 def test_the_rehearsal_runs_jobs_and_writes_the_page(tmp_path):
     told, written = tmp_path / "x.json", tmp_path / "gpu.md"
     arguments = [

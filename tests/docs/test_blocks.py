@@ -174,7 +174,6 @@ def test_yaml_is_yaml(block):
 @pytest.mark.parametrize("page", sorted({block.page for block in BLOCKS if block.mark.startswith("run")}))
 @pytest.mark.integration
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_marked_blocks_run(page, tmp_path, monkeypatch):
     """As a reader would, in an empty folder, one block after the other."""
     programs = tmp_path / "bin"

@@ -51,7 +51,7 @@ def started(warm_server) -> None:
 def no_rank_left(ranks_alive) -> Iterator[None]:
     """No test leaves a rank behind."""
     yield
-    wait_for(lambda: not ranks_alive(), 5, "no rank left running")
+    wait_for(lambda: not ranks_alive(), "no rank left running")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -165,7 +165,7 @@ class CommandLine:
         )
 
     def run(
-        self, *arguments: str, module: str = "ddp_hydra", timeout_s: float = 100, **variables: str
+        self, *arguments: str, module: str = "ddp_hydra", timeout_s: float = 400, **variables: str
     ) -> subprocess.CompletedProcess[str]:
         """Run it to its end. Workers of a local cluster are forked, which takes less time than spawning them.
 

@@ -16,7 +16,7 @@ from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.errors import ConfigError, Interrupted, RankFailed
 from ddp_hydra.results import finite
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "dispatch.max_restarts=0")
 
 
@@ -100,7 +100,7 @@ if __name__ == "__main__":
 def test_a_program_keeps_a_cluster_for_its_runs(folder):
     words = [*TINY, "trainer.max_steps=1"]
     (folder / "program.py").write_text(PROGRAM.replace("WORDS", repr(words)))
-    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "program.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "<Connection: 1 workers at tcp://127.0.0.1:" in done.stdout
     assert "there is a cluster already: close it" in done.stdout

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.s3_server import KEYS
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.integration
 
 TINY = ("data=tiny", "model=tiny", "trainer.max_steps=1")
 INLINE = (*TINY, "cluster=inline")

@@ -27,7 +27,7 @@ from ddp_hydra.errors import Interrupted, RankFailed
 from ddp_hydra.record import Record
 from tests.integration.support.chaos import SETTINGS, Chaos, Dask, Story, assert_same, dask, signal_all
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.integration
 
 STOP_S = 2.0
 """How soon after a fault all ranks are gone."""

@@ -24,7 +24,7 @@ from tests.integration.support.by_hand import address_in, dask_scheduler, dask_w
 from tests.integration.support.hosts import ROOT
 from tests.integration.support.pool import Pool
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(autouse=True)
@@ -171,7 +171,7 @@ def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_fo
         time.sleep(1.5)
         assert watcher.scheduler_info(n_workers=0)  # the client is there
         client.close()
-        wait_for(lambda: watcher.status != "running", 10, "the end of the scheduler")
+        wait_for(lambda: watcher.status != "running", "the end of the scheduler")
 
 
 def test_an_idle_shutdown_can_be_switched_off(warm_server, tmp_path):

@@ -23,7 +23,7 @@ from tests.integration.support import hosts
 from tests.integration.support.by_hand import program
 
 pytest.importorskip("dask_gateway_server", reason="its wheel, which holds its proxy, is for Linux on x86_64")
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 CONFIG = """
 from dask_gateway_server.options import Integer, Options
@@ -105,14 +105,14 @@ def wait_until_up(server: Server, log: Path) -> Server:
             return server.clusters() == {}
         return False
 
-    wait_for(is_up, 30, "a gateway that answers")
+    wait_for(is_up, "a gateway that answers")
     return server
 
 
 @pytest.fixture(autouse=True)
 def no_cluster_left(gateway, wait_for) -> Iterator[None]:
     yield
-    wait_for(lambda: not gateway.clusters(), 20, "no cluster left running")
+    wait_for(lambda: not gateway.clusters(), "no cluster left running")
 
 
 def status_of(run: Path) -> str:
@@ -158,13 +158,13 @@ def test_a_client_that_is_killed_leaves_no_cluster_and_has_only_reached_the_gate
     endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run")
     process = cli.start(*gateway.overrides, *endless, "cluster.client_timeout_s=1", **LOGIN)
     try:
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, 60, "a job at work")
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
         assert reached(process.pid) <= {gateway.http, gateway.tcp}
         assert gateway.clusters()
     finally:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    wait_for(lambda: not gateway.clusters(), 20, "the end of the cluster, which nobody has asked for")
+    wait_for(lambda: not gateway.clusters(), "the end of the cluster, which nobody has asked for")
 
 
 def reached(pid: int) -> set[int]:

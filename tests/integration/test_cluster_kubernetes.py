@@ -12,7 +12,7 @@ import pytest
 from tests.ddp_hydra.cluster.kinds.test_kubernetes import validator
 from tests.integration.support.kubernetes import Kubernetes, serve
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 TINY = ("cluster=kubernetes", "+cluster.scheduler_service_type=LoadBalancer", "data=tiny", "model=tiny")
 

@@ -14,7 +14,7 @@ from tests.integration.conftest import CommandLine
 
 dask_cuda = pytest.importorskip("dask_cuda", reason="needs dask-cuda: make test-dask-cuda")
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.integration
 
 WITHOUT_GPU = {"DASK_CUDA_TEST_DISABLE_DEVICE_SPECIFIC": "1"}
 """With this variable, dask-cuda starts its workers where the driver shows no GPU."""
@@ -22,9 +22,7 @@ WITHOUT_GPU = {"DASK_CUDA_TEST_DISABLE_DEVICE_SPECIFIC": "1"}
 
 def test_a_job_runs_on_its_workers(cli: CommandLine):
     settings = ("cluster=local_cuda", "cluster.CUDA_VISIBLE_DEVICES=[0,1]", "trainer.device=cpu")
-    ended = cli.done(
-        *settings, "data=tiny", "model=tiny", "trainer.epochs=1", "hydra.run.dir=run", timeout_s=120, **WITHOUT_GPU
-    )
+    ended = cli.done(*settings, "data=tiny", "model=tiny", "trainer.epochs=1", "hydra.run.dir=run", **WITHOUT_GPU)
     assert "2 on cpu" in ended.stdout + ended.stderr
     assert json.loads((cli.folder / "run" / "summary.json").read_text())["status"] == "done"
 

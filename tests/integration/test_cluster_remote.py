@@ -21,7 +21,7 @@ from ddp_hydra.errors import ClusterError
 from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.support.certificates import Authority
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "cluster=remote")
 

@@ -17,7 +17,7 @@ import pytest
 from tests.integration.conftest import wait_for
 from tests.integration.support.by_hand import program
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.integration
 
 TINY = ("cluster=ssh", "data=tiny", "model=tiny", "optimizer.lr=0.1")
 HOST = "127.0.0.1"
@@ -34,7 +34,7 @@ def server(warm_server, tmp_path_factory) -> Iterator[Path]:
     command = (sys.executable, Path(__file__).with_name("support") / "ssh_server.py", folder)
     with program(*command, log=folder / "server.log") as process:
         (folder / "pid").write_text(str(process.pid))
-        wait_for((folder / "port").exists, 20, "an SSH server that listens")
+        wait_for((folder / "port").exists, "an SSH server that listens")
         port = (folder / "port").read_text()
         public = (folder / "host.pub").read_text()
         (folder / "known_hosts").write_text(f"[{HOST}]:{port} {public}")
@@ -57,7 +57,7 @@ def login(server: Path, hosts: int, key: str = "user") -> tuple[str, ...]:
 @pytest.fixture(autouse=True)
 def nothing_left(server) -> Iterator[None]:
     yield
-    wait_for(lambda: not running(server), 20, "the end of all that ran on the hosts")
+    wait_for(lambda: not running(server), "the end of all that ran on the hosts")
 
 
 def running(server: Path) -> list[psutil.Process]:
@@ -84,7 +84,7 @@ def test_a_client_that_is_killed_leaves_nothing_running_on_the_hosts(cli, server
     endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", "cluster.client_timeout_s=1")
     process = cli.start(*TINY, *login(server, hosts=2), *endless)
     try:
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, 60, "a job at work")
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
         assert running(server)
     finally:
         os.killpg(process.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from tests.integration.support import training
 from tests.integration.support.training import Trained
 from tests.support.fault_server import FaultServer, serving
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.integration
 
 IMAGES = (
     "data=s3_photos", "model=pixels", "optimizer.lr=0.1", "data.image_size=16", "data.center_crop=1.0",

@@ -24,7 +24,7 @@ from ddp_hydra import dispatch, results
 from ddp_hydra.dispatch import placement
 from ddp_hydra.errors import ClusterError, RankFailed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 
 def who_am_i() -> int:
@@ -218,10 +218,10 @@ def test_ranks_are_forks_that_were_ready(client2, warm_server, wait_for):
         return len(found) >= 2 and found == spares()
 
     dispatch.run(client2, os.getpid)
-    wait_for(are_ready, 10, "forks for the next ranks")
+    wait_for(are_ready, "forks for the next ranks")
     ready = spares()
     assert set(dispatch.run(client2, os.getpid)) <= ready
-    wait_for(lambda: len(spares() - ready) >= 2, 5, "others in their place")
+    wait_for(lambda: len(spares() - ready) >= 2, "others in their place")
 
 
 @pytest.mark.slow
@@ -239,7 +239,7 @@ def test_on_several_hosts_ranks_count_by_host(warm_server):
     }
     scheduler = {"cls": Scheduler, "options": {"host": "127.0.0.1", "port": 0, "dashboard_address": "127.0.0.1:0"}}
     with SpecCluster(workers=workers, scheduler=scheduler) as cluster, Client(cluster) as client:
-        client.wait_for_workers(3, timeout=30)
+        client.wait_for_workers(3, timeout=100)
         places = [place for place, total in dispatch.run(client, place) if total == 6.0]
     # Ports decide which host comes first.
     two_then_one = [(0, 0, 0, 2), (1, 0, 1, 2), (2, 1, 0, 1)]
@@ -248,7 +248,6 @@ def test_on_several_hosts_ranks_count_by_host(warm_server):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("ranks", [6, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_gang_may_be_of_many(warm_server, ranks):
     """Once Dask told of five workers only."""
@@ -283,29 +282,29 @@ def test_two_jobs_run_beside_each_other_on_workers_of_their_own_and_a_third_wait
         for name, client in (("a", client4), ("b", other), ("c", other)):
             jobs[name] = pool.submit(gang(client, ranks=2, name=name).run, hold, folder, name)
             if name != "c":
-                wait_for(lambda name=name: len(list(tmp_path.glob(f"{name}-?"))) == 2, 20, f"job {name} on two ranks")
+                wait_for(lambda name=name: len(list(tmp_path.glob(f"{name}-?"))) == 2, f"job {name} on two ranks")
         try:
             time.sleep(1)
             assert sorted(len(keys) for keys in ranks_by_worker(client4)) == [1, 1, 1, 1]
             assert list(tmp_path.glob("c-?")) == []
             (tmp_path / "a-go").touch()
-            wait_for(lambda: len(list(tmp_path.glob("c-?"))) == 2, 10, "job c on the workers of job a")
+            wait_for(lambda: len(list(tmp_path.glob("c-?"))) == 2, "job c on the workers of job a")
         finally:
             for name in "abc":
                 (tmp_path / f"{name}-go").touch()
-        assert [job.result(timeout=20) for job in jobs.values()] == [[0, 1]] * 3
+        assert [job.result() for job in jobs.values()] == [[0, 1]] * 3
 
 
 def test_a_job_that_waited_too_long_says_who_holds_the_workers(client2, gang, tmp_path, wait_for):
     with ThreadPoolExecutor(1) as pool, Client(client2.scheduler.address) as other:
         holder = pool.submit(gang(other, ranks=1).run, hold, str(tmp_path), "a")
-        wait_for((tmp_path / "a-0").exists, 20, "a job on one worker")
+        wait_for((tmp_path / "a-0").exists, "a job on one worker")
         try:
             with pytest.raises(ClusterError, match=r"2 workers were wanted, 1 of 2 are free.*other jobs.*ranks=1"):
                 gang(client2, ranks=2, queue_timeout_s=0.3).run(who_am_i)
         finally:
             (tmp_path / "a-go").touch()
-        assert holder.result(timeout=20) == [0]
+        assert holder.result() == [0]
 
 
 def test_more_ranks_than_workers_are_refused_with_what_to_give(client2, gang):
@@ -362,11 +361,11 @@ def test_a_client_that_is_gone_leaves_its_workers_free_and_nothing_running(clien
                 assert holder.wait(timeout=20) == 1
         finally:
             holder.kill()
-    wait_for(lambda: not any(alive(pid) for pid in pids), 2, "the ranks of a dead client are gone")
+    wait_for(lambda: not any(alive(pid) for pid in pids), "the ranks of a dead client are gone")
     assert dispatch.run(client2, who_am_i) == [0, 1]
     assert client2.run(os.getpid) == before
-    wait_for(lambda: spooled(client2) == [], 2, "what the ranks had spooled is gone")
-    wait_for(lambda: left_on_scheduler(client2) == ([], [], []), 5, "no task, topic or reservation is left")
+    wait_for(lambda: spooled(client2) == [], "what the ranks had spooled is gone")
+    wait_for(lambda: left_on_scheduler(client2) == ([], [], []), "no task, topic or reservation is left")
 
 
 # -- nothing is left ---------------------------------------------------------------------------------------
@@ -419,9 +418,9 @@ def test_many_jobs_leave_no_task_record_file_or_descriptor_behind(client2, gang,
         with pytest.raises(RankFailed):
             gang(client2).run(chatty, fail=True)
     assert spooled(client2) == []
-    wait_for(lambda: left_on_scheduler(client2) == ([], [], []), 5, "no task, topic or reservation left")
-    wait_for(lambda: descriptors() <= before, 5, "no more open descriptors on the workers than before")
-    wait_for(lambda: threading.active_count() <= threads, 5, "no more threads than before")
+    wait_for(lambda: left_on_scheduler(client2) == ([], [], []), "no task, topic or reservation left")
+    wait_for(lambda: descriptors() <= before, "no more open descriptors on the workers than before")
+    wait_for(lambda: threading.active_count() <= threads, "no more threads than before")
 
 
 def what_workers_say() -> list[str]:

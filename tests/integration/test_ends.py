@@ -18,7 +18,7 @@ import pytest
 from ddp_hydra import dispatch, heartbeat
 from ddp_hydra.errors import RankFailed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 def look() -> dict[str, Any]:

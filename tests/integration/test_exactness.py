@@ -13,7 +13,7 @@ import torch
 from tests.integration.support import training
 from tests.integration.support.training import Trained
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.integration
 
 TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "results.keep_checkpoints=null")
 
@@ -157,7 +157,6 @@ def evaluate_by_hand(run: Trained) -> dict[str, float]:
     return {"accuracy": (logits.argmax(1) == y).double().mean().item(), "loss": loss.item()}
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "changes",
     [

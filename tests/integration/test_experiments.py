@@ -17,7 +17,7 @@ from ddp_hydra.training.run import seed_step
 from models.resnet import resnet18
 from tests.integration.support import training
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.integration
 SMALL = (
     "data.batch_size=4",
     "data.image_size=32",
@@ -104,6 +104,5 @@ def test_a_transform_of_torchvision_is_chosen_by_its_name(photos, tmp_path):
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert "x (4, 3, 20, 24) " in done.stdout, done.stderr

@@ -11,7 +11,7 @@ import torch
 from tests.integration.project.data.tiny import Points
 from tests.integration.project.models.tiny import Tiny
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 TINY = ("model=tiny", "data=tiny", "scheduler=none", "trainer.epochs=1", "trainer.device=cpu", "cluster=inline")
 

@@ -20,7 +20,7 @@ from distributed import Client
 from ddp_hydra import dispatch, results
 from ddp_hydra.errors import ClusterError, RankFailed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 STOP_S = 10.0
 """How soon after the failure the other ranks are gone, also on a busy machine (benchmarks.recovery measures it)."""
@@ -147,7 +147,7 @@ def leave_a_child(own_session):
 def assert_children_end(heard, alive, wait_for):
     children = [int(pid) for pid in heard.texts("child").values()]
     assert len(children) == 2
-    wait_for(lambda: not any(alive(child) for child in children), STOP_S, "the ranks' children are gone")
+    wait_for(lambda: not any(alive(child) for child in children), "the ranks' children are gone")
 
 
 @pytest.mark.parametrize("own_session", [False, True])
@@ -250,7 +250,7 @@ def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(fresh_client
     assert time.time() - killed[0] < STOP_S
     assert not [pid for pid in heard.pids() if alive(pid)]
     assert (caught.value.failure.rank, caught.value.failure.kind) == (lost, "lost")
-    fresh_client.wait_for_workers(2, timeout=30)
+    fresh_client.wait_for_workers(2, timeout=100)
     assert dispatch.run(fresh_client, rank) == [0, 1]
 
 
@@ -264,7 +264,7 @@ def test_each_of_two_gangs_of_one_client_notices_the_loss_of_its_worker(fresh_cl
         runs = []
         for job, heard in zip(jobs, heards, strict=True):
             runs.append(pool.submit(job.run, tell_pid_and_sleep))
-            wait_for(heard.pids, 20, "the rank of the job runs")
+            wait_for(heard.pids, "the rank of the job runs")
         os.kill(workers[jobs[0].attempt.specs[0].worker], signal.SIGKILL)
         try:
             with pytest.raises(RankFailed, match=r"rank 0 on .*its worker tcp://.* left the cluster"):
@@ -275,7 +275,7 @@ def test_each_of_two_gangs_of_one_client_notices_the_loss_of_its_worker(fresh_cl
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         with pytest.raises(RankFailed, match=r"rank 0 on .*SIGKILL"):
-            runs[1].result(timeout=10)
+            runs[1].result()
 
 
 class DiskFull(Exception):
@@ -335,8 +335,8 @@ def test_a_lost_scheduler_ends_the_job_with_a_sentence(tmp_path):
     scheduler = command("scheduler", "--host", "127.0.0.1", "--port", "0")
     worker = command("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(tmp_path / "worker"))
     try:
-        with Client(scheduler_file=str(tmp_path / "scheduler.json"), timeout="20s", set_as_default=False) as client:
-            client.wait_for_workers(1, timeout=20)
+        with Client(scheduler_file=str(tmp_path / "scheduler.json"), timeout="100s", set_as_default=False) as client:
+            client.wait_for_workers(1, timeout=100)
 
             def kill_once_up(record):
                 scheduler.kill()

@@ -17,7 +17,7 @@ from tests.integration.conftest import wait_for
 from tests.integration.support.by_hand import program
 from tests.integration.support.training import CLOCKS
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.integration
 
 TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=1", "dispatch.ranks=2")
 PASSWORD = "top-secret"
@@ -35,7 +35,7 @@ def sftp(warm_server, tmp_path_factory) -> Iterator[Sftp]:
     folder = tmp_path_factory.mktemp("sftp")
     command = (sys.executable, Path(__file__).with_name("support") / "sftp_server.py", folder, PASSWORD)
     with program(*command, log=folder / "log"):
-        wait_for((folder / "port").exists, 30, "an SFTP server that listens")
+        wait_for((folder / "port").exists, "an SFTP server that listens")
         yield Sftp(f"sftp://me@127.0.0.1:{(folder / 'port').read_text()}", folder / "files")
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 SYLLABLES = ("ba", "bo", "da", "do", "ka", "ki", "lu", "ma", "mi", "na", "no", "ra", "ri", "sa", "ta", "to")
 

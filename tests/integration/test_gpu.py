@@ -18,7 +18,7 @@ from tests.integration.conftest import CommandLine, local_client
 from tests.integration.test_exactness import assert_equal
 from tests.integration.test_exactness import train as train
 
-pytestmark = [pytest.mark.gpu, pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.gpu, pytest.mark.integration]
 
 LOW = (
     "trainer.precision=fp16",

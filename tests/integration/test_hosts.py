@@ -36,7 +36,7 @@ from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from tests.integration.support import hosts as machines
 from tests.integration.support.hosts import ROOT, Hosts, ip, needs_hosts
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120), needs_hosts]
+pytestmark = [pytest.mark.integration, needs_hosts]
 
 
 TCP_S = "12s"
@@ -95,9 +95,9 @@ def test_hosts_of_a_process_that_was_killed_are_removed_and_those_of_others_stay
         namespace = owner.stdout.readline().strip()
         machines.sweep()
         assert namespace in ip("netns", "list")
-        sleeper = wait_for(lambda: sleeping(namespace), 5, "a process on the host")
+        sleeper = wait_for(lambda: sleeping(namespace), "a process on the host")
         owner.kill()
-    wait_for(lambda: not sleeper.is_running(), 5, "its end")
+    wait_for(lambda: not sleeper.is_running(), "its end")
     machines.sweep()
     assert namespace not in ip("netns", "list")
     number = namespace.split("-")[1]
@@ -131,7 +131,7 @@ def test_two_workers_of_a_host_share_its_warm_server(hosts, client):
         return os.environ["NODE_RANK"], os.environ["LOCAL_RANK"], psutil.Process().ppid()
 
     hosts.add_worker(2)
-    client.wait_for_workers(4, timeout=30)
+    client.wait_for_workers(4, timeout=100)
     try:
         places = dispatch.run(client, place)
         assert [place[:2] for place in places] == [("0", "0"), ("1", "0"), ("1", "1"), ("2", "0")]
@@ -314,7 +314,7 @@ def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, uninterrupte
     whole, run = uninterrupted(), new_run("run")
 
     def cut_for_a_moment():
-        wait_for(lambda: run.step() >= 6, 75, "six steps")
+        wait_for(lambda: run.step() >= 6, "six steps")
         hosts.cut(2)
         time.sleep(1.5)
         hosts.mend(2)
@@ -334,14 +334,14 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, unin
     whole, run = uninterrupted(), new_run("run")
 
     def cut_and_mend():
-        wait_for(lambda: run.step() >= 6, 75, "six steps")
+        wait_for(lambda: run.step() >= 6, "six steps")
         hosts.cut(1)
-        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(2)), 40, "a new attempt on two hosts")
+        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(2)), "a new attempt on two hosts")
         assert hosts.ranks(1)
         hosts.mend(1)
 
     train(run, SLOW, *ON_TWO, meanwhile=cut_and_mend)
-    wait_for(lambda: not hosts.ranks(1), 20, "the end of the rank on the host that came back")
+    wait_for(lambda: not hosts.ranks(1), "the end of the rank on the host that came back")
     assert_same_curve(run.lines(), whole.lines())
     summary = run.summary()
     assert (summary["status"], summary["restarts"], summary["world_size"]) == ("done", 1, 2)
@@ -358,14 +358,14 @@ def test_a_host_with_the_last_rank_that_comes_back_too_late_does_not_disturb(
     whole, run = uninterrupted(), new_run("run")
 
     def cut_and_mend():
-        wait_for(lambda: run.step() >= 6, 75, "six steps")
+        wait_for(lambda: run.step() >= 6, "six steps")
         hosts.cut(3)
-        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(1)), 40, "a new attempt on two hosts")
+        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(1)), "a new attempt on two hosts")
         assert hosts.ranks(3)
         hosts.mend(3)
 
     train(run, SLOW, *ON_TWO, meanwhile=cut_and_mend)
-    wait_for(lambda: not hosts.ranks(3), 20, "the end of the rank on the host that came back")
+    wait_for(lambda: not hosts.ranks(3), "the end of the rank on the host that came back")
     assert_same_curve(run.lines(), whole.lines())
     assert run.summary()["restarts"] == 1
 
@@ -376,7 +376,7 @@ def test_a_spare_host_takes_over_from_one_that_is_gone(hosts, train, uninterrupt
     killed = []
 
     def kill():
-        wait_for(lambda: run.step() >= 6, 75, "six steps")
+        wait_for(lambda: run.step() >= 6, "six steps")
         killed.extend(number for number in (1, 2, 3) if any("rank 0/" in title for title in hosts.ranks(number)))
         hosts.kill(*killed)
 
@@ -394,7 +394,7 @@ def test_ranks_that_no_longer_reach_each_other_are_named(hosts, train, new_run, 
     run = new_run("run")
 
     def part():
-        wait_for(lambda: run.step() >= 6, 75, "six steps")
+        wait_for(lambda: run.step() >= 6, "six steps")
         hosts.part(2, 3)
 
     with pytest.raises(RankFailed, match=r"rank \d on 10\.77\.\S+: hangs: no progress for \d+ s in .* of step \d"):
@@ -411,13 +411,13 @@ def test_a_preempted_host_lets_the_job_save_and_end(hosts, train, uninterrupted,
     whole, run, rest = uninterrupted(), new_run("run"), new_run("rest")
 
     def preempt():
-        wait_for(lambda: run.step() >= 6, 75, "six steps")
+        wait_for(lambda: run.step() >= 6, "six steps")
         hosts.terminate(2)
 
     with pytest.raises(Interrupted, match=r"a worker is being shut down \(SIGTERM\); saved at step \d+"):
         train(run, SLOW, meanwhile=preempt)
     assert run.summary()["status"] == "interrupted"
-    wait_for(lambda: not hosts.processes(2), 20, "the end of all that ran on the host")
+    wait_for(lambda: not hosts.processes(2), "the end of all that ran on the host")
     hosts.heal()
     train(rest, f"resume={run.folder}")
     assert run.lines() + rest.lines() == whole.lines()
@@ -437,4 +437,4 @@ def test_a_scheduler_that_is_cut_off_ends_the_job_with_a_sentence_and_all_ranks_
     with pytest.raises(ClusterError, match=rf"the scheduler {hosts.scheduler} was not heard for 5 s"):
         gang(client, on_record=cut, lost_timeout_s=5).run(run_on)
     assert hosts.ranks(1)
-    wait_for(lambda: not hosts.ranks(1) + hosts.ranks(2) + hosts.ranks(3), 20, "the end of all ranks")
+    wait_for(lambda: not hosts.ranks(1) + hosts.ranks(2) + hosts.ranks(3), "the end of all ranks")

@@ -26,7 +26,7 @@ import pytest
 
 from tests.integration.test_loggers import HERE
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.integration
 
 RUN = (*HERE, "results.loggers_timeout_s=200")
 OFFLINE = {
@@ -246,10 +246,10 @@ def arguments(server: Server, *more: str) -> tuple[Any, ...]:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_mlflows_server_has_a_run_its_resume_and_a_sweep(server, cli):
-    ended = cli.done(*arguments(server, "hydra.run.dir=outputs/a", "results.mlflow.checkpoints=all"), timeout_s=300)
+    ended = cli.done(*arguments(server, "hydra.run.dir=outputs/a", "results.mlflow.checkpoints=all"))
     (run,) = rows(server.database, "SELECT run_uuid FROM runs")[0]
     assert ended.stderr.count(f"mlflow: {server.address}/#/experiments/1/runs/{run}") == 1
-    cli.done(*arguments(server, "hydra.run.dir=outputs/b", "resume=outputs/a", "trainer.epochs=2"), timeout_s=300)
+    cli.done(*arguments(server, "hydra.run.dir=outputs/b", "resume=outputs/a", "trainer.epochs=2"))
     assert rows(server.database, "SELECT run_uuid, status FROM runs") == [(run, "FINISHED")]
     steps = [step for (step,) in rows(server.database, "SELECT step FROM metrics WHERE key='train/loss' ORDER BY step")]
     assert steps == list(range(1, 25))
@@ -275,15 +275,15 @@ def test_mlflows_server_is_killed_and_comes_back(server, cli, wait_for):
         return 0
 
     try:
-        wait_for(logged, 200, "metrics at the server")
+        wait_for(logged, "metrics at the server")
         server.stop()
         before, size = logged(), log.stat().st_size
-        wait_for(lambda: log.stat().st_size > size + 20_000, 60, "the job goes on")
+        wait_for(lambda: log.stat().st_size > size + 20_000, "the job goes on")
         server.start()
-        wait_for(lambda: logged() > before + 50, 100, "metrics at the server again")
-        wait_for(lambda: logged() > len(log.read_text().splitlines()) - 100, 100, "the server has nearly all of them")
+        wait_for(lambda: logged() > before + 50, "metrics at the server again")
+        wait_for(lambda: logged() > len(log.read_text().splitlines()) - 100, "the server has nearly all of them")
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=100)
+        _, err = process.communicate()
     finally:
         process.kill()
         process.communicate()
@@ -300,9 +300,9 @@ def test_mlflows_server_is_killed_and_comes_back(server, cli, wait_for):
 def test_mlflows_server_is_killed_for_good(server, cli, wait_for):
     process = cli.start(*arguments(server, "hydra.run.dir=outputs/a", "trainer.epochs=30", "data.delay_s=0.02"))
     try:
-        wait_for((cli.folder / "outputs" / "a" / "loggers.json").exists, 200, "a run at the server")
+        wait_for((cli.folder / "outputs" / "a" / "loggers.json").exists, "a run at the server")
         server.stop()
-        out, err = process.communicate(timeout=300)
+        out, err = process.communicate()
     finally:
         process.kill()
         process.communicate()

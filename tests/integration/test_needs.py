@@ -17,7 +17,7 @@ import ddp_hydra
 from ddp_hydra import dispatch
 from ddp_hydra.errors import ClusterError
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -82,9 +82,9 @@ def cluster(warm_server, bare, tmp_path_factory) -> Iterator[tuple[Client, Add]]
         process("dask_scheduler", *where, path=(bare,), folder=folder),
         add(ROOT, name="one"),
         add(ROOT, name="two"),
-        Client(scheduler_file=str(file), timeout="30s", set_as_default=False) as client,
+        Client(scheduler_file=str(file), timeout="100s", set_as_default=False) as client,
     ):
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=100)
         yield client, add
 
 
@@ -113,7 +113,7 @@ def test_a_scheduler_needs_no_ddp_hydra(cluster, wait_for):
 def test_workers_with_too_little_or_something_else_are_named_before_the_job(cluster, bare, other):
     client, add = cluster
     with add(bare, name="bare"), add(other, bare, name="other"):
-        client.wait_for_workers(4, timeout=30)
+        client.wait_for_workers(4, timeout=100)
         with pytest.raises(ClusterError) as caught:
             dispatch.run(client, who_am_i)
         names = addresses(client)
@@ -130,7 +130,7 @@ def test_workers_with_too_little_or_something_else_are_named_before_the_job(clus
 @pytest.mark.slow
 def test_packages_that_a_job_asks_for_are_checked_on_the_workers(cluster, gang, wait_for):
     client, _ = cluster
-    wait_for(lambda: len(addresses(client)) == 2, 20, "the end of the others")
+    wait_for(lambda: len(addresses(client)) == 2, "the end of the others")
     assert gang(client, pip=["torch>=2", "distributed"]).run(who_am_i) == [0, 1]
     with pytest.raises(ClusterError, match=r"not-there>=1 \(not installed\)\ntype there: pip install 'not-there>=1'"):
         gang(client, pip=["torch>=2", "not-there>=1"]).run(who_am_i)

@@ -18,7 +18,7 @@ from ddp_hydra.errors import ClusterError
 from tests.integration.support.hosts import Hosts, ip, needs_hosts
 from tests.integration.support.training import train
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 def place() -> tuple[float, list[str], list[str]]:
@@ -143,7 +143,7 @@ def test_a_worker_behind_mapped_ports_hosts_rank_0(warm_server, gang):
         hosts.map_ports(0, outside, 1, 9001, 9101)
         hosts.add_worker(1, "--listen-address", "tcp://0.0.0.0:9001", "--contact-address", f"tcp://{outside}:9001")
         hosts.add_worker(2)
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=100)
         assert f"tcp://{outside}:9001" in client.scheduler_info(n_workers=-1)["workers"]
         first, second = gang(client, port_range=(9101, 9101)).run(place)
     assert first[:2] == second[:2] == (2.0, [outside, "eth0", "=eth0"])
@@ -177,7 +177,7 @@ def test_workers_on_the_loopback_of_ipv6():
     workers = {number: {"cls": Nanny, "options": options} for number in range(2)}
     scheduler = {"cls": Scheduler, "options": {"host": "[::1]", "port": 0, "dashboard_address": "127.0.0.1:0"}}
     with SpecCluster(workers=workers, scheduler=scheduler) as cluster, Client(cluster) as client:
-        client.wait_for_workers(2, timeout=30)
+        client.wait_for_workers(2, timeout=100)
         assert all("[::1]" in worker for worker in client.scheduler_info(n_workers=-1)["workers"])
         assert [found[:2] for found in dispatch.run(client, place)] == [(2.0, ["::1", "lo", "=lo"])] * 2
 

@@ -18,7 +18,6 @@ from ddp_hydra.cli import commands
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(240),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of Jupyter's packages
 ]
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 COUNTED = ("cluster._target_=data.counted.LocalCluster", "cluster.n_workers=2", "dispatch.ranks=1")

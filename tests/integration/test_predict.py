@@ -19,7 +19,7 @@ from models.unet import UNet
 from tests.integration.project.data.tiny import Points
 from tests.integration.project.models.tiny import Tiny
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 TINY = ("model=tiny", "data=tiny", "scheduler=none", "trainer.epochs=1", "trainer.device=cpu", "trainer.threads=1")
 COLUMNS = ["index", "class", "name", "probability", "target", "target_name"]

@@ -20,7 +20,7 @@ from ddp_hydra.rank.record_relay import WINDOW_BYTES
 from ddp_hydra.record import File
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 
 def rank() -> int:

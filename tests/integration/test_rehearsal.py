@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.integration
 
 TINY = (
     "data=tiny", "model=tiny", "model.dropout=0.3", "optimizer=adam", "optimizer.lr=0.01", "trainer.epochs=4",

@@ -13,7 +13,7 @@ from distributed import Client
 from ddp_hydra import dispatch
 from ddp_hydra.errors import ConfigError, RankFailed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 TORCH = """
 import argparse, json, os, pathlib

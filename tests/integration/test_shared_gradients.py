@@ -15,7 +15,7 @@ from ddp_hydra.errors import RankFailed
 from tests.integration.test_exactness import assert_equal
 from tests.integration.test_exactness import train as train
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.integration
 
 
 def wrapped(model: Any, **options: Any) -> Any:

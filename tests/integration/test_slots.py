@@ -15,7 +15,7 @@ from distributed import Client
 from ddp_hydra import dispatch, results
 from ddp_hydra.errors import RankFailed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.integration
 
 
 def place() -> dict[str, str]:

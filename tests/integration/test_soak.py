@@ -120,7 +120,7 @@ def test_faults_every_few_seconds_cost_no_result_and_leave_nothing_behind(
     seen: list[dict[str, Use]] = []
 
     def look(story: Story) -> None:
-        wait_for(lambda: not ranks_alive(), 5, "no rank is left")
+        wait_for(lambda: not ranks_alive(), "no rank is left")
         seen.append(uses.take())
         story.records.clear()
 

@@ -20,7 +20,7 @@ from tests.integration.test_chaos import assert_survived
 from tests.integration.test_chaos import chaos as chaos
 from tests.integration.test_exactness import assert_equal
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.integration
 
 SETTINGS = (
     "data=stream",

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 TINY = ("data=tiny", "model=tiny", "trainer.epochs=2", "cluster.n_workers=4", "dispatch.ranks=2")
 ALONE = ("cluster.n_workers=1", "dispatch.ranks=1")
@@ -45,7 +45,7 @@ def nothing_left(cli, wait_for):
                     found.append(" ".join(process.cmdline()))
         return found
 
-    return lambda: wait_for(lambda: not at_work(), 10, "no process of the sweep left")
+    return lambda: wait_for(lambda: not at_work(), "no process of the sweep left")
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, noth
     kinds = "faults=[],['raise,rank=1,step=5'],['segv,rank=0,step=4'],['kill,rank=1,step=3'],['hang,rank=0,step=5'],"
     kinds += "['exit,rank=1,step=2']"
     settings = ("dispatch.max_restarts=0", "dispatch.hang_timeout_s=2", "dispatch.first_step_timeout_s=20")
-    ended = cli.run(*SWEEP, kinds, *settings, timeout_s=200)
+    ended = cli.run(*SWEEP, kinds, *settings)
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.splitlines()[-1] == "ddp_hydra: 6 jobs: 1 done, 5 failed  ->  sweep/sweep.md"
     folder = cli.folder / "sweep"
@@ -77,7 +77,7 @@ def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, noth
     assert float(table[0]["val/accuracy"]) == pytest.approx(found[0]["objective"])
     nothing_left()
 
-    again = cli.run(*SWEEP, kinds, *settings, timeout_s=60)
+    again = cli.run(*SWEEP, kinds, *settings)
     assert again.returncode == 1
     assert "running" not in again.stderr, "nothing is run again unless that is asked for"
     assert again.stderr.splitlines()[-1] == "ddp_hydra: 6 jobs: 1 done, 5 failed  ->  sweep/sweep.md"
@@ -87,13 +87,13 @@ def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, noth
 def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_left, wait_for):
     slow = (*SWEEP[:3], "trainer.epochs=4", *SWEEP[4:], "data.delay_s=0.03", "optimizer.lr=0.1,0.05,0.01")
     swift = {"hydra.sweep.dir=sweep": "hydra.sweep.dir=straight", "data.delay_s=0.03": "data.delay_s=0"}
-    cli.done(*(swift.get(word, word) for word in slow), timeout_s=120)
+    cli.done(*(swift.get(word, word) for word in slow))
 
     process = cli.start(*slow)
     status = cli.folder / "sweep" / "0" / "status.json"
-    wait_for(lambda: status.exists() and (json.loads(status.read_text())["step"] or 0) >= 8, 60, "some steps")
+    wait_for(lambda: status.exists() and (json.loads(status.read_text())["step"] or 0) >= 8, "some steps")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate()
     assert process.returncode == 130, err
     assert "go on with the same command and hydra.sweep.dir=sweep" in err.splitlines()[-1]
     assert "Traceback" not in err
@@ -101,7 +101,7 @@ def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_lef
     assert states(cli.folder / "sweep")[2] in ("queued", "interrupted")
     nothing_left()
 
-    cli.done(*slow, timeout_s=120)
+    cli.done(*slow)
     assert states(cli.folder / "sweep") == ["done"] * 3
     for number in range(3):
         ends = [torch.load(cli.folder / name / f"{number}/checkpoints/last.pt") for name in ("sweep", "straight")]
@@ -115,12 +115,12 @@ def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(cli, nothing_left, wai
     slow = (*SWEEP, "data.delay_s=0.1", "optimizer.lr=0.1,0.01")
     process = cli.start(*slow)
     status = cli.folder / "sweep" / "0" / "status.json"
-    wait_for(lambda: status.exists() and (json.loads(status.read_text())["step"] or 0) >= 7, 60, "some steps")
+    wait_for(lambda: status.exists() and (json.loads(status.read_text())["step"] or 0) >= 7, "some steps")
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
-    wait_for(lambda: not ranks_alive(), 10, "no rank left")
+    process.communicate()
+    wait_for(lambda: not ranks_alive(), "no rank left")
     nothing_left()
-    cli.done(*slow, timeout_s=120)
+    cli.done(*slow)
     assert states(cli.folder / "sweep") == ["done"] * 2
 
 
@@ -128,18 +128,18 @@ def test_a_killed_sweep_leaves_nothing_behind_and_goes_on(cli, nothing_left, wai
 def test_a_second_ctrl_c_ends_at_once(cli, nothing_left, wait_for):
     process = cli.start(*SWEEP, "data.delay_s=1", "optimizer.lr=0.1,0.01")
     status = cli.folder / "sweep" / "0" / "status.json"
-    wait_for(status.exists, 60, "a job that runs")
+    wait_for(status.exists, "a job that runs")
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=40)
+    _, err = process.communicate()
     assert process.returncode == 130, err
     nothing_left()
 
 
 @pytest.mark.slow
 def test_a_scaling_study_has_a_cluster_for_each_size(cli, nothing_left):
-    cli.done("-m", *TINY[:3], "cluster.n_workers=1,2", "hydra.sweep.dir=sweep", timeout_s=120)
+    cli.done("-m", *TINY[:3], "cluster.n_workers=1,2", "hydra.sweep.dir=sweep")
     assert [row["workers"] for row in rows(cli.folder / "sweep").values()] == [1, 2]
     nothing_left()
 
@@ -161,7 +161,7 @@ def test_fail_fast_stops_the_others(cli, nothing_left):
 @pytest.mark.slow
 def test_a_job_that_takes_too_long_is_a_failed_row_and_the_one_that_waits_for_its_workers_is_not(cli, nothing_left):
     words = [*SWEEP, "cluster.n_workers=2", "hydra.launcher.job_timeout_s=6", "data.delay_s=0.5,0"]
-    ended = cli.run(*words, timeout_s=100)
+    ended = cli.run(*words)
     assert ended.returncode == 1
     assert states(cli.folder / "sweep") == ["failed", "done"]
     assert "longer than hydra.launcher.job_timeout_s=6" in rows(cli.folder / "sweep")[0]["message"]
@@ -169,7 +169,7 @@ def test_a_job_that_takes_too_long_is_a_failed_row_and_the_one_that_waits_for_it
 
 
 def test_a_cluster_that_does_not_come_up_fails_its_jobs_with_a_sentence(cli, nothing_left):
-    ended = cli.run(*SWEEP, "optimizer.lr=0.1,0.01", "+cluster.no_such_thing=1", timeout_s=60)
+    ended = cli.run(*SWEEP, "optimizer.lr=0.1,0.01", "+cluster.no_such_thing=1")
     assert ended.returncode == 1
     assert states(cli.folder / "sweep") == ["failed"] * 2
     assert "no_such_thing" in rows(cli.folder / "sweep")[0]["message"]
@@ -178,7 +178,7 @@ def test_a_cluster_that_does_not_come_up_fails_its_jobs_with_a_sentence(cli, not
 
 @pytest.mark.slow
 def test_a_dry_run_checks_every_job_without_a_cluster(cli, nothing_left):
-    ended = cli.run(*SWEEP, "dry_run=true", "data.batch_size=8,5000", "model.dropout=0.0,7.0", timeout_s=100)
+    ended = cli.run(*SWEEP, "dry_run=true", "data.batch_size=8,5000", "model.dropout=0.0,7.0")
     assert ended.returncode == 1, ended.stderr
     folder = cli.folder / "sweep" / "dry_run"
     assert not (folder / "cluster.log").exists()
@@ -247,20 +247,19 @@ def test_only_the_best_keep_their_checkpoints_in_a_store(cli, place):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(500)
 def test_a_population_comes_to_the_same_end_also_if_it_is_killed(cli, nothing_left, wait_for):
     """Four members, three generations; a copy trains with the values that it was given."""
     here = [
         "-m", "hydra/sweeper=pbt", "hydra.sweeper.population=4", "hydra.sweeper.generations=3", *TINY[:2],
         "trainer.epochs=3", "cluster.n_workers=2", "dispatch.ranks=1", "optimizer.lr=tag(log,interval(1e-4,0.5))",
     ]  # fmt: skip
-    said = cli.done(*here, "hydra.sweep.dir=straight", timeout_s=200)
+    said = cli.done(*here, "hydra.sweep.dir=straight")
     assert "best: member" in said.stdout + said.stderr
     process = cli.start(*here, "hydra.sweep.dir=killed")
-    wait_for(lambda: (cli.folder / "killed/5/summary.json").exists(), 200, "a job of the second generation")
+    wait_for(lambda: (cli.folder / "killed/5/summary.json").exists(), "a job of the second generation")
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
-    cli.done(*here, "hydra.sweep.dir=killed", timeout_s=200)
+    process.communicate()
+    cli.done(*here, "hydra.sweep.dir=killed")
     straight, killed = (cli.folder / name for name in ("straight", "killed"))
     found = [rows(folder) for folder in (straight, killed)]
     kept = [[(row["labels"], row["objective"]) for row in one.values()] for one in found]
@@ -283,14 +282,14 @@ def test_a_population_that_keeps_the_best_comes_to_the_same_end_also_if_it_is_ki
         "-m", "hydra/sweeper=pbt", "hydra.sweeper.population=3", "hydra.sweeper.generations=3", *TINY[:2],
         "trainer.epochs=3", "cluster.n_workers=2", "dispatch.ranks=1", "optimizer.lr=tag(log,interval(1e-4,0.5))",
     ]  # fmt: skip
-    cli.done(*here, "hydra.sweep.dir=all", timeout_s=200)
+    cli.done(*here, "hydra.sweep.dir=all")
     keeping = [*here, "hydra.launcher.keep=best:1", "hydra.sweep.dir=kept"]
     process = cli.start(*keeping)
-    wait_for(lambda: (cli.folder / "kept/6/status.json").exists(), 200, "a job of the third generation")
+    wait_for(lambda: (cli.folder / "kept/6/status.json").exists(), "a job of the third generation")
     os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate()
     assert not list((cli.folder / "kept").glob("[0-2]/checkpoints/*.pt"))
-    cli.done(*keeping, timeout_s=200)
+    cli.done(*keeping)
     found = [rows(cli.folder / name) for name in ("all", "kept")]
     kept = [[(row["labels"], row["objective"]) for row in one.values()] for one in found]
     assert kept[0] == kept[1]
@@ -309,7 +308,7 @@ def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, 
         for name, seeds in (("many", "1,2,3,4,5,6"), ("few", "1,2"))
     ]
     for process in sweeps:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate()
         assert process.returncode == 0, out + err
     assert states(cli.folder / "many") + states(cli.folder / "few") == ["done"] * 8
     spans = {}
@@ -364,7 +363,7 @@ def app(tmp_path, cli):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "app.py", "-m", "hydra/launcher=dask_ddp", "hydra.sweep.dir=sweep", *arguments],
-            cwd=tmp_path, env=cli.environment(), capture_output=True, text=True, timeout=100,
+            cwd=tmp_path, env=cli.environment(), capture_output=True, text=True,
         )  # fmt: skip
 
     return run

@@ -15,7 +15,7 @@ from tests.integration.support import training
 from tests.integration.support.training import Trained
 from tests.integration.test_exactness import assert_equal
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
@@ -122,7 +122,6 @@ def test_a_step_of_a_gan_that_is_left_out_changes_neither_part_nor_the_average(c
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_gan_that_loses_a_rank_comes_to_the_same(module_cli, tmp_path):
     given = (*GAN, "trainer.checkpoint_every_steps=5", "trainer.threads=1", "data.batch_size=32")
     for name, more in (("whole", ()), ("killed", ("+fault=kill,rank=1,step=13",))):

@@ -23,7 +23,7 @@ from tests.integration.test_chaos import chaos as chaos
 from tests.integration.test_exactness import assert_equal
 from tests.integration.test_exactness import train as train
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(100)]
+pytestmark = pytest.mark.integration
 
 # -- BatchNorm ---------------------------------------------------------------------------------------------
 

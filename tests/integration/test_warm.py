@@ -28,7 +28,7 @@ from ddp_hydra import dispatch
 from ddp_hydra.cli import commands
 from ddp_hydra.rank import fork_client, fork_preload
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
 FAILS = b'{"title": "a rank that fails at once", "keep_warm_s": %g}\n'
 
@@ -40,7 +40,7 @@ def runtime(monkeypatch, alive, wait_for) -> Iterator[Path]:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         yield Path(folder)
         pids = [status["pid"] for address in commands.server_sockets() if (status := fork_client.ask(address, "stop"))]
-        wait_for(lambda: not any(map(alive, pids)), 10, "the end of the fork servers")
+        wait_for(lambda: not any(map(alive, pids)), "the end of the fork servers")
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_it_belongs_to_no_command(library, tmp_path, monkeypatch, wait_for):
         return [target for fd, target in fds().items() if fd > 2 and not target.startswith(("socket:", "anon_inode:"))]
 
     assert [fds()[fd] for fd in (0, 1, 2)] == [os.devnull] * 3
-    wait_for(lambda: not others(), 10, "an end of its looks at the memory")
+    wait_for(lambda: not others(), "an end of its looks at the memory")
     session = int((process / "stat").read_text().rpartition(")")[2].split()[3])
     assert session == found["pid"] != os.getsid(0)
 
@@ -130,7 +130,7 @@ def test_it_ends_by_itself(library, alive, wait_for, end):
             os.kill(found["pid"], signal.SIGTERM)
         elif end == "no socket":
             fork_client.socket_path().unlink()
-        wait_for(lambda: not alive(found["pid"]), 10, "the end of the server")
+        wait_for(lambda: not alive(found["pid"]), "the end of the server")
     assert not fork_client.runtime_folder().exists()
 
 
@@ -166,7 +166,7 @@ def test_of_a_killed_command_only_the_idle_server_is_left_and_that_ends(library,
         command.kill()
     assert found is not None
     assert found["ends_in_s"] is None
-    wait_for(lambda: not alive(found["pid"]), 20, "the end of the server")
+    wait_for(lambda: not alive(found["pid"]), "the end of the server")
     assert not address.exists()
 
 
@@ -242,4 +242,4 @@ def test_a_server_that_no_rank_needs_ends_at_once(cli, project, runtime, tmp_pat
     )
     ended = own.run(*words, f"hydra.run.dir={tmp_path / 'run'}", XDG_RUNTIME_DIR=str(runtime))
     assert (ended.returncode == 0) == (words[0] != "nonsense=1"), ended.stderr
-    wait_for(lambda: not list(runtime.rglob("*.sock")), 5, "the end of the fork server")
+    wait_for(lambda: not list(runtime.rglob("*.sock")), "the end of the fork server")

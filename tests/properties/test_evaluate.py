@@ -7,7 +7,7 @@ import pytest
 import ddp_hydra
 from tests.properties.test_splits import BARE, CASES
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

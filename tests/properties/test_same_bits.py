@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.golden import digest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 WORDS = (
     *("data=drawing", "model=noisy", "optimizer=adamw", "trainer.epochs=2", "trainer.ema_decay=0.9"),

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 BATCH, STEPS = 12, 6
 """Samples of all ranks in a step; steps of a run: 40 samples are 3 steps an epoch, and 4 samples are left out."""

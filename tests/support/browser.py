@@ -180,7 +180,7 @@ def started(folder: Path) -> Iterator[Tab]:
         tab.send("Browser.close")
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(60)
         if process.poll() is None:
             process.kill()
             process.wait()

@@ -113,7 +113,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if with_body:
             self.wfile.write(content[: len(content) // 2])
-            self.server.gate.wait(10)
+            self.server.gate.wait(60)
         with self.server.lock:
             self.server.at_once -= 1  # before the last bytes, after which the client may ask again
         if with_body:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+PATIENCE_S = 100.0
+"""How long to wait for what happens soon on a quiet machine: a busy one takes its time."""
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
     """Poll until something is true, and return it."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -50,10 +54,10 @@ def warm_server(private_folders) -> Iterator[psutil.Process]:
         fork_client.release()
         fork_client.hold()
         address = str(fork_client.socket_path())
-        server = wait_for(lambda: _listener_on(address), 30, "a warm server that listens")
+        server = wait_for(lambda: _listener_on(address), "a warm server that listens")
         yield server
         fork_client.release()
-        wait_for(lambda: not alive(server.pid), 20, "the end of the warm server, which nobody needs any more")
+        wait_for(lambda: not alive(server.pid), "the end of the warm server, which nobody needs any more")
         assert not Path(address).exists()
 
 

@@ -332,4 +332,4 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 @pytest.mark.integration
 def test_ctrl_c_stays_ours_whatever_a_package_does_when_it_is_imported():
-    subprocess.run([sys.executable, "-c", CTRL_C], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", CTRL_C], check=True)

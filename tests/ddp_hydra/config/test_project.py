@@ -230,7 +230,7 @@ def test_modules_are_imported_from_where_they_are_also_in_spawned_processes(tmp_
     variables = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(__file__).parents[3])}
     (tmp_path / "tmp").mkdir()
     command = [sys.executable, str(script), str(own), str(shipped)]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
     here, spawned = json.loads(done.stdout)
     assert here == spawned
@@ -255,7 +255,7 @@ def test_a_signal_amid_the_composing_leaves_no_folder(tmp_path):
     )
     (tmp_path / "tmp").mkdir()
     variables = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=variables)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
     assert not list((tmp_path / "tmp").iterdir())
 

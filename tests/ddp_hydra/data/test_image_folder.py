@@ -489,7 +489,6 @@ def in_processes(s3, bucket: str, context: str) -> subprocess.CompletedProcess:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
     )
 
 

@@ -413,7 +413,7 @@ def test_a_process_that_has_read_from_the_network_may_fork(server, tmp_path):
     )
     arguments = [sys.executable, "-c", FORKING, f"{server.url}/index.json", str(tmp_path / "cache")]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["5", str(sum(range(40)))], done.stderr
     assert [server.gets(f"/{name}.tar") for name in "ab"] == [1, 1]
 

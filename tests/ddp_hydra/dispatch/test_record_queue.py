@@ -86,7 +86,7 @@ def test_reading_stops_at_the_first_record_that_cannot_be_read(stage, error):
     reader = stage.reader()
     for n in range(3):
         reader.put(record(n), 1)
-    assert stage.alarms.acquire(timeout=30)
+    assert stage.alarms.acquire(timeout=60)
     assert not reader.catch_up()
     assert (reader.error, reader.failed.step) == (error, 1)
     assert (numbers(stage.read), stage.acknowledged) == ([0], [(0, 1)])
@@ -97,7 +97,7 @@ def test_the_failed_record_is_known_when_the_alarm_comes(stage):
     stage.refused[0] = ValueError("bad")
     reader = stage.reader(on_error=lambda: (seen.append((reader.error, reader.failed)), stage.alarms.release()))
     reader.put(record(0), 1)
-    assert stage.alarms.acquire(timeout=30)
+    assert stage.alarms.acquire(timeout=60)
     assert seen == [(stage.refused[0], record(0))]
 
 
@@ -107,7 +107,7 @@ def test_a_record_that_is_skipped_is_left_out_and_reading_goes_on(stage, caplog)
     for n in range(5):
         reader.put(record(n), 1)
     for n in (1, 3):
-        assert stage.alarms.acquire(timeout=30)
+        assert stage.alarms.acquire(timeout=60)
         assert reader.failed.step == n
         reader.skip_failed()
     assert reader.catch_up()
@@ -122,7 +122,7 @@ def test_an_acknowledgement_that_fails_is_an_error_too(stage):
 
     reader = stage.reader(acknowledge=fail)
     reader.put(record(0), 1)
-    assert stage.alarms.acquire(timeout=30)
+    assert stage.alarms.acquire(timeout=60)
     assert str(reader.error) == "no loop"
 
 
@@ -131,7 +131,7 @@ def test_a_closed_reader_reads_no_more(stage):
     reader = stage.reader(on_record=lambda one: (reading.set(), resume.wait(), stage.on_record(one)))
     for n in range(3):
         reader.put(record(n), 1)
-    assert reading.wait(30)
+    assert reading.wait(60)
     closer = threading.Thread(target=reader.close)
     closer.start()
     while not reader.closed:
@@ -145,7 +145,7 @@ def test_a_queue_that_waits_to_skip_a_record_can_be_closed(stage):
     stage.refused[0] = ValueError("bad")
     reader = stage.reader()
     reader.put(record(0), 1)
-    assert stage.alarms.acquire(timeout=30)
+    assert stage.alarms.acquire(timeout=60)
     reader.close()
     assert not reader.thread.is_alive()
 
@@ -156,7 +156,7 @@ def test_a_record_that_fails_while_the_reader_is_closed_does_not_keep_its_thread
     stage.refused[0] = ValueError("bad")
     reader = stage.reader(on_record=lambda one: (reading.set(), resume.wait(), stage.on_record(one)))
     reader.put(record(0), 1)
-    assert reading.wait(30)
+    assert reading.wait(60)
     reader.close()
     assert reader.thread.is_alive()
     resume.set()

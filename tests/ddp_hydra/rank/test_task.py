@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import math
 import os
 import selectors
@@ -92,9 +93,10 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("what", BREAKS)
 def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(what, worker, monkeypatch):
     BREAKS[what](monkeypatch)
+    gc.collect()  # what other tests have left closes its own
     before = descriptors()
     task.run_ranks(job().encode())
-    assert descriptors() == before
+    assert descriptors() <= before
     end = worker.said[-1]
     assert (end.kind, end.data.failure.kind) == ("end", "start")
     assert end.data.failure.message.startswith("could not be started: OSError: [Errno 24]")

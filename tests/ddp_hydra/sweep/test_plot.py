@@ -279,7 +279,7 @@ def test_batches_soon_after_each_other_are_drawn_once_and_the_last_one_always(pi
     plotter = Plotter(pictures, ACCURACY)
     save(pictures, 1)
     plotter.draw()
-    wait_for((pictures / "drawn").exists, 30, "a picture")
+    wait_for((pictures / "drawn").exists, "a picture")
     save(pictures, 2)
     for _ in range(3):
         plotter.draw()

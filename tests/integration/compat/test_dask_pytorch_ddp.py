@@ -26,7 +26,7 @@ from ddp_hydra.compat.dask_pytorch_ddp import data, dispatch, results
 from ddp_hydra.errors import ConfigError, RankFailed
 from tests.support.s3_server import credentials  # noqa: F401 (a fixture)
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 # -- dispatch --------------------------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def test_only_futures_of_run_are_taken(client2, tmp_path):
 
 def test_ctrl_c_in_process_results_stops_the_ranks(client2, tmp_path, ranks_alive, wait_for):
     futures = dispatch.run(client2, time.sleep, 600)
-    wait_for(ranks_alive, 30, "ranks that run")
+    wait_for(ranks_alive, "ranks that run")
     timer = threading.Timer(0.3, os.kill, (os.getpid(), 2))
     timer.start()
     with pytest.raises(KeyboardInterrupt):

@@ -21,13 +21,13 @@ from tests.support.s3_server import credentials  # noqa: F401 (a fixture)
 from tests.support.tar_server import described, index_of, serving, tar_of
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.integration
 
 
 def run(script: str, *arguments: object, **variables: str) -> str:
     """Run a script to its end, and return what it printed."""
     command = [sys.executable, str(HERE / script), *map(str, arguments)]
-    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -293,7 +293,7 @@ class Dask:
         command += ["--no-dashboard", "--pid-file", str(pid), *arguments]
         with (self.folder / "log").open("ab") as log:
             subprocess.run(["setsid", "--fork", *command], stdout=log, stderr=log, cwd=self.folder, check=True)
-        wait_for(lambda: pid.exists() and pid.read_text(), 60, f"dask {what} is up")
+        wait_for(lambda: pid.exists() and pid.read_text(), f"dask {what} is up")
         return psutil.Process(int(pid.read_text()))
 
     def add(self) -> psutil.Process:
@@ -304,9 +304,9 @@ class Dask:
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
         """A client, once all workers are there."""
-        wait_for(self.file.exists, 30, "the scheduler is up")
-        with Client(scheduler_file=str(self.file), timeout="30s", set_as_default=False) as client:
-            client.wait_for_workers(len(self.programs) * self.workers_each, timeout=60)
+        wait_for(self.file.exists, "the scheduler is up")
+        with Client(scheduler_file=str(self.file), timeout="100s", set_as_default=False) as client:
+            client.wait_for_workers(len(self.programs) * self.workers_each, timeout=100)
             yield client
 
     def heal(self, client: Client) -> None:
@@ -317,7 +317,7 @@ class Dask:
             workers = client.run(os.getppid, on_error="ignore").values()
             return set(workers) == {program.pid for program in self.programs}
 
-        wait_for(healed, 60, "all workers are there")
+        wait_for(healed, "all workers are there")
 
     def close(self) -> None:
         """Kill all of it, whatever state it is in."""

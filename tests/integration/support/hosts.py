@@ -257,9 +257,9 @@ class Hosts:
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
         """A client, once all workers are there."""
-        with Client(self.scheduler, timeout="30s", set_as_default=False) as client:
+        with Client(self.scheduler, timeout="100s", set_as_default=False) as client:
             if self.workers_each:
-                client.wait_for_workers(self.n * self.workers_each, timeout=30)
+                client.wait_for_workers(self.n * self.workers_each, timeout=100)
             yield client
 
     def address(self, number: int) -> str:
@@ -345,7 +345,7 @@ class Hosts:
         if 0 in self.hurt:
             sick = set(range(self.n + 1))
         elif self.hurt:
-            with Client(self.scheduler, timeout="30s", set_as_default=False) as client:
+            with Client(self.scheduler, timeout="100s", set_as_default=False) as client:
                 sick = self.ended | {number for number in self.hurt - self.ended if not self.is_well(number, client)}
         else:
             return

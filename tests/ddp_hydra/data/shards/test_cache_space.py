@@ -49,7 +49,7 @@ def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
 def test_a_shard_is_evicted_while_its_index_is_being_saved(server, cache_of, monkeypatch, tmp_path):
     monkeypatch.setattr(cache_module, "WAIT_S", 0.2)
     disk = threading.Event()
-    monkeypatch.setattr(cache_module.os, "fsync", lambda descriptor: disk.wait(30))
+    monkeypatch.setattr(cache_module.os, "fsync", lambda descriptor: disk.wait(60))
     cache = cache_of(serve(server, "abc"), 2 * SIZE)
     for number in range(3):
         assert label(cache, number) == number * COUNT

@@ -94,7 +94,7 @@ class Ranks:
 
     def agree(self, rank: int) -> None:
         self.counts[rank] = self.samplers[rank].counts()
-        self.barrier.wait(10)
+        self.barrier.wait(60)
         self.samplers[rank].heard(self.least)
 
     def _exchange(self) -> None:

@@ -26,7 +26,7 @@ def test_a_client_that_goes_is_noticed_once():
     with liveness_watched(client, "other", gone.set):
         assert not gone.wait(0.2)
         scheduler.clients.clear()
-        assert gone.wait(10)
+        assert gone.wait(60)
     assert is_connected("other", SimpleNamespace(clients={"other"}))
 
 
@@ -39,7 +39,7 @@ def test_a_scheduler_that_does_not_answer_says_nothing_of_the_client():
         raise OSError("no answer")
 
     with liveness_watched(SimpleNamespace(run_on_scheduler=fail), "other", gone.set):
-        assert asked.wait(10)
+        assert asked.wait(60)
         assert not gone.wait(0.2)
 
 
