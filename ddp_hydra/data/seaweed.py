@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import fcntl
-import glob
 import importlib.metadata
 import os
 import platform
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -29,9 +25,17 @@ _PORTS = (
 )
 _OFF = ("admin.ui=false", "webdav=false", "disableHttp", "s3.port.iceberg=0", "s3.port.lance=0")
 _JWT_KEYS = ("JWT_SIGNING_KEY", "JWT_SIGNING_READ_KEY", "JWT_FILER_SIGNING_KEY", "JWT_FILER_SIGNING_READ_KEY")
-_SOCKETS = "/tmp/seaweedfs-"  # noqa: S108 (weed has no setting for it)
-_FOLDER, _LOG, _PORTS_NOTED = "ddp_hydra-store-", "log", "ports"
-_KILLED_AFTER_S = 60  # since then, its log is as old; a store that is starting has a newer one
+_PORTS_NOTED = "ports"
+_UNTIL_STDIN_ENDS = """
+"$@" > log 2>&1 & echo $!
+exec > /dev/null
+read _
+kill -9 $!
+wait $!
+for port in $(cat ports); do rm -f /tmp/seaweedfs-*-$port.sock; done
+rm -rf "$PWD"
+"""
+"""Runs a program until this process closes the pipe, or ends in any way, and removes what the program leaves."""
 _WHEELS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
 
 
@@ -60,8 +64,7 @@ class Seaweed:
     """A store with one empty bucket, in a process of its own, on loopback.
 
     Its ports are chosen by the system, so that many run beside each other. Its files lie in a temporary folder that is
-    removed with it; what a killed store left behind, the next one removes. It ends with `stop`, or with the thread
-    that made it (Linux).
+    removed with it. It ends with `stop`, or with this process, also where that is killed.
 
     Args:
         bucket: the bucket's name.
@@ -79,7 +82,7 @@ class Seaweed:
         weed = find_weed()
         if weed is None:
             raise FileNotFoundError("the program weed of SeaweedFS is not installed")
-        self._weed, self._bucket = weed, bucket
+        self._program, self._bucket, self._owner = weed, bucket, os.getpid()
         self.credentials = credentials or (secrets.token_hex(10), secrets.token_hex(20))
         self._start()
 
@@ -90,9 +93,7 @@ class Seaweed:
         self.stop()
 
     def _start(self) -> None:
-        _remove_killed()
-        self._folder = Path(tempfile.mkdtemp(prefix=_FOLDER))
-        self._log = self._folder / _LOG
+        self._folder = Path(tempfile.mkdtemp(prefix="ddp_hydra-store-"))
         ports = _free_ports(len(_PORTS))
         self.endpoint_url = f"http://127.0.0.1:{ports[-1]}"
         (self._folder / _PORTS_NOTED).write_text("".join(f"{port}\n" for port in ports))
@@ -109,22 +110,18 @@ class Seaweed:
             "AWS_SECRET_ACCESS_KEY": self.credentials[1],
             **{f"WEED_{name}": secrets.token_hex(20) for name in _JWT_KEYS},
         }
-        parent = os.getpid()
-        try:
-            with self._log.open("wb") as log:
-                fcntl.flock(log, fcntl.LOCK_EX)  # the store inherits it
-                self._process = subprocess.Popen(
-                    [self._weed, "mini", *(f"-{flag}" for flag in flags)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    cwd=self._folder,
-                    env=environment,
-                    preexec_fn=lambda: _end_with_parent(parent),
-                )
-        except BaseException:
-            shutil.rmtree(self._folder)
-            raise
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", _UNTIL_STDIN_ENDS, "sh", self._program, "mini", *(f"-{flag}" for flag in flags)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=self._folder,
+            env=environment,
+            start_new_session=True,  # so that Ctrl-C does not stop it while the job reads its last batches
+        )
+        assert self._process.stdout is not None
+        with self._process.stdout as told:
+            self._weed = psutil.Process(int(told.readline()))
 
     def wait_until_ready(self, timeout_s: float) -> Bucket:
         # Wait until the store takes objects, and return its bucket; start it again where a port was taken meanwhile.
@@ -140,7 +137,7 @@ class Seaweed:
                     self._note_sockets()
                     return bucket
                 time.sleep(0.02)
-            last_lines = self._log.read_text(errors="replace").strip().split("\n")[-3:]
+            last_lines = (self._folder / "log").read_text(errors="replace").strip().split("\n")[-3:]
             self.stop()
             if last_try or time.monotonic() >= deadline:
                 break
@@ -148,44 +145,23 @@ class Seaweed:
         raise ConnectionError(" ".join(last_lines).strip() or f"it did not answer in {timeout_s:.0f} s")
 
     def is_running(self) -> bool:
-        return self._process.poll() is None
-
-    def wait(self) -> None:
-        self._process.wait()
+        with suppress(psutil.Error):
+            return self._owner == os.getpid() and self._weed.status() != psutil.STATUS_ZOMBIE
+        return False
 
     def stop(self) -> None:
-        self._note_sockets()
-        self._process.kill()  # asked to end, it takes two seconds
-        self._process.wait()
-        _remove(self._folder)
+        assert self._process.stdin is not None
+        if self._owner == os.getpid() and not self._process.stdin.closed:
+            self._note_sockets()
+            self._process.stdin.close()
+            self._process.wait()
 
     def _note_sockets(self) -> None:
         # Write down the ports of its sockets outside its folder: for one that was taken, it takes another.
         with suppress(psutil.Error, FileNotFoundError), (self._folder / _PORTS_NOTED).open("a") as noted:
-            for one in psutil.Process(self._process.pid).net_connections("unix"):
-                if str(one.laddr).startswith(_SOCKETS):
-                    noted.write(f"{_port_of(str(one.laddr))}\n")
-
-
-def _remove_killed() -> None:
-    for log in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*/{_LOG}"):
-        with suppress(OSError), log.open() as file:
-            if time.time() - log.stat().st_mtime > _KILLED_AFTER_S:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(log.parent)
-
-
-def _remove(folder: Path) -> None:
-    with suppress(OSError):
-        ports = set((folder / _PORTS_NOTED).read_text().split())
-        for path in glob.glob(f"{_SOCKETS}*.sock"):  # noqa: PTH207 (the beginning is not a folder)
-            if _port_of(path) in ports:
-                Path(path).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-def _port_of(path: str) -> str:
-    return path.rpartition("-")[2].removesuffix(".sock")
+            for one in self._weed.net_connections("unix"):
+                if str(one.laddr).startswith("/tmp/seaweedfs-"):  # noqa: S108 (weed has no setting for most of them)
+                    noted.write(str(one.laddr).rpartition("-")[2].removesuffix(".sock") + "\n")
 
 
 def _free_ports(count: int) -> list[int]:
@@ -194,11 +170,3 @@ def _free_ports(count: int) -> list[int]:
     for one in opened:
         one.close()
     return ports
-
-
-def _end_with_parent(parent: int) -> None:
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
