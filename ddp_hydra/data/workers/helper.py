@@ -1,21 +1,23 @@
 """A process that forks workers on request, and says how they ended.
 
-A request is a message with descriptors: the file of the pickled process object, the pipe for the exit code, then those
-of the object itself. The answer is the worker's process id. It ends when its socket is closed.
+A request is a message with descriptors, as items of the workers' queues are, too. The answer is a number: the worker's
+process id, or its exit code. The helper ends when its socket is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import pickle
-import select
+import resource
 import signal
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from functools import partial
 from pathlib import Path
@@ -23,14 +25,83 @@ from typing import Any, NoReturn
 
 from ddp_hydra import forked
 
-MOST_FDS = 64
-"""Descriptors of one request."""
+MOST_FDS = 200
+"""Descriptors of one message."""
+_IN_MESSAGE = 1024
+"""Bytes that travel in the message itself."""
 MOST_FILES = 40
-"""Files among them that a data set has open."""
-_PID = struct.Struct("<q")
-_inherited: list[int] = []
+"""Files that a data set has open."""
+RUNS = 1 << 32
+"""In place of the exit code of a worker that has not ended."""
+_ANSWER = struct.Struct("<q")
+_travelling = threading.local()
 _current: Helper | None = None
 _lock = threading.Lock()
+
+
+class Fd:
+    """A descriptor that travels with the message in which it is pickled, and arrives as a number.
+
+    Args:
+        fd: the descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        _travelling.fds.append(os.dup(self.fd))
+        return _arrived, (len(_travelling.fds) - 1,)
+
+
+def _arrived(number: int) -> int:
+    return int(_travelling.fds[number])
+
+
+def packed(item: Any) -> tuple[bytes, list[int]]:
+    _travelling.fds = []
+    return pickle.dumps(item), _travelling.fds
+
+
+def unpacked(data: bytes, fds: list[int]) -> Any:
+    _travelling.fds = fds
+    return pickle.loads(data)  # noqa: S301  from a process that this one has started, or that has started this one
+
+
+def send(to: socket.socket, data: bytes, fds: list[int]) -> None:
+    # Send a message whole or not at all, and close its descriptors: of one that was cut off by the end of its writer,
+    # the reader would wait for the rest for ever, or take the next writer's message for it. A large one is in a file.
+    try:
+        if in_file := len(data) > _IN_MESSAGE:
+            fds.append(_anonymous_file())
+            with open(fds[-1], "wb", closefd=False) as file:
+                file.write(data)
+        socket.send_fds(to, [bytes([in_file]) + (b"" if in_file else data)], fds)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+def receive(sender: socket.socket) -> tuple[bytes, list[int]]:
+    # Raises: EOFError: the other end is closed.
+    message, fds, flags, _ = socket.recv_fds(sender, 1 + _IN_MESSAGE, MOST_FDS)
+    if not message:
+        raise EOFError
+    if flags & socket.MSG_CTRUNC:
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise OSError(errno.EMFILE, f"this process may open {most} files, too few for batches of workers")
+    if not message[0]:
+        return message[1:], fds
+    with os.fdopen(fds.pop(), "rb") as file:
+        file.seek(0)
+        return file.read(), fds
+
+
+def _anonymous_file() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("ddp_hydra-message")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class Helper:
@@ -44,22 +115,33 @@ class Helper:
     def __init__(self, requests: socket.socket, pid: int) -> None:
         self.requests, self.pid = requests, pid
         self.owner = os.getpid()
-        self.sending = threading.Lock()
+        self.asking = threading.Lock()
         self.users = 0
 
-    def fork(self, payload: int, exit_code: int, fds: list[int]) -> int:
-        try:
-            with self.sending:
-                socket.send_fds(self.requests, [b"f"], [payload, exit_code, *fds])
-                answer = self.requests.recv(_PID.size, socket.MSG_WAITALL)
-        except OSError:
-            answer = b""
-        if len(answer) != _PID.size:
-            raise ConnectionError("the process that starts the workers of this rank has ended (killed, or no memory)")
-        (pid,) = _PID.unpack(answer)
+    def fork(self, work: Any, files: list[int]) -> int:
+        # work: a function and its arguments.
+        # files: descriptors that the process has, too, under the same numbers.
+        process, fds = packed(work)
+        prepared = {"path": sys.path, "environment": dict(os.environ), "cwd": str(Path.cwd()), "files": files}
+        pid = self._ask((prepared, process), [*map(os.dup, files), *fds])
         if pid < 0:
             raise ConnectionError(f"this host lets a rank start no process: {os.strerror(-pid)}")
-        return int(pid)
+        return pid
+
+    def exit_code(self, pid: int) -> int | None:
+        code = self._ask(pid, [])
+        return None if code == RUNS else code
+
+    def _ask(self, request: Any, fds: list[int]) -> int:
+        try:
+            with self.asking:
+                send(self.requests, pickle.dumps(request), fds)
+                answer = self.requests.recv(_ANSWER.size, socket.MSG_WAITALL)
+        except OSError:
+            answer = b""
+        if len(answer) != _ANSWER.size:
+            raise ConnectionError("the process that starts the workers of this rank has ended (killed, or no memory)")
+        return int(_ANSWER.unpack(answer)[0])
 
     def close(self) -> None:
         self.requests.close()
@@ -116,10 +198,6 @@ def open_files() -> set[int]:
     return found
 
 
-def inherited(number: int) -> int:
-    return _inherited[number]
-
-
 # -- in the helper ---------------------------------------------------------------------------------------------------
 
 
@@ -137,92 +215,52 @@ def _serve_alone(requests: socket.socket) -> NoReturn:
 def serve(requests: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they go to the whole group; the rank decides
         signal.signal(number, signal.SIG_IGN)
-    wake_r, wake_w = socket.socketpair()
-    for end in (wake_r, wake_w):
-        end.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake_w.fileno(), warn_on_full_buffer=False)
-    exit_codes: dict[int, int] = {}
-    with wake_r, wake_w:
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
-            ready, _, _ = select.select([requests, wake_r], [], [])
-            if wake_r in ready:
-                with contextlib.suppress(BlockingIOError):
-                    wake_r.recv(4096)
-                _reap(exit_codes)
-            if requests not in ready:
-                continue
-            message, fds, _, _ = socket.recv_fds(requests, 1, MOST_FDS)
-            if not message:
-                return
-            payload, exit_code, *others = fds
-            pid = _fork(payload, others, [requests, wake_r, wake_w], [exit_code, *exit_codes.values()])
-            if pid > 0:
-                exit_codes[pid] = exit_code
-            else:
-                os.close(exit_code)
-            for fd in (payload, *others):
+            data, fds = receive(requests)
+            request: Any = pickle.loads(data)  # noqa: S301  from the process that started this one
+            answer = _exit_code(request) if isinstance(request, int) else _fork(request[0], request[1], fds, requests)
+            for fd in fds:
                 os.close(fd)
-            requests.sendall(_PID.pack(pid))
+            requests.sendall(_ANSWER.pack(answer))
 
 
-def _fork(payload: int, fds: list[int], sockets: list[socket.socket], pipes: list[int]) -> int:
+def _exit_code(pid: int) -> int:
+    try:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return 255
+    return os.waitstatus_to_exitcode(status) if ended else RUNS
+
+
+def _fork(prepared: dict[str, Any], process: bytes, fds: list[int], requests: socket.socket) -> int:
     try:
         pid = os.fork()
     except OSError as error:
         return -(error.errno or 1)
     if not pid:
-        forked.run_and_exit(partial(_work, payload, fds, sockets, pipes))
+        requests.close()
+        forked.run_and_exit(partial(_work, prepared, process, fds))
     return pid
 
 
-def _work(payload: int, fds: list[int], sockets: list[socket.socket], pipes: list[int]) -> int:
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for end in sockets:
-        end.close()
-    for pipe in pipes:
-        os.close(pipe)
-    _inherited[:] = fds
-    return _run(payload)
-
-
-def _run(payload: int) -> int:
-    with os.fdopen(payload, "rb") as file:
-        file.seek(0)
-        prepared: dict[str, Any] = pickle.load(file)  # noqa: S301  from the process that started this one
-        sys.path[:] = prepared["path"]
-        os.environ.clear()
-        os.environ.update(prepared["environment"])
-        with contextlib.suppress(OSError):
-            os.chdir(prepared["cwd"])
-        process = file.read()
-    if prepared["files"]:
-        _place(prepared["files"])
-    return int(pickle.loads(process)._bootstrap())  # noqa: S301
-
-
-def _place(numbers: list[int]) -> None:
-    for place, fd in enumerate(_inherited):
-        _inherited[place] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(numbers) + 1)
+def _work(prepared: dict[str, Any], process: bytes, fds: list[int]) -> int:
+    sys.path[:] = prepared["path"]
+    os.environ.clear()
+    os.environ.update(prepared["environment"])
+    with contextlib.suppress(OSError):
+        os.chdir(prepared["cwd"])
+    files = prepared["files"]
+    free = max(files, default=2) + 1
+    for place, fd in enumerate(fds):
+        fds[place] = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, free)
         os.close(fd)
-    for number, fd in zip(numbers, _inherited, strict=False):
+    for number, fd in zip(files, fds, strict=False):
         os.dup2(fd, number, inheritable=False)
         os.close(fd)
-
-
-def _reap(exit_codes: dict[int, int]) -> None:
-    while exit_codes:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return
-        if not pid:
-            return
-        if (pipe := exit_codes.pop(pid, None)) is not None:
-            with contextlib.suppress(OSError):
-                os.write(pipe, _PID.pack(os.waitstatus_to_exitcode(status)))
-            os.close(pipe)
+    function, arguments = unpacked(process, fds[len(files) :])
+    function(*arguments)
+    return 0
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ import signal
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import reduction
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +22,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import make_batch, pin
 from ddp_hydra.data.draws import EVALUATION, Indices
+from ddp_hydra.data.workers.helper import Fd
 from ddp_hydra.data.wrappers import unwrapped
 
 ALIGNED = 64
@@ -58,11 +58,10 @@ class SharedBatch:
                 _view(memory, begin, tensor.dtype, tuple(tensor.shape), tensor.stride()).copy_(tensor)
 
     def __getstate__(self) -> tuple[bytes, int, Any]:
-        return self.structure, self.size, reduction.DupFd(self.fd) if self.size else None
+        return self.structure, self.size, Fd(self.fd) if self.size else -1
 
     def __setstate__(self, state: tuple[bytes, int, Any]) -> None:
-        self.structure, self.size, fd = state
-        self.fd = fd.detach() if self.size else -1
+        self.structure, self.size, self.fd = state
 
     def open(self) -> Any:
         # Return the batch; its tensors lie in the shared memory.
