@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Struct, to_builtins
 
-from ddp_hydra.checked import Count, prepare
+from ddp_hydra.checked import Count, Finite, prepare
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.record import Record
 
@@ -18,7 +18,7 @@ FORMAT = 1
 """The number in both files, raised when a field changes its meaning or goes. A new field needs a default, and no new
 number."""
 
-Metrics = dict[str, float | None]
+Metrics = dict[str, Finite | None]
 
 
 class FailureEntry(Struct, kw_only=True):
@@ -40,8 +40,8 @@ class AttemptEntry(Struct, kw_only=True):
     attempt: Count = 0
     world_size: Count | None = None
     steps_done: Count = 0
-    started: float = 0.0
-    wall_s: float = 0.0
+    started: Finite = 0.0
+    wall_s: Finite = 0.0
     failure: FailureEntry | None = None
 
 
@@ -56,7 +56,7 @@ class Best(Struct):
     """The best checkpoint."""
 
     step: Count
-    value: float
+    value: Finite
 
 
 class Summary(Struct, kw_only=True):
@@ -73,19 +73,19 @@ class Summary(Struct, kw_only=True):
     matrices: dict[str, list[Any]] | None = None
     best: Best | None = None
     steps: Count | None = None
-    samples: float | None = None
+    samples: Finite | None = None
     bad_samples: Count | None = None
     from_step: Count | None = None
-    train_s: float | None = None
-    samples_per_s: float | None = None
-    started: float | None = None
-    wall_s: float | None = None
+    train_s: Finite | None = None
+    samples_per_s: Finite | None = None
+    started: Finite | None = None
+    wall_s: Finite | None = None
     world_size: Count | None = None
     attempts: list[AttemptEntry] = []
     restarts: Count = 0
     steps_lost: Count = 0
-    data: dict[str, float] | None = None
-    exchange_s: float | None = None
+    data: dict[str, Finite] | None = None
+    exchange_s: Finite | None = None
     slowest: Metrics | None = None
     peak_memory: Count | None = None
     profile: str | None = None
@@ -110,16 +110,16 @@ class Status(Struct, kw_only=True):
     world_size: Count = 0
     step: Count | None = None
     total_steps: Count | None = None
-    epoch: float | None = None
-    epochs: float | None = None
-    eta_s: float | None = None
+    epoch: Finite | None = None
+    epochs: Finite | None = None
+    eta_s: Finite | None = None
     stopped_early: str | None = None
     metrics: Metrics = {}
     attempts: list[AttemptEntry] = []
-    time: float | None = None
+    time: Finite | None = None
     scheduler: str | None = None
     project: str | None = None
-    started: float | None = None
+    started: Finite | None = None
     max_restarts: int = 0
     message: str = ""
     files: list[str] = []

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from msgspec.structs import asdict
+
 from ddp_hydra.cli import runs_text
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.runs_text import shown
@@ -103,7 +105,7 @@ def ls(words: Sequence[str]) -> None:
     most = rows[:limit] if limit else rows
     if options.json:
         for row in most:
-            print(json.dumps(vars(row)))  # noqa: T201
+            print(json.dumps(asdict(row)))  # noqa: T201
         return
     asked = [*(one.metric for one in compared.values()), options.sort]
     metrics = [name for name in dict.fromkeys(asked) if name not in select.SORTS]

@@ -71,7 +71,7 @@ def differing_words(rows: Sequence[RunRow]) -> list[list[str]]:
 
 
 def details_text(found: Mapping[str, Any]) -> str:
-    row = RunRow(**{name: found[name] for name in RunRow.__dataclass_fields__})
+    row = RunRow(**{name: found[name] for name in RunRow.__struct_fields__})
     took = f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
     lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), took))))]
     lines.append(("steps", steps(row) + (f", epoch {digits(row.epoch)}" if row.epoch is not None else "")))

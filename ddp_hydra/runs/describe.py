@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from msgspec import Struct
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED
@@ -21,8 +22,7 @@ _LATEST = 4e9
 """Later times, in seconds since 1970, are not times of a run."""
 
 
-@dataclass
-class RunRow:
+class RunRow(Struct, array_like=True):
     """Describes one run.
 
     Args:
@@ -65,17 +65,17 @@ class RunRow:
     objective: str = ""
     maximize: bool | None = None
     value: float | None = None
-    metrics: dict[str, float | None] = field(default_factory=dict)
+    metrics: dict[str, float | None] = {}
     model: str = ""
     data: str = ""
-    tags: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
+    tags: list[str] = []
+    overrides: list[str] = []
     project: str = ""
     message: str = ""
     stopped_early: str = ""
     ranks: int | None = None
     restarts: int = 0
-    attempts: list[dict[str, Any]] = field(default_factory=list)
+    attempts: list[dict[str, Any]] = []
     train_s: float | None = None
     wait_s: float | None = None
     exchange_s: float | None = None
@@ -92,16 +92,16 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
     metric, maximize = _objective(summary.objective, config)
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
     config_tags = config.get("tags") if isinstance(config, dict) else None
-    metrics = numbers(newest.metrics)
+    metrics = {text(name): value for name, value in newest.metrics.items()}
     failure = text(summary.failure.message) if summary.failure else ""
     return RunRow(
         run=files.place,
         started=_time(summary.started) or _time(status.started),
-        wall_s=number(summary.wall_s),
+        wall_s=summary.wall_s,
         step=newest.step if isinstance(newest, Status) else newest.steps,
         total_steps=now.total_steps,
-        epoch=number(now.epoch),
-        epochs=number(now.epochs),
+        epoch=now.epoch,
+        epochs=now.epochs,
         objective=metric,
         maximize=maximize,
         value=metrics.get(metric),
@@ -116,9 +116,9 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
         ranks=newest.world_size,
         restarts=summary.restarts,
         attempts=failed_attempts(state.attempts),
-        train_s=number(summary.train_s),
-        wait_s=number((summary.data or {}).get("wait_s")),
-        exchange_s=number(summary.exchange_s),
+        train_s=summary.train_s,
+        wait_s=(summary.data or {}).get("wait_s"),
+        exchange_s=summary.exchange_s,
     )
 
 
@@ -127,7 +127,7 @@ def failed_attempts(found: Iterable[AttemptEntry]) -> list[dict[str, Any]]:
         {
             "attempt": one.attempt,
             "started": _time(one.started),
-            "wall_s": number(one.wall_s),
+            "wall_s": one.wall_s,
             "kind": text(failure.kind),
             "rank": failure.rank,
             "step": failure.step,
@@ -213,9 +213,8 @@ def numbers(value: object) -> dict[str, float | None]:
     return {text(name): number(inner) for name, inner in value.items()} if isinstance(value, dict) else {}
 
 
-def _time(value: object) -> float | None:
-    found = number(value)
-    return found if found is not None and 0 < found < _LATEST else None
+def _time(value: float | None) -> float | None:
+    return value if value is not None and 0 < value < _LATEST else None
 
 
 class RunState(NamedTuple):

@@ -7,37 +7,54 @@ from dataclasses import dataclass
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import asdict
 
 from ddp_hydra.config import project, redact
 from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.run_state import Summary
+from ddp_hydra.run_state import FailureEntry, Summary
 from ddp_hydra.runs import disk
-from ddp_hydra.runs.describe import MOST_ATTEMPTS, RunRow, RunState, number, read_state, text
+from ddp_hydra.runs.describe import MOST_ATTEMPTS, MOST_TEXT, RunRow, RunState, failed_attempts, read_state, text
 from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRunFiles, yaml_value
 from ddp_hydra.storage.manifest import FOLDER, NAME, decode_manifest
 from ddp_hydra.writers.run_dir import json_object
 
 _LAST_BYTES = 2**16
+MOST_TRACEBACK = 20_000
 ABSENT = "(missing)"
 
 
 def run_details(files: RunFiles) -> dict[str, Any]:
     """Return the row of a run, its attempts, its failure, checkpoints and size, as JSON has them."""
     state = read_state(files)
-    summary = state.summary or Summary(status="")
+    summary, attempts = state.summary or Summary(status=""), state.attempts
     return {
-        **vars(row(files)),
+        **asdict(row(files)),
         "metrics": last_metrics(files, state),
         "world_size": state.newest.world_size,
         "steps_lost": summary.steps_lost,
-        "samples_per_s": number(summary.samples_per_s),
-        "attempts": to_builtins(state.attempts),
-        "failure": to_builtins(summary.failure),
+        "samples_per_s": summary.samples_per_s,
+        "attempts": [
+            {**to_builtins(one), **short, "failure": _failure(one.failure)}
+            for one, short in zip(attempts, failed_attempts(attempts), strict=True)
+        ],
+        "failure": _failure(summary.failure),
         "checkpoints": checkpoints(files),
         "bytes": disk.by_kind(files.sizes()),
+        "loaded": summary.data or {},
+        "slowest": summary.slowest or {},
+        "peak_memory": summary.peak_memory,
+        "profile": text(summary.profile),
     }
+
+
+def _failure(failure: FailureEntry | None) -> dict[str, Any] | None:
+    if failure is None:
+        return None
+    most = {"message": MOST_TRACEBACK, "traceback": MOST_TRACEBACK}
+    found = asdict(failure).items()
+    return {name: value[: most.get(name, MOST_TEXT)] if isinstance(value, str) else value for name, value in found}
 
 
 def row(files: RunFiles) -> RunRow:

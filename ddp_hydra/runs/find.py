@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError, RecordError
@@ -26,7 +28,14 @@ Stamp = list[int]
 Entries = dict[str, tuple[Stamp, RunRow]]
 VERSION = 1
 _MOST_BYTES = 2**28
-_NAMES = [one.name for one in fields(RunRow) if one.name != "run"]
+
+
+class IndexFile(Struct):
+    """What the file of an index holds; a row without the names of its fields, which are `columns`."""
+
+    version: int
+    columns: list[str]
+    rows: list[tuple[Stamp, RunRow]]
 
 
 class Index:
@@ -49,30 +58,21 @@ class Index:
             return self._kept
         try:
             path = self._path()
-            if path.stat().st_size > _MOST_BYTES:
-                return {}
-            content = json.loads(path.read_bytes())
-            if content["version"] != VERSION or content["columns"] != _NAMES:
-                return {}
-            return {
-                run: (stamp, RunRow(run, **dict(zip(_NAMES, values, strict=True))))
-                for run, stamp, values in content["rows"]
-            }
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
-            return {}
+            if path.stat().st_size <= _MOST_BYTES:
+                content = msgspec.json.decode(path.read_bytes(), type=IndexFile)
+                if (content.version, content.columns) == (VERSION, list(RunRow.__struct_fields__)):
+                    return {row.run: (stamp, row) for stamp, row in content.rows}
+        except (OSError, ValueError, RecursionError):
+            pass
+        return {}
 
     def write(self, entries: Entries, earlier: Entries) -> None:
         """Write the index, unless nothing has changed. Where that is not possible, listing is only slower."""
         self._kept = entries
-        if {run: stamp for run, (stamp, _) in entries.items()} == {run: stamp for run, (stamp, _) in earlier.items()}:
-            return
-        content = {
-            "version": VERSION,
-            "columns": _NAMES,
-            "rows": [[run, stamp, [vars(row)[name] for name in _NAMES]] for run, (stamp, row) in entries.items()],
-        }
-        with contextlib.suppress(OSError, ValueError, RecordError):
-            write_atomic(self._path(), json.dumps(content, separators=(",", ":")).encode(), durable=False)
+        if {run: stamp for run, (stamp, _) in entries.items()} != {run: stamp for run, (stamp, _) in earlier.items()}:
+            content = IndexFile(VERSION, list(RunRow.__struct_fields__), list(entries.values()))
+            with contextlib.suppress(OSError, ValueError, RecordError):
+                write_atomic(self._path(), msgspec.json.encode(content), durable=False)
 
     def _path(self) -> Path:
         return private_folder(user_cache() / "runs") / self.name
@@ -141,8 +141,7 @@ def _now(
     if ended in ENDED and LOCK not in entries and "status.json" not in entries:
         return row
     of_status = (content or read_state(LocalRunFiles(folder))).status if "status.json" in entries else None
-    shown = RunRow(**vars(row))
-    shown.status = status.of_local(folder, entries, ended, of_status)
+    shown = replace(row, status=status.of_local(folder, entries, ended, of_status))
     if shown.status == "running" and (begun := _begun(entries)) is not None:
         shown.started, shown.wall_s = begun, max(0.0, time.time() - begun)
     parent = os.path.dirname(folder)  # noqa: PTH120

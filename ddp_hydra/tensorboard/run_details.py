@@ -8,11 +8,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from msgspec.structs import asdict
-
-from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
 from ddp_hydra.runs import details
-from ddp_hydra.runs.describe import failed_attempts, number, numbers, read_state, text
+from ddp_hydra.runs.describe import number, text
 from ddp_hydra.runs.run_files import RunFiles
 from ddp_hydra.tensorboard.run_list import shown
 from ddp_hydra.writers.run_dir import json_object
@@ -24,47 +21,13 @@ CURVE_BYTES = 2**20
 MOST_POINTS = 400
 MOST_KEYS = 1_000
 MOST_LOGS = 1_000
-MOST_TRACEBACK = 20_000
 _LOG = re.compile(r"logs/rank-(\d{1,6})\.log")
 
 
 def of_run(files: RunFiles) -> dict[str, Any]:
     found = details.run_details(files)
-    state = read_state(files)
-    summary = state.summary or Summary(status="")
-    row = details.RunRow(**{name: found[name] for name in details.RunRow.__dataclass_fields__})
-    row.attempts = failed_attempts(state.attempts)
-    row.metrics = numbers(found["metrics"])
-    return {
-        **shown(row),
-        "place": files.place,
-        "code": row.project,
-        "samples_per_s": found["samples_per_s"],
-        "steps_lost": summary.steps_lost,
-        "attempts": [attempt_of(one) for one in state.attempts],
-        "failure": failure_of(summary.failure),
-        "checkpoints": found["checkpoints"],
-        "bytes": found["bytes"],
-        "loaded": numbers(summary.data),
-        "slowest": numbers(summary.slowest),
-        "peak_memory": summary.peak_memory,
-        "profile": text(summary.profile),
-        **progress(files, row.objective),
-        "logs": logs(files),
-    }
-
-
-def attempt_of(entry: AttemptEntry) -> dict[str, Any]:
-    (short,) = failed_attempts([entry])
-    counts = {"world_size": entry.world_size, "steps_done": entry.steps_done}
-    return {**short, **counts, "failure": failure_of(entry.failure)}
-
-
-def failure_of(failure: FailureEntry | None) -> dict[str, Any] | None:
-    if failure is None:
-        return None
-    long = {name: getattr(failure, name)[:MOST_TRACEBACK] for name in ("message", "traceback")}
-    return {**asdict(failure), **{name: text(getattr(failure, name)) for name in ("kind", "host", "place")}, **long}
+    own = {"place": files.place, "code": found["project"], "logs": logs(files)}
+    return {**shown(found), **own, **progress(files, found["objective"])}
 
 
 def progress(files: RunFiles, objective: str) -> dict[str, Any]:

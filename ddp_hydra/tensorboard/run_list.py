@@ -14,6 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from ddp_hydra.runs import find, select
 from ddp_hydra.runs.describe import RunRow
 from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
@@ -129,7 +131,9 @@ class RunList:
                 name = "/".join(filter(None, (title, inner))) or Path(root).resolve().name
                 sweep = self._sweep_of(row.run, name, sweeps) if inner else ""  # the sweep of the root is above it
                 key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
-                seen.setdefault(key, ListEntry(row, root, {"id": key, "name": name, "sweep": sweep, **shown(row)}))
+                seen.setdefault(
+                    key, ListEntry(row, root, {"id": key, "name": name, "sweep": sweep, **shown(asdict(row))})
+                )
         self._take_over(seen)
         self._shown_sweeps = sweeps
         took = time.monotonic() - begin
@@ -214,10 +218,10 @@ def below(place: str, root: str) -> str:
     return place[len(root) :].strip("/") if place.startswith(root) else place
 
 
-def shown(row: RunRow) -> dict[str, Any]:
-    """Return a row as JSON has it. That of a run which goes on does not change with the time."""
-    found = {name: value for name, value in vars(row).items() if name not in _NOT_SHOWN}
-    found["metrics"] = dict(islice(row.metrics.items(), MOST_METRICS))
-    if row.status == "running":
+def shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row, or the details of a run, as JSON has them. A run that goes on does not change with the time."""
+    found = {name: value for name, value in row.items() if name not in _NOT_SHOWN}
+    found["metrics"] = dict(islice(row["metrics"].items(), MOST_METRICS))
+    if row["status"] == "running":
         found["wall_s"] = None
     return found

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import asdict
 
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.errors import ConfigError
@@ -130,7 +131,7 @@ def test_odd_files_give_an_odd_row_and_no_error(tmp_path, content):
         (tmp_path / ".hydra" / f"{name}.yaml").write_text("a: !!python/object/apply:os.system ['touch pwned']\n")
     (row,) = find.rows([str(tmp_path)])
     assert row.status in ("killed", "unknown")
-    assert json.loads(json.dumps(vars(row), allow_nan=False)) == vars(row)
+    assert json.loads(json.dumps(asdict(row), allow_nan=False)) == asdict(row)
     assert find.rows([str(tmp_path)]) == [row]
 
 

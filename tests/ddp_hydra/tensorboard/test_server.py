@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hydra.runs import details
 from ddp_hydra.sweep.rows import JobRow as SweepRow
 from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
@@ -306,11 +307,11 @@ def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run,
     run_dir = make_run("outputs/a")
     summary = json.loads((run_dir / "summary.json").read_text())
     summary |= {
-        "metrics": {HOSTILE: float("nan"), "x": float("inf")}, "tags": [HOSTILE], "project": HOSTILE,
-        "objective": {"metric": HOSTILE, "direction": HOSTILE}, "started": float("inf"), "wall_s": float("nan"),
-        "attempts": [{"wall_s": float("nan"), "failure": {"kind": HOSTILE, "place": HOSTILE * 999}}],
+        "metrics": {HOSTILE: 1.0, "x": None}, "tags": [HOSTILE], "project": HOSTILE,
+        "objective": {"metric": HOSTILE, "direction": HOSTILE}, "started": 1e300, "wall_s": None,
+        "attempts": [{"failure": {"kind": HOSTILE, "place": HOSTILE * 999}}],
         "failure": {"kind": HOSTILE, "message": HOSTILE * 9_999, "traceback": HOSTILE, "host": HOSTILE * 999},
-        "data": {HOSTILE: float("inf")}, "slowest": {HOSTILE: None}, "profile": HOSTILE,
+        "data": {HOSTILE: 1.0}, "slowest": {HOSTILE: None}, "profile": HOSTILE,
     }  # fmt: skip
     (run_dir / "summary.json").write_text(json.dumps(summary))
     (run_dir / "metrics.jsonl").write_bytes(b'{"time":NaN}\n[]\n{"time":1,"step":2,"attempt":1e999}\n\xff\xfe\n{"a":')
@@ -330,9 +331,11 @@ def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run,
     (tmp_path / "outputs" / "e" / "summary.json").write_text("[" * 100_000)
     (tmp_path / "outputs" / "f").mkdir()
     (tmp_path / "outputs" / "f" / "summary.json").write_text(json.dumps(summary | {"tags": [HOSTILE, 1]}))
+    (tmp_path / "outputs" / "g").mkdir()
+    (tmp_path / "outputs" / "g" / "summary.json").write_text(json.dumps(summary | {"wall_s": float("inf")}))
     asked = ask()
     ids = asked.ids()
-    assert len(ids) == 6
+    assert len(ids) == 7
     assert "a\n<b>&\udcff" in ids
     for key in ids.values():
         found = asked("/run", id=key)
@@ -341,9 +344,10 @@ def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run,
             asked("/diff", id=[key, other_key])
     found = asked("/run", id=ids["a\n<b>&\udcff"])
     assert found["failure"]["message"].startswith(HOSTILE)
-    assert len(found["failure"]["message"]) <= run_details.MOST_TRACEBACK
-    assert (found["metrics"]["x"], found["value"], found["wall_s"]) == (None, None, None)
+    assert len(found["failure"]["message"]) <= details.MOST_TRACEBACK
+    assert (found["metrics"]["x"], found["value"], found["wall_s"]) == (None, 1.0, None)
     assert "summary.json can't be read: Expected `str`, got `int`" in asked("/run", id=ids["f"])["message"]
+    assert "summary.json can't be read: Expected `float` <= " in asked("/run", id=ids["g"])["message"]
 
 
 def test_a_run_that_is_removed_meanwhile_is_no_more(ask, make_run):
