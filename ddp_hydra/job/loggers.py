@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Pipe
 from pathlib import Path, PurePosixPath
@@ -33,7 +33,7 @@ from ddp_hydra.job.run_dir import is_resumed
 from ddp_hydra.record import Record
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
-from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, Answer, RunInfo
+from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, Answer, Order, RunInfo
 
 RUNS = "loggers.json"
 """The file of a run directory with the runs at the services: {"mlflow": {"id": …, "url": …}}."""
@@ -62,12 +62,12 @@ class RecordBuffer:
     def __init__(self, max_messages: int = MAX_RECORDS, max_bytes: int = MAX_BYTES) -> None:
         self.max_messages, self.max_bytes = max_messages, max_bytes
         self.dropped = 0
-        self._messages: deque[bytes] = deque()
+        self._messages: deque[bytes | str] = deque()
         self._bytes = 0
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def put(self, message: bytes) -> None:
+    def put(self, message: bytes | str) -> None:
         with self._changed:
             if self._is_closed:
                 return
@@ -78,7 +78,7 @@ class RecordBuffer:
                 self.dropped += 1
             self._changed.notify()
 
-    def take(self) -> bytes | None:
+    def take(self) -> bytes | str | None:
         """Wait for the oldest message and return it; None once the buffer is closed and empty."""
         with self._changed:
             self._changed.wait_for(lambda: self._messages or self._is_closed)
@@ -98,41 +98,36 @@ class LoggerProcess:
 
     Args:
         name: of the logger, for messages.
-        order: what the process begins with, see `process.Session`.
+        order: what the process begins with.
         log_file: gets what its libraries print.
         on_run: called in another thread with the run's `id` and `url` at the service.
-        timeout_s: how long the process may go on after the job's process has died.
         buffer: what waits for the process.
     """
 
     def __init__(
         self,
         name: str,
-        order: Mapping[str, Any],
+        order: Order,
         log_file: Path,
         on_run: Callable[[dict[str, str]], None],
-        timeout_s: float,
         buffer: RecordBuffer | None = None,
     ) -> None:
-        self.name, self.on_run, self.log_file = name, on_run, log_file
+        self.name, self.order, self.on_run, self.log_file = name, order, on_run, log_file
         self.buffer = buffer or RecordBuffer()
         self.has_failed = self.has_refused = self.is_away = False
         log_file.parent.mkdir(parents=True, exist_ok=True)
         path = [str(Path(ddp_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        incoming, self._outgoing = Pipe(duplex=False)
-        self._answers, answers = Pipe(duplex=False)
-        descriptors = incoming.fileno(), answers.fileno()
-        with log_file.open("ab") as output, incoming, answers:
+        self._connection, its_end = Pipe()
+        with log_file.open("ab") as output, its_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ddp_hydra.writers.loggers.process", *map(str, descriptors)],
+                [sys.executable, "-P", "-m", "ddp_hydra.writers.loggers.process", str(its_end.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                pass_fds=descriptors,
+                pass_fds=[its_end.fileno()],
                 env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
                 start_new_session=True,  # a Ctrl-C in the terminal is for the job
             )
-        self._order = json.dumps({**order, "timeout_s": timeout_s}).encode()
         self._threads = [
             threading.Thread(target=work, name=f"{name} {work.__name__}", daemon=True)
             for work in (self._send, self._receive)
@@ -149,7 +144,7 @@ class LoggerProcess:
 
     def finish(self, status: str) -> None:
         """Tell the logger how the job ended, without waiting for it."""
-        self.buffer.put(json.dumps(status).encode())
+        self.buffer.put(status)
         self.buffer.close()
 
     def has_ended(self, until: float) -> bool:
@@ -192,17 +187,16 @@ class LoggerProcess:
 
     def _send(self) -> None:
         """Give the process its messages; it blocks while the process is busy."""
-        message: bytes | None = self._order
-        with contextlib.suppress(OSError), self._outgoing:
+        message: Order | bytes | str | None = self.order
+        with contextlib.suppress(OSError):
             while message is not None:
-                self._outgoing.send_bytes(message)
+                self._connection.send(message)
                 message = self.buffer.take()
 
     def _receive(self) -> None:
-        with contextlib.suppress(EOFError, OSError), self._answers:
+        with contextlib.suppress(EOFError, OSError), self._connection:
             while True:
-                with contextlib.suppress(msgspec.DecodeError):
-                    self._on_answer(msgspec.json.decode(self._answers.recv_bytes(), type=Answer))
+                self._on_answer(self._connection.recv())
 
     def _on_answer(self, answer: Answer) -> None:
         reason = f"({answer.message}): the job goes on"
@@ -295,7 +289,10 @@ def session(
         yield []
         return
     config.check_installed(cfg)
-    runs, lock = _earlier_runs(cfg, run_dir, job, in_driver=packed is not None), threading.Lock()
+    runs, lock = dict(job.earlier), threading.Lock()
+    if packed is not None:  # a driver sees more: paths of its host, and the runs of the driver that it follows
+        is_new = not cfg.resume or job.earlier or job.sweep or cfg.results.new_logger_runs
+        runs |= ({} if is_new else read_runs(cfg.resume)) | read_runs(str(run_dir))
     if runs:
         save_runs(run_dir, runs)
 
@@ -304,25 +301,17 @@ def session(
             runs[name] = run
             save_runs(run_dir, runs)
 
-    def started(name: str, node: dict[str, Any]) -> LoggerProcess:
-        roots: tuple[Path, ...] = ()
-        if str(node["_target_"]).split(".")[0] in project.PACKAGES:
-            roots = (packed.unpack(run_dir / ".project"),) if packed else project.layers()
-        earlier = runs.get(name, {}).get("id", "")
-        info = RunInfo(job.name, run_dir.absolute(), list(cfg.tags), job.sweep, job.params, earlier)
-        order = {
-            "node": node,
-            "job": asdict(info) | {"run_dir": str(info.run_dir)},
-            "roots": [str(root.absolute()) for root in roots],
-        }
-        log_file = run_dir / "logs" / f"{name}.log"
-        return LoggerProcess(name, order, log_file, partial(note, name), cfg.results.loggers_timeout_s)
-
     senders: list[LoggerProcess] = []
     status = FAILED
     try:
         for name, node in nodes.items():
-            senders.append(started(name, node))
+            roots: tuple[Path, ...] = ()
+            if str(node["_target_"]).split(".")[0] in project.PACKAGES:
+                roots = (packed.unpack(run_dir / ".project"),) if packed else project.layers()
+            earlier = runs.get(name, {}).get("id", "")
+            info = RunInfo(job.name, run_dir.absolute(), list(cfg.tags), job.sweep, job.params, earlier)
+            order = Order(node, info, tuple(root.absolute() for root in roots), cfg.results.loggers_timeout_s)
+            senders.append(LoggerProcess(name, order, run_dir / "logs" / f"{name}.log", partial(note, name)))
         yield senders
         status = FINISHED
     except KeyboardInterrupt:
@@ -330,14 +319,6 @@ def session(
         raise
     finally:
         end(senders, status, cfg.results.loggers_timeout_s)
-
-
-def _earlier_runs(cfg: DictConfig, run_dir: Path, job: LoggedJob, in_driver: bool) -> dict[str, dict[str, str]]:
-    """Return the runs that a job continues; a driver sees more: the driver that it follows, and paths of its host."""
-    if not in_driver:
-        return dict(job.earlier)
-    is_new = not cfg.resume or job.earlier or job.sweep or cfg.results.new_logger_runs
-    return {**job.earlier, **({} if is_new else read_runs(cfg.resume)), **read_runs(str(run_dir))}
 
 
 def end(senders: list[LoggerProcess], status: str, timeout_s: float) -> None:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from msgspec import Struct
-
 from ddp_hydra.record import Checkpoint, File, Image, Metrics, Record, Text
 
 FINISHED, FAILED, KILLED = "finished", "failed", "killed"
@@ -60,7 +58,25 @@ class ServiceRun:
     note: str = ""
 
 
-class Answer(Struct, frozen=True):
+@dataclass(frozen=True)
+class Order:
+    """What a logger's process begins with.
+
+    Args:
+        node: the logger's config.
+        job: for `Logger.begin`.
+        roots: layers of the project space, if the logger is in it.
+        timeout_s: how long the process may go on after the job's process has died.
+    """
+
+    node: Mapping[str, Any]
+    job: RunInfo
+    roots: tuple[Path, ...]
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Answer:
     """What a logger's process tells the job's process.
 
     Args:

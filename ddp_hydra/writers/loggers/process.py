@@ -1,14 +1,13 @@
-"""`python -m ddp_hydra.writers.loggers.process <descriptor> <descriptor>`: give the records of a job to one logger.
+"""`python -m ddp_hydra.writers.loggers.process <descriptor>`: give the records of a job to one logger.
 
-Messages of JSON come through the first: the order, then records, and at last the job's status, a string. An `Answer`
-goes back through the second when the run has begun, and where something fails.
+Through the descriptor come the `Order`, then records as bytes, and at last the job's status, a string. An `Answer` goes
+back when the run has begun, and where something fails.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import signal
 import sys
@@ -16,15 +15,12 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, TextIO
-
-import msgspec
 
 from ddp_hydra.config import project, redact, targets
 from ddp_hydra.console.text import message_of, printable, shorten, traceback_of
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import KILLED, Answer, Logger, Refusal, RunInfo, ServiceRun
+from ddp_hydra.writers.loggers.base import KILLED, Answer, Logger, Order, Refusal, ServiceRun
 
 FLUSH_S = 1.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
@@ -34,13 +30,12 @@ ORPHAN_POLL_S = 0.5
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the job decides when the logger ends
-    incoming, answers = Connection(int(sys.argv[1]), writable=False), Connection(int(sys.argv[2]), readable=False)
-    for connection in (incoming, answers):
-        os.set_inheritable(connection.fileno(), False)  # a library's own process may live on
+    connection = Connection(int(sys.argv[1]))
+    os.set_inheritable(connection.fileno(), False)  # a library's own process may live on
     sys.stdout = sys.stderr = output = RedactedOutput(sys.stderr)  # MLflow prints its address, perhaps with a password
-    order = json.loads(incoming.recv_bytes())
-    threading.Thread(target=_end_as_orphan, args=(os.getppid(), order["timeout_s"]), daemon=True).start()
-    is_whole = Session(order, incoming, answers).run()
+    order = connection.recv()
+    threading.Thread(target=_end_as_orphan, args=(os.getppid(), order.timeout_s), daemon=True).start()
+    is_whole = Session(order, connection).run()
     output.end_line()
     if not is_whole:
         os._exit(1)  # without the exit handlers of libraries, which may wait for a service that is away
@@ -77,23 +72,17 @@ class RedactedOutput(io.TextIOBase):
 
 
 class Session:
-    """Runs one logger.
+    """Runs one logger; `connection` leads to the job's process."""
 
-    Args:
-        order: `node`, the logger's config; `job`, fields of `RunInfo`; `roots`, the layers of the project space.
-        incoming: has the records.
-        answers: goes to the job's process.
-    """
-
-    def __init__(self, order: dict[str, Any], incoming: Connection, answers: Connection) -> None:
-        self.order, self.incoming, self.answers = order, incoming, answers
+    def __init__(self, order: Order, connection: Connection) -> None:
+        self.order, self.connection = order, connection
         self.logger: Any = None
         self.warned: set[str] = set()
         self.lost = 0
 
     def run(self) -> bool:
         """Begin the run, give it all records, and end it. Return whether everything was sent."""
-        job = RunInfo(**{**self.order["job"], "run_dir": Path(self.order["job"]["run_dir"])})
+        job = self.order.job
         try:
             self.logger = self.instantiate()
             if isinstance(self.logger, Logger):
@@ -110,35 +99,30 @@ class Session:
         return not self.lost
 
     def instantiate(self) -> Any:
-        if self.order["roots"]:
-            project.make_importable([Path(root) for root in self.order["roots"]])
+        if self.order.roots:
+            project.make_importable(list(self.order.roots))
         from ddp_hydra.config import hydra_compat
 
         try:
-            return hydra_compat.instantiate(self.order["node"], _convert_="all")
+            return hydra_compat.instantiate(self.order.node, _convert_="all")
         except Exception as error:
-            target = str(self.order["node"]["_target_"])
+            target = str(self.order.node["_target_"])
             raise Refusal(f"{target}: {targets.explain(target, error)}") from error
 
     def take_all(self) -> str:
         flushed = time.monotonic()
         while True:
-            message = self.receive()
-            status = json.loads(message) if message.startswith(b'"') else ""
-            if message and not status:
+            try:
+                message = self.connection.recv() if self.connection.poll(FLUSH_S) else None
+            except (EOFError, ConnectionError):  # the job's process is gone
+                message = KILLED
+            if isinstance(message, bytes):
                 self.do("write", Record.decode(message))
-            if status or not message or time.monotonic() - flushed >= FLUSH_S:
+            if not isinstance(message, bytes) or time.monotonic() - flushed >= FLUSH_S:
                 self.do("flush")
                 flushed = time.monotonic()
-            if status:
-                return str(status)
-
-    def receive(self) -> bytes:
-        """Return the next message; b"" if none comes for a while, `KILLED` if the job's process is gone."""
-        try:
-            return self.incoming.recv_bytes() if self.incoming.poll(FLUSH_S) else b""
-        except EOFError:
-            return json.dumps(KILLED).encode()
+            if isinstance(message, str):
+                return message
 
     def do(self, method: str, *args: Any) -> None:
         """Call a method of the logger, if it has it; what the service refuses is lost, with one warning."""
@@ -186,7 +170,7 @@ class Session:
 
     def answer(self, answer: Answer) -> None:
         with contextlib.suppress(OSError):  # the job's process may be gone
-            self.answers.send_bytes(msgspec.json.encode(answer))
+            self.connection.send(answer)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 from ddp_hydra.config.project import starter
 from ddp_hydra.job.loggers import LoggerProcess, RecordBuffer
 from ddp_hydra.record import Beat, Checkpoint, File, Image, Log, Metrics, Record, Text
+from ddp_hydra.writers.loggers.base import Order, RunInfo
 from ddp_hydra.writers.loggers.process import RedactedOutput
 
 ROOT = Path(__file__).parents[3]
@@ -115,17 +116,10 @@ def started(folder) -> Iterator[Start]:
 
     def start(target: str = "Service", earlier: str = "", buffer: RecordBuffer | None = None, **settings):
         node = {"_target_": f"models.my_writer.{target}", "folder": str(folder), **settings}
-        job = {
-            "name": "a/0",
-            "run_dir": str(folder),
-            "tags": ["t"],
-            "sweep": "a",
-            "params": {"lr": 1},
-            "earlier": earlier,
-        }
-        order = {"node": node, "job": job, "roots": [str(folder), str(starter())]}
+        job = RunInfo("a/0", folder, ["t"], "a", {"lr": 1}, earlier)
+        order = Order(node, job, (folder, starter()), 1.0)
         runs: list[dict[str, str]] = []
-        sender = LoggerProcess(target, order, folder / "logs" / "mine.log", runs.append, 1.0, buffer)
+        sender = LoggerProcess(target, order, folder / "logs" / "mine.log", runs.append, buffer)
         sender.runs = runs  # type: ignore[attr-defined]
         processes.append(sender)
         return sender
@@ -350,10 +344,11 @@ def test_the_logger_of_a_killed_job_ends_by_itself(folder, does):
 import sys, time
 from pathlib import Path
 from ddp_hydra.job.loggers import LoggerProcess
+from ddp_hydra.writers.loggers.base import Order, RunInfo
 folder = {str(folder)!r}
 node = {{"_target_": "models.my_writer.Service", "folder": folder, "does": {does!r}}}
-order = {{"node": node, "job": {{"name": "a", "run_dir": folder}}, "roots": [folder, {str(starter())!r}]}}
-LoggerProcess("Service", order, Path(folder) / "log", print, 0.5)
+order = Order(node, RunInfo("a", Path(folder)), (Path(folder), Path({str(starter())!r})), 0.5)
+LoggerProcess("Service", order, Path(folder) / "log", print)
 time.sleep(1000)
 """
     job = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
