@@ -28,7 +28,7 @@ from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
-from ddp_hydra.run_state import AttemptEntry, Summary
+from ddp_hydra.run_state import AttemptEntry, Status, Summary
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.handler import ResultsHandler, Writer, default_writers
 from ddp_hydra.writers.run_dir import next_attempt, read_summary
@@ -120,8 +120,11 @@ class Job:
         """
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
-        keep = results.keep_checkpoints
-        writers = default_writers(self.run_dir, fetch, keep=keep, mirror=results.mirror, attempts=attempts, **settings)
+        status = Status(objective=self.summary.objective, tags=self.summary.tags)
+        keep, mirror = results.keep_checkpoints, results.mirror
+        writers = default_writers(
+            self.run_dir, fetch, keep=keep, mirror=mirror, attempts=attempts, status=status, **settings
+        )
         if faults := [fault for fault in fault_injection.parse(self.cfg.faults) if fault.kind == "interrupt"]:
             writers.append(InterruptWriter(faults))
         writers += self.remote.writers if self.remote else ()

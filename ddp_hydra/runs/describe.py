@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED
-from ddp_hydra.run_state import AttemptEntry, FailureEntry, Objective, State, Status, Summary, decode
+from ddp_hydra.run_state import AttemptEntry, FailureEntry, State, Status, Summary, decode
 from ddp_hydra.runs import tags
 from ddp_hydra.runs.run_files import RunFiles, yaml_value
 
@@ -86,12 +86,9 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
     summary, status, newest = state.summary or Summary(status=""), state.status or Status(), state.newest
     now = newest if isinstance(newest, Status) else Status()
     chosen = choices(files.read(".hydra/hydra.yaml"))
-    config: Any = None
-    if summary.objective is None:
-        config = yaml_value(files.read(".hydra/config.yaml"))
-    metric, maximize = _objective(summary.objective, config)
+    objective = summary.objective or status.objective
+    metric = text(objective.metric) if objective else ""
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
-    config_tags = config.get("tags") if isinstance(config, dict) else None
     metrics = {text(name): value for name, value in newest.metrics.items()}
     failure = text(summary.failure.message) if summary.failure else ""
     return RunRow(
@@ -103,12 +100,12 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
         epoch=now.epoch,
         epochs=now.epochs,
         objective=metric,
-        maximize=maximize,
+        maximize={"maximize": True, "minimize": False}.get(objective.direction) if objective else None,
         value=metrics.get(metric),
         metrics=metrics,
         model=chosen.get("model", ""),
         data=chosen.get("data", ""),
-        tags=tags.read(files, summary.tags or config_tags),
+        tags=tags.read(files, summary.tags or status.tags),
         overrides=texts(typed),
         project=text(summary.project or status.project),
         message=text(state.problem) or failure,
@@ -150,40 +147,6 @@ def choices(content: bytes) -> dict[str, str]:
             break
         found[name] = "" if value == "null" else text(value.strip("'\""))
     return found
-
-
-def _objective(given: Objective | None, config: object) -> tuple[str, bool | None]:
-    """Return the metric and whether more of it is better, from the summary, or from the config."""
-    if given is not None:
-        return text(given.metric), _maximize(given.direction)
-    if not isinstance(config, dict):
-        return "", None
-    own = config.get("objective")
-    if isinstance(own, dict) and isinstance(own.get("metric"), str) and own.get("direction"):
-        return text(own["metric"]), _maximize(own["direction"])
-    return _derived(config) if isinstance(own, dict) else ("", None)
-
-
-def _derived(config: Mapping[str, Any]) -> tuple[str, bool | None]:
-    """Return the objective that a job derives from the rest of its config."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    from ddp_hydra.config import objective
-
-    parts = {name: config[name] for name in ("objective", "task", "loss", "mix") if name in config}
-    data = config.get("data")
-    if isinstance(data, dict):
-        parts["data"] = {"val": None if data.get("val") is None else {}}
-    try:
-        metric, direction = objective.metric_and_direction(OmegaConf.create(parts))
-    except (ConfigError, OmegaConfBaseException, AttributeError, TypeError, ValueError):
-        return "", None
-    return text(metric), _maximize(direction)
-
-
-def _maximize(direction: object) -> bool | None:
-    return {"maximize": True, "minimize": False}.get(str(direction))
 
 
 def text(value: object) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ddp_hydra.console.text import printable
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.writers.status import EPOCH, ProgressState
+from ddp_hydra.writers.status import EPOCH, JobStatus
 
 
 class StdoutConsole(Console):
@@ -52,7 +52,7 @@ class ProgressWriter:
         self._restarts = restarts
         self._clock = clock
         self._printed_at = clock()
-        self._state = ProgressState(clock)
+        self._state = JobStatus(clock)
         self._reported: float | None = None  # the epoch (or step) that has its permanent line
         self._line_step: int | None = None  # the step of the last permanent line
         self._has_epoch_means = False  # whether each epoch ends with its means, as in `training`
@@ -92,7 +92,7 @@ class ProgressWriter:
             if line not in self._header:  # a new attempt prints only lines that have changed
                 self._print("  " + line)
         self._header = lines
-        self._state.start(record, start)
+        self._state.update(record)
         self._reported = self._line_step = None
         self._has_epoch_means = start.epoch_means
         self._printed_at = self._clock()
@@ -101,7 +101,7 @@ class ProgressWriter:
         before = self._state.epoch
         if before is not None and self._reported != before != self._state.epoch_of(logged):
             self._permanent_line()
-        self._state.update(record, logged)
+        self._state.update(record)
         has_means = any(name.startswith(EPOCH) for name in logged.metrics)
         if has_means or any(name.startswith("val/") for name in logged.metrics):
             self._permanent_line(has_means)

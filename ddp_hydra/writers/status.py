@@ -23,43 +23,92 @@ EPOCH = "train_epoch/"
 """The names of means over an epoch begin with it."""
 
 
-class ProgressState:
-    """Collects from records what the display shows.
+NAME = "status.json"
+INTERVAL_S = 0.5
+STOPPED_EARLY = "stopped early"
+"""The name of the text in which rank 0 says why the run is done before its last step."""
+
+
+class JobStatus:
+    """Collects from the records of rank 0 what the display and status.json show.
 
     Args:
         clock: a monotonic clock, in seconds.
+        base: what is known of the job before it begins.
 
     Attributes:
+        state: starting, then running; a remote job's driver sets further ones.
+        start: the start record of the newest attempt; world_size: its number of ranks.
+        stopped_early: why the run is done before its last step; "" if it is not.
         metrics: the last value of each metric.
         epoch_means: "train/loss" and so on as means over the last epoch that has ended.
+        eta_s: seconds to the end, at the last record; None while that is not known.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:
+        self._clock, self._base = clock, base or Status()
+        self.state = "starting"
+        self.start: Record | None = None
+        self.world_size = 0
+        self.stopped_early = ""
         self.step: int | None = None
         self.epoch: float | None = None
         self.total_steps: int | None = None
         self.epochs: float | None = None
         self.metrics: dict[str, float] = {}
         self.epoch_means: dict[str, float] = {}
+        self.eta_s: float | None = None
         self._first: tuple[float, int] = (clock(), 0)
 
-    def start(self, record: Record, start: Start) -> None:
-        self.step = self.epoch = None
-        self.metrics.clear()
-        self.epoch_means.clear()
-        self.total_steps = start.total_steps
-        self.epochs = start.epochs
-        self._first = (self._clock(), record.step or 0)
+    def update(self, record: Record) -> bool:
+        """Take a record; return whether it says something new."""
+        data = record.data
+        if record.rank != 0:
+            return False
+        if isinstance(data, Text) and data.name == STOPPED_EARLY:
+            self.stopped_early = data.text
+            return True
+        if isinstance(data, Start):
+            self.start, self.world_size = record, data.world_size
+            self.step = self.epoch = None
+            self.metrics, self.epoch_means = {}, {}
+            self.total_steps, self.epochs = data.total_steps, data.epochs
+            self._first = (self._clock(), record.step or 0)
+        elif isinstance(data, Metrics):
+            self.epoch = self.epoch_of(data)
+            if self.epochs is not None and self.epoch is not None and self.epoch > self.epochs:
+                self.epochs = None  # a stream has fewer samples than it says, and the run more epochs
+            for name, value in data.metrics.items():
+                if name.startswith(EPOCH):
+                    self.epoch_means[name.replace(EPOCH, "train/", 1)] = value
+                else:
+                    self.metrics[name] = value
+            self.step = record.step if record.step is not None else self.step or 0
+        else:
+            return False
+        self.state = "running"
+        began, first = self._first
+        step, total = self.step or 0, self.total_steps or 0
+        self.eta_s = (self._clock() - began) / (step - first) * (total - step) if first < step < total else None
+        return True
 
-    def update(self, record: Record, logged: Metrics) -> None:
-        self.epoch = self.epoch_of(logged)
-        if self.epochs is not None and self.epoch is not None and self.epoch > self.epochs:
-            self.epochs = None  # a stream has fewer samples than it says, and the run more epochs
-        values = logged.metrics
-        self.epoch_means |= {n.replace(EPOCH, "train/", 1): value for n, value in values.items() if n.startswith(EPOCH)}
-        self.metrics |= {name: value for name, value in values.items() if not name.startswith(EPOCH)}
-        self.step = record.step if record.step is not None else self.step or 0
+    def content(self) -> Status:
+        start = self.start
+        return replace(
+            self._base,
+            state=self.state,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            attempt=start.attempt if start else 0,
+            world_size=self.world_size,
+            step=self.step,
+            total_steps=self.total_steps,
+            epoch=self.epoch,
+            epochs=self.epochs,
+            eta_s=self.eta_s,
+            stopped_early=self.stopped_early,
+            metrics=finite({**self.metrics, **self.epoch_means}),
+        )
 
     def epoch_of(self, logged: Metrics) -> float | None:
         """Return the epoch that metrics belong to, counted from 1; without one, the epoch of the metrics before."""
@@ -96,17 +145,9 @@ class ProgressState:
             shown.append(f"{speed:.0f} samples/s" if speed >= 10 else f"{speed:.3g} samples/s")
         return "  ".join(shown)
 
-    def eta_s(self) -> float | None:
-        began, first = self._first
-        step = self.step or 0
-        if not self.total_steps or step <= first or self.total_steps <= step:
-            return None
-        return (self._clock() - began) / (step - first) * (self.total_steps - step)
-
     def eta(self) -> str:
         """Return for example "ETA 1:32 min", or "" while it is not known."""
-        seconds = self.eta_s()
-        return "" if seconds is None else f"ETA {duration(seconds)}"
+        return "" if self.eta_s is None else f"ETA {duration(self.eta_s)}"
 
 
 def _rank_of_name(item: tuple[str, float]) -> tuple[bool, bool, str]:
@@ -117,68 +158,6 @@ def _rank_of_name(item: tuple[str, float]) -> tuple[bool, bool, str]:
 
 def _of(value: float, total: float | None) -> str:
     return f"{value:g}" if total is None else f"{value:g}/{total:g}"
-
-
-NAME = "status.json"
-INTERVAL_S = 0.5
-STOPPED_EARLY = "stopped early"
-"""The name of the text in which rank 0 says why the run is done before its last step."""
-
-
-class JobStatus:
-    """Collects the content of status.json from the records of rank 0.
-
-    Args:
-        clock: a monotonic clock, in seconds.
-
-    Attributes:
-        state: starting, then running; a remote job's driver sets further ones.
-        start: the start record of the newest attempt; world_size: its number of ranks.
-        stopped_early: why the run is done before its last step; "" if it is not.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = "starting"
-        self.start: Record | None = None
-        self.world_size = 0
-        self.stopped_early = ""
-        self._progress = ProgressState(clock)
-        self._eta_s: float | None = None
-
-    def update(self, record: Record) -> bool:
-        data = record.data
-        if record.rank != 0:
-            return False
-        if isinstance(data, Text) and data.name == STOPPED_EARLY:
-            self.stopped_early = data.text
-            return True
-        if isinstance(data, Start):
-            self.start, self.world_size = record, data.world_size
-            self._progress.start(record, data)
-        elif isinstance(data, Metrics):
-            self._progress.update(record, data)
-        else:
-            return False
-        self.state = "running"
-        self._eta_s = self._progress.eta_s()
-        return True
-
-    def content(self) -> Status:
-        progress, start = self._progress, self.start
-        return Status(
-            state=self.state,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            attempt=start.attempt if start else 0,
-            world_size=self.world_size,
-            step=progress.step,
-            total_steps=progress.total_steps,
-            epoch=progress.epoch,
-            epochs=progress.epochs,
-            eta_s=self._eta_s,
-            stopped_early=self.stopped_early,
-            metrics=finite({**progress.metrics, **progress.epoch_means}),
-        )
 
 
 def encode(content: Status) -> bytes:
@@ -194,6 +173,7 @@ class StatusWriter:
         run_dir: the job's run directory.
         clock: a monotonic clock, in seconds.
         attempts: returns the attempts that have failed, as in summary.json.
+        base: what is known of the job before it begins.
     """
 
     def __init__(
@@ -201,12 +181,14 @@ class StatusWriter:
         run_dir: Path,
         clock: Callable[[], float] = time.monotonic,
         attempts: Callable[[], list[AttemptEntry]] = list,
+        base: Status | None = None,
     ) -> None:
         self._path = run_dir / NAME
         self._attempts = attempts
         self._clock = clock
-        self._status = JobStatus(clock)
+        self._status = JobStatus(clock, base)
         self._written = -INTERVAL_S
+        self._save()
 
     def write(self, record: Record) -> None:
         if not self._status.update(record):

@@ -146,7 +146,8 @@ class Attached:
         """Show the header of the newest attempt, which may be at a later step than its first."""
         if (start := self.status.start) is not None:
             self.attempt = start.attempt
-            self.handler.handle(replace(start, rank=0, step=step or start.step))
+            step = step if isinstance(step, int) else start.step
+            self.handler.handle(replace(start, rank=0, step=step))
 
     def show_line(self, line: dict[str, Any]) -> None:
         own = ("time", "attempt", "step", "epoch", "samples", "rank")

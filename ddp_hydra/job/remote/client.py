@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -265,14 +264,13 @@ class Follower:
 
     def _handle(self, message: Any) -> DriverReport | None:
         try:
-            content = json.loads(message)
-            if "record" in content:
-                self.handler.handle(Record.decode(content["record"]))
-            elif "line" in content:
-                log.log(int(content["level"]), "%s", printable(str(content["line"])))
+            if "record" in message:
+                self.handler.handle(Record.decode(message["record"]))
+            elif "line" in message:
+                log.log(int(message["level"]), "%s", printable(str(message["line"])))
             else:
-                summary = msgspec.convert(content["summary"], Summary)
-                return DriverReport(str(content["state"]), printable(str(content["message"])), summary)
+                summary = msgspec.convert(message["summary"], Summary)
+                return DriverReport(str(message["state"]), printable(str(message["message"])), summary)
         except (KeyError, TypeError, ValueError, RecordError) as error:
-            log.warning("a message of the driver cannot be read: %r (%s)", message[:200], error)
+            log.warning("a message of the driver cannot be read: %.200r (%s)", message, error)
         return None

@@ -7,6 +7,7 @@ printed or logged afterwards goes to logs/driver.log among the results.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from msgspec import to_builtins
 from omegaconf import DictConfig, OmegaConf
 
@@ -31,7 +33,7 @@ from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, has_ended, release, supervise
 from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
-from ddp_hydra.run_state import Summary
+from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.writers.handler import Writer
@@ -71,7 +73,9 @@ def answer(**values: Any) -> None:
 def open_runner(spec: DriverSpec, context: DriverContext) -> Iterator[RemoteJobRunner]:
     """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block."""
     scheduler = Scheduler(context.scheduler, _client_security(context.security), spec.sweep)
-    status = DriverStatus(context.scheduler, spec.project.sha256, spec.max_restarts)
+    objective = msgspec.convert(spec.config["objective"], Objective)
+    more = {"objective": objective, "tags": [str(tag) for tag in spec.config["tags"]]}
+    status = DriverStatus(context.scheduler, spec.project.sha256, spec.max_restarts, **more)
     store = FencedStore(results_root.open_folder(spec.url))
     if not spec.is_restart:
         acquire_run(store, status, spec.hydra_files)
@@ -239,18 +243,11 @@ def interrupt() -> None:
 
 
 def _client_security(security: Any) -> Any:
-    from distributed import Security
-
-    if security is None or not security.tls_ca_file:
-        return security
-    return Security(
-        require_encryption=security.require_encryption,
-        tls_ca_file=security.tls_ca_file,
-        tls_ciphers=security.tls_ciphers,
-        tls_client_cert=security.tls_worker_cert,
-        tls_client_key=security.tls_worker_key,
-        extra_conn_args=security.extra_conn_args,
-    )
+    """Return the security of a worker for a client, which shows the worker's certificate."""
+    if security is not None and security.tls_ca_file:
+        security = copy.copy(security)
+        security.tls_client_cert, security.tls_client_key = security.tls_worker_cert, security.tls_worker_key
+    return security
 
 
 def keep(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -38,6 +37,7 @@ class DriverStatus(JobStatus):
         scheduler: address of the scheduler.
         project: sha256 of the project space.
         max_restarts: how many drivers may follow this one.
+        more: further fields of `Status`.
 
     Attributes:
         state: starting, running, ending, and at last `LOST` or one of `ENDED`.
@@ -46,18 +46,13 @@ class DriverStatus(JobStatus):
         attempts: the attempts that have failed, as in summary.json.
     """
 
-    def __init__(self, scheduler: str, project: str, max_restarts: int = 0) -> None:
-        super().__init__()
+    def __init__(self, scheduler: str, project: str, max_restarts: int = 0, **more: Any) -> None:
+        version, now = ddp_hydra.__version__, time.time()
+        fixed = {"ddp_hydra": version, "scheduler": scheduler, "project": project, "started": now, **more}
+        super().__init__(base=Status(**fixed, max_restarts=max_restarts))
         self.message = ""
         self.files: list[str] = []
         self.attempts: list[AttemptEntry] = []
-        self._fixed: dict[str, Any] = {
-            "ddp_hydra": ddp_hydra.__version__,
-            "scheduler": scheduler,
-            "project": project,
-            "started": time.time(),
-            "max_restarts": max_restarts,
-        }
         self._lock = threading.Lock()
         self._written: Status | None = None
         self._written_at = 0.0
@@ -78,11 +73,10 @@ class DriverStatus(JobStatus):
         with self._lock:
             return replace(
                 super().content(),
-                **self._fixed,
                 message=self.message,
                 files=self.files,
                 attempts=self.attempts,
-                start=json.loads(self.start.encode()) if self.start else None,
+                start=self.start,
             )
 
     def next_update(self) -> bytes | None:
@@ -145,11 +139,11 @@ class EventChannel(logging.Handler):
 
     def send(self, **message: Any) -> None:
         if self._client.status == "running":
-            self._client.log_event(self._topic, json.dumps(message).encode())
+            self._client.log_event(self._topic, message)
 
     def write(self, record: Record) -> None:
         if record.rank == 0 and isinstance(record.data, Start | Metrics):
-            self.send(record=record.encode().decode())
+            self.send(record=record.encode())
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

@@ -99,11 +99,13 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from ddp_hydra.record import Record, Start
+from ddp_hydra.run_state import Objective, Status
 from ddp_hydra.writers.run_dir import locked
 from ddp_hydra.writers.status import StatusWriter
 run_dir = Path(sys.argv[1])
 with locked(run_dir):
-    StatusWriter(run_dir).write(Record(Start(total_steps=9, epochs=1, world_size=2), step=0))
+    base = Status(objective=Objective("val/loss", "minimize"), tags=["good"])
+    StatusWriter(run_dir, base=base).write(Record(Start(total_steps=9, epochs=1, world_size=2), step=0))
     print("ready", flush=True)
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGKILL)

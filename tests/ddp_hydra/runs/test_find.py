@@ -44,8 +44,7 @@ def test_a_running_run_is_shown_as_it_is(make_run, process_of, tmp_path):
     process = process_of(run_dir)
     row = by_name(tmp_path)["a"]
     assert (row.status, row.total_steps) == ("running", 9)
-    # What the summary would say comes from the config.
-    assert (row.objective, row.maximize, row.tags) == ("val/accuracy", True, [])
+    assert (row.objective, row.maximize, row.tags) == ("val/loss", False, ["good"])
     assert row.wall_s is not None
     kill(process)
     assert by_name(tmp_path)["a"].status == "killed"

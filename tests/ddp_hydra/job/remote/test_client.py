@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 from contextlib import nullcontext
@@ -122,7 +121,7 @@ def test_lines_are_logged_and_the_last_message_is_the_end(follower, caplog):
     caplog.set_level("INFO")
     end = {"state": "done", "message": "all well\x07", "summary": {"steps": 3}}
     for message in ({"line": "rank 1: hello\x1b[2J", "level": 20}, {"level": 20}, end):
-        follower.messages.put(json.dumps(message))
+        follower.messages.put(message)
     follower.messages.put("not reached")
     found = follower._receive_all()
     assert isinstance(found, DriverReport)
@@ -148,8 +147,8 @@ def test_a_scheduler_that_is_lost(follower):
 def test_an_interrupt_is_passed_on_once_and_a_second_one_waits_no_longer(follower):
     follower.interrupts.wanted = True
     for _ in range(2):
-        follower.messages.put(json.dumps({"line": "saving", "level": 20}))
-    follower.messages.put(json.dumps({"state": "interrupted", "message": "", "summary": {}}))
+        follower.messages.put({"line": "saving", "level": 20})
+    follower.messages.put({"state": "interrupted", "message": "", "summary": {}})
     assert follower._receive_all().state == "interrupted"
     assert follower.client.logged == [b"stop"]
     with pytest.raises(KeyboardInterrupt, match="the end of the run was not waited for; see s3://bucket/run-1"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from types import SimpleNamespace
@@ -69,5 +68,5 @@ def test_lines_are_sent_while_the_scheduler_is_there(monkeypatch):
     sender.send(line="lost", level=20)
     sender.delete_topics()
     (topic, line), (call, topics) = sent
-    assert (topic, json.loads(line)) == ("run-1", {"line": "rank 1", "level": logging.WARNING})
+    assert (topic, line) == ("run-1", {"line": "rank 1", "level": logging.WARNING})
     assert (call, topics) == (delete_topics, ["run-1", status.stop_topic("run-1")])
