@@ -67,33 +67,23 @@ class InferenceJob:
             receive: called with each record, and with a function that fetches the file of a record.
         """
         packed = self.check()
-        values = self.run_here(fn, more, receive) if self.is_here else self.run_on_dask(fn, more, receive, packed)
+        own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "faults": list(self.faults)}
+        receive, run = receive or (lambda record, fetch: None), self.run_here if self.is_here else self.run_on_dask
+        values = run(fn, lambda: own | more(), receive, packed)
         if reason := next((value["interrupted"] for value in values if value["interrupted"]), ""):
             raise Interrupted(f"stopped early ({reason})")
         return dict(values[0])
 
-    def arguments(self, more: dict[str, Any]) -> dict[str, Any]:
-        own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "faults": list(self.faults)}
-        return own | more
-
-    def run_here(self, fn: str, more: Any, receive: Any) -> list[Any]:
+    def run_here(self, fn: str, arguments: Any, receive: Any, packed: project.Project) -> list[Any]:
         project.make_importable(project.layers())
+        files = {"checkpoint": str(self.checkpoint)}
 
         def on_record(record: Record) -> None:
-            if receive is None:
-                inline.ignore(record)
-            else:
-                receive(record, inline.fetch)
+            receive(record, inline.fetch)
 
-        return inline.run(
-            fn,
-            self.arguments(more()),
-            on_record=on_record,
-            files={"checkpoint": str(self.checkpoint)},
-            settings=gang_settings(self.cfg),
-        )
+        return inline.run(fn, arguments(), on_record=on_record, files=files, settings=gang_settings(self.cfg))
 
-    def run_on_dask(self, fn: str, more: Any, receive: Any, packed: project.Project) -> list[Any]:
+    def run_on_dask(self, fn: str, arguments: Any, receive: Any, packed: project.Project) -> list[Any]:
         from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
@@ -103,14 +93,10 @@ class InferenceJob:
 
             gang = Gang(client, project=packed, settings=gang_settings(self.cfg, name="inference", pip=pip))
 
-            def on_record(record: Record) -> None:
-                if receive is not None:
-                    receive(record, gang.fetch)
-
             def call(number: int, world_size: int) -> Call:
-                return Call(fn, (self.arguments(more()),), files={"checkpoint": self.checkpoint})
+                return Call(fn, (arguments(),), files={"checkpoint": self.checkpoint})
 
-            return gang.run_attempts(call, on_record)
+            return gang.run_attempts(call, lambda record: receive(record, gang.fetch))
 
 
 def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:

@@ -135,18 +135,9 @@ def changed_settings(batch: RankBatch, config: Mapping[str, Any]) -> dict[str, i
 
 
 def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:
-    ranks, total = f"{new_ranks} ranks instead of {old_ranks}: ", old.global_size(old_ranks)
-    if new.global_size(new_ranks) != total:
-        accumulation = f" trainer.gradient_accumulation_steps={new.micro_batches}" if new.micro_batches > 1 else ""
-        return (
-            f"{ranks}a global batch of {total} does not divide among them, so it is {new.global_size(new_ranks)} now: "
-            f"data.batch_size={new.size}{accumulation} as before. The samples go on in their order, and the learning "
-            "rate along its curve"
-        )
-    changes = []
-    if new.micro_batches != old.micro_batches:
-        changes.append(f"trainer.gradient_accumulation_steps is {new.micro_batches} instead of {old.micro_batches}")
-    if new.size != old.size:
-        changes.append(f"data.batch_size is {new.size} instead of {old.size}")
-    memory = ", which takes more memory" if new.size > old.size else ""
-    return f"{ranks}{' and '.join(changes)}{memory}, so the global batch stays {total}"
+    total, now = old.global_size(old_ranks), new.global_size(new_ranks)
+    fate = f"the global batch stays {total}"
+    if now != total:
+        fate = f"a global batch of {total} does not divide among them, so it is {now} now"
+    settings = f"data.batch_size={new.size} trainer.gradient_accumulation_steps={new.micro_batches}"
+    return f"{new_ranks} ranks instead of {old_ranks}: {fate}, with {settings}"

@@ -199,17 +199,8 @@ def choose(runs: Sequence[ListEntry], filter_text: str) -> list[str]:
 
 def _words_of(run: ListEntry) -> str:
     row = run.row
-    texts = (
-        run.shown["name"],
-        row.status,
-        row.model,
-        row.data,
-        row.message,
-        row.stopped_early,
-        *row.overrides,
-        *row.tags,
-    )
-    return "\n".join(texts).casefold()
+    texts = (run.shown["name"], row.status, row.model, row.data, row.message, row.stopped_early)
+    return "\n".join((*texts, *row.overrides, *row.tags)).casefold()
 
 
 def below(place: str, root: str) -> str:

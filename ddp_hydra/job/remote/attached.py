@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from typing import Any
 
+from msgspec import ValidationError, convert
 from msgspec.structs import replace
 
 from ddp_hydra.console.text import printable
@@ -21,8 +21,8 @@ from ddp_hydra.writers.status import NAME
 
 POLL_S = 1.0
 METRICS = "metrics.jsonl"
-TAIL_BYTES = 256 * 1024
-"""How much of the metrics is read to find out where the run is."""
+TAIL_BYTES = 128 * 1024
+"""How much of the metrics is read each time."""
 RESTART_FACTOR = 4
 """A driver that is restarted when lost may be silent this many times as long."""
 
@@ -44,8 +44,7 @@ class Attached:
         self.handler = ResultsHandler([ProgressWriter(restarts=True)])
         self.status = Status()
         self.updated = time.monotonic()
-        self.position, self.attempt = -1, -1
-        self.last = b""  # the last line that was read; it ends at the position
+        self.size, self.attempt = 0, -1
         self.newest: tuple[float, ...] = (-1.0, 0.0)  # attempt and time of what was read
 
     def begin(self) -> None:
@@ -105,42 +104,26 @@ class Attached:
             self.status = status
 
     def show_metrics(self) -> None:
-        """Show the metrics that are new; the first time, only the latest."""
+        """Show the metrics of rank 0 that are new; the first time, only the latest.
+
+        Where a run starts again, or another one begins in its folder, the file loses lines. So its tail is read each
+        time, and a line is new by its attempt and time.
+        """
         size = self.store.size_or_none(METRICS) or 0
-        if size == max(0, self.position) or self.status.start is None:
+        if size == self.size or self.status.start is None:
             return
-        is_first = self.position < 0
-        lines = self.read_lines(size)
+        is_first, self.size = not self.size, size
+        content: bytes = self.store.get_range(METRICS, max(0, size - TAIL_BYTES), size)
+        lines = [line for line in map(json_object, content.split(b"\n")[:-1]) if line and not line.get("rank")]
+        lines = [line for line in lines if any(new > old for new, old in zip(_when(line), self.newest, strict=True))]
+        for line in lines:
+            self.newest = tuple(map(max, self.newest, _when(line)))
         if is_first and lines:
             latest = {name: value for line in lines for name, value in line.items() if value is not None}
             self.show_start(step=latest.get("step"))
             lines = [latest]
         for line in lines:
             self.show_line(line)
-
-    def read_lines(self, size: int) -> list[dict[str, Any]]:
-        """Return the lines of rank 0 that have not been read yet; the first time, the file's tail.
-
-        Where a run starts again, the file loses the lines after the step from which it goes on: it has other content
-        where this was, and is read anew. Another run may even have begun one in the same folder.
-        """
-        tail = max(0, size - TAIL_BYTES)
-        start = tail if self.position < 0 else self.position - len(self.last)
-        content: bytes = self.store.get_range(METRICS, start, size) if start < size else b""
-        is_other = size < self.position or not content.startswith(self.last)
-        if is_other:
-            start, content = tail, self.store.get_range(METRICS, tail, size) if size else b""
-        complete = content[: content.rfind(b"\n") + 1]
-        fresh = complete if is_other else complete.removeprefix(self.last)
-        self.position, self.last = start + len(complete), complete[complete.rfind(b"\n", 0, -1) + 1 :]
-        lines = [line for line in map(json_object, fresh.split(b"\n")) if line and not line.get("rank")]
-        if is_other:
-            lines = [
-                line for line in lines if any(new > old for new, old in zip(_when(line), self.newest, strict=True))
-            ]
-        for line in lines:
-            self.newest = tuple(map(max, self.newest, _when(line)))
-        return lines
 
     def show_start(self, step: Any = None) -> None:
         """Show the header of the newest attempt, which may be at a later step than its first."""
@@ -156,10 +139,10 @@ class Attached:
         attempt = line.get("attempt") or 0
         if attempt != self.attempt and self.status.start is not None and self.status.start.attempt == attempt:
             self.show_start()
+        content = {"data": data, "rank": line.get("rank") or 0, "step": line.get("step"), "attempt": attempt}
         try:
-            content = {"data": data, "rank": line.get("rank") or 0, "step": line.get("step"), "attempt": attempt}
-            self.handler.handle(Record.decode(json.dumps(content)))
-        except RecordError as error:
+            self.handler.handle(convert(content, Record))
+        except (ValidationError, RecordError) as error:
             log.warning("%s", printable(str(error)))
 
 

@@ -30,9 +30,9 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, has_ended, release, supervise
+from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, release, supervise
 from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
-from ddp_hydra.job.remote.uploader import Uploader, acquire_run, resume_run
+from ddp_hydra.job.remote.uploader import Uploader, acquire_run, has_ended, resume_run
 from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.files import scratch_folder
@@ -106,7 +106,7 @@ class RemoteJobRunner:
         self.run_dir.mkdir()
         self.state = "running"
         self.channel = EventChannel(client, spec.name) if spec.client else None
-        self.uploader = Uploader(self.run_dir, store, status, lambda: self.stop("it was asked for"), self.stop)
+        self.uploader = Uploader(self.run_dir, store, status, interrupt)
 
     def take_over(self) -> None:
         if resume_run(self.store, self.status, self.run_dir):
@@ -148,8 +148,8 @@ class RemoteJobRunner:
         cfg = self.config()
         with contextlib.ExitStack() as stack:
             if self.spec.client:
-                self.client.subscribe_topic(stop_topic(self.spec.name), lambda _: interrupt())
-                on_gone = partial(self.stop, "the command that has begun it is gone")
+                self.client.subscribe_topic(stop_topic(self.spec.name), lambda _: interrupt("it was asked for"))
+                on_gone = partial(interrupt, "the command that has begun it is gone")
                 stack.enter_context(liveness_watched(self.client, self.spec.client, on_gone))
             self.uploader.start()
             self.state, message = self.run_job(cfg)
@@ -191,10 +191,6 @@ class RemoteJobRunner:
             is_cut = isinstance(error, SchedulerLost) or self.client.status != "running"
             return LOST if is_cut and spec.max_restarts else "failed", message
 
-    def stop(self, reason: str) -> None:
-        log.warning("the run ends: %s", reason)
-        interrupt()
-
     def config(self) -> DictConfig:
         config = self.spec.config
         results = {**config["results"], "handler": "client", "root": None, "mirror": None}
@@ -235,8 +231,9 @@ class RemoteJobRunner:
             logging.root.addHandler(self.channel)
 
 
-def interrupt() -> None:
+def interrupt(reason: str) -> None:
     """Send Ctrl-C to the main thread: the first asks for a checkpoint and an end, the second ends at once."""
+    log.warning("the run ends: %s", reason)
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     signal.pthread_kill(main_thread, signal.SIGINT)

@@ -12,7 +12,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,7 @@ from distributed.protocol.pickle import dumps
 import ddp_hydra
 from ddp_hydra.config.project import Project
 from ddp_hydra.job.loggers import LoggedJob
-from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, read
 from ddp_hydra.rank.environment import without_dasks_limits
-from ddp_hydra.storage.base import Store
 
 STDERR_BYTES = 2000
 """How much of stderr an error message contains."""
@@ -177,22 +174,3 @@ def release(client: str, dask_scheduler: Any = None) -> None:
     """End the supervision of a driver that has done its job. Runs on the scheduler."""
     if NAME in dask_scheduler.plugins:
         dask_scheduler.plugins[NAME].specs.pop(client, None)
-
-
-def has_ended(store: Store, silence_s: float) -> bool:
-    """Return whether a run has ended, or was removed, and needs no other driver.
-
-    The previous driver may only have lost the scheduler, so this waits until it has been silent for `silence_s`.
-    """
-    last_update: float | None = None
-    updated = time.monotonic()
-    while time.monotonic() - updated < max(silence_s, 2.5 * HEARTBEAT_S):
-        status = read(store)
-        if status is None or status.state in ENDED:
-            return True
-        if status.state == LOST:
-            return False
-        if status.time != last_update:
-            last_update, updated = status.time, time.monotonic()
-        time.sleep(HEARTBEAT_S / 4)
-    return False

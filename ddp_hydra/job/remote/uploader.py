@@ -49,8 +49,8 @@ class Uploader:
         folder: the run directory.
         store: the run's folder in the store.
         status: the run's status, which is written to the store, too.
-        on_stop: called once, when an object in the store asks the run to end.
-        on_lost: called once with a message, when another driver has taken over the run.
+        on_stop: called with the reason, once when an object in the store asks the run to end, and once when another
+            driver has taken over the run.
     """
 
     def __init__(
@@ -58,10 +58,9 @@ class Uploader:
         folder: Path,
         store: Store,
         status: DriverStatus,
-        on_stop: Callable[[], None],
-        on_lost: Callable[[str], None] = lambda message: None,
+        on_stop: Callable[[str], None],
     ) -> None:
-        self.folder, self.store, self.status, self.on_stop, self.on_lost = folder, store, status, on_stop, on_lost
+        self.folder, self.store, self.status, self.on_stop = folder, store, status, on_stop
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
         self._known = set(status.files)  # a driver that took the run over has more
         self._failures: dict[str, str] = {}
@@ -120,7 +119,7 @@ class Uploader:
                 is_first, self.is_lost = not self.is_lost, True
             self.give_up()
             if is_first:
-                self.on_lost(str(error))
+                self.on_stop(str(error))
             return str(error)
         except (DdpHydraError, OSError) as error:
             return str(error)
@@ -134,7 +133,7 @@ class Uploader:
             self.store.put(NAME, content)
         if not self._is_stopping and self.store.size_or_none(STOP) is not None:
             self._is_stopping = True
-            self.on_stop()
+            self.on_stop("it was asked for")
 
     def _copy_checkpoints(self) -> None:
         """Copy checkpoints, after the metrics that another driver which resumes from them needs."""
@@ -211,20 +210,31 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
 
 
 def is_active(store: FencedStore) -> bool:
-    """Return whether a driver is at work on the run in a store, whatever its clock says."""
+    """Return whether a driver is at work on the run in a store; the clock of its host may be wrong."""
     last = read(store)
     if last is None or last.state in (*ENDED, LOST):
         return False
     age_s = LOST_S if last.time is None else time.time() - last.time
-    return abs(age_s) < LOST_S or _is_updated(store, last.time)
+    return abs(age_s) < LOST_S or is_updated(store, last, WATCH_S)
 
 
-def _is_updated(store: FencedStore, last_update: object) -> bool:
-    """Watch for a while whether a driver updates its status: the clock of its host may be wrong."""
-    until = time.monotonic() + WATCH_S
+def has_ended(store: Store, silence_s: float) -> bool:
+    """Return whether a run has ended, or was removed, and needs no other driver.
+
+    The previous driver may only have lost the scheduler, so this waits until it has been silent for `silence_s`.
+    """
+    silence_s = max(silence_s, WATCH_S)
+    while (last := read(store)) and last.state not in (*ENDED, LOST) and is_updated(store, last, silence_s):
+        pass
+    return last is None or last.state in ENDED
+
+
+def is_updated(store: Store, last: Status, watch_s: float) -> bool:
+    """Watch for a while whether a driver updates its status."""
+    until = time.monotonic() + watch_s
     while time.monotonic() < until:
         time.sleep(WATCH_S / 10)
-        if (now := read(store)) is None or now.time != last_update:
+        if (now := read(store)) is None or now.time != last.time:
             return True
     return False
 

@@ -10,19 +10,23 @@ from ddp_hydra.job.job_config import RankBatch, changed_settings, describe_chang
 @pytest.mark.parametrize(
     ("batch", "before", "now", "shared", "words"),
     [
-        ((8, 1), 4, 2, (8, 2), "2 ranks instead of 4: trainer.gradient_accumulation_steps is 2 instead of 1, so the"),
-        ((8, 1), 4, 1, (8, 4), "trainer.gradient_accumulation_steps is 4 instead of 1, so"),
-        ((8, 2), 2, 4, (8, 1), "trainer.gradient_accumulation_steps is 1 instead of 2, so"),
-        ((8, 1), 2, 4, (4, 1), "data.batch_size is 4 instead of 8, so the global batch stays 16"),
-        ((6, 1), 8, 6, (4, 2), "trainer.gradient_accumulation_steps is 2 instead of 1 and data.batch_size is 4 "),
-        ((6, 3), 4, 3, (6, 4), "trainer.gradient_accumulation_steps is 4 instead of 3, so"),
-        ((9, 1), 11, 9, (11, 1), "data.batch_size is 11 instead of 9, which takes more memory, so"),
+        (
+            (8, 1), 4, 2, (8, 2),
+            "2 ranks instead of 4: the global batch stays 32, with data.batch_size=8 "
+            "trainer.gradient_accumulation_steps=2",
+        ),
+        ((8, 1), 4, 1, (8, 4), "trainer.gradient_accumulation_steps=4"),
+        ((8, 2), 2, 4, (8, 1), "trainer.gradient_accumulation_steps=1"),
+        ((8, 1), 2, 4, (4, 1), "the global batch stays 16, with data.batch_size=4 "),
+        ((6, 1), 8, 6, (4, 2), "data.batch_size=4 trainer.gradient_accumulation_steps=2"),
+        ((6, 3), 4, 3, (6, 4), "trainer.gradient_accumulation_steps=4"),
+        ((9, 1), 11, 9, (11, 1), "data.batch_size=11 "),
         (
             (8, 1), 4, 3, (8, 1),
-            "3 ranks instead of 4: a global batch of 32 does not divide among them, so it is 24 now: data.batch_size=8 "
-            "as before. The samples go on in their order, and the learning rate along its curve",
+            "3 ranks instead of 4: a global batch of 32 does not divide among them, so it is 24 now, with "
+            "data.batch_size=8 ",
         ),
-        ((8, 2), 4, 3, (8, 2), "so it is 48 now: data.batch_size=8 trainer.gradient_accumulation_steps=2 as before"),
+        ((8, 2), 4, 3, (8, 2), "so it is 48 now, with data.batch_size=8 trainer.gradient_accumulation_steps=2"),
         ((8, 1), 1, 16, (8, 1), "a global batch of 8 does not divide among them"),
     ],
 )  # fmt: skip

@@ -17,8 +17,9 @@ from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.driver import SCRATCH, AlreadyEnded, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.start_driver import DriverSpec, has_ended
+from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus
+from ddp_hydra.job.remote.uploader import has_ended
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
