@@ -18,11 +18,12 @@ from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs import status
-from ddp_hydra.runs.describe import RunRow, RunState, number, numbers, read_state, row_of, text, texts
+from ddp_hydra.runs.describe import RunRow, RunState, read_state, row_of, text, texts
 from ddp_hydra.runs.run_files import MARKS, LocalRunFiles, StoredRunFiles, reachable
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.writers.run_dir import LOCK, is_held, json_object
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
+from ddp_hydra.writers.run_dir import LOCK, is_held
 
 Stamp = list[int]
 Entries = dict[str, tuple[Stamp, RunRow]]
@@ -243,6 +244,13 @@ def stored_row(files: StoredRunFiles) -> RunRow:
     return found
 
 
+class SweepContent(Struct):
+    """What is read of a sweep.json."""
+
+    objective: SweepObjective
+    jobs: list[JobRow]
+
+
 class SweepJobs:
     """The jobs in the sweep.json of a folder, by their own folders' names; none if there is no such file.
 
@@ -252,28 +260,24 @@ class SweepJobs:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        content = json_object(LocalRunFiles(folder).read(SWEEP))
-        jobs = content.get("jobs")
-        found = [job for job in jobs if isinstance(job, dict)] if isinstance(jobs, list) else []
-        self.jobs = {text(job.get("folder")): job for job in found}
-        objective = content.get("objective")
-        self.objective = objective if isinstance(objective, dict) else {}
+        try:
+            content = msgspec.json.decode(LocalRunFiles(folder).read(SWEEP), type=SweepContent)
+        except (ValueError, RecursionError):
+            content = SweepContent(SweepObjective("", None), [])
+        self.jobs, self.objective = {job.folder: job for job in content.jobs}, content.objective
 
     def fill(self, row: RunRow) -> None:
         job = self.jobs.get(Path(row.run).name)
         if job is None:
             return
-        if (state := text(job.get("state"))) in ("running", *ENDED):
-            row.status = state
+        if job.state is not JobState.queued:
+            row.status = job.state.value
         if row.status == "running" and not self.is_held():
             row.status = "killed"
-        row.objective = text(self.objective.get("metric"))
-        maximize = self.objective.get("maximize")
-        row.maximize = maximize if isinstance(maximize, bool) else None
-        row.value, row.metrics = number(job.get("objective")), numbers(job.get("metrics"))
-        row.wall_s = number(job.get("wall_s"))
-        row.overrides = row.overrides or texts(job.get("overrides"))
-        row.message = text(job.get("message"))
+        row.objective, row.maximize = text(self.objective.metric), self.objective.maximize
+        row.value, row.metrics, row.wall_s = job.objective, job.metrics, job.wall_s
+        row.overrides = row.overrides or texts(job.overrides)
+        row.message = text(job.message)
 
     def is_held(self) -> bool:
         """Return whether the process of the sweep lives, or may live: it locks the folder."""
