@@ -30,7 +30,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, release, supervise
+from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, supervise
 from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, has_ended, resume_run
 from ddp_hydra.run_state import Objective, Summary
@@ -52,9 +52,14 @@ def main() -> None:
     spec, context = pickle.load(sys.stdin.buffer)  # noqa: S301, from the worker that has started this process
     setproctitle(f"ddp_hydra driver {spec.url}")
     try:
-        with open_runner(spec, context) as runner, runner.supervised():
+        with open_runner(spec, context) as runner:
+            if spec.max_restarts:
+                runner.client.run_on_scheduler(supervise, runner.client.id, runner.spec)
             answer(client=runner.client.id, pid=os.getpid())
             runner.run()
+            if spec.max_restarts and runner.state != LOST:
+                with contextlib.suppress(Exception):  # a scheduler that is gone restarts nothing
+                    runner.client.run_on_scheduler(supervise, runner.client.id, None)
     except AlreadyEnded:
         answer(client="", pid=os.getpid())
     except (DdpHydraError, OSError) as error:
@@ -129,18 +134,6 @@ class RemoteJobRunner:
         self.uploader.start()
         if missing := self.uploader.finish(cfg.results.retry_s, "failed", message):
             raise ConnectionError(missing)
-
-    @contextlib.contextmanager
-    def supervised(self) -> Iterator[None]:
-        if not self.spec.max_restarts:
-            yield
-            return
-        self.client.run_on_scheduler(supervise, self.client.id, self.spec)
-        yield
-        if self.state == LOST:
-            return
-        with contextlib.suppress(Exception):  # a scheduler that is gone restarts nothing
-            self.client.run_on_scheduler(release, self.client.id)
 
     def run(self) -> None:
         self.redirect_output()

@@ -163,14 +163,12 @@ class DriverSupervisor(SchedulerPlugin):
         log.warning("the driver of %s is lost, and no worker could start another", spec.url)
 
 
-def supervise(client: str, spec: DriverSpec, dask_scheduler: Any = None) -> None:
-    """Restart a driver if its client disconnects before it is released. Runs on the scheduler."""
+def supervise(client: str, spec: DriverSpec | None, dask_scheduler: Any = None) -> None:
+    """Restart a driver if its client disconnects; with None, no more: it has done its job. Runs on the scheduler."""
     if NAME not in dask_scheduler.plugins:
         dask_scheduler.add_plugin(DriverSupervisor(dask_scheduler), name=NAME)
-    dask_scheduler.plugins[NAME].specs[client] = spec
-
-
-def release(client: str, dask_scheduler: Any = None) -> None:
-    """End the supervision of a driver that has done its job. Runs on the scheduler."""
-    if NAME in dask_scheduler.plugins:
-        dask_scheduler.plugins[NAME].specs.pop(client, None)
+    specs = dask_scheduler.plugins[NAME].specs
+    if spec is None:
+        specs.pop(client, None)
+    else:
+        specs[client] = spec
