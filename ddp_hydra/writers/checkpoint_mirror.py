@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.record import Record
 from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.manifest import (
@@ -36,6 +37,7 @@ from ddp_hydra.storage.run_ref import RunRef
 
 FIRST_TIMEOUT_S = 5.0
 """Timeout of the first request to the store: the job waits for it, so it is short."""
+INTERVAL_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +59,26 @@ class CheckpointMirror:
         self._remote = store
         self._own: set[str] = {name_in_store(name, entry) for name, entry in _steps(self.folder).items()}
         self._sent: set[str] = set()  # the part of `_own` that is known to be in the store
-        self._newest_sent = ""
+        self._copied: Entries | None = None
 
     def missing(self) -> tuple[str, str] | None:
         """Return the newest checkpoint if it was not copied, and why it cannot be, if that is known."""
         for name, entry in _steps(self.folder).items():
             key = name_in_store(name, entry)
-            return None if key == self._newest_sent else (name, self.damaged.get(key, ""))
+            return None if key in self._sent else (name, self.damaged.get(key, ""))
         return None
+
+    def is_behind(self) -> bool:
+        """Return whether the run's manifest has changed since all of it was copied."""
+        try:
+            return read_manifest(self.folder) != self._copied
+        except CheckpointError:  # there is none, or one that can't be read
+            return False
 
     def copy(self) -> None:
         """Copy what the store lacks, then remove step files of this run that are too many."""
+        if not self.is_behind():
+            return
         try:
             self._copy()
         except BaseException:
@@ -79,21 +90,18 @@ class CheckpointMirror:
         before = entries_in(self._remote)
         self._sent &= before.keys()
         keys = {name: name_in_store(name, local[name]) for name in newest_first(local)}
-        newest = next(iter(keys), None)
-        if newest is None:
-            return
         self._own.update(keys.values())
         for name, key in keys.items():
             if key not in self._sent and self._send(self.folder / name, local[name], key):
                 before = self._save(local, keys, before, self._sent | before.keys())
-        self._save(local, keys, before, self._sent)
-        if keys[newest] not in self._sent:
-            return
-        for key in sorted(self._own - set(keys.values())):
-            self._remote.delete(f"{FOLDER}/{key}")
-            self._own.discard(key)
-            self._sent.discard(key)
-        self._newest_sent = keys[newest]
+        if keys:
+            self._save(local, keys, before, self._sent)
+        if next(iter(keys.values()), None) in self._sent:  # nothing goes before the newest one is there
+            for key in sorted(self._own - set(keys.values())):
+                self._remote.delete(f"{FOLDER}/{key}")
+                self._own.discard(key)
+                self._sent.discard(key)
+        self._copied = local
 
     def _send(self, path: Path, entry: CheckpointEntry, key: str) -> bool:
         """Copy one file unless the bucket has it; return whether the bucket has it then."""
@@ -137,21 +145,91 @@ class CheckpointMirror:
         return named
 
 
+class Repeater:
+    """Does works once a second, each in a thread of its own; logs when they have failed for a while, and work again.
+
+    Args:
+        what: the works copy.
+        place: where to.
+        works: they raise what has failed.
+        patience_s: how long a work may fail before that is logged.
+        give_up: an event that ends all waiting at once.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        place: str,
+        works: Iterable[Callable[[], None]],
+        patience_s: float = 0.0,
+        give_up: threading.Event | None = None,
+    ) -> None:
+        self._what, self._place, self._patience_s = what, place, patience_s
+        self.give_up = give_up or threading.Event()
+        self._end = threading.Event()
+        self._failing: dict[str, float] = {}  # works, and since when
+        self._is_reported = False
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True) for work in works
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def finish(self, work: Callable[[], None], retry_s: float) -> str:
+        """End the threads, then do a last work until it succeeds.
+
+        Returns:
+            The reason why it failed for `retry_s`; "" if it succeeded.
+        """
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+        backoff = Backoff(retry_s, self.give_up.wait)
+        while (failure := self._try(work)) and backoff.wait():
+            pass
+        return failure
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while not self._end.wait(INTERVAL_S):
+            failure, now = self._try(work), time.monotonic()
+            if not failure:
+                self._failing.pop(work.__name__, None)
+                if self._is_reported and not self._failing:
+                    self._is_reported = False
+                    log.warning("%s are uploaded to %s again", self._what, self._place)
+            elif now - self._failing.setdefault(work.__name__, now) >= self._patience_s and not self._is_reported:
+                self._is_reported = True
+                log.warning("%s cannot be uploaded to %s: %s; the upload is retried", self._what, self._place, failure)
+
+    def _try(self, work: Callable[[], None]) -> str:
+        try:
+            work()
+        except TakenOver as error:
+            self.on_taken_over(error)
+            return str(error)
+        except Exception as error:  # whatever happened, it may succeed later
+            return str(error) or type(error).__name__
+        return ""
+
+    def on_taken_over(self, error: TakenOver) -> None:
+        """End all works: another process writes there now."""
+        self._end.set()
+        self.give_up.set()
+
+
 class MirrorWriter:
     """Copies each checkpoint of a run to a bucket, after it is complete in the run directory.
 
-    Copying to a bucket that fails is retried for a while. Then a warning is logged, and with the next checkpoint
-    everything that is missing is copied. Training never waits for the bucket.
+    Copying to a bucket that fails is retried; after a while a warning is logged. Training never waits for the bucket.
 
     Args:
-        run_dir: the job's run directory; another writer fills its `checkpoints` before this one is called.
+        run_dir: the job's run directory; another writer fills its `checkpoints`.
         url: destination, "s3://bucket/folder".
-        retry_s: how long copying one checkpoint is retried.
+        retry_s: how long copying may fail without a warning, and at the end without being given up.
         give_up: an event that ends all waiting at once.
         timeout_s: timeout of one request.
-
-    Attributes:
-        failures: how many times a checkpoint could not be copied in time.
 
     Raises:
         ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
@@ -165,80 +243,32 @@ class MirrorWriter:
         give_up: threading.Event | None = None,
         timeout_s: float = 60.0,
     ) -> None:
-        self.failures = 0
-        self._mirror = CheckpointMirror(run_dir, open_folder(RunRef.own(url).folder, timeout_s))
         self._retry_s = retry_s
-        self._give_up = give_up or threading.Event()
-        self._changed = threading.Condition()
-        self._asked = self._done = 0  # counts of checkpoints
-        self._closed_at: float | None = None
-        self._thread: threading.Thread | None = None
-        self._reason = ""  # why the last try failed
-        self._is_reported = False
+        self._mirror = CheckpointMirror(run_dir, open_folder(RunRef.own(url).folder, timeout_s))
         try:
             entries_in(open_folder(RunRef.own(url).folder, min(timeout_s, FIRST_TIMEOUT_S)))
         except ConnectionError as error:
             log.warning("%s; it is asked again when there is a checkpoint", error)
+        self._repeater = Repeater("checkpoints", self._mirror.place, [self._mirror.copy], retry_s, give_up)
+        self._repeater.start()
 
     def write(self, record: Record) -> None:
-        if record.checkpoint is None:
-            return
-        with self._changed:
-            self._asked += 1
-            self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="mirror", daemon=True)
-            self._thread.start()
+        """Do nothing: the manifest in the run directory names new checkpoints."""
 
     def close(self) -> None:
         """Wait while checkpoints are being copied or retried, and log a warning if the newest one did not arrive."""
-        with self._changed:
-            self._closed_at = time.monotonic()
-            self._changed.notify()
-        while self._thread is not None and self._thread.is_alive() and not self._give_up.is_set():
-            self._thread.join(timeout=0.1)
-        if self._thread is not None and (missing := self._mirror.missing()):
+        reasons: list[str] = []
+        last = threading.Thread(
+            target=lambda: reasons.append(self._repeater.finish(self._mirror.copy, self._retry_s)), daemon=True
+        )
+        last.start()  # a request may hang: `give_up` ends the wait for it, too
+        while last.is_alive() and not self._repeater.give_up.is_set():
+            last.join(timeout=0.1)
+        if missing := self._mirror.missing():
             name, damage = missing
-            reason = damage or self._reason or "there was no time for it"
+            reason = damage or "".join(reasons) or "there was no time for it"
             place, folder = self._mirror.place, self._mirror.folder
             log.warning("the newest checkpoint, %s, is not in %s (%s); it is in %s", name, place, reason, folder)
-
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._asked > self._done or self._closed_at is not None)
-                asked = self._asked
-            if asked == self._done:
-                return
-            self._copy_with_retry()
-            self._done = asked
-
-    def _copy_with_retry(self) -> None:
-        backoff = Backoff(self._retry_s, self._give_up.wait)
-        while True:
-            try:
-                self._mirror.copy()
-            except Exception as error:  # the next checkpoint is tried whatever happened
-                self._reason = str(error) or type(error).__name__
-            else:
-                if self._is_reported:
-                    log.warning("checkpoints reach %s again", self._mirror.place)
-                self._reason, self._is_reported = "", False
-                return
-            if self._closed_at is not None:  # the last tries have as much time as all others
-                backoff.deadline = self._closed_at + self._retry_s
-            if not backoff.wait():
-                break
-        self.failures += 1
-        self._is_reported = True
-        log.warning(
-            "checkpoints do not reach %s: %s (tried %d times in %.0f s); they are in %s, and the next one tries again",
-            self._mirror.place,
-            self._reason,
-            backoff.tries,
-            backoff.elapsed_s,
-            self._mirror.folder,
-        )
 
 
 def entries_in(store: Store) -> Entries:

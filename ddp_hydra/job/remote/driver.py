@@ -132,7 +132,7 @@ class RemoteJobRunner:
             summary.attempts = self.status.attempts
             raise CheckpointError(message)
         self.uploader.start()
-        if missing := self.uploader.finish(cfg.results.retry_s, "failed", message):
+        if missing := self.uploader.finish_run(cfg.results.retry_s, "failed", message):
             raise ConnectionError(missing)
 
     def run(self) -> None:
@@ -148,8 +148,8 @@ class RemoteJobRunner:
             self.state, message = self.run_job(cfg)
             # From now on, a signal means that the upload is not to be retried.
             for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, lambda *_: self.uploader.give_up())
-            missing = self.uploader.finish(cfg.results.retry_s, self.state, message)
+                signal.signal(number, lambda *_: self.uploader.give_up.set())
+            missing = self.uploader.finish_run(cfg.results.retry_s, self.state, message)
         if self.store.lost:
             self.state, message = "failed", missing
         elif missing and self.state != LOST:

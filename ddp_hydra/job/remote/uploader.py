@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from ddp_hydra.errors import ConfigError, DdpHydraError, TakenOver
+from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.status import (
     ENDED,
@@ -26,12 +25,10 @@ from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
 from ddp_hydra.storage.manifest import FOLDER
-from ddp_hydra.storage.retry import Backoff
-from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror, entries_in
+from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror, Repeater, entries_in
 from ddp_hydra.writers.run_dir import SUMMARY, write_summary
 from ddp_hydra.writers.status import NAME, encode
 
-INTERVAL_S = 1.0
 WATCH_S = 2.5 * HEARTBEAT_S
 BYTES_PER_S = 2**20
 """A file that grows is uploaded whole each time, so large files less often: on average, this many bytes a second."""
@@ -39,10 +36,8 @@ CURVES = ("metrics.jsonl", "tensorboard/")
 EVERYTHING = ("",)
 EXCLUDED = (FOLDER, NAME, SUMMARY)
 
-log = logging.getLogger(__name__)
 
-
-class Uploader:
+class Uploader(Repeater):
     """Uploads the files of a folder about once a second, and retries what fails.
 
     Args:
@@ -53,48 +48,30 @@ class Uploader:
             driver has taken over the run.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        store: Store,
-        status: DriverStatus,
-        on_stop: Callable[[str], None],
-    ) -> None:
+    def __init__(self, folder: Path, store: Store, status: DriverStatus, on_stop: Callable[[str], None]) -> None:
+        # Three threads, so that the upload of a large file does not delay the heartbeat.
+        super().__init__("results", store.url, [self._upload, self._write_status, self._copy_checkpoints])
         self.folder, self.store, self.status, self.on_stop = folder, store, status, on_stop
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
         self._known = set(status.files)  # a driver that took the run over has more
-        self._failures: dict[str, str] = {}
         self.checkpoints = CheckpointMirror(folder, store)
-        self.is_lost = self._is_stopping = False
+        self._is_stopping = False
         self._lock = threading.Lock()
-        self._end, self._give_up = threading.Event(), threading.Event()
-        # Three threads, so that the upload of a large file does not delay the heartbeat.
-        self._threads = [
-            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
-            for work in (self._upload, self._write_status, self._copy_checkpoints)
-        ]
 
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def give_up(self) -> None:
-        self._give_up.set()
-
-    def finish(self, retry_s: float, state: str, message: str) -> str:
+    def finish_run(self, retry_s: float, state: str, message: str) -> str:
         """Upload all that is left; summary.json comes last, as the sign that everything is there.
 
         Returns:
             The reason why something is missing; "" if nothing is.
         """
-        self._end.set()
-        for thread in self._threads:
-            thread.join()
-        backoff = Backoff(retry_s, self._give_up.wait)
-        while True:
-            missing = self._failure_of(partial(self._finish_once, state, message))
-            if not missing or not backoff.wait():
-                return missing
+        return self.finish(partial(self._finish_once, state, message), retry_s)
+
+    def on_taken_over(self, error: TakenOver) -> None:
+        with self._lock:
+            is_first = not self._end.is_set()
+            super().on_taken_over(error)
+        if is_first:
+            self.on_stop(str(error))
 
     def _finish_once(self, state: str, message: str) -> None:
         self._upload(EVERYTHING)
@@ -106,24 +83,6 @@ class Uploader:
         self.store.put(NAME, encode(self.status.content()))
         if state != LOST:
             self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
-
-    def _repeat(self, work: Callable[[], None]) -> None:
-        while not self._end.wait(INTERVAL_S) and not self.is_lost:
-            self._note_failure(work.__name__, self._failure_of(work))
-
-    def _failure_of(self, work: Callable[[], None]) -> str:
-        try:
-            work()
-        except TakenOver as error:
-            with self._lock:
-                is_first, self.is_lost = not self.is_lost, True
-            self.give_up()
-            if is_first:
-                self.on_stop(str(error))
-            return str(error)
-        except (DdpHydraError, OSError) as error:
-            return str(error)
-        return ""
 
     def _write_status(self) -> None:
         """Write the status, and look for a request to stop."""
@@ -137,7 +96,7 @@ class Uploader:
 
     def _copy_checkpoints(self) -> None:
         """Copy checkpoints, after the metrics that another driver which resumes from them needs."""
-        if self.checkpoints.missing():
+        if self.checkpoints.is_behind():
             self._upload(CURVES, others=False)
             self.checkpoints.copy()
 
@@ -168,15 +127,6 @@ class Uploader:
                 self.status.files = sorted(self._known)
         if failure:
             raise ConnectionError(failure)
-
-    def _note_failure(self, work: str, failure: str) -> None:
-        before = dict(self._failures)
-        self._failures.pop(work, None)
-        self._failures |= {work: failure} if failure else {}
-        if failure and not before:
-            log.warning("results cannot be uploaded to %s: %s; the upload is retried", self.store.url, failure)
-        elif before and not self._failures:
-            log.warning("results are uploaded to %s again", self.store.url)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
         for path in sorted(self.folder.rglob("*")):

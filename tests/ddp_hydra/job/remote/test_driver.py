@@ -141,7 +141,7 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
     found, message = runner.run_job(runner.config())
     assert (found, message) == (state, str(error))
     runner.uploader.start()
-    assert runner.uploader.finish(0, found, message) == ""
+    assert runner.uploader.finish_run(0, found, message) == ""
     store = results_root.open_folder(spec.url)
     assert has_ended(store, 100) is (state == "failed")
     assert (store.size_or_none("summary.json") is None) is (state == "lost")

@@ -67,7 +67,7 @@ def status() -> DriverStatus:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(uploader, "INTERVAL_S", 0.01)
+    monkeypatch.setattr("ddp_hydra.writers.checkpoint_mirror.INTERVAL_S", 0.01)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_files_come_as_they_grow_and_the_summary_last(make, there, run_dir):
         file.write('{"step":2}\n')
     wait_until(lambda: there.get("metrics.jsonl").count(b"\n") == 2)
     (run_dir / "logs" / "rank-0.log").write_text("hello again\n")
-    assert one.finish(0, "done", "well done") == ""
+    assert one.finish_run(0, "done", "well done") == ""
     assert there.order[-2:] == ["status.json", "summary.json"]
     assert there.get("logs/rank-0.log") == b"hello again\n"
     assert (json.loads(there.get("status.json"))["state"], there.size_or_none("logs/.part-123")) == ("done", None)
@@ -114,7 +114,7 @@ def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypat
     (run_dir / "metrics.jsonl").write_text("x" * 20)
     time.sleep(0.1)
     assert there.order.count("metrics.jsonl") == 1
-    assert one.finish(0, "done", "") == ""
+    assert one.finish_run(0, "done", "") == ""
     assert there.size_or_none("metrics.jsonl") == 20
 
 
@@ -125,7 +125,7 @@ def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
     there.away = False
     wait_until(lambda: len(caplog.messages) == 2 and "metrics.jsonl" in there.order)
     assert "store again" in caplog.messages[1]
-    assert one.finish(0, "done", "") == ""
+    assert one.finish_run(0, "done", "") == ""
 
 
 def test_a_checkpoint_waits_for_the_metrics_before_it(there, run_dir, status):
@@ -165,12 +165,12 @@ def test_what_is_missing_at_the_end_is_said(make, there, run_dir, caplog):
     one = make()
     there.away = True
     (run_dir / "metrics.jsonl").write_text("more")
-    assert one.finish(0.05, "done", "") == "the store is away"
+    assert one.finish_run(0.05, "done", "") == "the store is away"
     there.away = False
     manifest = {"version": 1, "files": {"step-000001.pt": {"sha256": "a" * 64, "size": 1}}}
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
-    assert one.finish(0, "done", "") == "its newest checkpoint, step-000001.pt, is not there"
+    assert one.finish_run(0, "done", "") == "its newest checkpoint, step-000001.pt, is not there"
     assert there.size_or_none("summary.json") is None
 
 
@@ -181,7 +181,7 @@ def test_somebody_asks_for_the_end_once(make, there):
     wait_until(lambda: asked)
     time.sleep(0.05)
     assert asked == ["it was asked for"]
-    assert one.finish(0, "interrupted", "") == ""
+    assert one.finish_run(0, "interrupted", "") == ""
     assert there.size_or_none("stop") is None
 
 
@@ -222,7 +222,7 @@ def test_who_is_taken_over_stops_and_writes_nothing_more(there, run_dir, status,
     status.state = "running"  # news
     wait_until(lambda: said)
     (run_dir / "metrics.jsonl").write_text("more of mine")
-    assert "another driver has taken over" in one.finish(60, "done", "")
+    assert "another driver has taken over" in one.finish_run(60, "done", "")
     assert len(said) == 1
     assert there.get("metrics.jsonl") == b"of the other"
     assert there.size_or_none("summary.json") is None
@@ -274,5 +274,5 @@ def test_the_names_of_many_files_are_noted_at_once(there, run_dir):
     uploads.start()
     uploads._upload(uploader.CURVES, others=False)
     noted.clear()
-    assert uploads.finish(0, "done", "") == ""
+    assert uploads.finish_run(0, "done", "") == ""
     assert (len(noted), len(status.files)) == (1, 32)
