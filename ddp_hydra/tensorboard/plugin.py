@@ -112,24 +112,16 @@ class RunsPlugin(base_plugin.TBPlugin):
         return self.runs.changes(args.get("instance", ""), _count(args.get("since", "0")), args.get("filter", ""))
 
     def _run(self, request: wrappers.Request) -> Mapping[str, Any]:
-        from ddp_hydra.tensorboard import run_details
-
-        key = request.args.get("id", "")
-        return {**run_details.of_run(self.runs.files(key)), "id": key, "name": self.runs.name(key)}
+        return self.runs.details(request.args.get("id", ""))
 
     def _log(self, request: wrappers.Request) -> Mapping[str, Any]:
-        from ddp_hydra.tensorboard import run_details
-
-        return run_details.log(self.runs.files(request.args.get("id", "")), _count(request.args.get("rank", "0")))
+        return self.runs.log(request.args.get("id", ""), _count(request.args.get("rank", "0")))
 
     def _diff(self, request: wrappers.Request) -> Mapping[str, Any]:
-        from ddp_hydra.tensorboard import run_details
-
         keys = list(dict.fromkeys(request.args.getlist("id")))
         if not 2 <= len(keys) <= MOST_COMPARED:
             raise BadRequestError(f"{len(keys)} runs: 2 to {MOST_COMPARED} runs are compared")
-        found = run_details.comparison([self.runs.files(key) for key in keys], [self.runs.name(key) for key in keys])
-        return {"ids": keys, **found}
+        return self.runs.comparison(keys)
 
 
 def roots_of(logdir: str | None, spec: str | None) -> dict[str, str]:

@@ -1,9 +1,11 @@
-"""Lists the runs below TensorBoard's log directory, and tells which have changed since a page has asked."""
+"""Lists the runs below TensorBoard's log directory, tells which have changed, and describes one."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import secrets
 import shlex
 import threading
@@ -16,16 +18,25 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from ddp_hydra.runs import find, select
-from ddp_hydra.runs.describe import RunRow
+from ddp_hydra.runs import details, find, select
+from ddp_hydra.runs.describe import RunRow, number, text
 from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles
 from ddp_hydra.storage import results_root
+from ddp_hydra.writers.run_dir import json_object
 
 SHORTEST_PAUSE_S = 1.0
 PAUSE_FACTOR = 4
 """After a look at all runs, the next one waits for this many times as long as it took."""
 MOST_METRICS = 200
+LOG_BYTES = 2**16
+"""So much of the end of a log is shown."""
+CURVE_BYTES = 2**20
+"""So much of the end of metrics.jsonl is read for the time line."""
+MOST_POINTS = 400
+MOST_KEYS = 1_000
+MOST_LOGS = 1_000
+_LOG = re.compile(r"logs/rank-(\d{1,6})\.log")
 _NOT_SHOWN = ("run", "project")
 _KEYS = tuple(one.name for one in fields(select.Filter) if one.name != "comparisons")
 
@@ -66,7 +77,6 @@ class RunList:
         self._indexes = {root: Index(root) for root in self._roots.values() if not results_root.is_url(root)}
         self._runs: dict[str, ListEntry] = {}
         self._removed: dict[str, int] = {}
-        self._sweeps: dict[str, tuple[object, SweepJobs]] = {}
         self._shown_sweeps: dict[str, dict[str, Any]] = {}
         self._version = 0
         self._next_look = 0.0
@@ -114,7 +124,26 @@ class RunList:
             raise NoSuchRunError(key)  # a link has taken the place of a folder
         return LocalRunFiles(place)
 
-    def name(self, key: str) -> str:
+    def details(self, key: str) -> dict[str, Any]:
+        """Return all that is known of a run."""
+        files = self.files(key)
+        found = details.run_details(files)
+        own = {"id": key, "name": self._name(key), "place": files.place, "code": found["project"], "logs": logs(files)}
+        return {**shown(found), **own, **progress(files, found["objective"])}
+
+    def log(self, key: str, rank: int) -> dict[str, Any]:
+        """Return the end of a rank's log."""
+        content = self.files(key).read(f"logs/rank-{rank}.log", LOG_BYTES)
+        return {"rank": rank, "text": content.decode(errors="replace"), "is_cut": len(content) >= LOG_BYTES}
+
+    def comparison(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Return what differs between runs."""
+        found = details.between(*map(self.files, keys))
+        parts = {part: _texts_of(found[part]) for part in ("choices", "config", "metrics")}
+        own = {"ids": list(keys), "names": [self._name(key) for key in keys]}
+        return {**own, "status": found["status"], "code": found["code"], **parts}
+
+    def _name(self, key: str) -> str:
         with self._lock:
             return str(self._runs[key].shown["name"]) if key in self._runs else ""
 
@@ -162,15 +191,10 @@ class RunList:
         title = os.path.split(name)[0] or os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119
         if title in sweeps:
             return title
-        try:
-            status = os.lstat(f"{folder}/{SWEEP}")
-        except (OSError, ValueError):
+        if not os.path.lexists(f"{folder}/{SWEEP}"):
             return ""
-        stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
-        kept = self._sweeps.get(folder)
-        if kept is None or kept[0] != stamp:
-            kept = self._sweeps[folder] = stamp, SweepJobs(folder)
-        sweeps[title] = {"jobs": len(kept[1].jobs), "running": kept[1].is_held()}
+        sweep = SweepJobs(folder)
+        sweeps[title] = {"jobs": len(sweep.jobs), "running": sweep.is_held()}
         return title
 
 
@@ -216,3 +240,46 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
     if row["status"] == "running":
         found["wall_s"] = None
     return found
+
+
+def progress(files: RunFiles, objective: str) -> dict[str, Any]:
+    """Return when each attempt has logged, and the curve of the objective, from the end of metrics.jsonl.
+
+    Returns:
+        `logged`: for each attempt the times of its first and last line in seconds since 1970, and their steps;
+        `curve`: time, step and value for each line with the objective, thinned out.
+    """
+    logged: dict[int, dict[str, Any]] = {}
+    curve = []
+    for line in files.read("metrics.jsonl", CURVE_BYTES).splitlines():
+        entry = json_object(line)
+        at, step, value = (number(entry.get(name)) for name in ("time", "step", objective))
+        attempt = number(entry.get("attempt"))
+        if at is None or step is None or attempt is None:
+            continue
+        known = logged.setdefault(int(attempt), {"attempt": int(attempt), "first": at, "from_step": step})
+        known |= {"last": at, "to_step": step}
+        if value is not None:
+            curve.append([at, step, value])
+    every = max(1, -(-len(curve) // MOST_POINTS))
+    return {"logged": list(islice(logged.values(), MOST_KEYS)), "curve": curve[::-every][::-1]}
+
+
+def logs(files: RunFiles) -> list[dict[str, int]]:
+    found = [
+        {"rank": int(name[1]), "bytes": size}
+        for path, size in files.sizes().items()
+        if (name := _LOG.fullmatch(path)) is not None
+    ]
+    return sorted(found, key=lambda one: one["rank"])[:MOST_LOGS]
+
+
+def _texts_of(table: Mapping[Any, Sequence[Any]]) -> dict[str, list[str]]:
+    return {text(str(key)): [_value_text(one) for one in values] for key, values in islice(table.items(), MOST_KEYS)}
+
+
+def _value_text(value: object) -> str:
+    try:
+        return text(value if isinstance(value, str) else json.dumps(value, default=str))
+    except (TypeError, ValueError, RecursionError):
+        return text(str(type(value)))

@@ -18,7 +18,7 @@ from ddp_hydra.runs import details
 from ddp_hydra.sweep.rows import JobRow as SweepRow
 from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
-from ddp_hydra.tensorboard import run_details, run_list
+from ddp_hydra.tensorboard import run_list
 from ddp_hydra.tensorboard.plugin import RunsPlugin, roots_of
 from tests.ddp_hydra.runs.conftest import kill
 
@@ -156,7 +156,7 @@ def test_the_filter_is_that_of_runs_ls(ask, make_run, words, names):
         ("/runs", {"filter": "val/lss<1"}, "no run has this metric"),
         ("/runs", {"since": "-1"}, "'-1' is not a count"),
         ("/runs", {"since": "1" * 99}, "is not a count"),
-        ("/log", {"id": "x", "rank": "../0"}, "no such run"),
+        ("/log", {"id": "x", "rank": "../0"}, "is not a count"),
         ("/diff", {"id": ["x"]}, "2 to 8 runs are compared"),
         ("/diff", {"id": ["x", "y"]}, "no such run"),
         ("/diff", {"id": list("abcdefghi")}, "2 to 8 runs are compared"),
@@ -180,7 +180,7 @@ def test_all_that_is_known_of_a_run(ask, make_run):
     summary["exchange_s"] = 0.125
     (run_dir / "summary.json").write_text(json.dumps(summary))
     (run_dir / "logs").mkdir(exist_ok=True)
-    (run_dir / "logs" / "rank-0.log").write_text("x" * (run_details.LOG_BYTES + 5) + "\n--- attempt 1 ---\nend\n")
+    (run_dir / "logs" / "rank-0.log").write_text("x" * (run_list.LOG_BYTES + 5) + "\n--- attempt 1 ---\nend\n")
     (run_dir / "logs" / "other.log").write_text("not shown")
     asked = ask()
     key = asked.ids()["a"]
@@ -196,7 +196,7 @@ def test_all_that_is_known_of_a_run(ask, make_run):
     assert row["attempts"] == [{"attempt": 0, "started": 1.79e9, "wall_s": 5.0, "kind": "killed", "rank": 1, "step": 3}]
     log = asked("/log", id=key, rank=0)
     assert log["is_cut"]
-    assert len(log["text"]) == run_details.LOG_BYTES
+    assert len(log["text"]) == run_list.LOG_BYTES
     assert log["text"].endswith("--- attempt 1 ---\nend\n")
     assert asked("/log", id=key, rank=7)["text"] == ""
 
@@ -223,7 +223,7 @@ def test_a_long_curve_is_thinned_out_and_keeps_its_end(ask, make_run):
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half of a li')
     asked = ask()
     curve = asked("/run", id=asked.ids()["a"])["curve"]
-    assert 300 < len(curve) <= run_details.MOST_POINTS
+    assert 300 < len(curve) <= run_list.MOST_POINTS
     assert curve[-1] == [1_001.0, 1_001.0, 500.5]
 
 
