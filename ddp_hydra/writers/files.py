@@ -71,16 +71,19 @@ class FileReceiver:
             RecordError: the content does not arrive, differs from what the record announces, or cannot be written. An
                 older file at `target` is unchanged then.
         """
+        file = record.data
+        assert isinstance(file, File)
+        name = f"file {file.path!r} of rank {record.rank}"
         if record is not self._record:
             self.drop()
             self._record, self._in_place = record, False
         try:
             if not self._in_place:
-                self._place(record, target)
+                self._place(record, file, name, target)
             with writing(target):
                 sync(target.parent)
         except BaseException as error:
-            if _file(record).inline is not None or passing(error) is None:
+            if file.inline is not None or passing(error) is None:
                 self.drop()
             raise
 
@@ -90,49 +93,45 @@ class FileReceiver:
         if part is not None:
             _remove(part)
 
-    def _place(self, record: Record, target: Path) -> None:
+    def _place(self, record: Record, file: File, name: str, target: Path) -> None:
         if self._part is None:
             part = part_of(target)
             try:
-                if _file(record).inline is not None:
-                    _write_inline(record, part, target)
-                else:
-                    _fetch(record, part, target, self._fetch)
+                self._load(record, file, name, part, target)
             except BaseException:
                 _remove(part)
                 raise
             self._part = part
         else:  # after a failed fsync, the kernel may regard unwritten pages as written
-            with writing(target):
-                _rewrite(self._part)
+            with writing(target), self._part.open("r+b") as content:
+                while piece := content.read(_PIECE):
+                    content.seek(-len(piece), os.SEEK_CUR)
+                    content.write(piece)
+                    content.seek(0, os.SEEK_CUR)  # required between a write and a read
         with writing(target):
-            _verify(record, self._part)
+            _verify(file, name, self._part)
             sync(self._part)
             self._part.replace(target)
         self._part, self._in_place = None, True
 
-
-def _write_inline(record: Record, part: Path, target: Path) -> None:
-    try:
-        content = base64.b64decode(_file(record).inline or "", validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise RecordError(f"{_name(record)} did not arrive whole: its content is not base64 ({error})") from None
-    with writing(target):
-        part.write_bytes(content)
-
-
-def _fetch(record: Record, part: Path, target: Path, fetch: Fetch | None) -> None:
-    if fetch is None or _file(record).source is None:
-        raise RecordError(f"{_name(record)} came without content, and nothing here can fetch it")
-    try:
-        fetch(record, part)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            error.filename = str(target)
-            raise cannot_write(target, error) from error
-        raise RecordError(
-            f"{_name(record)} ({_file(record).size} bytes) cannot be fetched from its host: {error}"
-        ) from error
+    def _load(self, record: Record, file: File, name: str, part: Path, target: Path) -> None:
+        if file.inline is not None:
+            try:
+                content = base64.b64decode(file.inline, validate=True)
+            except (binascii.Error, ValueError) as error:
+                raise RecordError(f"{name} did not arrive whole: its content is not base64 ({error})") from None
+            with writing(target):
+                part.write_bytes(content)
+            return
+        if self._fetch is None or file.source is None:
+            raise RecordError(f"{name} came without content, and nothing here can fetch it")
+        try:
+            self._fetch(record, part)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                error.filename = str(target)
+                raise cannot_write(target, error) from error
+            raise RecordError(f"{name} ({file.size} bytes) cannot be fetched from its host: {error}") from error
 
 
 def _remove(part: Path) -> None:
@@ -141,44 +140,24 @@ def _remove(part: Path) -> None:
         part.unlink()
 
 
-def _rewrite(part: Path) -> None:
-    """Write a file's content over itself, so that the kernel writes it to the disk again."""
-    with part.open("r+b") as file:
-        while piece := file.read(_PIECE):
-            file.seek(-len(piece), os.SEEK_CUR)
-            file.write(piece)
-            file.seek(0, os.SEEK_CUR)  # required between a write and a read
-
-
-def _verify(record: Record, part: Path) -> None:
-    announced = _file(record)
+def _verify(file: File, name: str, part: Path) -> None:
     try:
         found = part.lstat()
     except FileNotFoundError:
-        raise RecordError(f"{_name(record)} did not arrive: {announced.size} bytes were announced") from None
+        raise RecordError(f"{name} did not arrive: {file.size} bytes were announced") from None
     if not stat.S_ISREG(found.st_mode):
-        raise RecordError(f"{_name(record)} is not a plain file")
-    if found.st_size != announced.size:
+        raise RecordError(f"{name} is not a plain file")
+    if found.st_size != file.size:
         raise RecordError(
-            f"{_name(record)} did not arrive whole: {found.st_size} bytes of {announced.size}; what was "
-            "there before is kept"
+            f"{name} did not arrive whole: {found.st_size} bytes of {file.size}; what was there before is kept"
         )
-    with part.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != announced.sha256.lower():
+    with part.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != file.sha256.lower():
         raise RecordError(
-            f"{_name(record)} was changed on its way: sha256 {digest[:12]}… instead of "
-            f"{announced.sha256[:12]!a}…; what was there before is kept"
+            f"{name} was changed on its way: sha256 {digest[:12]}… instead of {file.sha256[:12]!a}…; what was there "
+            "before is kept"
         )
-
-
-def _name(record: Record) -> str:
-    return f"file {_file(record).path!r} of rank {record.rank}"
-
-
-def _file(record: Record) -> File:
-    assert isinstance(record.data, File)
-    return record.data
 
 
 class FileWriter:
@@ -257,12 +236,16 @@ class CheckpointWriter:
         )
         self._save(entries)
         for alias in ALIASES if checkpoint.best else ALIASES[:1]:
-            self._point(alias, name)
+            with writing(self._folder / alias), replacing(self._folder / alias) as part:
+                link_or_copy(self._folder / name, part)
             entries[alias] = entries[name]
         outdated = self._outdated_by(checkpoint.step, entries)
         self._save({known: entry for known, entry in entries.items() if known not in outdated})
         self._outdated.update(outdated)
-        self._remove_outdated()
+        for name in sorted(self._outdated):
+            with writing(self._folder / name):
+                (self._folder / name).unlink(missing_ok=True)
+            self._outdated.discard(name)
 
     def close(self) -> None:
         self._receiver.drop()
@@ -270,17 +253,6 @@ class CheckpointWriter:
     def _save(self, entries: Entries) -> None:
         write_atomic(self._folder / NAME, encode_manifest(entries))
         self._entries = dict(entries)
-
-    def _remove_outdated(self) -> None:
-        for name in sorted(self._outdated):
-            with writing(self._folder / name):
-                (self._folder / name).unlink(missing_ok=True)
-            self._outdated.discard(name)
-
-    def _point(self, alias: str, name: str) -> None:
-        target = self._folder / alias
-        with writing(target), replacing(target) as part:
-            link_or_copy(self._folder / name, part)
 
     def _outdated_by(self, step: int, entries: Entries) -> list[str]:
         """Return step files that are too many, or of later steps: an attempt that was given up has made them."""
