@@ -21,7 +21,7 @@ from ddp_hydra.cli import overrides
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.config import checkpoint_config, redact
-from ddp_hydra.config.schema import DispatchConfig, ResultsConfig, TrainerConfig
+from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
 from ddp_hydra.job.inference import EVALUATE, PREDICT, InferenceJob, on_ranks
@@ -162,7 +162,6 @@ OF_THE_COMMAND = ("cluster", "dispatch", "results")
 """Groups that choose where the command computes; the others are for the ranks."""
 GROUPS = ("data", "metrics", "task", "loss", "model", "trainer", "cluster", "dispatch", "faults")
 """Groups that the command line may replace."""
-_SCHEMAS = {"dispatch": DispatchConfig, "results": ResultsConfig, "trainer": TrainerConfig}
 
 
 def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> InferenceJob:
@@ -196,7 +195,7 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
         cfg = fresh
     else:
         cfg = checkpoint_config.changed(saved, changes, groups)
-    for name, schema in _SCHEMAS.items():
+    for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
     for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):
         raise ConfigError(f"{secret} looks like a secret, so the run does not keep it: give {secret}=<value>")

@@ -42,8 +42,6 @@ def nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
 
 
 def check(cfg: DictConfig) -> None:
-    if not cfg.results.loggers_timeout_s >= 0:  # NaN, too
-        raise ConfigError(f"results.loggers_timeout_s={cfg.results.loggers_timeout_s:g}: give seconds, 0 or more")
     for name, node in nodes(cfg).items():
         if name in NAMES and node.get("checkpoints") not in CHECKPOINTS:
             raise ConfigError(f"results.{name}.checkpoints={node['checkpoints']}: give best, all or null")

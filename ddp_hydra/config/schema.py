@@ -1,4 +1,4 @@
-"""The keys that the framework itself reads, with their types and defaults.
+"""The keys that the framework itself reads, with their types, limits and defaults.
 
 The comments in conf/ document each key. Groups that hold the arguments of a `_target_` (`cluster`, `data`, `model`,
 `optimizer` …) stay free-form.
@@ -6,10 +6,13 @@ The comments in conf/ document each key. Groups that hold the arguments of a `_t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Annotated, Any, get_args, get_type_hints
 
+import msgspec
+from msgspec import Meta
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
 
@@ -39,41 +42,49 @@ CompileMode = StrEnum(
 Handler = StrEnum("Handler", ["client", "cluster"])
 """Where the writers run: where the command was typed, or on the cluster's side."""
 
+# Types with limits: OmegaConf takes the type, `check_limits` the limit, and the description says what to give.
+AtLeast1 = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
+AtLeast2 = Annotated[int, Meta(ge=2, description="a whole number of at least 2")]
+AtLeast0 = Annotated[int, Meta(ge=0, description="0 or more")]
+Number = Annotated[float, Meta(description="a number")]
+PositiveSeconds = Annotated[float, Meta(gt=0, description="seconds, more than 0")]
+NonNegativeSeconds = Annotated[float, Meta(ge=0, description="seconds, 0 or more")]
+
 
 @dataclass
 class TrainerConfig:
     """Sets the length, arithmetic and intervals of the training: see conf/trainer/default.yaml."""
 
-    epochs: int | None = 5
-    max_steps: int | None = None
+    epochs: AtLeast1 | None = 5
+    max_steps: AtLeast1 | None = None
     device: Device = Device.auto
     precision: Precision = Precision.fp32
     channels_last: bool | None = None
     compile: CompileMode | None = None
-    gradient_accumulation_steps: int = 1
-    clip_norm: float | None = None
+    gradient_accumulation_steps: AtLeast1 = 1
+    clip_norm: Annotated[float, Meta(gt=0, description="a length, more than 0")] | None = None
     activation_checkpointing: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
     decay_all: bool = True
-    base_batch_size: int | None = None
-    ema_decay: float | None = None
-    threads: int = 0
-    log_every_steps: int = 10
-    log_every_s: float | None = None
-    log_growth: float = 1.0
-    validate_every_epochs: int = 1
-    validate_every_steps: int = 0
+    base_batch_size: AtLeast1 | None = None
+    ema_decay: Annotated[float, Meta(gt=0, lt=1, description="a share between 0 and 1, e.g. 0.999")] | None = None
+    threads: AtLeast0 = 0
+    log_every_steps: AtLeast0 = 10
+    log_every_s: PositiveSeconds | None = None
+    log_growth: Annotated[float, Meta(ge=1, description="1 or more")] = 1.0
+    validate_every_epochs: AtLeast0 = 1
+    validate_every_steps: AtLeast0 = 0
     validate_first: bool = False
-    checkpoint_every_steps: int = 0
-    checkpoint_every_epochs: int = 1
-    time_limit_s: float | None = None
-    pause_after_validations: int | None = None
+    checkpoint_every_steps: AtLeast0 = 0
+    checkpoint_every_epochs: AtLeast0 = 1
+    time_limit_s: PositiveSeconds | None = None
+    pause_after_validations: AtLeast1 | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.abort
-    max_nonfinite: int = 10
-    early_stopping_patience: int | None = None
+    max_nonfinite: AtLeast1 = 10
+    early_stopping_patience: AtLeast1 | None = None
     early_stopping_min_delta: float = 0.0
-    profile_steps: int = 0
-    overfit_batches: int = 0
+    profile_steps: AtLeast0 = 0
+    overfit_batches: AtLeast0 = 0
     detect_anomaly: bool = False
 
 
@@ -81,22 +92,22 @@ class TrainerConfig:
 class DispatchConfig:
     """Places, watches and restarts the gang: see conf/dispatch/default.yaml."""
 
-    ranks: int | None = None
+    ranks: AtLeast1 | None = None
     ranks_per_worker: Any = "auto"
     backend: Backend = Backend.auto
-    timeout_s: float = 1800.0
-    queue_timeout_s: float = 86400.0
-    start_timeout_s: float = 300.0
+    timeout_s: PositiveSeconds = 1800.0
+    queue_timeout_s: PositiveSeconds = 86400.0
+    start_timeout_s: PositiveSeconds = 300.0
     port_range: list[int] | None = None
     interface: str | None = None
-    max_restarts: int = 3
-    min_ranks: int | None = None
-    restart_wait_s: float = 60.0
-    lost_timeout_s: float = 15.0
-    hang_timeout_s: float = 300.0
-    first_step_timeout_s: float = 1800.0
-    grace_s: float = 300.0
-    keep_warm_s: float | None = None
+    max_restarts: AtLeast0 = 3
+    min_ranks: AtLeast1 | None = None
+    restart_wait_s: NonNegativeSeconds = 60.0
+    lost_timeout_s: PositiveSeconds = 15.0
+    hang_timeout_s: PositiveSeconds = 300.0
+    first_step_timeout_s: PositiveSeconds = 1800.0
+    grace_s: NonNegativeSeconds = 300.0
+    keep_warm_s: NonNegativeSeconds | None = None
 
 
 @dataclass
@@ -105,11 +116,11 @@ class ResultsConfig:
 
     handler: Handler = Handler.client
     root: str | None = None
-    keep_checkpoints: int | None = 3
-    retry_s: float = 60.0
+    keep_checkpoints: AtLeast1 | None = 3
+    retry_s: NonNegativeSeconds = 60.0
     mirror: str | None = None
     loggers: list[Any] = field(default_factory=list)
-    loggers_timeout_s: float = 30.0
+    loggers_timeout_s: NonNegativeSeconds = 30.0
     new_logger_runs: bool = False
     mlflow: Any = field(default_factory=dict)
     wandb: Any = field(default_factory=dict)
@@ -151,6 +162,31 @@ class Config:
     detach: bool = False
     faults: list[str] = field(default_factory=list)
     dry_run: bool = False
+
+
+SCHEMAS = {entry.name: entry.default_factory for entry in fields(Config) if is_dataclass(entry.default_factory)}
+"""Schemas of the groups that have one."""
+
+
+def limits_of(kind: Any) -> dict[str, Any]:
+    """Return, by name, the types with limits of a dataclass's fields, or of a function's arguments."""
+    return {name: found for name, found in get_type_hints(kind, include_extras=True).items() if _described(found)}
+
+
+def check_limits(prefix: str, values: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+    """Refuse values that their types do not allow: "trainer.epochs=0: give a whole number of at least 1, or null"."""
+    for key in filter(values.__contains__, limits):
+        try:
+            msgspec.convert(value := values[key], limits[key])
+        except msgspec.ValidationError:
+            shown = f"{value:.12g}" if isinstance(value, float) else value
+            raise ConfigError(f"{prefix}{key}={shown}: give {_described(limits[key])}") from None
+
+
+def _described(kind: Any) -> str:
+    parts = (kind, *get_args(kind))
+    allowed = next((meta.description for part in parts for meta in getattr(part, "__metadata__", ())), "")
+    return f"{allowed}, or null" if allowed and type(None) in parts else allowed
 
 
 def register() -> None:

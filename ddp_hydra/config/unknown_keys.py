@@ -6,19 +6,17 @@ import difflib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from ddp_hydra.config import experiments
-from ddp_hydra.config.schema import Config
+from ddp_hydra.config.schema import SCHEMAS, Config
 from ddp_hydra.errors import ConfigError
 
 log = logging.getLogger(__name__)
-SCHEMAS = {field.name: field.default_factory for field in fields(Config) if is_dataclass(field.default_factory)}
-"""Schemas of the groups that have one."""
 OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb", "workers")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -10,46 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import objective
-from ddp_hydra.config.schema import Handler
+from ddp_hydra.config.schema import SCHEMAS, AtLeast1, Handler, check_limits, limits_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.urls import root_of
-
-_AT_LEAST_1 = (
-    "cluster.n_workers",
-    "dispatch.ranks",
-    "data.batch_size",
-    "trainer.epochs",
-    "trainer.max_steps",
-    "trainer.max_nonfinite",
-    "trainer.gradient_accumulation_steps",
-    "trainer.base_batch_size",
-    "trainer.early_stopping_patience",
-    "trainer.pause_after_validations",
-    "dispatch.min_ranks",
-    "results.keep_checkpoints",
-)
-_AT_LEAST_0 = (
-    "trainer.log_every_steps",
-    "trainer.validate_every_epochs",
-    "trainer.validate_every_steps",
-    "trainer.checkpoint_every_steps",
-    "trainer.checkpoint_every_epochs",
-    "trainer.threads",
-    "trainer.profile_steps",
-    "trainer.overfit_batches",
-    "dispatch.max_restarts",
-    "dispatch.restart_wait_s",
-    "dispatch.grace_s",
-    "dispatch.keep_warm_s",
-)
-_POSITIVE_SECONDS = (
-    "dispatch.timeout_s",
-    "dispatch.queue_timeout_s",
-    "dispatch.start_timeout_s",
-    "dispatch.lost_timeout_s",
-    "dispatch.hang_timeout_s",
-    "dispatch.first_step_timeout_s",
-)
 
 
 def check(cfg: DictConfig) -> None:
@@ -60,18 +22,8 @@ def check(cfg: DictConfig) -> None:
     """
     check_numbers(cfg)
     trainer = cfg.trainer
-    if trainer.time_limit_s is not None and trainer.time_limit_s <= 0:
-        raise ConfigError(f"trainer.time_limit_s={trainer.time_limit_s:g}: give seconds, more than 0, or null")
-    if trainer.log_every_s is not None and not trainer.log_every_s > 0:
-        raise ConfigError(f"trainer.log_every_s={trainer.log_every_s:g}: give seconds, more than 0, or null")
     if trainer.log_every_steps == 0 and trainer.log_every_s is None:
         raise ConfigError("trainer.log_every_steps=0 logs by the clock: give trainer.log_every_s=<seconds>, too")
-    if not trainer.log_growth >= 1:
-        raise ConfigError(f"trainer.log_growth={trainer.log_growth:g}: give 1 or more")
-    if trainer.clip_norm is not None and trainer.clip_norm <= 0:
-        raise ConfigError(f"trainer.clip_norm={trainer.clip_norm:g}: give a length, more than 0, or null")
-    if trainer.ema_decay is not None and not 0 < trainer.ema_decay < 1:
-        raise ConfigError(f"trainer.ema_decay={trainer.ema_decay:g}: give a share between 0 and 1, e.g. 0.999")
     if trainer.epochs is None and trainer.max_steps is None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
@@ -102,20 +54,10 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_numbers(cfg: DictConfig) -> None:
-    for key, value in _given(cfg, _AT_LEAST_1):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{key}={value}: give a whole number of at least 1")
-    for key, value in _given(cfg, _AT_LEAST_0):
-        if value < 0:
-            raise ConfigError(f"{key}={value:.12g}: give 0 or more")
-    for key, value in _given(cfg, _POSITIVE_SECONDS):
-        if value <= 0:
-            raise ConfigError(f"{key}={value:g}: give seconds, more than 0")
-
-
-def _given(cfg: DictConfig, keys: Iterable[str]) -> list[tuple[str, Any]]:
-    values = [(key, OmegaConf.select(cfg, key)) for key in keys]
-    return [(key, value) for key, value in values if value is not None]
+    limits = {name: limits_of(schema) for name, schema in SCHEMAS.items()}
+    limits |= {"cluster": {"n_workers": AtLeast1 | None}, "data": {"batch_size": AtLeast1 | None}}
+    for group, types in limits.items():
+        check_limits(f"{group}.", {key: OmegaConf.select(cfg, f"{group}.{key}") for key in types}, types)
 
 
 def _check_bucket(cfg: DictConfig) -> None:
@@ -134,8 +76,6 @@ def _check_bucket(cfg: DictConfig) -> None:
 
 def _check_results(cfg: DictConfig) -> None:
     results = cfg.results
-    if not results.retry_s >= 0:  # NaN, too
-        raise ConfigError(f"results.retry_s={results.retry_s:g}: give seconds, 0 or more")
     if results.handler is Handler.cluster:
         if not results.root:
             raise ConfigError(

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ddp_hydra.config.schema import AtLeast1, AtLeast2
 from ddp_hydra.sweep.rows import score
 from ddp_hydra.sweep.stop_rules import Trial, Verdict, describe_standing
 
@@ -46,7 +47,7 @@ class Rungs:
 
     pauses = True
 
-    def __init__(self, maximize: bool, first: int = 1, reduction: int = 3, brackets: int = 1) -> None:
+    def __init__(self, maximize: bool, first: AtLeast1 = 1, reduction: AtLeast2 = 3, brackets: AtLeast1 = 1) -> None:
         self.maximize, self.first, self.reduction = maximize, first, reduction
         self.pattern = bracket_pattern(brackets, reduction)
         self.rungs: list[list[Rung]] = [[] for _ in range(brackets)]

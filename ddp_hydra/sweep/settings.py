@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from hydra.errors import HydraException
+from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import objective
 from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.config.schema import AtLeast1, PositiveSeconds, check_limits, limits_of
 from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours
@@ -33,8 +34,6 @@ DIRECTIONS = ("maximize", "minimize")
 STOP = "hydra.launcher.stop"
 REPORT_RULES: dict[str, Callable[..., Rule]] = {"median": Median, "patient": Patient, "threshold": Threshold}
 RULES = ("asha", "hyperband", *REPORT_RULES)
-COUNTS = ("first", "reduction", "brackets", "after", "trials", "patience")
-"""Options of rules that are whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -54,28 +53,20 @@ class SweepSettings:
         stop: the rule that stops jobs early, see `stop_policy`; None for none.
     """
 
-    max_jobs: int | None = None
+    max_jobs: AtLeast1 | None = None
     fail_fast: bool = False
     retry_failed: bool = False
-    job_timeout_s: float | None = None
-    ranks: int | None = None
+    job_timeout_s: PositiveSeconds | None = None
+    ranks: AtLeast1 | None = None
     cluster: Any = None
-    direction: str | None = None
+    direction: Annotated[Literal["maximize", "minimize"], Meta(description="maximize or minimize")] | None = None
     keep: str | None = "all"
     stop: Any = None
 
     def __post_init__(self) -> None:
-        for key in ("max_jobs", "ranks"):
-            value = getattr(self, key)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"hydra.launcher.{key}={value}: give a whole number of at least 1, or null")
+        check_limits("hydra.launcher.", vars(self), limits_of(SweepSettings))
         if self.cluster is not None and self.ranks is None:
             raise ConfigError("hydra.launcher.cluster is for tasks with ranks: give hydra.launcher.ranks=2, too")
-        if self.direction not in (None, *DIRECTIONS):
-            raise ConfigError(f"hydra.launcher.direction={self.direction}: give maximize or minimize, or null")
-        limit_s = self.job_timeout_s
-        if limit_s is not None and not (isinstance(limit_s, int | float) and limit_s > 0):
-            raise ConfigError(f"hydra.launcher.job_timeout_s={limit_s}: give seconds, more than 0, or null")
         number_kept(self.keep)
 
     def check(self, is_ours: bool) -> None:
@@ -197,20 +188,13 @@ def _options(given: Any) -> dict[str, Any]:
 
 
 def _make(name: str, kind: Callable[..., Any], options: Mapping[str, Any], maximize: bool) -> Any:
-    known = {key: part for key, part in inspect.signature(kind).parameters.items() if key != "maximize"}
-    if name == "asha":
-        known.pop("brackets", None)
-    for key, value in options.items():
-        if key not in known:
-            raise ConfigError(f"{STOP}: {name} has no option {key!r}: there are {', '.join(known)}")
-        least = 2 if key == "reduction" else 1
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
-        if not is_number or (key in COUNTS and (not isinstance(value, int) or value < least)):
-            wanted = f"a whole number of at least {least}" if key in COUNTS else "a number"
-            raise ConfigError(f"{STOP}: {key}={value}: give {wanted}")
-    for key, part in known.items():
-        if part.default is inspect.Parameter.empty and key not in options:
-            raise ConfigError(f"{STOP}: {name} needs {key}: give {{rule: {name}, {key}: <number>}}")
+    left_out = ("brackets",) if name == "asha" else ()
+    types = {key: limit for key, limit in limits_of(vars(kind)["__init__"]).items() if key not in left_out}
+    for key in options.keys() - types.keys():
+        raise ConfigError(f"{STOP}: {name} has no option {key!r}: there are {', '.join(types)}")
+    check_limits(f"{STOP}: ", options, types)
+    if name == "threshold" and "bound" not in options:
+        raise ConfigError(f"{STOP}: threshold needs bound: give {{rule: threshold, bound: <number>}}")
     return kind(maximize, **options)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ddp_hydra.config.schema import AtLeast1, AtLeast2, Number
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import score
 
@@ -169,7 +170,7 @@ class Median:
     have come as far.
     """
 
-    def __init__(self, maximize: bool, after: int = 1, trials: int = 3) -> None:
+    def __init__(self, maximize: bool, after: AtLeast1 = 1, trials: AtLeast1 = 3) -> None:
         self.maximize, self.after, self.trials = maximize, after, trials
 
     def judge(self, own: Sequence[float], earlier: Sequence[Trial]) -> str:
@@ -191,7 +192,7 @@ class Median:
 class Patient:
     """Stops a job after `patience` reports without an improvement of more than `min_delta`."""
 
-    def __init__(self, maximize: bool, patience: int = 3, min_delta: float = 0.0) -> None:
+    def __init__(self, maximize: bool, patience: AtLeast1 = 3, min_delta: Number = 0.0) -> None:
         self.maximize, self.patience, self.min_delta = maximize, patience, min_delta
 
     def judge(self, own: Sequence[float], earlier: Sequence[Trial]) -> str:
@@ -206,7 +207,7 @@ class Patient:
 class Threshold:
     """Stops a job whose objective is NaN, or whose best value is not better than a bound after some reports."""
 
-    def __init__(self, maximize: bool, bound: float, after: int = 1) -> None:
+    def __init__(self, maximize: bool, bound: Number, after: AtLeast1 = 1) -> None:
         self.maximize, self.bound, self.after = maximize, bound, after
 
     def judge(self, own: Sequence[float], earlier: Sequence[Trial]) -> str:
@@ -221,7 +222,7 @@ class Threshold:
 class Halving:
     """Stops a job that is not among the best when it comes to a rung: asha for jobs that can't pause; see `rungs`."""
 
-    def __init__(self, maximize: bool, first: int = 1, reduction: int = 3) -> None:
+    def __init__(self, maximize: bool, first: AtLeast1 = 1, reduction: AtLeast2 = 3) -> None:
         self.maximize, self.first, self.reduction = maximize, first, reduction
 
     def judge(self, own: Sequence[float], earlier: Sequence[Trial]) -> str:

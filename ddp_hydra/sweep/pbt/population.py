@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from ddp_hydra.errors import ConfigError
+from msgspec import Meta
+
+from ddp_hydra.config.schema import AtLeast1, AtLeast2, check_limits, limits_of
 from ddp_hydra.sweep.pbt.space import Dimension
 from ddp_hydra.sweep.rows import sort_key
+
+Factor = Annotated[float, Meta(gt=0)]
 
 
 @dataclass
@@ -29,39 +34,23 @@ class PopulationSettings:
         ConfigError: a value is out of its range.
     """
 
-    population: int = 8
-    generations: int = 4
-    validations: int = 1
-    quantile: float = 0.2
-    resample_probability: float = 0.25
-    factors: Sequence[float] = (0.8, 1.2)
-    seed: int = 0
+    population: AtLeast2 = 8
+    generations: AtLeast1 = 4
+    validations: AtLeast1 = 1
+    quantile: Annotated[float, Meta(ge=0, le=0.5, description="a share from 0 to 0.5")] = 0.2
+    resample_probability: Annotated[float, Meta(ge=0, le=1, description="a share from 0 to 1")] = 0.25
+    factors: Annotated[list[Factor], Meta(min_length=1, description="numbers above 0, [0.8,1.2]")] = field(
+        default_factory=lambda: [0.8, 1.2]
+    )
+    seed: Annotated[int, Meta(description="a whole number")] = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("population", 2), ("generations", 1), ("validations", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise self._refused(name, f"a whole number of at least {least}")
-        if not _is_share(self.quantile) or self.quantile > 0.5:
-            raise self._refused("quantile", "a share from 0 to 0.5")
-        if not _is_share(self.resample_probability):
-            raise self._refused("resample_probability", "a share from 0 to 1")
         self.factors = list(self.factors)
-        if not self.factors or not all(isinstance(one, int | float) and one > 0 for one in self.factors):
-            raise self._refused("factors", "numbers above 0, [0.8,1.2]")
-        if not isinstance(self.seed, int):
-            raise self._refused("seed", "a whole number")
-
-    def _refused(self, name: str, allowed: str) -> ConfigError:
-        return ConfigError(f"hydra.sweeper.{name}={getattr(self, name)}: give {allowed}")
+        check_limits("hydra.sweeper.", vars(self), limits_of(PopulationSettings))
 
     def pause_after(self, generation: int) -> int | None:
         """Return the number of validations after which a generation pauses; None for the last one."""
         return None if generation == self.generations - 1 else self.validations * (generation + 1)
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 @dataclass(frozen=True)
