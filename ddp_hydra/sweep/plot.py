@@ -8,10 +8,8 @@ import io
 import logging
 import math
 import os
-import time
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,17 +29,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
-PAUSE_S = 20.0
-"""Minimum seconds between two pictures. The last batch of jobs is always drawn."""
 DRAW_S = 30.0
 """How long a picture may take."""
 NICE = 10
 """Niceness of the process that imports matplotlib: jobs go first."""
 HUGE = 1e30
 """Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
-_MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS = 12, 3, 8
+_MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _LOG_FROM = 12, 3, 8, 100
 _MAX_LINE, _MAX_LETTERS, _MAX_LABEL = 12, 40, 18
-_LOG_FROM = 100
 JOB, BEST, FAILED, GREY = "#2f6db3", "#f2a900", "#c8372d", "#5c6570"
 STYLE: dict[Any, Any] = {
     "font.family": ["DejaVu Sans"], "font.size": 9, "axes.edgecolor": "#b8bec6", "axes.labelcolor": "#20262d",
@@ -52,7 +47,7 @@ STYLE: dict[Any, Any] = {
 
 
 class Plotter:
-    """Has sweep.json drawn after batches of jobs; sweepers may have hundreds of them."""
+    """Has sweep.json drawn when the sweep is over."""
 
     def __init__(self, folder: Path, objective: SweepObjective) -> None:
         self.folder, self.objective = folder, objective
@@ -60,40 +55,26 @@ class Plotter:
 
     def prepare(self) -> None:
         """Start the process that will draw. It imports matplotlib while the first jobs wait for the import of torch."""
-        self.process = self.process or ForkedProcess(self._serve)
-
-    def draw(self) -> None:
-        self.prepare()
-        self._send(is_last=False)
+        self.process = self.process or ForkedProcess(self._draw_at_end)
 
     def finish(self) -> None:
-        if self.process is not None:
-            self._send(is_last=True)
-            self.process.process.join(DRAW_S)
-            self.process.end()
-
-    def _send(self, is_last: bool) -> None:
+        self.prepare()
         assert self.process is not None
         with contextlib.suppress(OSError):  # it has ended
-            self.process.pipe.send(is_last)
+            self.process.pipe.send(None)
+        self.process.process.join(DRAW_S)
+        self.process.end()
 
-    def _serve(self, pipe: Connection) -> None:
+    def _draw_at_end(self, pipe: Connection) -> None:
         os.nice(NICE)
         forked.pause_garbage()
         with contextlib.suppress(Exception):  # `draw` says what is wrong
             for name in ("figure", "backends.backend_agg"):
                 importlib.import_module(f"matplotlib.{name}")
         forked.resume_garbage()
-        drawn, is_wanted, is_last = -math.inf, False, False
-        while is_wanted or not is_last:
-            if is_wanted and (is_last or time.monotonic() - drawn >= PAUSE_S):
-                is_wanted = False
-                with contextlib.suppress(ConfigError):  # the disk is full, and the sweep has said so
-                    draw(read(self.folder), self.objective, self.folder)
-                drawn = time.monotonic()
-            elif pipe.poll(1.0):
-                is_last = pipe.recv()
-                is_wanted |= not is_last
+        pipe.recv()
+        with contextlib.suppress(ConfigError):  # the disk is full, and the sweep has said so
+            draw(read(self.folder), self.objective, self.folder)
 
 
 def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> bool:
@@ -129,26 +110,20 @@ def _figure(rows: Sequence[JobRow], objective: SweepObjective, keys: list[str]) 
     from matplotlib.figure import Figure
 
     given, over_seeds = swept(rows), repeated(rows, objective)
-    scales = [Scale(key, {row.number: given[row.number].get(key) for row in rows}) for key in keys]
-    panels = min(len(scales), _MAX_PANELS)
-    columns = 2 if panels == 4 else min(panels, _PANELS_A_ROW)
-    lines = math.ceil(panels / columns)
+    shown = keys[:_MAX_PANELS]
+    columns = 2 if len(shown) == 4 else min(len(shown), _PANELS_A_ROW)
+    lines = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(max(5.6, 4.1 * columns), 0.9 + 3.2 * lines), dpi=130, layout="constrained")
-    every = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for axes in every[panels:]:
+    every = list(figure.subplots(lines, columns, squeeze=False, sharey=True).flat)
+    for axes in every[len(shown) :]:
         axes.remove()
-    first = every[0]
-    for axes, scale in zip(every, scales[:_MAX_PANELS], strict=False):
-        if axes is not first:
-            axes.sharey(first)
-        _panel(axes, scale, rows, objective, over_seeds)
-    for number, axes in enumerate(every[:panels]):
-        if number % columns == 0:
-            axes.set_ylabel(short_text(objective.metric, 40))
-        else:
-            axes.tick_params(labelleft=False)
+    for axes, key in zip(every, shown, strict=False):
+        _panel(axes, {row.number: given[row.number].get(key) for row in rows}, rows, objective, over_seeds)
+        axes.set_xlabel(short_text(key, 40))
+    for axes in every[: len(shown) : columns]:
+        axes.set_ylabel(short_text(objective.metric, 40))
     figure.suptitle(_title(rows, objective, len(keys), over_seeds), fontsize=10, x=0.01, ha="left")
-    handles, labels = first.get_legend_handles_labels()
+    handles, labels = every[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower left", ncols=4, frameon=False, fontsize=8.5)
     return figure
 
@@ -158,94 +133,76 @@ def _title(rows: Sequence[JobRow], objective: SweepObjective, keys: int, over_se
     verdict = f"best: job {best.number} with {metric} {best.objective:.5g} ({objective.better})"
     if over_seeds and over_seeds[0].mean is not None:
         first = over_seeds[0]
+        words = ", ".join(f"{key}={value}" for key, value in first.values.items()) or "the only config"
         spread = "" if first.sd is None else f" ± {first.sd:.2g}"
-        verdict = f"best mean over seeds: {short_text(_words(first), 60)} with {metric} {first.mean:.5g}{spread}"
+        verdict = f"best mean over seeds: {short_text(words, 60)} with {metric} {first.mean:.5g}{spread}"
     if not objective.ranks(rows):
         verdict = f"no best: {'no direction was given' if objective.maximize is None else 'jobs have other data'}"
     omitted = f"; the first {_MAX_PANELS} of {keys} keys" if keys > _MAX_PANELS else ""
     return f"{describe_counts(rows)}\n{verdict}{omitted}"
 
 
-def _words(config: SeedSummary) -> str:
-    return ", ".join(f"{key}={value}" for key, value in config.values.items()) or "the only config"
-
-
 def _panel(
-    axes: Axes, scale: Scale, rows: Sequence[JobRow], objective: SweepObjective, over_seeds: Sequence[SeedSummary]
+    axes: Axes,
+    values: Mapping[int, str | None],
+    rows: Sequence[JobRow],
+    objective: SweepObjective,
+    over_seeds: Sequence[SeedSummary],
 ) -> None:
-    at = scale.positions
+    at, labels = positions(values)
     good = _good(rows, objective)
-    means = [(at[one.jobs[0]], one.mean, one.sd) for one in over_seeds if one.mean is not None and _is_drawn(one)]
+    means = [(at[one.jobs[0]], one.mean, one.sd or 0.0) for one in over_seeds if _is_drawn(one)]
     bests: dict[float, float] = {}
-    for place, value in [place[:2] for place in means] or [(at[row.number], _value(row)) for row in good]:
+    for place, value in [point[:2] for point in means] or [(at[row.number], _value(row)) for row in good]:
         bests.setdefault(place, value)
-    if objective.ranks(rows) and scale.numbers and len(bests) <= _MAX_LINE:
-        places = sorted(bests)
-        axes.plot(places, [bests[place] for place in places], color=JOB, alpha=0.35, linewidth=1.2, zorder=1)
+    if objective.ranks(rows) and not labels and len(bests) <= _MAX_LINE:
+        axes.plot(*zip(*sorted(bests.items()), strict=True), color=JOB, alpha=0.35, linewidth=1.2, zorder=1)
     for is_done, label in ((True, "done"), (False, "stopped, running or interrupted")):
-        drawn = [row for row in good if (row.state == JobState.done) == is_done]
+        drawn = [(at[row.number], _value(row)) for row in good if (row.state == JobState.done) == is_done]
         if drawn:
-            axes.scatter(
-                [at[row.number] for row in drawn], [_value(row) for row in drawn], s=30, alpha=0.75, linewidth=0.9,
-                color=JOB if is_done else "white", edgecolor=JOB, zorder=2, label=label,
-            )  # fmt: skip
+            color = JOB if is_done else "white"
+            style = {"s": 30, "alpha": 0.75, "linewidth": 0.9, "color": color, "edgecolor": JOB}
+            axes.scatter(*zip(*drawn, strict=True), zorder=2, label=label, **style)
     if means:
         across, up, spreads = zip(*means, strict=True)
         axes.errorbar(
-            across, up, yerr=[spread or 0.0 for spread in spreads], fmt="_", color="#20262d", markersize=9,
-            elinewidth=1.1, capsize=3, zorder=3, label="mean ± sd over seeds",
+            across, up, yerr=spreads, fmt="_", color="#20262d", markersize=9, elinewidth=1.1, capsize=3, zorder=3,
+            label="mean ± sd over seeds",
         )  # fmt: skip
     if objective.ranks(rows):
-        _star(axes, *(means[0][:2] if means else (at[good[0].number], _value(good[0]))), 200)
-    failed = [at[row.number] for row in rows if _is_lost(row)]
-    if failed:
+        style = {"marker": "*", "s": 200, "color": BEST, "edgecolor": "#5a3f00", "linewidth": 0.8}
+        axes.scatter(*next(iter(bests.items())), zorder=4, label="the best", **style)
+    if failed := [at[row.number] for row in rows if _is_lost(row)]:
+        style = {"marker": "x", "s": 34, "color": FAILED, "linewidth": 1.6, "clip_on": False}
         bottom = axes.get_xaxis_transform()
-        axes.scatter(
-            failed, [0.025] * len(failed), transform=bottom, marker="x", s=34, color=FAILED, linewidth=1.6, zorder=3,
-            clip_on=False, label="failed",
-        )  # fmt: skip
-    axes.margins(y=0.14)
-    if _log_values(good, objective):
+        axes.scatter(failed, [0.025] * len(failed), transform=bottom, zorder=3, label="failed", **style)
+    axes.margins(x=0.08, y=0.14)
+    # On a linear axis, a very high loss would flatten the others.
+    if objective.maximize is False and needs_logarithm([_value(row) for row in good]):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(_format_number)
-    axes.set_xlabel(short_text(scale.name, 40))
-    _mark(axes, scale)
+    _mark_numbers(axes, sorted(set(at.values()))) if not labels else _mark_texts(axes, labels)
     axes.tick_params(which="both", length=0)
 
 
-def _mark(axes: Axes, scale: Scale) -> None:
-    numbers = sorted(set(scale.numbers.values()))
-    if not numbers:
-        _mark_texts(axes, scale)
-        return
+def _mark_numbers(axes: Axes, numbers: Sequence[float]) -> None:
     is_log = needs_logarithm(numbers)
-    places = [math.log(number) for number in numbers] if is_log else numbers
-    margin = 0.08 * (places[-1] - places[0]) or 0.5
     if is_log:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(_format_number)
         axes.xaxis.set_minor_formatter(lambda *_: "")
-        axes.set_xlim(math.exp(places[0] - margin), math.exp(places[-1] + margin))
-    else:
-        axes.set_xlim(places[0] - margin, places[-1] + margin)
+    places = [math.log(number) for number in numbers] if is_log else numbers
     gap = min((after - before for before, after in pairwise(places)), default=0.0)
     if len(numbers) <= _MAX_TICKS and gap >= (places[-1] - places[0]) / 10:
         axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
         axes.set_xticks([], minor=True)
 
 
-def _mark_texts(axes: Axes, scale: Scale) -> None:
-    labels = scale.labels
+def _mark_texts(axes: Axes, labels: Sequence[str]) -> None:
     step = max(1, len(labels) // 16)
     axes.set_xticks(range(0, len(labels), step), labels[::step])
     if sum(map(len, labels[::step])) > _MAX_LETTERS:
-        for label in axes.get_xticklabels():
-            label.set(rotation=30, ha="right", rotation_mode="anchor")
-    axes.set_xlim(-0.5, len(labels) - 0.5)
-
-
-def _star(axes: Axes, x: float, y: float, size: int) -> None:
-    axes.scatter(x, y, marker="*", s=size, color=BEST, edgecolor="#5a3f00", linewidth=0.8, zorder=4, label="the best")
+        axes.tick_params(axis="x", labelrotation=20)
 
 
 def _good(rows: Sequence[JobRow], objective: SweepObjective) -> list[JobRow]:
@@ -269,47 +226,19 @@ def _value(row: JobRow) -> float:
     return row.objective if abs(row.objective) > 1 / HUGE else 0.0
 
 
-def _log_values(rows: Sequence[JobRow], objective: SweepObjective) -> bool:
-    """On a linear axis, a very high loss would flatten the others."""
-    return objective.maximize is False and needs_logarithm([_value(row) for row in rows if _has_value(row)])
-
-
 def _format_number(value: float, _: Any = None) -> str:
     return f"{value:g}"
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Places the values of one key on an axis: numbers by value, texts side by side.
-
-    Args:
-        name: the key.
-        values: by job number; None if a job has none.
-    """
-
-    name: str
-    values: dict[int, str | None]
-
-    @property
-    def numbers(self) -> dict[int, float]:
-        numbers = {job: _number(value) for job, value in self.values.items()}
-        found = {job: number for job, number in numbers.items() if number is not None}
-        return found if len(found) == len(numbers) else {}
-
-    @property
-    def categories(self) -> list[str | None]:
-        numbers = self.numbers
-        jobs = sorted(self.values, key=lambda job: numbers.get(job, 0.0))
-        return list(dict.fromkeys(self.values[job] for job in jobs))
-
-    @property
-    def positions(self) -> dict[int, float]:
-        places = {value: float(place) for place, value in enumerate(self.categories)}
-        return self.numbers or {job: places[value] for job, value in self.values.items()}
-
-    @property
-    def labels(self) -> list[str]:
-        return ["none" if value is None else short_text(value) for value in self.categories]
+def positions(values: Mapping[int, str | None]) -> tuple[dict[int, float], list[str]]:
+    """Place the values of a key, by job, on an axis: numbers by value; texts side by side, with their labels."""
+    numbers = {job: _number(value) for job, value in values.items()}
+    found = {job: number for job, number in numbers.items() if number is not None}
+    if len(found) == len(numbers):
+        return found, []
+    places = {value: float(place) for place, value in enumerate(dict.fromkeys(values.values()))}
+    labels = ["none" if value is None else short_text(value) for value in places]
+    return {job: places[value] for job, value in values.items()}, labels
 
 
 def needs_logarithm(numbers: Sequence[float]) -> bool:

@@ -248,7 +248,6 @@ class Sweep:
 
     def write_summary(self) -> None:
         self.files.write(self.rows, now=True)
-        self.plotter.draw()
         lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == JobState.failed]
         self.table.close(self.rows, [*lines, self.closing_line])
 

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ddp_hydra.sweep import plot
-from ddp_hydra.sweep.plot import Plotter, Scale, draw, short_text
+from ddp_hydra.sweep.plot import Plotter, draw, positions, short_text
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, swept
 from ddp_hydra.sweep.summary_files import json_text
-from tests.support.warm_server import wait_for
 
 ACCURACY = SweepObjective("val/accuracy", maximize=True)
 LOSS = SweepObjective("val/loss", maximize=False)
@@ -230,18 +229,17 @@ def test_any_values_can_be_drawn(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize(
-    ("given", "positions", "labels"),
+    ("given", "places", "labels"),
     [
-        (["0.1", "1e-3", "10"], [0.1, 0.001, 10.0], ["1e-3", "0.1", "10"]),
+        (["0.1", "1e-3", "10"], [0.1, 0.001, 10.0], []),
         (["b", "a", "b", "1"], [0, 1, 0, 2], ["b", "a", "1"]),
         (["1", None, "nan"], [0, 1, 2], ["1", "none", "nan"]),
         (["x" * 50, "", "a\n b"], [0, 1, 2], ["x" * 17 + "…", "''", "a b"]),
     ],
 )
-def test_numbers_lie_where_they_are_and_texts_side_by_side(given, positions, labels):
-    scale = Scale("a", dict(enumerate(given)))
-    assert list(scale.positions.values()) == positions
-    assert scale.labels == labels
+def test_numbers_lie_where_they_are_and_texts_side_by_side(given, places, labels):
+    found, texts = positions(dict(enumerate(given)))
+    assert (list(found.values()), texts) == (places, labels)
     assert short_text("key") == "key"
 
 
@@ -267,7 +265,6 @@ def test_a_process_that_was_prepared_draws_what_is_saved_later(pictures):
     plotter.prepare()
     process = plotter.process
     save(pictures, 3)
-    plotter.draw()
     plotter.finish()
     assert plotter.process is process
     assert (pictures / "drawn").read_text() == "3\n"
@@ -275,28 +272,12 @@ def test_a_process_that_was_prepared_draws_what_is_saved_later(pictures):
 
 
 @pytest.mark.medium
-def test_batches_soon_after_each_other_are_drawn_once_and_the_last_one_always(pictures):
+def test_a_process_that_was_killed_ends_silently(pictures, capfd):
     plotter = Plotter(pictures, ACCURACY)
-    save(pictures, 1)
-    plotter.draw()
-    wait_for((pictures / "drawn").exists, "a picture")
-    save(pictures, 2)
-    for _ in range(3):
-        plotter.draw()
+    plotter.prepare()
+    plotter.process.process.kill()
+    plotter.process.process.join()
     plotter.finish()
-    assert (pictures / "drawn").read_text() == "1\n2\n"
-
-
-@pytest.mark.medium
-def test_a_process_without_work_or_that_was_killed_ends_silently(pictures, capfd):
-    for is_killed in (False, True):
-        plotter = Plotter(pictures, ACCURACY)
-        plotter.prepare()
-        if is_killed:
-            plotter.process.process.kill()
-            plotter.process.process.join()
-            plotter.draw()
-        plotter.finish()
-        assert not plotter.process.process.is_alive()
+    assert not plotter.process.process.is_alive()
     assert not (pictures / "drawn").exists()
     assert capfd.readouterr() == ("", "")
