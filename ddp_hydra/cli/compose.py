@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -79,8 +78,5 @@ def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
         raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
     with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
         cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
-        repository: Any = getattr(GlobalHydra.instance().config_loader(), "repository", None)
-    unknown_keys.check_typed(
-        cfg, cfg.hydra.overrides.task, cfg.hydra.runtime.choices, repository, config_name or "config"
-    )
+        unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
     return cfg

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,19 @@ from omegaconf import BooleanNode, DictConfig, EnumNode, OmegaConf
 
 from ddp_hydra.config import redact, unknown_keys
 from ddp_hydra.config.hydra_compat import IS_1_3
+
+
+@contextmanager
+def patched(owner: Any, **functions: Any) -> Iterator[None]:
+    """Replace functions of a class or module inside the block."""
+    before = {name: getattr(owner, name) for name in functions}
+    for name, function in functions.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(owner, name, function)
 
 
 @contextmanager
@@ -59,17 +72,11 @@ def composed_once(multirun: bool) -> Iterator[None]:
         cfg = kept.pop((config_name, tuple(overrides)), None) if run_mode is wanted else None
         return load(self, config_name, overrides, run_mode, *args, **kwargs) if cfg is None else cfg
 
-    ConfigLoaderImpl.load_configuration = load_configuration  # type: ignore[method-assign]
-    Hydra.get_mode = get_mode  # type: ignore[method-assign]
-    try:
+    with patched(ConfigLoaderImpl, load_configuration=load_configuration), patched(Hydra, get_mode=get_mode):
         yield
-    finally:
-        ConfigLoaderImpl.load_configuration = load  # type: ignore[method-assign]
-        Hydra.get_mode = find_mode  # type: ignore[method-assign]
 
 
-@contextmanager
-def checked_as_composed() -> Iterator[None]:
+def checked_as_composed() -> AbstractContextManager[None]:
     """Check what was typed, and the experiment, when Hydra has composed a job, so that `--cfg job` refuses it, too."""
     original: Any = Hydra.compose_config
 
@@ -78,21 +85,13 @@ def checked_as_composed() -> Iterator[None]:
     ) -> Any:
         cfg = original(self, config_name, overrides, run_mode, *args, **more)
         if run_mode is RunMode.RUN:  # a sweep composes its jobs later
-            repository = self.config_loader.repository
-            unknown_keys.check_typed(
-                cfg, cfg.hydra.overrides.task, cfg.hydra.runtime.choices, repository, config_name or "config"
-            )
+            unknown_keys.check_typed(cfg, cfg.hydra, self.config_loader)
         return cfg
 
-    Hydra.compose_config = compose_config  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Hydra.compose_config = original  # type: ignore[method-assign]
+    return patched(Hydra, compose_config=compose_config)
 
 
-@contextmanager
-def listed_without_copies() -> Iterator[None]:
+def listed_without_copies() -> AbstractContextManager[None]:
     """Let Hydra ask its repository of configs directly inside the block, where no override can change the answer.
 
     Otherwise it copies all configs for each group: `--help` takes a second more, and the tab key does not answer at
@@ -103,35 +102,25 @@ def listed_without_copies() -> Iterator[None]:
     def get_group_options(
         self: Any,
         group_name: str,
-        results_filter: ObjectType | None = ObjectType.CONFIG,
-        config_name: str | None = None,
-        overrides: list[str] | None = None,
+        results_filter: Any = ObjectType.CONFIG,
+        config_name: Any = None,
+        overrides: Any = (),
     ) -> list[str]:
         if config_name is None and not overrides:
             return list(self.repository.get_group_options(group_name, results_filter))
         return list(original(self, group_name, results_filter, config_name, overrides))
 
-    ConfigLoaderImpl.get_group_options = get_group_options  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ConfigLoaderImpl.get_group_options = original  # type: ignore[method-assign]
+    return patched(ConfigLoaderImpl, get_group_options=get_group_options)
 
 
-@contextmanager
-def saved_without_secrets() -> Iterator[None]:
+def saved_without_secrets() -> AbstractContextManager[None]:
     """Let Hydra save the configs of jobs without secrets inside the block, and quickly."""
-    original = utils._save_config
 
     def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
 
-    utils._save_config = save_config
-    try:
-        yield
-    finally:
-        utils._save_config = original
+    return patched(utils, _save_config=save_config)
 
 
 def offer_choices() -> None:

@@ -77,10 +77,8 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
 
     prestart.end_unless(connect.is_local(cfg.cluster))
     if hydra_cfg.mode == RunMode.MULTIRUN:  # else it was checked as it was composed
-        loader: Any = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
-        repository = getattr(loader, "repository", None)
-        words, name = hydra_cfg.overrides.task, hydra_cfg.job.config_name
-        unknown_keys.check_typed(cfg, words, hydra_cfg.runtime.choices, repository, name)
+        loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+        unknown_keys.check_typed(cfg, hydra_cfg, loader)
     if cfg.resume and hydra_cfg.job.chdir and not (named := RunRef.own(cfg.resume)).is_stored:
         cfg.resume = str(project.typed_in() / named.place)
     if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:

@@ -21,7 +21,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import dask
@@ -128,23 +127,15 @@ class Scheduler:
 
 
 def check_certificates(security: Any) -> None:
-    names = dict(zip(("ca_file", "cert", "key"), CERTIFICATES, strict=True))
-    files = {names[kind]: value for kind, value in security.get_tls_config_for_role("client").items() if kind in names}
-    files = {name: value for name, value in files.items() if value is not None and "\n" not in value}
-    for name, file in files.items():
-        try:
-            Path(file).read_bytes()
-        except OSError as error:
-            raise ClusterError(
-                f"cluster.security.{name}={file}: {(error.strerror or 'cannot be read').lower()}: give {GIVE}"
-            ) from None
+    given = security.get_tls_config_for_role("client")
+    for name, kind in zip(CERTIFICATES, ("ca_file", "cert", "key"), strict=True):
+        file = given.get(kind)
+        if file is not None and "\n" not in file and not os.access(file, os.R_OK):
+            raise ClusterError(f"cluster.security.{name}={file}: there is no file that can be read: give {GIVE}")
     try:
         security.get_connection_args("client")
     except ssl.SSLError as error:
-        given = ", ".join(f"{name}={file}" for name, file in files.items())
-        raise ClusterError(
-            f"cluster.security: not a certificate and its key in PEM format ({given}): {error.reason or error}"
-        ) from None
+        raise ClusterError(f"cluster.security: not a certificate and its key in PEM format: {error.reason}") from None
 
 
 def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
@@ -195,16 +186,14 @@ def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     no_scheduler = f"cluster.address={scheme}://{where}: {NO_SCHEDULER}: {GIVE_ADDRESS}"
     if scheme == "tcp":
-        if _speaks_first(host, port):
+        if _is_greeted(host, port) is None:
             return ""
-        if _speaks_tls(host, port):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is sent over it, so nothing has to be verified
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        error = _is_greeted(host, port, context)
+        if error is None or "ALERT" in str(getattr(error, "reason", "")):
             return f"the scheduler at {where} speaks TLS: give cluster.address=tls://{where} {GIVE}"
         return no_scheduler
-    speaks_tls = _speaks_tls(host, port)
-    if speaks_tls is None:
-        return no_scheduler
-    if not speaks_tls:
-        return f"the scheduler at {where} does not speak TLS: give cluster.address=tcp://{where}"
     from distributed import Security
 
     security = security or Security()
@@ -213,52 +202,35 @@ def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
         return f"the scheduler at {where} wants to see a certificate: give {GIVE}"
     given = security.get_tls_config_for_role("client") if hasattr(security, "tls_ca_file") else {}
     files = {kind: "<text>" if "\n" in str(value) else value for kind, value in given.items()}  # may hold a key
-    try:
-        with (
-            socket.create_connection((host, port), timeout=PROBE_S) as plain,
-            context.wrap_socket(plain, server_hostname=host) as encrypted,
-        ):
-            encrypted.recv(1)  # with TLS 1.3, only now it is known whether the other side took our certificate
-    except TimeoutError:
+    error = _is_greeted(host, port, context)
+    reason = getattr(error, "reason", None) or "it hangs up"
+    if error is None:
+        return ""
+    if isinstance(error, TimeoutError):
         return no_scheduler
-    except ssl.SSLCertVerificationError as error:
+    if isinstance(error, ssl.SSLCertVerificationError):
         return (
             f"the certificate of the scheduler at {where} is not signed by cluster.security.tls_ca_file="
             f"{files.get('ca_file')} ({error.verify_message}): give the CA's certificate that the scheduler was "
             "started with (--tls-ca-file)"
         )
-    except (ssl.SSLError, ConnectionError) as error:
-        reason = getattr(error, "reason", None) or "it hangs up"
-        return (
-            f"the scheduler at {where} does not accept cluster.security.tls_client_cert={files.get('cert')} "
-            f"({reason}): give a certificate, with its key, that its CA has signed and that is still valid"
-        )
-    return ""
+    if isinstance(error, ssl.SSLError) and "ALERT" not in reason:
+        return f"the scheduler at {where} does not speak TLS: give cluster.address=tcp://{where}"
+    return (
+        f"the scheduler at {where} does not accept cluster.security.tls_client_cert={files.get('cert')} "
+        f"({reason}): give a certificate, with its key, that its CA has signed and that is still valid"
+    )
 
 
-def _speaks_first(host: str, port: int) -> bool:
-    """Return whether the other side sends something first, as Dask does."""
+def _is_greeted(host: str, port: int, context: ssl.SSLContext | None = None) -> OSError | None:
+    """Return None if the other side speaks first, as Dask does, in TLS if there is a context; otherwise an error."""
     with socket.create_connection((host, port), timeout=PROBE_S) as plain:
         try:
-            return bool(plain.recv(1))
-        except OSError:
-            return False
-
-
-def _speaks_tls(host: str, port: int) -> bool | None:
-    """Return whether the other side speaks TLS; None if it says nothing."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)  # nothing is sent over it, so nothing has to be verified
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection((host, port), timeout=PROBE_S) as plain:
-        try:
-            with contextlib.closing(context.wrap_socket(plain)):
-                return True
-        except ssl.SSLError as error:
-            return "ALERT" in (error.reason or "")
-        except TimeoutError:
-            return None
-        except OSError:
-            return False
+            with context.wrap_socket(plain, server_hostname=host) if context else plain as stream:
+                # With TLS 1.3, only now it is known whether the other side took our certificate.
+                return None if stream.recv(1) else ConnectionError("it hangs up")
+        except OSError as error:
+            return error
 
 
 _LOAD = """

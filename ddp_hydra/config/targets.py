@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from ddp_hydra.config.project import PACKAGES
@@ -63,21 +62,28 @@ class Sources:
                 )
             return
         size = 0
-        while size < len(parts) and (self.find(".".join(parts[: size + 1])) or self.is_folder(parts[: size + 1])):
+        while size < len(parts) and (self.find(parts[: size + 1]) or self.is_folder(parts[: size + 1])):
             size += 1
-        module, rest = parts[:size], parts[size:]
-        if not rest:
+        if size == len(parts):
             raise ConfigError(f"it is a module: give a class or function of it, {target}.<name>")
-        path = self.find(".".join(module)) if module else None
-        names = defined(self.read(path).body) if path else set()
-        if names is None or rest[0] in names:
-            return
-        if path is None or (path.name == "__init__.py" and len(rest) > 1):
-            raise self.no_module((*module, rest[0]))
-        raise ConfigError(f"{self.shown(path)} has no {rest[0]}{_hint(rest[0], names)}")
+        self.check_names(parts[:size], parts[size : size + 1], is_last=size + 1 == len(parts))
 
-    def find(self, module: str) -> Path | None:
-        bases = [root.joinpath(*module.split(".")) for root in self.roots]
+    def check_names(self, module: tuple[str, ...], names: Sequence[str], is_last: bool = True) -> None:
+        """Refuse names that a module of the project does not have; if they are not the last, they may be modules."""
+        path = self.find(module)
+        if path is None and not self.is_folder(module):
+            raise self.no_module(module)
+        known = defined(self.read(path).body) if path else set()
+        for name in names:
+            if inner := self.find((*module, name)):
+                self.read(inner)
+            elif known is not None and name not in (*known, "*") and not self.is_folder((*module, name)):
+                if path is None or (path.name == "__init__.py" and not is_last):
+                    raise self.no_module((*module, name))
+                raise ConfigError(f"{self.shown(path)} has no {name}{_hint(name, known)}")
+
+    def find(self, module: Sequence[str]) -> Path | None:
+        bases = [root.joinpath(*module) for root in self.roots if module]
         paths = (path for base in bases for path in (base / "__init__.py", base.with_suffix(".py")))
         return next((path for path in paths if path.is_file()), None)
 
@@ -86,8 +92,7 @@ class Sources:
         return any(root.joinpath(*parts).is_dir() for root in self.roots)
 
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:
-        folders = [root.joinpath(*parts[:-1]) for root in self.roots]
-        paths = [path for folder in folders for path in folder.glob("[!_]*")]
+        paths = [path for root in self.roots for path in root.joinpath(*parts[:-1]).glob("[!_]*")]
         names = [path.stem for path in paths if path.suffix == ".py" or path.is_dir()]
         near = difflib.get_close_matches(parts[-1], names, 1)
         meant = f": did you mean {'.'.join((*parts[:-1], near[0]))}?" if near else f" in {self.roots[0]}"
@@ -95,10 +100,7 @@ class Sources:
 
     def shown(self, path: Path) -> str:
         """Return a path relative to the project, as its user knows it."""
-        return self.relative(path).as_posix()
-
-    def relative(self, path: Path) -> Path:
-        return next(path.relative_to(root) for root in self.roots if path.is_relative_to(root))
+        return next(path.relative_to(root).as_posix() for root in self.roots if path.is_relative_to(root))
 
     def read(self, path: Path) -> ast.Module:
         """Parse a module, and the project's modules that it imports."""
@@ -117,40 +119,25 @@ class Sources:
 
     def check_import(self, path: Path, statement: ast.stmt) -> None:
         if isinstance(statement, ast.Import):
-            modules = [(alias.name, ()) for alias in statement.names]
+            modules: list[tuple[tuple[str, ...], list[str]]]
+            modules = [(tuple(alias.name.split(".")), []) for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom):
-            package = self.relative(path.parent).parts
+            package = tuple(self.shown(path).split("/")[:-1])
             base = package[: len(package) - statement.level + 1] if statement.level else ()
-            name = ".".join((*base, *filter(None, [statement.module])))
-            modules = [(name, tuple(alias.name for alias in statement.names))]  # type: ignore[list-item]
+            module = tuple(statement.module.split(".")) if statement.module else ()
+            modules = [((*base, *module), [alias.name for alias in statement.names])]
         else:
             return
         for module, names in modules:
             try:
-                self.check_module(module, names)
+                if module and module[0] in PACKAGES:
+                    self.check_names(module, names)
+                elif module and self.installed_here and not is_installed(module[0]):
+                    raise ConfigError(f"No module named {module[0]!r}: install it")
             except ConfigError as error:
                 message = str(error)
                 where = f"{self.shown(path)}, line {statement.lineno}: "
                 raise ConfigError(message if ", line " in message else where + message) from None
-
-    def check_module(self, module: str, names: tuple[str, ...]) -> None:
-        parts = tuple(module.split("."))
-        if parts[0] not in PACKAGES:
-            if self.installed_here and parts[0] and not is_installed(parts[0]):
-                raise ConfigError(f"No module named {parts[0]!r}: install it")
-            return
-        path = self.find(module)
-        if path is None and not self.is_folder(parts):
-            raise self.no_module(parts)
-        known = defined(self.read(path).body) if path else set()
-        for name in names:
-            inner = self.find(f"{module}.{name}")
-            if inner is not None:
-                self.read(inner)
-            elif known is not None and name != "*" and name not in known and not self.is_folder((*parts, name)):
-                if path is None:
-                    raise self.no_module((*parts, name))
-                raise ConfigError(f"{self.shown(path)} has no {name}{_hint(name, known)}")
 
 
 def explain(target: str, error: BaseException) -> str:
@@ -161,17 +148,11 @@ def explain(target: str, error: BaseException) -> str:
         return describe_syntax(cause, tracebacks.user_path(cause.filename or "") or str(cause.filename))
     if where := tracebacks.user_location(cause):
         return f"{where}: {type(cause).__name__}: {cause}"
-    module, rest = _importable(target)
-    if module is not None and rest:
-        return f"{module.__name__} has no {rest[0]}{_hint(rest[0], vars(module))}"
-    return str(cause)
-
-
-def _importable(target: str) -> tuple[ModuleType | None, list[str]]:
-    """Return the innermost imported module of a `_target_`, and the rest of its parts."""
     parts = target.split(".")
-    found = [n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules]
-    return (sys.modules[".".join(parts[: found[0]])], parts[found[0] :]) if found else (None, parts)
+    for size in range(len(parts) - 1, 0, -1):
+        if module := sys.modules.get(".".join(parts[:size])):
+            return f"{module.__name__} has no {parts[size]}{_hint(parts[size], vars(module))}"
+    return str(cause)
 
 
 def describe_syntax(error: Exception, path: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -93,21 +93,22 @@ def _initials(name: str) -> str:
     return "".join(part[0] for part in name.split("_") if part)
 
 
-def check_typed(
-    cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any, main: str = "config"
-) -> None:
+def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     """Refuse texts where the group's own file has a number or a boolean, and experiments that lose; warn of new keys.
 
     Args:
-        repository: Hydra's config repository, which reads the files of the search path; None if it is not known.
+        hydra_cfg: Hydra's own part of the config, which has the typed words.
+        loader: Hydra's, which reads the files of the search path; None if it is not known.
 
     Raises:
         ConfigError: with the value in the group's file.
     """
+    typed, choices = hydra_cfg.overrides.task, hydra_cfg.runtime.choices
+    repository = getattr(loader, "repository", None)
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
         _warn_of_unread(cfg, new)
     if repository is not None:
-        experiments.check(cfg, typed, choices, repository, main)
+        experiments.check(cfg, typed, choices, repository, hydra_cfg.job.config_name or "config")
     for word in typed:
         key = word.partition("=")[0]
         group, _, name = key.partition(".")
@@ -141,15 +142,11 @@ def _usual(repository: Any, path: str, name: str) -> Any:
     found = repository.load_config(path)
     if found is None:
         return None
-    value = OmegaConf.to_container(found.config)
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if value is not None:
-        return value
+    value = OmegaConf.select(found.config, name, throw_on_resolution_failure=False)
     folder = path.rpartition("/")[0]
-    for base in found.defaults_list:
+    for base in found.defaults_list if value is None else ():
         option = "/".join(str(part) for part in (getattr(base, "group", None), getattr(base, "value", None)) if part)
         inner = getattr(base, "path", None) or option
         if inner and inner != "_self_" and (value := _usual(repository, f"{folder}/{inner}", name)) is not None:
-            return value
-    return None
+            break
+    return value

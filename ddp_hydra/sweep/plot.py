@@ -151,12 +151,17 @@ def _panel(
 ) -> None:
     at, labels = positions(values)
     good = _good(rows, objective)
-    means = [(at[one.jobs[0]], one.mean, one.sd or 0.0) for one in over_seeds if _is_drawn(one)]
+    means = [
+        (at[one.jobs[0]], one.mean, one.sd or 0.0)
+        for one in over_seeds
+        if one.mean is not None and max(abs(one.mean), one.sd or 0.0) < HUGE
+    ]
     bests: dict[float, float] = {}
     for place, value in [point[:2] for point in means] or [(at[row.number], _value(row)) for row in good]:
         bests.setdefault(place, value)
     if objective.ranks(rows) and not labels and len(bests) <= _MAX_LINE:
         axes.plot(*zip(*sorted(bests.items()), strict=True), color=JOB, alpha=0.35, linewidth=1.2, zorder=1)
+    style: dict[str, Any]
     for is_done, label in ((True, "done"), (False, "stopped, running or interrupted")):
         drawn = [(at[row.number], _value(row)) for row in good if (row.state == JobState.done) == is_done]
         if drawn:
@@ -211,10 +216,6 @@ def _good(rows: Sequence[JobRow], objective: SweepObjective) -> list[JobRow]:
 
 def _has_value(row: JobRow) -> bool:
     return row.state != JobState.failed and row.objective is not None and abs(row.objective) < HUGE
-
-
-def _is_drawn(config: SeedSummary) -> bool:
-    return config.mean is not None and abs(config.mean) < HUGE and (config.sd or 0.0) < HUGE
 
 
 def _is_lost(row: JobRow) -> bool:

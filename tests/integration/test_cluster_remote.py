@@ -164,7 +164,7 @@ def test_a_scheduler_that_we_do_not_trust(secured):
 def test_a_certificate_file_that_is_not_there(secured):
     security = secured.certificates(tls_client_cert="/nowhere/me.pem")
     assert why_not(address=secured.address, security=security).startswith(
-        "cluster.security.tls_client_cert=/nowhere/me.pem: no such file or directory: give cluster.security."
+        "cluster.security.tls_client_cert=/nowhere/me.pem: there is no file that can be read: give cluster.security."
     )
 
 

@@ -5,7 +5,9 @@ import getpass
 import logging
 import os
 import socket
+import ssl
 import weakref
+from types import SimpleNamespace
 
 import distributed
 import pytest
@@ -101,32 +103,43 @@ def test_where_the_reason_is_known_nobody_is_asked_again(clients, monkeypatch):
 
 @pytest.fixture
 def listener(monkeypatch):
-    """Set what is found out about who listens: whether it speaks first, and whether it speaks TLS."""
-    found = {"first": [], "tls": []}
+    """What each connection is answered, one after the other: None, or the error."""
+    answers: list[OSError | None] = []
     monkeypatch.setattr(connection, "POLL_S", 0.0)
-    monkeypatch.setattr(connection, "_speaks_first", lambda host, port: found["first"].pop(0))
-    monkeypatch.setattr(connection, "_speaks_tls", lambda host, port: found["tls"].pop(0))
-    return found
+    monkeypatch.setattr(connection, "_is_greeted", lambda *_: answers.pop(0))
+    return answers
 
 
-@pytest.mark.parametrize("tls", [None, False])  # it may answer when it is asked for TLS
+SILENT = TimeoutError("timed out")
+PLAIN = ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version number")
+
+
+@pytest.mark.parametrize("tls", [SILENT, PLAIN])  # it may answer when it is asked for TLS
 def test_a_scheduler_that_is_too_busy_to_speak_is_asked_again_until_the_time_is_over(tls, listener):
-    listener |= {"first": [False, True], "tls": [tls]}
+    listener += [SILENT, tls, None]
     await_scheduler("tcp://127.0.0.1:1", None, timeout_s=60.0)
-    listener |= {"first": [False], "tls": [tls]}
+    listener += [SILENT, tls]
     with pytest.raises(ClusterError, match=r"127\.0\.0\.1:1: what listens there is no Dask scheduler, or one"):
         await_scheduler("tcp://127.0.0.1:1", None, timeout_s=-1.0)
 
 
-def test_one_that_speaks_tls_is_asked_again_too_and_one_that_does_not_is_not(listener):
-    listener |= {"tls": [None, False]}
+@pytest.fixture
+def trusting():
+    """Security that takes any certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return SimpleNamespace(get_connection_args=lambda role: {"ssl_context": context})
+
+
+def test_one_that_speaks_tls_is_asked_again_too_and_one_that_does_not_is_not(listener, trusting):
+    listener += [SILENT, PLAIN]
     with pytest.raises(ClusterError, match=r"does not speak TLS: give cluster\.address=tcp://\[::1\]:8786"):
-        await_scheduler("tls://[::1]:8786", None, timeout_s=60.0)
+        await_scheduler("tls://[::1]:8786", trusting, timeout_s=60.0)
 
 
-def test_who_says_nothing_may_be_busy(monkeypatch):
+def test_who_says_nothing_may_be_busy(monkeypatch, trusting):
     monkeypatch.setattr(connection, "PROBE_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as server:
         for scheme in ("tcp", "tls"):
             address = f"{scheme}://127.0.0.1:{server.getsockname()[1]}"
-            assert diagnose(address, None).startswith(f"cluster.address={address}: {connection.NO_SCHEDULER}")
+            assert diagnose(address, trusting).startswith(f"cluster.address={address}: {connection.NO_SCHEDULER}")

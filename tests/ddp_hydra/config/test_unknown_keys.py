@@ -47,6 +47,12 @@ def test_a_new_key_that_another_value_refers_to_is_taken(reader):
     unknown_keys.check(composed("+trainer.mine=3", "objective.metric=mine", reader))
 
 
+def hydra_part(words, choices):
+    """Hydra's part of a config that was composed of these words."""
+    given = {"overrides": {"task": words}, "runtime": {"choices": choices}, "job": {"config_name": "config"}}
+    return OmegaConf.create(given)
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -67,7 +73,7 @@ def test_a_new_key_that_another_value_refers_to_is_taken(reader):
 )
 def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
     with caplog.at_level(logging.WARNING):
-        unknown_keys.check_typed(composed(*words), words, {}, None)
+        unknown_keys.check_typed(composed(*words), hydra_part(words, {}), None)
     assert caplog.messages == said
 
 
@@ -110,12 +116,12 @@ def test_a_word_where_a_number_is_usual_is_refused_before_anything_starts(words,
     choices = {"optimizer": "sgd", "data": "s3_images", "scheduler": "cosine", "model": "resnet18"}
     choices |= {word.partition("=")[0]: word.partition("=")[2] for word in words if "." not in word}
     with initialize_config_dir(str(CONF), **VERSION_BASE):
-        repository = GlobalHydra.instance().config_loader().repository
+        loader = GlobalHydra.instance().config_loader()
         if said is None:
-            unknown_keys.check_typed(cfg, words, choices, repository)
+            unknown_keys.check_typed(cfg, hydra_part(words, choices), loader)
         else:
             with pytest.raises(ConfigError, match=said):
-                unknown_keys.check_typed(cfg, words, choices, repository)
+                unknown_keys.check_typed(cfg, hydra_part(words, choices), loader)
 
 
 def test_keys_of_another_optimizer_are_named_with_what_to_type():
