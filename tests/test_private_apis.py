@@ -48,13 +48,11 @@ ALLOWED = {
     "_reductions": "states of a metric are gathered also from ranks without samples",
     "_ex_iterable": "the place of a Hugging Face stream",
     # Hydra and omegaconf
-    "_internal": "Hydra's loader of configs, its completion, and its files of a job",
-    "_get_matches": "completion of keys",
+    "_internal": "Hydra's loader of configs, and its files of a job",
     "_get_full_key": "the dotted key of a node, for messages",
     "_get_node": "a node without resolving it",
     "_is_interpolation": "as _get_node",
     "_is_none": "as _get_node",
-    "_is_optional": "whether completion offers null",
     "_return_value": "what a job has returned or raised; return_value raises",
     "_save_config": "no secret is written into .hydra",
     "_utils": "the YAML dumper of omegaconf",
@@ -112,6 +110,8 @@ def used_names(tree: ast.AST) -> set[str]:
                 func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]
             ):
                 found.add(name)
+            case ast.Call(func=ast.Name(id="patched"), keywords=keywords):
+                found |= {str(keyword.arg) for keyword in keywords}
     return {name for name in found if PRIVATE.fullmatch(name)}
 
 

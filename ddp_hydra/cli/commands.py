@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -62,26 +61,20 @@ def attach(words: Sequence[str]) -> None:
 
 TEMPLATE = Path(__file__).parent / "template"
 MAIN_CONFIG = "conf/config.yaml"
-
-
-class InitParser(argparse.ArgumentParser):
-    """Raises what is wrong with the words, so that it is reported as all other mistakes."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; type ddp-hydra init my_project, or ddp-hydra init --help")
+INIT_USAGE = """ddp-hydra init <folder>             # a project that trains: a model, a data set, configs, a test
+ddp-hydra init --minimal <folder>   # conf/config.yaml alone; nothing is overwritten in either case"""
 
 
 def init(words: Sequence[str]) -> None:
-    parser = InitParser(
-        prog="ddp-hydra init",
-        description="Write a project that trains at once: a model, a data set, configs, a test and a readme.",
-    )
-    parser.add_argument("folder", help="where to write it; nothing is overwritten")
-    parser.add_argument("--minimal", action="store_true", help="write conf/config.yaml alone")
-    given = parser.parse_args(words)
-    write_project(Path(given.folder), given.minimal)
-    where = "" if Path(given.folder).resolve() == Path.cwd() else f"cd {given.folder} && "
-    print(f"{given.folder} has a project now. To train: {where}ddp-hydra")  # noqa: T201
+    if {"-h", "--help"} & set(words):
+        print(INIT_USAGE)  # noqa: T201
+        return
+    folders = [word for word in words if word != "--minimal"]
+    if len(folders) != 1 or folders[0].startswith("-"):
+        raise ConfigError(f"{' '.join(words)!r}: type ddp-hydra init my_project; usage:\n{INIT_USAGE}")
+    write_project(Path(folders[0]), "--minimal" in words)
+    where = "" if Path(folders[0]).resolve() == Path.cwd() else f"cd {folders[0]} && "
+    print(f"{folders[0]} has a project now. To train: {where}ddp-hydra")  # noqa: T201
 
 
 def write_project(folder: Path, minimal: bool = False) -> None:

@@ -1,12 +1,10 @@
 """Changes Hydra inside the command.
 
-It composes once, checks what it has composed, lists options quickly, saves configs without secrets, and completes all
-values of a key.
+It composes once, checks what it has composed, lists options quickly, and saves configs without secrets.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,9 +14,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra.core import utils
 from hydra.core.object_type import ObjectType
-from hydra.plugins.completion_plugin import CompletionPlugin
 from hydra.types import RunMode
-from omegaconf import BooleanNode, DictConfig, EnumNode, OmegaConf
+from omegaconf import DictConfig
 
 from ddp_hydra.config import redact, unknown_keys
 from ddp_hydra.config.hydra_compat import IS_1_3
@@ -121,33 +118,3 @@ def saved_without_secrets() -> AbstractContextManager[None]:
         (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
 
     return patched(utils, _save_config=save_config)
-
-
-def offer_choices() -> None:
-    """Let Hydra's completion offer all values of an enum or a boolean, if the shell has asked for completion.
-
-    Hydra itself offers only the present value of a key.
-    """
-    if {"-sc", "--shell-completion"} & set(sys.argv):
-        original = CompletionPlugin._get_matches
-        CompletionPlugin._get_matches = staticmethod(  # type: ignore[method-assign]
-            lambda config, word: choices(config, word) or original(config, word)
-        )
-
-
-def choices(config: Any, word: str) -> list[str]:
-    """Return the completions of "key=" or "key=beginning"; none if the key is not an enum or boolean."""
-    key, equals, beginning = word.partition("=")
-    parent, _, name = key.rpartition(".")
-    holder = OmegaConf.select(config, parent) if parent else config
-    if not equals or not OmegaConf.is_dict(holder) or name not in holder:
-        return []
-    node = holder._get_node(name)
-    if isinstance(node, EnumNode):
-        values = [one.name for one in node.enum_type]
-    elif isinstance(node, BooleanNode):
-        values = ["false", "true"]
-    else:
-        return []
-    values += ["null"] if node._is_optional() else []
-    return [f"{key}={value}" for value in values if value.startswith(beginning)]

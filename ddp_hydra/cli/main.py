@@ -113,7 +113,6 @@ def compose_and_run() -> None:
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
     sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
-    hydra_patches.offer_choices()
     given = get_args_parser().parse_known_args(sys.argv[1:])[0]
     try:
         with (

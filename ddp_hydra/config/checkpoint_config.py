@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from ddp_hydra.config import redact
@@ -152,20 +152,22 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01"."""
     old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
+    differing = [key for key in keys if key not in old or key not in new or old[key] != new[key]]
     return [
-        f"{key} {_shown(old, key)} -> {_shown(new, key)}"
-        for key in keys
-        if old.get(key, _ABSENT) != new.get(key, _ABSENT)
+        f"{key} {' -> '.join(as_typed(one[key]) if key in one else '(missing)' for one in (old, new))}"
+        for key in differing
     ]
 
 
-_ABSENT = object()
-
-
-def _shown(leaves: Mapping[str, Any], key: str) -> str:
-    if key not in leaves:
-        return "(missing)"
-    return "null" if leaves[key] is None else str(leaves[key])
+def as_typed(value: Any) -> str:
+    """Return a value as a user would type it."""
+    if isinstance(value, list | tuple | ListConfig):
+        return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return "{…}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return str(getattr(value, "name", value))  # of an enum, its name
 
 
 def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_hydra.config.checkpoint_config import leaves
+from ddp_hydra.config.checkpoint_config import as_typed, leaves
 from ddp_hydra.errors import ConfigError
 
 GROUPS = ("experiment", "hparams_search", "debug")
@@ -38,9 +38,9 @@ def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], rep
         found = choices.get(key, lists.get(key, value))
         if key not in given and _options(found) != _options(value):
             raise ConfigError(
-                f"{by} chooses {key}={_shown(value)}, and `override {key}: {_shown(found)}` of the main config "
+                f"{by} chooses {key}={as_typed(value)}, and `override {key}: {as_typed(found)}` of the main config "
                 "wins over it in Hydra: move that line with its values into a file of conf/experiment, and name this "
-                f"one in the main config, `- experiment: <name>`; or type {key}={_shown(value)}, too"
+                f"one in the main config, `- experiment: <name>`; or type {key}={as_typed(value)}, too"
             )
     set_by_hand = [word for word in given if word not in choices]
     _check_values(cfg, {key: pair for key, pair in values.items() if not any(_meet(key, word) for word in set_by_hand)})
@@ -61,9 +61,9 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
             continue
         if _plain(part, key) != before:
             raise ConfigError(
-                f"{by} sets {key}={_shown(value)}, and {key}={_shown(before)} of the main config wins over it: in "
+                f"{by} sets {key}={as_typed(value)}, and {key}={as_typed(before)} of the main config wins over it: in "
                 "Hydra the later one of a defaults list does, and a file without `_self_` in its list is last. Write "
-                f"`- job`, `- _self_` and `- experiment: …` in this order; or type {key}={_shown(value)}, too"
+                f"`- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
             )
 
 
@@ -81,39 +81,27 @@ def _read(repository: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     found = repository.load_config(path)
     if found is None:
         return {}, {}
-    own: Any = OmegaConf.to_container(found.config) if found.header.get("package") == "_global_" else {}
+    own: Any = found.config if found.header.get("package") == "_global_" else {}
     groups: dict[str, Any] = {}
-    merged, is_in = OmegaConf.create({}), False
+    merged: Any = OmegaConf.create({})
+    is_in = False
     for entry in found.defaults_list:
         if entry.is_self():
-            merged, is_in = _merged(merged, own), True
+            merged, is_in = OmegaConf.merge(merged, own), True
         elif not entry.is_override():
-            inner = getattr(entry, "path", None)
-            if inner is None and is_in:  # its values win over this file's, wherever they are
+            option = getattr(entry, "path", None)
+            if option is None and is_in:  # its values win over this file's, wherever they are
                 own, merged = {}, OmegaConf.create({})
-            for option in (inner,) if isinstance(inner, str) else ():
+            elif isinstance(option, str):
                 base = option[1:] if option.startswith("/") else f"{path.rpartition('/')[0]}/{option}".lstrip("/")
                 of_base, content = _read(repository, base)
                 groups |= of_base
-                merged = _merged(merged, content)
-    groups |= dict(_chosen(found.defaults_list))
-    values = OmegaConf.to_container(merged if is_in else _merged(merged, own))
-    assert isinstance(values, dict)
-    return groups, {str(key): value for key, value in values.items()}
-
-
-def _chosen(entries: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the groups that a defaults list overrides, each with its option, or several."""
-    for entry in entries:
+                merged = OmegaConf.merge(merged, content)
+    for entry in found.defaults_list:
         if entry.is_override():
-            package = f"@{entry.package}" if entry.package else ""
-            yield f"{entry.group.lstrip('/')}{package}", entry.value
-
-
-def _merged(one: Any, other: Any) -> DictConfig:
-    found = OmegaConf.merge(one, other)
-    assert isinstance(found, DictConfig)
-    return found
+            groups[f"{entry.group.lstrip('/')}{f'@{entry.package}' if entry.package else ''}"] = entry.value
+    values: Any = OmegaConf.to_container(merged if is_in else OmegaConf.merge(merged, own))
+    return groups, values
 
 
 def _options(value: Any) -> list[str]:
@@ -124,9 +112,3 @@ def _options(value: Any) -> list[str]:
 
 def _meet(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, (list, tuple)) or OmegaConf.is_list(value):
-        return f"[{','.join(map(_shown, value))}]"
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if not isinstance(value, dict) else "{…}"

@@ -27,10 +27,8 @@ PRELOAD = (
     "ddp_hydra.writers.handler",
     "ddp_hydra.writers.hparams",
     "ddp_hydra.writers.text_files",
-    "ddp_hydra.writers.text_files",
     "ddp_hydra.writers.progress",
     "ddp_hydra.writers.status",
-    "ddp_hydra.writers.files",
     "ddp_hydra.writers.tensorboard",
     "tornado.platform.asyncio",
 )

@@ -21,41 +21,24 @@ from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
 from ddp_hydra.sweep.rows import JobRow, JobState, typed
 
-DICTIONARY_BYTES = 2**15
-"""Size of zlib's dictionary, which is the end of a config: configs differ least there."""
+
+def _compressed(name: str) -> Any:
+    """Return a property that keeps its value compressed."""
+    return property(
+        lambda self: pickle.loads(zlib.decompress(self.__dict__[name])),  # noqa: S301, pickled in the next line
+        lambda self, value: self.__dict__.update({name: zlib.compress(pickle.dumps(value), 1)}),
+    )
 
 
 class CompactReturn(JobReturn):
     """Keeps the configs of a result compressed: the configs of hundreds of jobs would fill the memory of the sweep."""
 
+    cfg = _compressed("_cfg")
+    hydra_cfg = _compressed("_hydra_cfg")
+
     def __init__(self, result: JobReturn) -> None:
-        self.__dict__.update(vars(result))
-        for name in ("cfg", "hydra_cfg"):
-            setattr(self, name, self.__dict__.pop(name, None))
-
-    def shrink(self, other: CompactReturn) -> None:
-        """Compress the configs again, by what they have in common with another result's: nearly all."""
-        if other is self:
-            return
-        for name in ("_cfg", "_hydra_cfg"):
-            content = self._decompressed(name)
-            packer = zlib.compressobj(1, zdict=other._decompressed(name)[-DICTIONARY_BYTES:])
-            self.__dict__[name] = packer.compress(content) + packer.flush()
-        self._other = other
-
-    def _decompressed(self, name: str) -> bytes:
-        other: CompactReturn | None = self.__dict__.get("_other")
-        shared = b"" if other is None else other._decompressed(name)[-DICTIONARY_BYTES:]
-        return zlib.decompressobj(zdict=shared).decompress(self.__dict__[name])
-
-    def _unpacked(self, name: str) -> Any:
-        return pickle.loads(self._decompressed(name))  # noqa: S301, pickled by this class
-
-    def _pack(self, name: str, value: Any) -> None:
-        self.__dict__[name] = zlib.compress(pickle.dumps(value), 1)
-
-    cfg = property(lambda self: self._unpacked("_cfg"), lambda self, value: self._pack("_cfg", value))
-    hydra_cfg = property(lambda self: self._unpacked("_hydra_cfg"), lambda self, value: self._pack("_hydra_cfg", value))
+        for name in vars(result).keys() | {"cfg", "hydra_cfg"}:
+            setattr(self, name, getattr(result, name))
 
 
 def portable(result: JobReturn) -> CompactReturn:

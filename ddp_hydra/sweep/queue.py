@@ -84,16 +84,15 @@ class CachingConfigLoader:
         self, template: DictConfig, words: Sequence[str], master_config: DictConfig, overrides: Sequence[str]
     ) -> DictConfig | None:
         """Return the config that Hydra would compose for a job of the same shape; None where only Hydra can tell."""
-        others = [parse_override(word) for word in overrides]
         changed = {old: parse_override(new) for old, new in zip(words, overrides, strict=True) if old != new}
-        if not all(is_value(template, override, others) for override in changed.values()):
-            return None
-        config = copy.deepcopy(template)
-        try:
-            for override in changed.values():
+        config, others = copy.deepcopy(template), [parse_override(word) for word in overrides]
+        for override in changed.values():
+            if not is_value(config, override.key_or_group, others):
+                return None
+            try:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-        except OmegaConfBaseException:  # Hydra has a message for it
-            return None
+            except OmegaConfBaseException:  # Hydra has a message for it
+                return None
         task = config.hydra.overrides.task
         for number, word in enumerate(task):
             if word in changed:
@@ -106,27 +105,15 @@ class CachingConfigLoader:
         return getattr(self.loader, name)
 
 
-def is_value(config: DictConfig, override: Override, others: Sequence[Override]) -> bool:
-    """Return whether an override does nothing but set one value, and no other one touches that."""
-    groups, key = groups_of(config), override.key_or_group
-    if key in groups or key.partition(".")[0] == "hydra":
+def is_value(config: DictConfig, key: str, overrides: Sequence[Override]) -> bool:
+    """Return whether a key is there and has a plain value, and only one override touches it."""
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    if not isinstance(node, DictConfig) or name not in node or OmegaConf.is_config(node._get_node(name)):
         return False
-    node = OmegaConf.select(config, key.rpartition(".")[0]) if "." in key else config
-    if not isinstance(node, DictConfig) or key.rpartition(".")[2] not in node:
-        return False
-    if OmegaConf.is_config(node._get_node(key.rpartition(".")[2])):
-        return False
-
-    def overlaps(other_key: str) -> bool:
-        outer, inner = sorted((key, other_key), key=len)
-        return f"{inner}.".startswith(f"{outer}.")
-
-    return not any(
-        other is not override
-        and (other.key_or_group not in groups or isinstance(other.value(), dict))
-        and overlaps(other.key_or_group)
-        for other in others
-    )
+    groups = groups_of(config)
+    keys = [one.key_or_group for one in overrides if one.key_or_group not in groups or isinstance(one.value(), dict)]
+    return sum(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in keys) == 1
 
 
 def groups_of(config: DictConfig) -> Container[str]:

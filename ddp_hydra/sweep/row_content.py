@@ -8,11 +8,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ddp_hydra.config import redact
+from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import Status, Summary, decode
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, typed
@@ -122,19 +123,11 @@ def _value_in_config(key: str, config: DictConfig, choices: Mapping[str, Any]) -
         return redact.HIDDEN
     if key in choices:
         option = choices[key]
-        return None if option is None else _as_typed(option)
+        return None if option is None else as_typed(option)
     try:
         value = OmegaConf.select(config, key, default=_ABSENT)
     except (OmegaConfBaseException, ValueError):
         return None
     if value is _ABSENT or isinstance(value, DictConfig):
         return None
-    return "null" if value is None else _as_typed(value)
-
-
-def _as_typed(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, ListConfig | list | tuple):
-        return f"[{','.join('null' if one is None else _as_typed(one) for one in value)}]"
-    return str(getattr(value, "name", value))  # of an enum, its name
+    return as_typed(value)

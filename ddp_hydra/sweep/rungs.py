@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ddp_hydra.config.schema import AtLeast1, AtLeast2
 from ddp_hydra.sweep.rows import score
-from ddp_hydra.sweep.stop_rules import Trial, Verdict, describe_standing
+from ddp_hydra.sweep.stop_rules import StopPolicy, Trial, Verdict, describe_standing
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Rung:
     promoted: set[int] = field(default_factory=set)
 
 
-class Rungs:
+class Rungs(StopPolicy):
     """Lets the best go on: asynchronous successive halving (Li et al. 2020, arXiv:1810.05934), made repeatable.
 
     Each job runs to the report of its rung and pauses. The jobs of a rung are ranked in the order in which they entered
@@ -48,27 +48,20 @@ class Rungs:
     pauses = True
 
     def __init__(self, maximize: bool, first: AtLeast1 = 1, reduction: AtLeast2 = 3, brackets: AtLeast1 = 1) -> None:
+        super().__init__()
         self.maximize, self.first, self.reduction = maximize, first, reduction
         self.pattern = bracket_pattern(brackets, reduction)
         self.rungs: list[list[Rung]] = [[] for _ in range(brackets)]
-        self.trials: dict[int, Trial] = {}
 
     def add(self, number: int, values: Sequence[float] = (), end: str = "") -> None:
-        self.trials[number] = Trial(number, values, end)
+        super().add(number, values, end)
         self._rung(number, 0).entrants.append(number)
-
-    def update(self, number: int, values: Sequence[float], end: str = "", is_complete: bool = False) -> None:
-        self.trials[number].values, self.trials[number].end = values, end
 
     def goal(self, number: int) -> int:
         return self._rung(number, self.trials[number].rung).goal
 
     def must_run(self, number: int) -> bool:
-        trial = self.trials[number]
-        return not trial.end and len(trial.values) < self.goal(number)
-
-    def is_settled(self, number: int) -> bool:
-        return True
+        return super().must_run(number) and len(self.trials[number].values) < self.goal(number)
 
     def decide(self) -> list[Verdict]:
         """Rank the results that are in; return the jobs that have entered another rung, in this order."""

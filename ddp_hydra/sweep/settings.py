@@ -101,21 +101,16 @@ def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
     better = "maximize" if _maximizes(direction) else "minimize"
     for key in ("direction", "ax_config.experiment.minimize", "optim.maximize", "maximize", "minimize"):
         found = OmegaConf.select(config, f"hydra.sweeper.{key}")
-        if OmegaConf.is_list(found) and len(found) == 1:
-            found = found[0]
-        if found is None:
-            continue
-        if OmegaConf.is_list(found):
-            given = "[" + ",".join(str(getattr(one, "name", one)) for one in found) + "]"
+        values = list(found) if OmegaConf.is_list(found) else [found]
+        right = str(key.endswith(better)).lower() if isinstance(values[0], bool) else better
+        typed = [
+            str(value).lower() if isinstance(value, bool) else str(getattr(value, "name", value)) for value in values
+        ]
+        if found is not None and typed != [right]:
             raise ConfigError(
-                f"hydra.sweeper.{key}={given}: a job returns one value, {metric}: give hydra.sweeper.{key}={better}"
-            )
-        given = str(found).lower() if isinstance(found, bool) else str(getattr(found, "name", found))
-        right = str(key.endswith(better)).lower() if isinstance(found, bool) else better
-        if given != right:
-            raise ConfigError(
-                f"hydra.sweeper.{key}={given}, but {'more' if better == 'maximize' else 'less'} of the objective "
-                f"{metric} is better: give hydra.sweeper.{key}={right}, or another objective.direction"
+                f"hydra.sweeper.{key}={','.join(typed)}, but a job returns one value, of the objective {metric}, and "
+                f"{'more' if better == 'maximize' else 'less'} of it is better: give hydra.sweeper.{key}={right}, or "
+                "another objective.direction"
             )
 
 

@@ -53,7 +53,7 @@ class Verdict:
     goes_on: bool = False
 
 
-class StopPolicy(Protocol):
+class StopPolicy:
     """Decides about all jobs of a sweep.
 
     Attributes:
@@ -61,29 +61,39 @@ class StopPolicy(Protocol):
         trials: the jobs, by number.
     """
 
-    pauses: bool
-    trials: dict[int, Trial]
+    pauses = False
+
+    def __init__(self) -> None:
+        self.trials: dict[int, Trial] = {}
 
     def add(self, number: int, values: Sequence[float] = (), end: str = "") -> None:
         """Add a job, with what it has reported in an earlier run of the sweep, and its end there. Called by number."""
+        self.trials[number] = Trial(number, values, end, is_complete=end == "done", is_known=bool(end))
 
     def update(self, number: int, values: Sequence[float], end: str = "", is_complete: bool = False) -> None:
         """Take over the reports of a job, and its end; see `Trial`."""
+        trial = self.trials[number]
+        trial.values, trial.end, trial.is_complete = values, end, is_complete
 
     def goal(self, number: int) -> int | None:
         """Return the report at which a job pauses next; None if it does not pause."""
+        return None
 
     def must_run(self, number: int) -> bool:
         """Return whether a job has to run before more can be decided about it."""
+        return not self.trials[number].end
 
     def is_settled(self, number: int) -> bool:
         """Return whether nothing is left to decide about a job that has ended."""
+        return True
 
     def decide(self) -> list[Verdict]:
         """Decide what can be decided now."""
+        raise NotImplementedError
 
     def finish(self) -> list[Verdict]:
         """Decide about the jobs that are paused, when nothing is left to run."""
+        return []
 
 
 class Rule(Protocol):
@@ -101,7 +111,7 @@ class Rule(Protocol):
         """
 
 
-class ReportPolicy:
+class ReportPolicy(StopPolicy):
     """Applies a rule to the reports of all jobs, in an order that does not depend on when they arrive.
 
     The decision about a report of a job uses the job's own reports so far, and the reports of jobs with lower numbers
@@ -109,25 +119,13 @@ class ReportPolicy:
     have ended; the job trains on meanwhile. If it is then stopped, what it has done since counts for nothing.
     """
 
-    pauses = False
-
     def __init__(self, rule: Rule) -> None:
+        super().__init__()
         self.rule = rule
-        self.trials: dict[int, Trial] = {}
-
-    def add(self, number: int, values: Sequence[float] = (), end: str = "") -> None:
-        self.trials[number] = Trial(number, values, end, is_complete=end == "done", is_known=bool(end))
 
     def update(self, number: int, values: Sequence[float], end: str = "", is_complete: bool = False) -> None:
-        trial = self.trials[number]
-        if trial.end != "stopped":
-            trial.values, trial.end, trial.is_complete = values, end, is_complete
-
-    def goal(self, number: int) -> int | None:
-        return None
-
-    def must_run(self, number: int) -> bool:
-        return not self.trials[number].end
+        if self.trials[number].end != "stopped":
+            super().update(number, values, end, is_complete)
 
     def is_settled(self, number: int) -> bool:
         return math.isinf(_comparable_up_to(self.trials[number]))
@@ -148,9 +146,6 @@ class ReportPolicy:
             limit = min(limit, _comparable_up_to(trial))
             earlier.append(trial)
         return verdicts
-
-    def finish(self) -> list[Verdict]:
-        return []
 
 
 def _comparable_up_to(trial: Trial) -> float:

@@ -25,7 +25,7 @@ from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, row_content
 from ddp_hydra.sweep.forked_process import ForkedProcess, lock, unlock, wait_for_message
 from ddp_hydra.sweep.job_process import preload, run_planned_job
-from ddp_hydra.sweep.planned_job import CompactReturn, PlannedJob, with_trace
+from ddp_hydra.sweep.planned_job import PlannedJob, with_trace
 from ddp_hydra.sweep.plot import Plotter
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
@@ -88,7 +88,6 @@ class Sweep:
                 row.state = self.stopping.state_at_end if row.state == JobState.done else row.state
         self.plotter = Plotter(folder, self.objective)
         self.stop_reason = ""
-        self.first_result: CompactReturn | None = None
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
         try:
@@ -182,8 +181,6 @@ class Sweep:
         if job.planned.is_ours:
             ended = row_content.read_summary(row, job.planned.folder, self.objective)
         if outcome.result is not None:
-            self.first_result = self.first_result or outcome.result
-            outcome.result.shrink(self.first_result)
             job.planned.result = with_trace(outcome.result, outcome.trace)
             if outcome.state == JobState.done:
                 row_content.take_value(row, outcome.result.return_value, self.objective)

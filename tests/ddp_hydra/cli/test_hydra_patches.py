@@ -1,4 +1,4 @@
-"""Hydra, as the command changes it, composes, lists and completes what it does by itself."""
+"""Hydra, as the command changes it, composes and lists what it does by itself."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from ddp_hydra.cli.hydra_patches import choices, composed_once, listed_without_copies, saved_without_secrets
+from ddp_hydra.cli.hydra_patches import composed_once, listed_without_copies, saved_without_secrets
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 from ddp_hydra.config.project import starter
-from ddp_hydra.config.schema import Config
 
 
 @pytest.fixture
@@ -152,21 +151,3 @@ def test_the_options_are_those_that_hydra_lists(monkeypatch):
             assert [loader.get_group_options(group, kind) for group in groups for kind in kinds] == wanted
     assert {"cluster", "data", "model"} <= set(groups)
     assert ConfigLoaderImpl.get_group_options is before
-
-
-@pytest.mark.parametrize(
-    ("word", "offered"),
-    [
-        ("trainer.precision=", ["fp32", "tf32", "bf16", "fp16"]),
-        ("trainer.precision=fp", ["fp32", "fp16"]),
-        ("trainer.compile=", ["default", "reduce_overhead", "max_autotune", "max_autotune_no_cudagraphs", "null"]),
-        ("trainer.channels_last=", ["false", "true", "null"]),
-        ("detach=t", ["true"]),
-        ("trainer.precision", []),
-        ("trainer.epochs=", []),
-        ("trainer.nothing=", []),
-        ("nothing.at.all=", []),
-    ],
-)
-def test_all_values_of_an_enum_are_offered(word, offered):
-    assert choices(OmegaConf.structured(Config), word) == [f"{word.partition('=')[0]}={value}" for value in offered]

@@ -31,7 +31,8 @@ def test_a_client_that_is_closed_while_its_scheduler_is_gone_says_nothing_of_it(
     monkeypatch.setattr(logging.getLogger("distributed"), "propagate", True)
     monkeypatch.setattr(logging.getLogger("distributed.client"), "propagate", True)
     log(error)
-    assert caplog.messages == ([] if isinstance(error, asyncio.CancelledError) else ["refused"])
+    said = set() if isinstance(error, asyncio.CancelledError) else {"refused"}  # other tests may have added handlers
+    assert set(caplog.messages) == said
 
 
 @pytest.mark.parametrize("error", [KeyError("getpwuid(): uid not found: 7"), OSError("No username set")])

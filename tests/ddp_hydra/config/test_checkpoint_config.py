@@ -77,7 +77,7 @@ def test_changes_are_told_by_what_was_given():
     assert checkpoint_config.changes(before, now) == [
         "data.bucket photos -> b",
         "data.val.bucket ${..bucket} -> (missing)",
-        "data.val.names ['${data.bucket}', 'b'] -> (missing)",
+        "data.val.names [${data.bucket},b] -> (missing)",
         "optimizer.lr 0.1 -> 0.01",
         "trainer.epochs 5 -> (missing)",
         "data.val (missing) -> null",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from hydra import initialize_config_dir
@@ -49,8 +50,8 @@ def test_a_new_key_that_another_value_refers_to_is_taken(reader):
 
 def hydra_part(words, choices):
     """Hydra's part of a config that was composed of these words."""
-    given = {"overrides": {"task": words}, "runtime": {"choices": choices}, "job": {"config_name": "config"}}
-    return OmegaConf.create(given)
+    names = SimpleNamespace
+    return names(overrides=names(task=words), runtime=names(choices=choices), job=names(config_name="config"))
 
 
 @pytest.mark.medium

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 
 import distributed  # noqa: F401 (teaches pickle the exceptions that there are; not those that follow)
@@ -12,7 +11,7 @@ from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError, Failure, RankFailed
-from ddp_hydra.sweep.planned_job import CompactReturn, describe_error, portable, with_trace
+from ddp_hydra.sweep.planned_job import describe_error, portable, with_trace
 
 
 def result(value, status=JobStatus.COMPLETED):
@@ -78,20 +77,3 @@ def test_an_error_shows_where_it_was_raised():
 )
 def test_an_error_is_one_line_in_the_overview(error, line):
     assert describe_error(error) == line
-
-
-def test_configs_of_many_results_take_little_more_than_those_of_one():
-    results, names = [], [hashlib.sha256(bytes([number])).hexdigest() for number in range(60)]
-    for number in range(3):
-        result = JobReturn()
-        result.cfg = OmegaConf.create({"lr": number, "names": names})
-        result.hydra_cfg = OmegaConf.create({"job": {"num": number}})
-        results.append(CompactReturn(result))
-    before = len(vars(results[1])["_cfg"])
-    for result in results[1:]:
-        result.shrink(results[0])
-    assert len(vars(results[1])["_cfg"]) < before / 5
-    for number, result in enumerate(pickle.loads(pickle.dumps(results))):
-        assert (result.cfg.lr, result.cfg.names, result.hydra_cfg.job.num) == (number, names, number)
-    results[2].cfg = OmegaConf.create({"lr": 7})
-    assert results[2].cfg.lr == 7
