@@ -107,11 +107,10 @@ def used_names(tree: ast.AST) -> set[str]:
             case ast.Import(names=names):
                 found |= {part for alias in names for part in alias.name.split(".")}
             case ast.Call(
-                func=ast.Name(id="getattr" | "setattr" | "hasattr"), args=[_, ast.Constant(value=str(name)), *_]
+                func=ast.Name(id="getattr" | "setattr" | "hasattr" | "patched"),
+                args=[_, ast.Constant(value=str(name)), *_],
             ):
                 found.add(name)
-            case ast.Call(func=ast.Name(id="patched"), keywords=keywords):
-                found |= {str(keyword.arg) for keyword in keywords}
     return {name for name in found if PRIVATE.fullmatch(name)}
 
 

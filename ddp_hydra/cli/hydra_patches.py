@@ -22,16 +22,14 @@ from ddp_hydra.config.hydra_compat import IS_1_3
 
 
 @contextmanager
-def patched(owner: Any, **functions: Any) -> Iterator[None]:
-    """Replace functions of a class or module inside the block."""
-    before = {name: getattr(owner, name) for name in functions}
-    for name, function in functions.items():
-        setattr(owner, name, function)
+def patched(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Replace a function of a class or module inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, function)
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(owner, name, function)
+        setattr(owner, name, before)
 
 
 @contextmanager
@@ -69,7 +67,7 @@ def composed_once(multirun: bool) -> Iterator[None]:
         cfg = kept.pop((config_name, tuple(overrides)), None) if run_mode is wanted else None
         return load(self, config_name, overrides, run_mode, *args, **kwargs) if cfg is None else cfg
 
-    with patched(ConfigLoaderImpl, load_configuration=load_configuration), patched(Hydra, get_mode=get_mode):
+    with patched(ConfigLoaderImpl, "load_configuration", load_configuration), patched(Hydra, "get_mode", get_mode):
         yield
 
 
@@ -85,7 +83,7 @@ def checked_as_composed() -> AbstractContextManager[None]:
             unknown_keys.check_typed(cfg, cfg.hydra, self.config_loader)
         return cfg
 
-    return patched(Hydra, compose_config=compose_config)
+    return patched(Hydra, "compose_config", compose_config)
 
 
 def listed_without_copies() -> AbstractContextManager[None]:
@@ -107,7 +105,7 @@ def listed_without_copies() -> AbstractContextManager[None]:
             return list(self.repository.get_group_options(group_name, results_filter))
         return list(original(self, group_name, results_filter, config_name, overrides))
 
-    return patched(ConfigLoaderImpl, get_group_options=get_group_options)
+    return patched(ConfigLoaderImpl, "get_group_options", get_group_options)
 
 
 def saved_without_secrets() -> AbstractContextManager[None]:
@@ -117,4 +115,4 @@ def saved_without_secrets() -> AbstractContextManager[None]:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
 
-    return patched(utils, _save_config=save_config)
+    return patched(utils, "_save_config", save_config)
