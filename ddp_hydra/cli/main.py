@@ -145,15 +145,17 @@ def report(run: Callable[[], None]) -> int:
 
 def error_message(error: Exception) -> str:
     """Return the message of an error for the user, also of errors that Hydra raises before there is a job."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file == "hydra/sweeper/optuna":
-        return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
-    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        near = unknown_keys.meant(name, error.options, f"{group}=")
-        return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
-    if isinstance(error, MissingConfigException) and "/" in (error.missing_cfg_file or ""):  # of a list of options
-        group, _, name = str(error.missing_cfg_file).rpartition("/")
-        return f"{group}={name} is not an option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        if error.missing_cfg_file == "hydra/sweeper/optuna":
+            return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
+        if error.options:
+            near = unknown_keys.meant(name, error.options, f"{group}=")
+            return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
+        if group:  # of a list of options
+            return (
+                f"{group}={name} is not an option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
+            )
     if word := _group_without_option(error):
         group = word.partition("=")[0].lstrip("+~")
         return (

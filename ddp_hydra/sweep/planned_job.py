@@ -100,7 +100,7 @@ class Need:
     workers: int | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class PlannedJob:
     """A job of the sweep.
 
@@ -136,12 +136,6 @@ class PlannedJob:
     def is_dry(self) -> bool:
         return self.is_ours and bool(self.config.get("dry_run"))
 
-    @property
-    def task_config(self) -> DictConfig | None:
-        if not self.is_composed:
-            return None
-        return OmegaConf.masked_copy(self.config, [str(key) for key in self.config if key != "hydra"])
-
     def fail(self, error: Exception) -> None:
         self.row.state, self.row.message = JobState.failed, first_line(str(error))
         self.result = self.failed_return(error)
@@ -162,7 +156,9 @@ class PlannedJob:
         return self.failed_return(SweepFailed(f"{reason}: run it again with hydra.launcher.retry_failed=true"))
 
     def _return(self, status: JobStatus, value: object) -> JobReturn:
-        result = JobReturn(self.row.overrides, self.task_config, working_dir=str(self.folder), status=status)
+        keys = [str(key) for key in self.config if key != "hydra"]
+        config = OmegaConf.masked_copy(self.config, keys) if self.is_composed else None
+        result = JobReturn(self.row.overrides, config, working_dir=str(self.folder), status=status)
         result._return_value = value
         return result
 

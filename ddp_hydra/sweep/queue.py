@@ -6,7 +6,6 @@ import copy
 import importlib
 import itertools
 import re
-from collections import deque
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import Any
@@ -143,8 +142,7 @@ class JobQueue:
         retry_failed: whether jobs that failed in the earlier run are run again.
 
     Attributes:
-        jobs: those for the cluster that is up.
-        waiting: those that need another cluster.
+        jobs: the jobs, those of a higher priority first.
         keys: the keys that some job gives.
     """
 
@@ -164,8 +162,7 @@ class JobQueue:
             row.overrides = redact.without(row.overrides)  # earlier versions wrote secrets, too
         self.next_number = max((row.number for row in self.earlier), default=-1) + 1
         self.not_repeated = {JobState.done, JobState.stopped} | (set() if retry_failed else {JobState.failed})
-        self.jobs: deque[PlannedJob] = deque()
-        self.waiting: deque[PlannedJob] = deque()
+        self.jobs: list[PlannedJob] = []
         self.keys = dict.fromkeys(key for row in self.earlier for key in typed(row))
 
     def __bool__(self) -> bool:
@@ -206,32 +203,23 @@ class JobQueue:
                 fill_row_from_folder(row, self.keys, self.folder / row.folder)
 
     def first(self, cluster: str | None) -> PlannedJob | None:
-        """Return the next job, composed; it stays in the queue. Jobs for another cluster are set aside."""
-        while self.jobs:
-            job = self.jobs[0]
+        """Return the next job that runs on a cluster, or on any, composed; it stays in the queue."""
+        for job in list(self.jobs):
             if job.row.state == JobState.failed or (not job.is_composed and not self.compose(job)):
-                self.jobs.popleft()
-            elif cluster is not None and job.need.cluster != cluster:
-                self.waiting.append(self.jobs.popleft())
-            else:
+                self.jobs.remove(job)
+            elif cluster in (None, job.need.cluster):
                 return job
         return None
 
     def put_first(self, job: PlannedJob, priority: int) -> None:
         self.remove(job)
         job.priority = priority
-        place = next((at for at, other in enumerate(self.jobs) if other.priority < priority), len(self.jobs))
-        self.jobs.insert(place, job)
+        self.jobs.append(job)
+        self.jobs.sort(key=lambda one: -one.priority)
 
     def remove(self, job: PlannedJob) -> None:
-        for jobs in (self.jobs, self.waiting):
-            if job in jobs:
-                jobs.remove(job)
-
-    def switch_cluster(self) -> bool:
-        """Continue with the jobs that were set aside; return False if there are none."""
-        self.jobs, self.waiting = self.waiting, deque()
-        return bool(self.jobs)
+        if job in self.jobs:
+            self.jobs.remove(job)
 
     def compose(self, job: PlannedJob) -> bool:
         """Compose a job; return False if that failed, which is then the job's result."""
@@ -268,4 +256,4 @@ class JobQueue:
         for job in self.jobs:
             if (job.is_composed or self.compose(job)) and job.need.cluster == cluster:
                 job.fail(error)
-        self.jobs = deque(job for job in self.jobs if job.row.state != JobState.failed)
+        self.jobs = [job for job in self.jobs if job.row.state != JobState.failed]

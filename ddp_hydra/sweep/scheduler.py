@@ -117,7 +117,7 @@ class JobScheduler:
         """Yield the jobs to start now, taken from the queue. If a cluster cannot be brought up, all its jobs fail."""
         try:
             job = self._next_job()
-            if job is not None and not self.running:
+            if not self.running and (job := job or self.queue.first(None)) is not None:
                 self.bring_up(job.need.cluster)
             if self.cluster is not None:
                 self.cluster.update()
@@ -125,16 +125,13 @@ class JobScheduler:
                     log.warning("the cluster is gone: another one is brought up")
                     self.bring_up(self.cluster.config)
             while job is not None and not is_stopping() and self.fits(job):
-                yield self.queue.jobs.popleft()
+                self.queue.remove(job)
+                yield job
                 job = self._next_job()
         except ClusterError as error:
             config = self.cluster.config if self.cluster else ""
             self.close_cluster()
             self.queue.fail_all_on(config, error)
-
-    def bring_up_next(self) -> None:
-        if not self.queue and not self.running and self.queue.switch_cluster():
-            self.bring_up(self.queue.jobs[0].need.cluster)
 
     def _next_job(self) -> PlannedJob | None:
         """Return the next job for the cluster that is up; for any cluster if none is up and nothing runs."""

@@ -74,15 +74,9 @@ class SweepSettings:
             if number_kept(self.keep) is not None:
                 raise ConfigError(f"hydra.launcher.keep={self.keep}: only jobs of ddp_hydra's configs have checkpoints")
             return
-        if self.ranks is not None or self.cluster is not None:
-            raise ConfigError(
-                "hydra.launcher.ranks and hydra.launcher.cluster are for apps whose config is not one of ours: give "
-                "dispatch.ranks and cluster instead"
-            )
-        if self.direction is not None:
-            raise ConfigError(
-                "hydra.launcher.direction is for apps whose config is not one of ours: give objective.direction instead"
-            )
+        for key, ours in (("ranks", "dispatch.ranks"), ("cluster", "cluster"), ("direction", "objective.direction")):
+            if getattr(self, key) is not None:
+                raise ConfigError(f"hydra.launcher.{key} is for apps with other configs than ours: give {ours} instead")
 
 
 def objective_of(config: DictConfig, direction: str | None = None) -> SweepObjective:

@@ -261,10 +261,12 @@ class JobStopper:
             return "done"  # by its own trainer.pause_after_validations
         return _ENDS.get(job.row.state, "")
 
+    def _trainer(self, job: PlannedJob) -> Any:
+        return (job.config if job.is_composed else self.config).get("trainer")
+
     def _set_length(self, job: PlannedJob) -> None:
-        trainer = (job.config if job.is_composed else self.config).get("trainer")
         is_known = job.row.epochs is not None and not job.is_composed
-        if job.is_ours and not is_known and trainer is not None and trainer.epochs is not None:
+        if job.is_ours and not is_known and (trainer := self._trainer(job)) is not None and trainer.epochs is not None:
             job.row.epochs = float(trainer.epochs)
 
     def _describe(self, job: PlannedJob, count: int) -> str:
@@ -273,9 +275,7 @@ class JobStopper:
         report = self.reports[job.row.number][count - 1]
         if report.epoch is not None and job.row.epochs:
             return f"{report.epoch:g} of {job.row.epochs:g} epochs"
-        if job.is_ours and report.step is not None:
-            return f"step {report.step}"
-        return f"report {count}"
+        return f"step {report.step}" if job.is_ours and report.step is not None else f"report {count}"
 
     def _values(self, number: int) -> list[float]:
         return [report.value for report in self.reports[number]]
@@ -294,8 +294,7 @@ class JobStopper:
 
     def _is_complete(self, job: PlannedJob) -> bool:
         """Return whether a job of ours has made the last report of the whole run."""
-        trainer = (job.config if job.is_composed else self.config).get("trainer")
-        reports = self.reports[job.row.number]
+        trainer, reports = self._trainer(job), self.reports[job.row.number]
         if not self.is_ours or trainer is None or not reports:
             return False
         step, epoch = reports[-1].step or 0, reports[-1].epoch or 0

@@ -88,7 +88,8 @@ class SummaryFiles:
     def _update_columns(self, rows: Sequence[JobRow]) -> None:
         """Write the HParams tab's columns once metrics are known, because TensorBoard keeps the first ones it reads."""
         names = {name for row in rows for name in row.metrics}
-        wanted = self._metric_names(names), [row.overrides for row in rows]
+        others = sorted(name for name in names if name.startswith(("val/", "train/"))) or sorted(names)
+        wanted = list(dict.fromkeys([self.objective.metric, *others])), [row.overrides for row in rows]
         if not names or self._written.get("columns") == wanted:
             return
         if any(self._has_curves(row) for row in rows if row.metrics):
@@ -102,10 +103,6 @@ class SummaryFiles:
             return (self.folder / row.folder / "tensorboard").is_dir()
         except (OSError, ValueError):  # not a valid folder name
             return False
-
-    def _metric_names(self, names: set[str]) -> list[str]:
-        others = sorted(name for name in names if name.startswith(("val/", "train/"))) or sorted(names)
-        return list(dict.fromkeys([self.objective.metric, *others]))
 
 
 def json_text(rows: Iterable[JobRow], objective: SweepObjective, over_seeds: Sequence[SeedSummary] = ()) -> str:

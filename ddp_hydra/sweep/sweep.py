@@ -154,8 +154,6 @@ class Sweep:
             self.poll()
             self.files.write(self.rows)
             self.table.show(self.rows)
-            if not self.is_stopping():
-                self.scheduler.bring_up_next()
 
     def is_stopping(self) -> bool:
         return bool(self.stop_reason) or self.interrupts.wanted

@@ -19,7 +19,6 @@ from rich.text import Text
 
 from ddp_hydra.console.text import duration, printable
 from ddp_hydra.sweep.rows import (
-    DATA_KEYS,
     JobRow,
     JobState,
     SweepObjective,
@@ -209,12 +208,9 @@ def _order_of(rows: Sequence[JobRow], objective: SweepObjective) -> str:
     groups = group_of(rows)
     if len(set(groups.values())) < 2:
         return f"Best first by {metric}: {objective.better}."
-    is_data = not objective.ranks(rows)
-    other = "data set" if is_data else "model"
-    if is_data and any(key not in DATA_KEYS for group in groups.values() for key, _ in group):
-        other = "data set and model"
+    other = "model" if objective.ranks(rows) else "data set and model"
     words = f"Grouped by {other}, the best first in each group by {metric}: {objective.better}."
-    best = None if is_data else _best(best_first(rows, objective), objective)
+    best = _best(best_first(rows, objective), objective) if objective.ranks(rows) else None
     if best is None:
         return words
     return f"{words} The best of all is job {best.number} with {_markup(_words(groups[best.number]))}."

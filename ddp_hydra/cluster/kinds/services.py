@@ -126,7 +126,8 @@ class Kubernetes(Manager):
 
     def open(self) -> Any:
         given = {"n_workers": self.expected, **self.arguments}
-        given["name"] = given.get("name") or _unique_name()
+        user = re.sub(r"[^a-z0-9]+", "-", user_name().lower()).strip("-") or "nobody"
+        given["name"] = given.get("name") or f"ddp-hydra-{user[:20]}-{secrets.token_hex(4)}"
         given.setdefault("quiet", True)
         given.setdefault("shutdown_on_close", None)  # means: True for a new one, False for an existing one
         if given.get("custom_cluster_spec") is None:
@@ -177,11 +178,6 @@ def _spec_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 def _as_text(values: dict[str, Any]) -> dict[str, str]:
     return {name: str(value) for name, value in values.items()}
-
-
-def _unique_name() -> str:
-    user = re.sub(r"[^a-z0-9]+", "-", user_name().lower()).strip("-") or "nobody"
-    return f"ddp-hydra-{user[:20]}-{secrets.token_hex(4)}"
 
 
 async def _describe_pods(cluster: str, namespace: str) -> str:

@@ -37,7 +37,7 @@ def test_what_cannot_be_is_refused_by_its_key(wrong):
 def test_what_is_for_tasks_with_ranks_is_refused_elsewhere():
     with pytest.raises(ConfigError, match=r"give hydra\.launcher\.ranks=2"):
         SweepSettings(cluster={"n_workers": 2})
-    with pytest.raises(ConfigError, match=r"give dispatch\.ranks and cluster instead"):
+    with pytest.raises(ConfigError, match=r"give dispatch\.ranks instead"):
         SweepSettings(ranks=2).check(is_ours=True)
     with pytest.raises(ConfigError, match=r"give objective\.direction instead"):
         SweepSettings(direction="maximize").check(is_ours=True)

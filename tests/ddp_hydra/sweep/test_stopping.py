@@ -252,7 +252,7 @@ class RungSweep:
 
     def run_next(self, *, fails: bool = False) -> tuple[int, int]:
         """Run the first job of the queue to its goal; return its number and the goal."""
-        job = self.queue.jobs.popleft()
+        job = self.queue.jobs.pop(0)
         job.config, job.is_ours, job.folder = OmegaConf.create(PAUSING), True, self.folder / job.row.folder
         self.stopping.before_start(job)
         goal = job.config.trainer.pause_after_validations

@@ -254,7 +254,7 @@ def test_without_a_direction_no_job_is_called_better():
 def test_each_data_set_has_a_best_of_its_own():
     rows = [done(n, n / 10, f"data={'ab'[n % 2]}", f"lr={n}") for n in range(4)]
     text = markdown_text(rows, ACCURACY)
-    assert "\nGrouped by data set, the best first in each group by val/accuracy: higher is better.\n" in text
+    assert "\nGrouped by data set and model, the best first in each group by val/accuracy: higher is better.\n" in text
     assert re.findall("## (.*)", text) == ["data=a", "data=b"]
     first, second = text.split("## data=b")
     assert [line[0] for line in cells(first)] == ["job", "2", "0"]
