@@ -41,7 +41,6 @@ ALLOWED = {
     "_profiler_enabled": "spans only where somebody records them",
     "_python_dispatch": "tells tensors that are wrapped from plain ones",
     "_pytree": "nested inputs of an export",
-    "_saved_sparse": "whether an embedding's gradient is sparse, told by its node",
     "_schedulers": "the schedulers in SequentialLR and ChainedScheduler",
     "_set_params_and_buffers_to_ignore_for_model": "DDP does not broadcast what no backend can send",
     # torchmetrics, datasets

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task, inputs, pair
 from ddp_hydra.tasks.counting import Counting
 
@@ -16,7 +17,8 @@ class Classification(Task):
     """Computes the loss, and counts the correct answers.
 
     A batch is (x, y). There is an accuracy if `y` holds class numbers, or shares of classes of which the largest
-    counts; otherwise only a loss.
+    counts; otherwise only a loss. Where the criterion has a classifier of its own, as ArcFace has, the model's output
+    holds no classes: there is no accuracy, and the output is what is predicted.
 
     Args:
         criterion: (prediction, target) -> mean loss, see `Counting`. Its attribute `for_validation`, if it has one,
@@ -37,6 +39,10 @@ class Classification(Task):
         self.validation_criterion = getattr(criterion, "for_validation", criterion)
         self.counting, self.validation_counting = Counting(criterion), Counting(self.validation_criterion)
         self.note = self.counting.note
+        weights = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+        self.head_sizes = {
+            size for one in weights if one.ndim == 2 and one.shape[0] != one.shape[1] for size in one.shape
+        }
 
     def step(self, model: Any, batch: Any) -> Step:
         """Mix the samples, and compute the loss."""
@@ -59,7 +65,7 @@ class Classification(Task):
         with torch.no_grad():
             n = counting.n(prediction, y)
             sums: dict[str, Any] = {}
-            if (pair := classes(prediction, y, self.class_axis)) is not None:
+            if self.has_classes(prediction) and (pair := classes(prediction, y, self.class_axis)) is not None:
                 guess, truth = pair
                 correct = guess == truth
                 if truth is not y:  # shares, which all count
@@ -73,12 +79,22 @@ class Classification(Task):
                 sums = {"accuracy": (correct.sum(), counted)}
         return Step(loss, n, sums, prediction, y, counting.summed)
 
+    def has_classes(self, output: Tensor) -> bool:
+        """Return whether the model's output can hold classes: False for the input of a classifier in the criterion."""
+        axis = -1 if self.class_axis is None else self.class_axis
+        return output.ndim < 2 or output.shape[axis] not in self.head_sizes
+
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric (answers, classes) scores, and as many class numbers; perplexity needs the time axis.
 
         A target in the shape of the scores holds a number for each class, and stays like them.
         """
         axis = -1 if self.class_axis is None else self.class_axis
+        if not self.has_classes(step.prediction) and type(metric).__module__.startswith("torchmetrics.classification"):
+            raise ConfigError(
+                f"{type(metric).__name__} needs the scores of classes, and the loss {type(self.criterion).__name__} "
+                "computes them itself from the model's output: give metrics=none, or a task of your own"
+            )
         scores = step.prediction.float().movedim(axis, -1)
         if type(metric).__name__ == "Perplexity":
             metric.update(scores, step.target)
@@ -103,6 +119,8 @@ class Classification(Task):
         one, and with the likeliest class where the batch holds class numbers.
         """
         output, head = model(inputs(batch)).float(), head_of(self.criterion)
+        if not self.has_classes(output):
+            return {"prediction": output}
         if self.class_axis is not None and output.shape[self.class_axis] > 1:
             shares = {"logits": output.sigmoid(), "probabilities": output}.get(head, output.softmax(self.class_axis))
             probability, best = shares.max(self.class_axis)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,99 +24,6 @@ _PREDICTS_ALL = re.compile(
     r"ForCausalLM$"
 )
 """Classes of transformers whose labels are not shifted, although the names of some look so."""
-
-
-class Denominator(NamedTuple):
-    """What a loss is a mean over.
-
-    Args:
-        n: number of things; None: the samples of the micro-batch.
-        labels: the labels that count, and -100; None if the batch has none. The logits at a place predict its label.
-        summed: the loss is a sum.
-    """
-
-    n: float | Tensor | None = None
-    labels: Tensor | None = None
-    summed: bool = False
-
-
-class ModelCounting:
-    """Counts what the loss of a model is a mean over.
-
-    Args:
-        shift: the model predicts labels[..., 1:]; False: all labels; None: found from its class or, where that does not
-            tell, from the loss and the logits of the first batch with labels that count: on a GPU, they are waited for.
-    """
-
-    def __init__(self, shift: bool | None) -> None:
-        self.shift, self.rule = shift, ""
-
-    def count(self, model: Any, batch: Any, loss: Tensor, output: Mapping[str, Any]) -> Denominator:
-        """Count the things of a micro-batch.
-
-        Args:
-            model: the model itself, without wrappers.
-            batch: the micro-batch.
-            loss: of the micro-batch, a scalar.
-            output: "logits" and "start_logits" of the model's output, as far as it has them.
-
-        Raises:
-            ConfigError: what the loss is a mean over can't be told.
-        """
-        if not isinstance(batch, Mapping):
-            return Denominator()
-        config, name, labels = getattr(model, "config", None), type(model).__name__, batch.get("labels")
-        if not isinstance(labels, Tensor):
-            return Denominator(_answers(batch, output.get("start_logits")))
-        if name.endswith("ForCTC"):
-            return Denominator(summed=getattr(config, "ctc_loss_reduction", "mean") == "sum")
-        if labels.is_floating_point():
-            return Denominator(labels.numel(), labels)
-        if name.endswith("ForSemanticSegmentation"):
-            ignore = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
-            labels = labels.where(labels != ignore, IGNORED)
-            if getattr(config, "num_labels", None) == 1:  # it divides by all pixels
-                return Denominator(labels.numel(), labels)
-            return Denominator((labels != IGNORED).sum(), labels)
-        return self._by_rule(model, batch, loss, output.get("logits"), labels)
-
-    def _by_rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Any, labels: Tensor) -> Denominator:
-        rule = self._rule(model, batch, loss, logits if isinstance(logits, Tensor) else None, labels)
-        if rule == "elements":
-            return Denominator(labels.numel(), labels)
-        if rule == "mask":
-            labels = labels.where(batch["attention_mask"] == 1, IGNORED)
-        if rule == "shift" and labels.ndim > 1:
-            labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
-        return Denominator((labels != IGNORED).sum(), labels)
-
-    def _rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Tensor | None, labels: Tensor) -> str:
-        """Return "all", "shift", "elements" or "mask": which labels count."""
-        if self.shift is not None:
-            return "shift" if self.shift else "all"
-        others = [name for name in batch if name != "labels" and name.endswith(("_label", "_labels"))]
-        if not self.rule and not others:
-            self.rule = _by_name(model)
-            if not self.rule and logits is not None:
-                self.rule = rule_of(loss, logits, labels, batch.get("attention_mask"))
-        if self.rule or not bool((labels != IGNORED).any()):
-            return self.rule or "all"
-        name, why = type(model).__name__, "loss and logits of the first batch are no plain cross-entropy of the labels"
-        if others:
-            why = f"the batch has {', '.join(others)} beside labels"
-        if labels.ndim > 1:
-            raise ConfigError(
-                f"what the loss of {name} is a mean over can't be told: {why}. Give task.shift=false where it is a "
-                "mean over all labels but -100, task.shift=true where it leaves out the first of each row as causal "
-                "language models do, else a task of your own with Step(loss, n)"
-            )
-        warnings.warn(
-            f"what the loss of {name} is a mean over can't be told: {why}. It is weighed by the labels that are not "
-            "-100; give a task of your own with Step(loss, n) where it is a mean over something else",
-            stacklevel=2,
-        )
-        self.rule = "all"
-        return "all"
 
 
 def _by_name(model: Any) -> str:
@@ -200,11 +107,12 @@ class ModelLoss(Task):
     Args:
         without: keys of the batch that the model is not given when it predicts, such as its labels.
         shift: the model predicts labels[:, 1:], as causal language models do whose labels are their inputs; False: it
-            predicts all labels; None: found from its class or, where that doesn't tell, from its loss and logits.
+            predicts all labels; None: found from its class or, where that doesn't tell, from loss and logits of the
+            first batch with labels that count: on a GPU, they are waited for.
     """
 
     def __init__(self, without: tuple[str, ...] = ("labels", "label"), shift: bool | None = None) -> None:
-        self.without, self.counting = tuple(without), ModelCounting(shift)
+        self.without, self.shift, self.rule = tuple(without), shift, ""
 
     def step(self, model: Any, batch: Any) -> Step:
         """Take the loss from the output, and count the labels that it is a mean of."""
@@ -217,10 +125,63 @@ class ModelLoss(Task):
             )
         logits = found(output, "logits")
         with torch.no_grad():
-            parts = {"logits": logits, "start_logits": found(output, "start_logits")}
-            n, labels, summed = self.counting.count(bare(model), batch, loss.detach().reshape(()), parts)
+            n, labels, summed = self._counted(bare(model), batch, loss.detach().reshape(()), output)
         prediction = logits if isinstance(logits, Tensor) and labels is not None else None
         return Step(loss.reshape(()) if loss.ndim else loss, n, {}, prediction, labels, summed)
+
+    def _counted(self, model: Any, batch: Any, loss: Tensor, output: Any) -> tuple[Any, Tensor | None, bool]:
+        """Return what a loss is a mean over: the number of things, None for samples; the labels that count, and -100;
+        and whether it is a sum. The logits at a place predict its label."""
+        if not isinstance(batch, Mapping):
+            return None, None, False
+        config, name, labels = getattr(model, "config", None), type(model).__name__, batch.get("labels")
+        if not isinstance(labels, Tensor):
+            return _answers(batch, found(output, "start_logits")), None, False
+        if name.endswith("ForCTC"):
+            return None, None, getattr(config, "ctc_loss_reduction", "mean") == "sum"
+        n_all = labels.numel()
+        if labels.is_floating_point():
+            return n_all, labels, False
+        if name.endswith("ForSemanticSegmentation"):
+            ignore = getattr(config, "semantic_loss_ignore_index", getattr(config, "loss_ignore_index", IGNORED))
+            labels = labels.where(labels != ignore, IGNORED)
+            # With one class, it divides by all pixels.
+            return n_all if getattr(config, "num_labels", None) == 1 else (labels != IGNORED).sum(), labels, False
+        logits = found(output, "logits")
+        rule = self._rule(model, batch, loss, logits if isinstance(logits, Tensor) else None, labels)
+        if rule == "mask":
+            labels = labels.where(batch["attention_mask"] == 1, IGNORED)
+        if rule == "shift" and labels.ndim > 1:
+            labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+        return n_all if rule == "elements" else (labels != IGNORED).sum(), labels, False
+
+    def _rule(self, model: Any, batch: Mapping[str, Any], loss: Tensor, logits: Tensor | None, labels: Tensor) -> str:
+        """Return "all", "shift", "elements" or "mask": which labels count."""
+        if self.shift is not None:
+            return "shift" if self.shift else "all"
+        others = [name for name in batch if name != "labels" and name.endswith(("_label", "_labels"))]
+        if not self.rule and not others:
+            self.rule = _by_name(model)
+            if not self.rule and logits is not None:
+                self.rule = rule_of(loss, logits, labels, batch.get("attention_mask"))
+        if self.rule or not bool((labels != IGNORED).any()):
+            return self.rule or "all"
+        name, why = type(model).__name__, "loss and logits of the first batch are no plain cross-entropy of the labels"
+        if others:
+            why = f"the batch has {', '.join(others)} beside labels"
+        if labels.ndim > 1:
+            raise ConfigError(
+                f"what the loss of {name} is a mean over can't be told: {why}. Give task.shift=false where it is a "
+                "mean over all labels but -100, task.shift=true where it leaves out the first of each row as causal "
+                "language models do, else a task of your own with Step(loss, n)"
+            )
+        warnings.warn(
+            f"what the loss of {name} is a mean over can't be told: {why}. It is weighed by the labels that are not "
+            "-100; give a task of your own with Step(loss, n) where it is a mean over something else",
+            stacklevel=2,
+        )
+        self.rule = "all"
+        return "all"
 
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric the logits and the labels that count: (answers, classes) and (answers,) for class numbers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders, parameter_groups
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
+from ddp_hydra.training.parallel import broadcast
 from ddp_hydra.training.train_step import TrainStep, trained_loss
 from ddp_hydra.training.update import OptimizerStep, Update, check_updates
 from ddp_hydra.training.weighing import Weighing
@@ -62,12 +63,20 @@ class UpdateBuilder:
         for stage in unfrozen:
             unfreeze(cfg, self.model, [(part, optimizers[name]) for name, part in parts.items()], stage)
         steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
+        self._send_others(steps.values())
         schedules = {
             name: builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
             for name, optimizer in optimizers.items()
         }
         samples = self.global_batch // self.consensus.world_size
         return self._updates(steps, schedules, {name: Weighing(samples, self.consensus) for name in steps})
+
+    def _send_others(self, steps: Iterable[OptimizerStep]) -> None:
+        # A collective. DDP sends what a step trains; other parts of the model, and the task's own models, begin alike.
+        if self.consensus.world_size > 1:
+            modules = [self.model, *(part for part in vars(self.task).values() if isinstance(part, nn.Module))]
+            sent = {id(one) for step in steps for one in tensors_of(step.parallel.step)}
+            broadcast(one for module in modules for one in tensors_of(module) if id(one) not in sent)
 
     def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
         parallel = builders.parallel(self.cfg, TrainStep(self.task, self.model, name))
@@ -107,6 +116,10 @@ class UpdateBuilder:
             steps[name] = self._step(name, old.optimizer, old.scaler)
         schedules = {name: update.scheduler for name, update in updates.items()}
         return self._updates(steps, schedules, {name: update.weighing for name, update in updates.items()})
+
+
+def tensors_of(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(), *module.buffers()]
 
 
 def updates_of(task: Task) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import pickle
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -75,10 +74,11 @@ class StepConsensus:
                 lambda: self.vote(good() if callable(good) else good, stop, log, n=n() if callable(n) else n)()
             )
         counts = (-count for count in self.counts())
-        of_ranks = [0] * self.world_size
-        of_ranks[self.rank] = _bits(n)
+        of_ranks = [0.0] * self.world_size
+        of_ranks[self.rank] = n if n >= 0 else math.inf  # which is refused where it is used
         # All are reduced to their maximum over the ranks.
-        votes = torch.tensor([stop, 0 if good else self.world_size - self.rank, int(log), *counts, *of_ranks])
+        numbers = [stop, 0 if good else self.world_size - self.rank, log, *counts, *of_ranks]
+        votes = torch.tensor(numbers, dtype=torch.float64)
         wait: Callable[[], Any] = lambda: None  # noqa: E731
         if send_along is not None and not self.alone:
             wait = send_along(votes)
@@ -88,10 +88,9 @@ class StepConsensus:
         def decision() -> Decision:
             wait()
             numbers = votes.tolist()
-            stop, bad, log, *counts = numbers[:FIELDS]
+            stop, bad, log, *counts = map(int, numbers[:FIELDS])
             self.take([-count for count in counts])
-            n = tuple(map(_number, numbers[FIELDS:]))
-            return Decision(stop, self.world_size - bad if bad else None, bool(log), n)
+            return Decision(stop, self.world_size - bad if bad else None, bool(log), tuple(numbers[FIELDS:]))
 
         return decision
 
@@ -114,18 +113,7 @@ class StepConsensus:
 
 
 def things(votes: torch.Tensor) -> list[float]:
-    found: list[int] = torch.amax(votes[:, FIELDS:], 0).tolist()
-    return list(map(_number, found))
-
-
-def _bits(number: float) -> int:
-    # A negative one is NaN.
-    found: int = struct.unpack("q", struct.pack("d", number if number >= 0 else math.nan))[0]
-    return found & 0x7FFF_FFFF_FFFF_FFFF
-
-
-def _number(bits: int) -> float:
-    found: float = struct.unpack("d", struct.pack("q", bits))[0]
+    found: list[float] = torch.amax(votes[:, FIELDS:], 0).tolist()
     return found
 
 

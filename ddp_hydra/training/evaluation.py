@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.config import objective
 from ddp_hydra.data.batch import described, mapped
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
@@ -49,13 +50,18 @@ class Evaluation:
     task: Task
     metrics: EvalMetrics
 
-    def try_metrics(self, model: nn.Module) -> None:
-        # A collective.
-        if self.metrics.metrics:
-            few = replace(self, batch_size=min(self.batch_size, FEW))
-            with warnings.catch_warnings(action="ignore"), restored_buffers(model):
-                few.run(model, stop=lambda: True, are_few=True)
-            self.metrics.matrices.clear()
+    def try_few(self, model: nn.Module, metric: str) -> None:
+        # A collective. A task's own `metrics` may need more samples for some of its names.
+        is_typed = metric.startswith("val/") and metric not in ("val/loss", "val/accuracy")
+        if not self.metrics.metrics and not is_typed:
+            return
+        few = replace(self, batch_size=min(self.batch_size, FEW))
+        with warnings.catch_warnings(action="ignore"), restored_buffers(model):
+            found = few.run(model, stop=lambda: True, are_few=True)
+        are_known = type(self.task).metrics is Task.metrics and self.metrics.are_complete
+        if metric.startswith("val/") and are_known and "val/loss" in found and metric not in found:
+            raise objective.unknown(metric, found, saved=False)
+        self.metrics.matrices.clear()
 
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
@@ -116,6 +122,7 @@ class EvalMetrics:
             for part in metric.modules() if isinstance(metric, nn.Module) else ():
                 part.distributed_available_fn = lambda: False  # `synchronise` does it
         self.matrices: dict[str, Tensor] = {}
+        self.are_complete = True
 
     @torch.no_grad()
     def add(self, task: Task, step: Step) -> None:
@@ -136,6 +143,7 @@ class EvalMetrics:
         # A collective.
         numbers: dict[str, float] = {}
         self.matrices.clear()
+        self.are_complete = True
         for name, metric in self.metrics.items():
             if isinstance(metric, nn.Module) and world_size() > 1:
                 synchronise(metric)
@@ -144,7 +152,7 @@ class EvalMetrics:
             except Exception:
                 if not are_few:
                     raise
-                found = {}
+                found, self.are_complete = {}, False
             metric.reset()
             several = found.items() if isinstance(found, Mapping) else [("", found)]
             for key, value in several:

@@ -59,7 +59,7 @@ def fit(run: TrainingRun) -> None:
     if run.rank == 0:
         results.emit(run.header, run.position.step)
     if run.validation is not None:
-        run.validation.try_metrics(run.model)
+        run.validation.try_few(run.model, run.cfg.objective.metric)
     validate_first(run)
     run.call("start")
     run.pause_if_due()

@@ -66,118 +66,69 @@ class Parallel:
     Args:
         step: the training step.
         wrapped: the module that is called instead of it.
+        uses_all: each step has to give all trained parameters a gradient.
 
     Attributes:
         part: what the step trains: the model, or a part of it.
         same_gradients: all ranks have the same gradients after the backward pass.
         needs_even: name of a communication hook that needs losses over the same number of things in each step; "".
-        send_along: lets a few numbers travel with the next gradients; see `SharedGradients`. None: it can't.
+        shared: averages the gradients in memory that all ranks share; None: another way.
+        averager: averages the weights now and then; None: the gradients are the same on all ranks.
+        compression: the state of a hook that keeps errors; None for none.
+        own_statistics: each rank has BatchNorm statistics of its own.
+        hook_s: seconds that the backward pass has waited in a hook.
     """
 
-    same_gradients = True
-    needs_even = ""
-    send_along: Callable[..., Callable[[], Any]] | None = None
-
-    def __init__(self, step: TrainStep, wrapped: nn.Module) -> None:
-        self.step, self.wrapped = step, wrapped
-        self.part = step.part
+    def __init__(self, step: TrainStep, wrapped: nn.Module, uses_all: bool = False) -> None:
+        self.step, self.wrapped, self.part = step, wrapped, step.part
+        self.needed = trained_parameters(step) if uses_all else []
+        self.same_gradients, self.needs_even, self.own_statistics = True, "", False
+        self.shared: SharedGradients | None = None
+        self.averager: Any = None
+        self.compression: Any = None
+        self.hook_s = 0.0
 
     def __call__(self, batch: Any) -> Any:
         return self.wrapped(batch)
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
-        return nullcontext()
+        if enabled:
+            return all_used(self.needed)
+        return self.wrapped.no_sync() if isinstance(self.wrapped, DistributedDataParallel) else nullcontext()
 
-    def after_step(self) -> None:
-        """Run what follows each optimizer step."""
-
-    def discard_gradients(self) -> None:
-        """Drop what is left of the gradients of a step that was left out, so that later steps don't use it."""
-
-    @property
-    def is_weighed(self) -> bool:
-        return False
-
-    def held_s(self) -> float:
-        return 0.0
-
-    def synchronise(self, *averages: nn.Module) -> None:
-        """Make the model and averages of it the same on all ranks, before validation or a save. A collective."""
-
-
-class OneRank(Parallel):
-    """A step of a job's only rank, which exchanges no gradients, so that DDP would only cost time.
-
-    Args:
-        step: the training step.
-        uses_all: each step has to give all trained parameters a gradient, as DDP demands.
-    """
-
-    def __init__(self, step: TrainStep, uses_all: bool) -> None:
-        super().__init__(step, step)
-        self.needed = trained_parameters(step) if uses_all else []
-
-    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
-        return all_used(self.needed) if enabled else nullcontext()
-
-
-class DDP(Parallel):
-    """A step in DistributedDataParallel; see `ddp` for the arguments."""
-
-    def __init__(
-        self,
-        step: TrainStep,
-        wrapped: DistributedDataParallel,
-        batchnorm: str,
-        uses_all: bool,
-        hook: tuple[str, int, int, int] = ("none", 1, 0, 1),
-    ) -> None:
-        super().__init__(step, wrapped)
-        self.needed = trained_parameters(step) if uses_all else []
-        self.averager: Any = None
-        self.compression: Any = None
-        self.shared: SharedGradients | None = None
-        self.hook_s = 0.0
-        self.own_statistics = batchnorm == "average"
-        self._hook(*hook)
-
-    def _hook(self, name: str, powersgd_rank: int, start_step: int, every: int) -> None:
+    def exchange_by(self, hook: str, powersgd_rank: int, start_step: int, average_every_steps: int) -> None:
+        # A collective.
         assert isinstance(self.wrapped, DistributedDataParallel)
-        if name in ("auto", "shared"):
-            shared = _share(self.wrapped)
-            if shared is not None:
-                self.shared, self.send_along = shared, shared.send_along
-            elif name == "shared":
+        if hook in ("auto", "shared"):
+            self.shared = _share(self.wrapped)
+            if hook == "shared" and self.shared is None:
                 raise ConfigError(
                     "parallel.comm_hook=shared is for dense gradients of ranks that compute on the CPUs of one host, "
                     "where each can open the others' memory, and that is not so here: leave it out"
                 )
-        elif name in ("fp16", "bf16"):
+        elif hook in ("fp16", "bf16"):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-            self.wrapped.register_comm_hook(None, getattr(default_hooks, f"{name}_compress_hook"))
-        elif name == "powersgd":
-            self.needs_even = name  # the errors that it keeps have the weights of former steps
+            self.wrapped.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
+        elif hook == "powersgd":
+            self.needs_even = hook  # the errors that it keeps have the weights of former steps
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
             # Its error feedback needs two steps to begin with.
             self.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
             # get_backend() has another name for gloo and nccl together.
             in_order = "nccl" in str(dist.get_backend_config())
-            hook = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook, self)
-            self.wrapped.register_comm_hook(self.compression, hook)
-        elif name == "post_local_sgd":
+            compress = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook, self)
+            self.wrapped.register_comm_hook(self.compression, compress)
+        elif hook == "post_local_sgd":
             from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
             from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
             on_host, _ = dist.new_subgroups(group_size=_ranks_per_host())
             state = local_sgd.PostLocalSGDState(None, on_host, start_step)
             self.wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
-            self.averager = PeriodicModelAverager(every, warmup_steps=start_step)
-            self.same_gradients, self.needs_even = False, name
-
-    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
-        return all_used(self.needed) if enabled else self.wrapped.no_sync()  # type: ignore[operator]
+            self.averager = PeriodicModelAverager(average_every_steps, warmup_steps=start_step)
+            self.same_gradients, self.needs_even = False, hook
 
     @property
     def is_weighed(self) -> bool:
@@ -192,12 +143,14 @@ class DDP(Parallel):
             self.averager.average_parameters(self.step.parameters())
 
     def discard_gradients(self) -> None:
+        # A step was left out: later steps don't use what is left of its gradients.
         if self.compression is not None:
             for memory in (self.compression.error_dict, self.compression.p_memory_dict, self.compression.q_memory_dict):
                 memory.clear()
 
     @torch.no_grad()
     def synchronise(self, *averages: nn.Module) -> None:
+        # A collective. It makes the model and averages of it the same on all ranks, before validation or a save.
         for model in (self.step, *averages):
             if self.averager is not None:
                 average(model.parameters())
@@ -281,7 +234,7 @@ def ddp(
         )
     uses_all = not static_graph and not find_unused_parameters
     if world_size() == 1:
-        return OneRank(step, uses_all)
+        return Parallel(step, step, uses_all)  # DDP would only cost time
     if sync_batchnorm:
         nn.SyncBatchNorm.convert_sync_batchnorm(step)
     unsent = left_out(step)
@@ -298,8 +251,10 @@ def ddp(
         wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
     if uses_all:
         prebuild_buckets(wrapped)
-    hook = (comm_hook, powersgd_rank, start_step, average_every_steps)
-    return DDP(step, wrapped, batchnorm, uses_all, hook)
+    parallel = Parallel(step, wrapped, uses_all)
+    parallel.own_statistics = batchnorm == "average"
+    parallel.exchange_by(comm_hook, powersgd_rank, start_step, average_every_steps)
+    return parallel
 
 
 def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:
@@ -308,7 +263,7 @@ def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:
     return SharedGradients.of(wrapped) if dense and _ranks_on_host() == dist.get_world_size() else None
 
 
-def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], parallel: DDP) -> Callable[[Any, Any], Any]:
+def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], parallel: Parallel) -> Callable[[Any, Any], Any]:
     # Gloo pairs exchanges by the order in which ranks begin them. With two buckets under way, the second exchange of
     # one and the first exchange of the other would begin in any order.
     def run(state, bucket):  # DDP refuses annotations that are text

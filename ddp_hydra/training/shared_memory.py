@@ -152,7 +152,7 @@ class SharedGradients:
         self.barrier = barrier
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         ends = bytes_of_numbers(self.ranks)
-        self.numbers, self.arena = memory[..., :ends].view(torch.int64), memory[..., ends:]
+        self.numbers, self.arena = memory[..., :ends].view(torch.float64), memory[..., ends:]
         self.half, self.start, self.stop = 0, 0, 0  # where the last bucket lay
         self.half_of_numbers = 0
         self.held_s = 0.0  # how long the backward pass has waited in the hook

@@ -10,13 +10,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_hydra.console.tracebacks import user_path
 from ddp_hydra.data.batch import described
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
-from ddp_hydra.training.weighing import nothing_of
 
 _OUTPUTS = ("prediction", "logits", "output")
 """Variables of the tasks that hold a model's output."""
@@ -76,11 +76,13 @@ class TrainStep(nn.Module):
         with explained(batch):
             result = task.step(model, batch, **({"update": self.update} if self.update else {}))
         step = as_step(result, task)
-        if torch.is_grad_enabled() and not step.loss.requires_grad:
+        is_empty = not step.summed and not isinstance(step.n, Tensor | None) and not step.n
+        if torch.is_grad_enabled() and (is_empty or not step.loss.requires_grad):
             return step._replace(loss=self._constant(step))
         return step
 
     def _constant(self, step: Step) -> Tensor:
+        # Each trained parameter gets a gradient of zero, as DDP demands.
         if step.n is None or step.summed or float(step.n) > 0:
             raise ConfigError(
                 "the task's loss depends on none of the weights that are trained, so it has no gradient: has it gone "
@@ -91,7 +93,14 @@ class TrainStep(nn.Module):
             id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
         }
         trained = [one for one in self.parameters() if one.requires_grad]
-        return sum((nothing_of(one, id(one) in sparse).to(step.loss.dtype) for one in trained), step.loss * 0)
+        nothing = [nothing_of(one, id(one) in sparse).to(step.loss.dtype) for one in trained]
+        return torch.stack(nothing).sum() if nothing else step.loss * 0
+
+
+def nothing_of(parameter: Tensor, is_sparse: bool) -> Tensor:
+    if is_sparse:  # DDP expects a sparse gradient
+        return F.embedding(torch.zeros(0, dtype=torch.long, device=parameter.device), parameter, sparse=True).sum()
+    return parameter.flatten()[:0].sum().real
 
 
 def trained_loss(task: Task) -> nn.Module | None:

@@ -67,9 +67,10 @@ class Update:
     def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Callable[[], Decision]:
         # A collective.
         good, n = are_finite(losses, self.unchecked), self.weighing.n
-        send_along = self.parallel.send_along
-        if send_along is not None:
-            send_along = partial(send_along, factor_of=lambda votes: self.weighing.factor(things(votes)))
+        send_along = None
+        if self.parallel.shared is not None:
+            factor_of = lambda votes: self.weighing.factor(things(votes))  # noqa: E731
+            send_along = partial(self.parallel.shared.send_along, factor_of=factor_of)
         if not isinstance(n, Tensor):
             return self.consensus.vote(good, stop, log, send_along, n)
         arrived = begin_copy(n)

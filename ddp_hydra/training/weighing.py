@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ddp_hydra.errors import ConfigError
@@ -63,7 +61,7 @@ class Weighing:
             n = n.detach().double()
             _stop_gradient_where_zero(step.prediction, n)
         elif not n:
-            return zero(step.loss)
+            return step.loss  # 0, see `TrainStep`
         weight = n / self.denominator
         return step.loss if not isinstance(weight, Tensor) and weight == 1 else step.loss * weight
 
@@ -104,32 +102,6 @@ class Weighing:
                 f"parallel.comm_hook={hook} is for losses whose mean is over the same number of things in each step "
                 f"and on each rank, but this step's are over {things}: give parallel.comm_hook=auto, fp16 or bf16"
             )
-
-
-def zero(loss: Tensor) -> Tensor:
-    parts = [nothing_of(leaf, is_sparse) for leaf, is_sparse in _leaves(loss).items()]
-    return torch.stack([part.to(loss.dtype) for part in parts]).sum() if parts else loss * 0
-
-
-def nothing_of(leaf: Tensor, is_sparse: bool) -> Tensor:
-    if is_sparse:  # DDP expects a sparse gradient
-        return F.embedding(torch.zeros(0, dtype=torch.long, device=leaf.device), leaf, sparse=True).sum()
-    return leaf.flatten()[:0].sum().real
-
-
-def _leaves(loss: Tensor) -> dict[Tensor, bool]:
-    seen, pending, found = set(), [(loss.grad_fn, False)], dict[Tensor, bool]()
-    while pending:
-        node: Any
-        node, is_sparse = pending.pop()
-        if hasattr(node, "variable"):
-            found[node.variable] = is_sparse and found.get(node.variable, True)
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        of_embedding = node.name().startswith("Embedding") and getattr(node, "_saved_sparse", False)
-        pending += [(before, of_embedding) for before, _ in node.next_functions]
-    return found
 
 
 def _stop_gradient_where_zero(prediction: Any, n: Tensor) -> None:

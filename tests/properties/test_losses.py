@@ -18,7 +18,7 @@ from ddp_hydra.tasks import Classification, LanguageModel, ModelLoss, Regression
 from ddp_hydra.tasks.counting import Counting
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.metrics import Meter, count
-from ddp_hydra.training.train_step import as_step
+from ddp_hydra.training.train_step import TrainStep, as_step
 from ddp_hydra.training.weighing import Weighing
 
 SAMPLES, CLASSES, TIME = 36, 3, 4
@@ -33,8 +33,8 @@ class Ranks:
     def __init__(self, first: Sequence[tuple[float, float]]) -> None:
         self.first, self.world_size = [list(pair) for pair in first], len(first)
 
-    def gather(self, *parts: list[float]) -> list[list[list[float]]]:
-        return [self.first]
+    def gather_objects(self, value: Any) -> list[list[float]]:
+        return self.first
 
 
 def cut(batch: Any, start: int, stop: int) -> Any:
@@ -64,7 +64,7 @@ def split_gradients(task: Task, model: nn.Module, batch: Any, split: tuple[int, 
         for weighing, own in zip(of_ranks, pieces, strict=True):
             weighing.begin()
             for piece in own:
-                result = as_step(task.step(model, piece))
+                result = TrainStep(task, model)(piece)
                 meter.add(count(result, size))
                 loss = weighing.weigh(result, size)
                 for sum_, one in zip(gradients, torch.autograd.grad(loss, list(model.parameters())), strict=True):

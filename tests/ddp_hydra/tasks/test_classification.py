@@ -204,3 +204,27 @@ def test_batches_of_another_structure_are_named(batch, said):
     for step in (task().step, task().validation_step):
         with pytest.raises(ConfigError, match=rf"takes batches \(x, y\) .* makes a {said}: let __getitem__"):
             step(lambda x: x, batch)
+
+
+class Arc(nn.Module):
+    """Compares embeddings of 4 numbers with a direction for each of 3 classes."""
+
+    def __init__(self, classes=3):
+        super().__init__()
+        self.directions = nn.Parameter(torch.randn(classes, 4))
+
+    def forward(self, embedding, target):
+        return F.cross_entropy(F.linear(F.normalize(embedding), F.normalize(self.directions)), target)
+
+
+def test_a_loss_with_a_classifier_of_its_own_has_no_accuracy_of_the_embedding():
+    own, batch = task(criterion=Arc()), (torch.randn(6, 4), torch.arange(6) % 3)
+    assert measured(own, batch).keys() == {"loss"}
+    assert own.predict(lambda x: x, batch).keys() == {"prediction"}
+    metric = pytest.importorskip("torchmetrics.classification").MulticlassAccuracy(num_classes=4)
+    with pytest.raises(ConfigError, match="needs the scores of classes, and the loss Arc computes them itself"):
+        own.update_metric(metric, own.step(lambda x: x, batch))
+
+
+def test_a_loss_that_draws_scores_to_centres_keeps_its_accuracy():
+    assert "accuracy" in measured(task(criterion=Arc(classes=4)), (torch.randn(6, 4), torch.arange(6) % 3))

@@ -1,9 +1,17 @@
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import nn
 
+from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_updates, parameter_groups
+from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.lr_schedules import ScheduleProgress
+from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.loop_runs import config
 
 
@@ -15,3 +23,41 @@ def test_what_the_model_has_frozen_itself_is_not_unfrozen():
     build_updates.unfreeze(cfg, model, [(model, optimizer)], {"patterns": ["*"], "lr": None})
     assert [name for name, part in model.named_parameters() if not part.requires_grad] == ["0.bias"]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
+
+
+class Adversaries(Task):
+    """Trains two parts of the model, beside a third one and a model of its own."""
+
+    def __init__(self) -> None:
+        self.judge = nn.Linear(2, 2)
+
+    def updates(self, step):
+        return ("one", "two")
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.third = nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.register_buffer("noise", torch.randn(3))
+        self.scale = nn.Parameter(torch.randn(2))
+
+
+def rank(number: int, folder: str) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=number, world_size=2)
+    torch.manual_seed(number)
+    model, task, sampler = Parts(), Adversaries(), Distributed(8, 2, number, 2)
+    model.third.running_mean += number
+    builder = build_updates.UpdateBuilder(config(), model, task, StepConsensus(), 4, torch.device("cpu"))
+    builder.first(ScheduleProgress(1, None, sampler, Position()), [])
+    torch.save({**model.state_dict(), "judge": task.judge.weight}, f"{folder}/{number}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.medium
+def test_parts_that_no_update_trains_begin_with_those_of_rank_0(tmp_path):
+    mp.spawn(rank, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{number}.pt") for number in range(2))
+    assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []
+    torch.manual_seed(0)
+    assert torch.equal(second["noise"], Parts().noise)

@@ -167,6 +167,20 @@ def test_a_metric_that_can_not_be_computed_is_refused_before_the_first_step(trai
     assert not [record for record in found[0].records if record.kind in ("metrics", "file")]
 
 
+@pytest.mark.parametrize("metrics", [{}, chosen("recall", "MulticlassRecall")], ids=["none", "recall"])
+def test_an_objective_that_no_validation_gives_is_refused_before_the_first_step(train, metrics):
+    parts = {**metrics, "objective": {"metric": "val/acc", "direction": "maximize"}}
+    found: list[Any] = []
+    with pytest.raises(ConfigError, match=r"objective.metric=val/acc: .* Give objective.metric=val/accuracy$"):
+        train(parts=parts, into=found)
+    assert not [record for record in found[0].records if record.kind in ("metrics", "file")]
+
+
+def test_an_objective_of_a_chosen_metric_is_known(train):
+    parts = {**chosen("recall", "MulticlassRecall"), "objective": {"metric": "val/recall", "direction": "maximize"}}
+    assert train(parts=parts, epochs=1).metrics("val/recall")
+
+
 class Counting(torch.nn.Linear):
     """Counts its batches in a buffer, also in evaluation mode."""
 
