@@ -119,27 +119,21 @@ class Counting:
         axis = getattr(self.criterion, "class_axis", 1)
         n_classes, wanted = prediction.shape[axis], list(prediction.shape)
         del wanted[axis]
-        number = "a number for each, int64 " + f"({', '.join(map(str, wanted))}{',' if len(wanted) == 1 else ''})"
-        if target.is_floating_point() and target.shape == prediction.shape:
-            if self.ignore >= 0:
-                return (
-                    f"loss.ignore_index={self.ignore} does not go with targets that are shares of the classes: leave "
-                    "it out, or let the data set return class numbers (and type mix=none)"
-                )
-            return f"{found}, shares of the classes: it takes {number}; loss=cross_entropy takes both"
-        if list(target.shape) != wanted:
-            if target.ndim != prediction.ndim:
-                return ""
-            how = "y.squeeze(-1)" if list(target.shape) == [*wanted, 1] else "y.argmax(-1)"
-            how = f"{how}.long()" if target.is_floating_point() else how
-            return f"{found}: it takes {number}, so let the data set return {how}"
-        if target.is_floating_point():
+        are_shares = target.is_floating_point() and target.shape == prediction.shape
+        if are_shares and self.ignore >= 0:
             return (
-                f"{found}: it takes the number of a class, int64, so let the data set return y.long(); for numbers "
-                "that are to be predicted, type task=regression"
+                f"loss.ignore_index={self.ignore} does not go with targets that are shares of the classes: leave "
+                "it out, or let the data set return class numbers (and type mix=none)"
             )
-        if target.dtype != torch.int64:
-            return f"{found}: it takes class numbers of int64, so let the data set return y.long()"
+        has_shape = list(target.shape) == wanted
+        if not has_shape and target.ndim != prediction.ndim:
+            return ""
+        how = "y" if has_shape else "y.squeeze(-1)" if list(target.shape) == [*wanted, 1] else "y.argmax(-1)"
+        if not has_shape or target.dtype != torch.int64:
+            how = how if target.dtype == torch.int64 or how == "y.argmax(-1)" else f"{how}.long()"
+            other = "; for numbers that are to be predicted, type task=regression" if target.is_floating_point() else ""
+            other = "; loss=cross_entropy takes shares of the classes, too" if are_shares else other
+            return f"{found}: it takes class numbers of int64, so let the data set return {how}{other}"
         if target.device.type != "cpu":  # after an error, nothing more can be read from the device
             return ""
         wrong = target[((target < 0) | (target >= n_classes)) & (target != self.ignore)]

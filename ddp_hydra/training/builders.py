@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -101,12 +100,10 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         raise ConfigError(
             f"task._target_={node['_target_']} is not a subclass of ddp_hydra.tasks.Task, but a {type(built).__name__}"
         )
-    modules = {name: part for name, part in vars(built).items() if isinstance(part, nn.Module)}
     trained = set(loss.parameters()) if (loss := trained_loss(built)) is not None else set()
-    for name, part in modules.items():
-        part.to(device)
-        for parameter in set(part.parameters()) - trained:
-            if parameter.requires_grad:
+    for name, part in vars(built).items():
+        for parameter in part.to(device).parameters() if isinstance(part, nn.Module) else ():
+            if parameter.requires_grad and parameter not in trained:
                 parameter.register_hook(partial(_refuse_gradient, type(built).__name__, name))
     return built
 
@@ -156,10 +153,6 @@ def mix(cfg: DictConfig, data: Any) -> Any:
     return make(fill_num_classes(cfg.mix, data, "mix"))
 
 
-_CURVE = re.compile(r"((?<!AU)ROC|PrecisionRecallCurve|AtFixed\w+|SensitivityAtSpecificity|SpecificityAtSensitivity)$")
-"""Metrics of torchmetrics that compute tuples."""
-
-
 def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics:
     nodes = cfg.metrics or {}
     of_torchmetrics = [name for name, node in nodes.items() if node["_target_"].startswith("torchmetrics.")]
@@ -168,19 +161,8 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
             f"the metrics {', '.join(map(str, of_torchmetrics))} need torchmetrics, which is not on this worker: type "
             "`pip install 'ddp-hydra[metrics]'` there, or metrics=none"
         )
-    for name in ("loss", cfg.task.get("metric")):
-        if name in nodes:
-            raise ConfigError(
-                f"metrics.{name}: the task logs val/{name} itself: give another name, +metrics.my_{name}, or "
-                f"leave it out with '~metrics.{name}'"
-            )
     metrics = {}
     for name, node in nodes.items():
-        if _CURVE.search(str(node["_target_"])):
-            raise ConfigError(
-                f"metrics.{name} ({node['_target_'].rpartition('.')[2]}) computes a curve or several numbers without "
-                f"names: give a metric that computes a number, such as AUROC, or leave it out with '~metrics.{name}'"
-            )
         filled = fill_num_classes(node, data, f"metrics.{name}")
         if node.get("num_classes", 0) is None and filled.get("top_k", 0) > filled.num_classes:
             if not dist.is_initialized() or dist.get_rank() == 0:
@@ -277,15 +259,14 @@ def schedule(
 
 def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
     taken = parameters(node["_target_"])
-    inner = {str(key): value for key, value in node.items() if any(_schedules_in(value))}
     built = {
-        key: [_with_optimizer(one, known) for one in value] if isinstance(value, ListConfig) else value
-        for key, value in inner.items()
+        str(key): [_with_optimizer(one, known) for one in value]
+        if isinstance(value, ListConfig)
+        else _with_optimizer(value, known)
+        for key, value in node.items()
+        if any(_schedules_in(value))
     }
-    built = {
-        key: _with_optimizer(value, known) if isinstance(value, DictConfig) else value for key, value in built.items()
-    }
-    rest = without(node, inner)
+    rest = without(node, built)
     given = {name: value for name, value in known.items() if name in taken and name not in node}
     if "optimizer" in taken:
         return make(rest, **given, **built)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from omegaconf import DictConfig
@@ -53,14 +53,8 @@ class Cadence:
 
     @classmethod
     def from_config(cls, trainer: DictConfig, total_steps: int) -> Cadence:
-        return cls(
-            total_steps,
-            trainer.log_every_steps,
-            trainer.checkpoint_every_steps,
-            trainer.checkpoint_every_epochs,
-            trainer.validate_every_epochs,
-            trainer.validate_every_steps,
-        )
+        names = [one.name for one in fields(cls) if one.name != "total_steps"]
+        return cls(total_steps, **{name: trainer[name] for name in names})
 
     def after_step(self, step: int, epoch_ends: bool, stop: bool, log: bool = False) -> Actions:
         # At the end of an epoch the checkpoint waits for the validation, see `after_epoch`. Metrics are logged before

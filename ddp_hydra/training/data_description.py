@@ -65,24 +65,18 @@ class DataDescription:
                 "folders and tables take them from the training data by data.val.classes_from=..., shards by "
                 "--classes-from when they are made"
             )
-        self._check_features(validation, "data.val", "data.train")
-        self._check_scaling(validation, "data.val", "data.train")
+        self._check_input(validation, "data.val", "data.train")
 
     def check_resume(self, now: DataDescription) -> str:
-        begin = "or begin a new run with its weights: model.weights=<run>, without resume="
-        if self.classes and now.classes and self.classes != now.classes:
-            raise ConfigError(
-                f"the classes of data.train are {shown(now.classes)}, and the checkpoint was trained on "
-                f"{shown(self.classes)}: its model would take one class for another. Give the data these classes, in "
-                f"this order, {begin}"
-            )
-        if self.num_classes and now.num_classes and self.num_classes != now.num_classes:
-            raise ConfigError(
-                f"data.train has {counted(now.num_classes, 'class')}, and the checkpoint was trained on "
-                f"{self.num_classes}: give the data that it was trained on, {begin}"
-            )
-        self._check_features(now, "data.train", "the checkpoint's training data")
-        self._check_scaling(now, "data.train", "the checkpoint's training data")
+        for own, given in ((self.classes, now.classes), (self.num_classes, now.num_classes)):
+            if own and given and own != given:
+                before, there = (shown(one) if isinstance(one, tuple) else str(one) for one in (own, given))
+                raise ConfigError(
+                    f"the classes of data.train are {there}, and the checkpoint was trained on {before}: its model "
+                    "would take one class for another. Give the data these classes, in this order, or begin a new run "
+                    "with its weights: model.weights=<run>, without resume="
+                )
+        self._check_input(now, "data.train", "the checkpoint's training data")
         if None in (self.n_samples, now.n_samples) or self.n_samples == now.n_samples:
             return ""
         return (
@@ -100,8 +94,7 @@ class DataDescription:
                 f"the classes of {key} are {own}, and the model was trained on {trained}: the numbers of the classes "
                 "mean others. Give the data the model's classes in the same order, or, for predict, no labels"
             )
-        self._check_features(data, key, "the model's training data")
-        self._check_scaling(data, key, "the model's training data")
+        self._check_input(data, key, "the model's training data")
 
     def other_names(self, data: DataDescription) -> bool:
         return bool(self.classes) and not set(data.classes) <= set(self.classes)
@@ -110,7 +103,7 @@ class DataDescription:
         own, others = ({name: number for number, name in enumerate(one.classes)} for one in (self, other))
         return next((name for name in own if others.get(name, own[name]) != own[name]), None)
 
-    def _check_features(self, other: DataDescription, key: str, of: str) -> None:
+    def _check_input(self, other: DataDescription, key: str, of: str) -> None:
         if self.features and other.features and self.features != other.features:
             missing = [name for name in self.features if name not in other.features]
             what = f"{shown(missing)} missing" if missing else "others, or in another order"
@@ -125,7 +118,6 @@ class DataDescription:
                     "vectors of one length"
                 )
 
-    def _check_scaling(self, other: DataDescription, key: str, of: str) -> None:
         if self.scaling and other.scaling and self.scaling != other.scaling:
             raise ConfigError(
                 f"the images of {key} are {other.scaling}, and the images of {of} are {self.scaling}: they differ for "

@@ -159,7 +159,7 @@ class EvalMetrics:
                 if not isinstance(value, (Tensor, float, int)):
                     raise ConfigError(
                         f"metrics.{name} ({type(metric).__name__}) computes a {type(value).__name__}: it must compute "
-                        "a tensor, or a dict of them; leave it out with '~metrics." + name + "'"
+                        "a number as AUROC does, a tensor, or a dict of them; leave it out with '~metrics." + name + "'"
                     )
                 if is_samplewise(metric) and isinstance(value, Tensor) and value.ndim:
                     value = value.double().mean(0)  # each sample counts once

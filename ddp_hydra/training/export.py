@@ -31,23 +31,6 @@ _ONE_FILE_BYTES = 1_500_000_000
 """An ONNX file may have 2 GB; a larger model's weights go into another file."""
 
 
-class PositionalModel(nn.Module):
-    """Calls a model with all its arguments by position, for formats that know no others.
-
-    Args:
-        model: the model.
-        names: of the arguments that it takes by name.
-    """
-
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.model, self.names = model, list(names)
-
-    def forward(self, *args: Any) -> Any:
-        count = len(args) - len(self.names)
-        return self.model(*args[:count], **dict(zip(self.names, args[count:], strict=True)))
-
-
 def export(trained: TrainedModel, example: Example, form: str, out: Path, tolerance: float) -> dict[str, Any]:
     model = trained.model.cpu().to(memory_format=torch.contiguous_format)
     example = Example(
@@ -165,13 +148,12 @@ def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) 
     args = (*example.args, *example.kwargs.values())
     if not all(isinstance(part, Tensor) for part in args):
         raise ConfigError("format=onnx takes tensors as arguments of the model, and this one takes others, too")
-    flat, positional = Example(args, {}), PositionalModel(model, names).eval()
     size = sum(tensor.nbytes for _, tensor in plain_state.tensors(model.state_dict()))
     inputs = [f"input_{number}" for number in range(len(example.args))] + names
     inputs[: len(example.args)] = ["input"] if len(example.args) == 1 else inputs[: len(example.args)]
-    program, dynamic = exported(positional, flat)
+    program, dynamic = exported(model, example)
     written = torch.onnx.export(
-        program, args, input_names=inputs, dynamo=True, external_data=size > _ONE_FILE_BYTES, verbose=False
+        program, input_names=inputs, dynamo=True, external_data=size > _ONE_FILE_BYTES, verbose=False
     )
     assert written is not None
     written.save(str(path), external_data=size > _ONE_FILE_BYTES)

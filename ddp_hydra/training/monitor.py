@@ -23,62 +23,41 @@ from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.update import Update
 
-WARM_UP = 2
-"""Number of first steps, which also connect the ranks. Their times count only until other steps are measured."""
 NS_PER_S = 1e9
 
 
 class ExchangeTime:
-    """Estimates the time that all steps of a run have waited for gradients.
+    """Estimates the time that all steps of a run have waited for gradients: between two logged points, by a step that
+    torch has timed.
 
     Attributes:
-        steps: done since `watch`.
+        steps: done since the last logged point.
+        total_s: the mean over the ranks; None while it is not known.
     """
 
     def __init__(self) -> None:
-        self.is_alone = dist.get_world_size() == 1
-        self.steps, self.before_s = 0, 0.0
-        self.mean_s, self.held_s = math.nan, 0.0
+        self.total_s = 0.0 if dist.get_world_size() == 1 else None
+        self.steps = 0
 
     def watch(self, parallels: Sequence[Parallel]) -> None:
-        if not math.isnan(self.mean_s):
-            self.before_s += self.mean_s * self.steps + self.held_s
-            self.steps = 0
-        self.parallels = parallels
-        self.modules = [one.wrapped for one in parallels if isinstance(one.wrapped, DistributedDataParallel)]
-        self.is_known = len(self.modules) == len(parallels)
-        self.measured_at = self.count = 0
-        self.sum_s = 0.0
-        self.mean_s, self.held_s = math.nan, 0.0
+        self.parallels, self.held_s = parallels, 0.0
 
-    def local_seconds(self) -> list[float]:
-        # The mean wait of a step after its backward pass, NaN while it is not known; and the wait of all steps
-        # in hooks.
-        if self.is_known and not self.is_alone:
-            self._measure()
-        mean_s = self.sum_s / self.count if self.count else math.nan
-        return [mean_s, sum(one.held_s() for one in self.parallels)]
+    def local_seconds(self) -> float:
+        # After the backward pass, and in hooks; NaN where it is not known.
+        before_s, self.held_s = self.held_s, sum(one.held_s() for one in self.parallels)
+        steps, self.steps = self.steps, 0
+        return sum(exchange_s(one.wrapped) for one in self.parallels) * steps + self.held_s - before_s
 
-    def _measure(self) -> None:
-        found = [module._get_ddp_logging_data() for module in self.modules]
-        step = int(found[0].get("iteration", 0))
-        if step <= self.measured_at or not all("backward_comm_time" in times for times in found):
-            return
-        if self.measured_at <= WARM_UP:
-            self.sum_s, self.count = 0.0, 0
-        waited_ns = (times["backward_comm_time"] - times["backward_compute_comm_overlap_time"] for times in found)
-        self.sum_s += sum(max(0, part) for part in waited_ns) / NS_PER_S
-        self.count, self.measured_at = self.count + 1, step
+    def interval(self, all_seconds: Sequence[float]) -> None:
+        if not math.isnan(mean_s := statistics.fmean(all_seconds)):
+            self.total_s = (self.total_s or 0.0) + mean_s
 
-    def interval(self, all_seconds: Sequence[Sequence[float]]) -> None:
-        self.mean_s, self.held_s = (sum(column) / len(all_seconds) for column in zip(*all_seconds, strict=True))
 
-    def total_s(self) -> float | None:
-        if self.is_alone:
-            return 0.0
-        if math.isnan(self.mean_s):
-            return self.before_s or None
-        return self.before_s + self.mean_s * self.steps + self.held_s
+def exchange_s(module: nn.Module) -> float:
+    times = module._get_ddp_logging_data() if isinstance(module, DistributedDataParallel) else {}
+    if "backward_comm_time" not in times:
+        return math.nan
+    return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
 
 
 class Stragglers:
@@ -210,7 +189,7 @@ class Monitor:
         return {
             **self.throughput.totals(samples),
             "data": self.data_stats.totals(),
-            "exchange_s": self.exchange.total_s(),
+            "exchange_s": self.exchange.total_s,
             "slowest": self.stragglers.totals(),
         }
 

@@ -14,7 +14,7 @@ import pathlib
 import sys
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,26 +28,82 @@ KIND = "ddp_hydra_kind"
 _AS_THEY_ARE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.Size)
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 _FACTORIES = {kind.__name__: kind for kind in (int, float, complex, bool, str, list, dict, set, tuple)}
-_BY_ARGUMENTS: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "frozenset": (frozenset, list, frozenset),
-    "bytes": (bytes, lambda v: v.decode("latin-1"), lambda v: v.encode("latin-1")),  # weights_only reads no empty ones
-    "bytearray": (bytearray, bytes, bytearray),
-    "range": (range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
-    "slice": (slice, lambda v: [v.start, v.stop, v.step], lambda v: slice(*v)),
-    "deque": (collections.deque, lambda v: [list(v), v.maxlen], lambda v: collections.deque(v[0], v[1])),
-    "datetime": (datetime.datetime, lambda v: v.isoformat(), datetime.datetime.fromisoformat),
-    "date": (datetime.date, lambda v: v.isoformat(), datetime.date.fromisoformat),
-    "time": (datetime.time, lambda v: v.isoformat(), datetime.time.fromisoformat),
-    "timedelta": (
-        datetime.timedelta,
-        lambda v: [v.days, v.seconds, v.microseconds],
-        lambda v: datetime.timedelta(*v),
-    ),
-    "decimal": (decimal.Decimal, str, decimal.Decimal),
-    "fraction": (fractions.Fraction, str, fractions.Fraction),
-    "uuid": (uuid.UUID, str, uuid.UUID),
-}
 _PATHS = {kind.__name__: kind for kind in (pathlib.Path, pathlib.PurePosixPath, pathlib.PureWindowsPath)}
+
+
+class Kind(NamedTuple):
+    """A type whose values are saved as others.
+
+    Args:
+        matches: whether a value is of the kind.
+        take_apart: makes values of other types of it.
+        put_together: makes it of these.
+    """
+
+    matches: Callable[[Any], bool]
+    take_apart: Callable[[Any], Any]
+    put_together: Callable[[Any], Any]
+
+
+def _exactly(of: type, take_apart: Callable[[Any], Any], put_together: Callable[[Any], Any]) -> Kind:
+    return Kind(lambda value: type(value) is of, take_apart, put_together)
+
+
+_KINDS = {
+    "numpy": Kind(
+        lambda v: isinstance(v, np.generic) and v.dtype.kind in "biufcUS",
+        lambda v: [str(v.dtype), v.item()],
+        lambda v: np.dtype(v[0]).type(v[1]),
+    ),
+    "array": Kind(
+        lambda v: type(v) is np.ndarray and v.dtype.kind in "biufcUS",
+        lambda v: [v.dtype.str, list(v.shape), np.ascontiguousarray(v).tobytes()],
+        lambda v: np.frombuffer(v[2], np.dtype(v[0])).reshape(v[1]).copy(),
+    ),
+    # Classes of enums and named tuples have to be imported already: a checkpoint imports nothing.
+    "enum": Kind(
+        lambda v: isinstance(v, enum.Enum),
+        lambda v: [_class_name(v), v.name or "", v.value],
+        lambda v: (_imported(v[0], enum.Enum) or (lambda value: value))(v[2]),
+    ),
+    "namedtuple": Kind(
+        lambda v: isinstance(v, tuple) and hasattr(v, "_fields"),
+        lambda v: [_class_name(v), list(v)],
+        lambda v: getattr(_imported(v[0], tuple), "_make", tuple)(v[1]),
+    ),
+    "tuple": Kind(lambda v: isinstance(v, tuple) and type(v).__module__ == "torch.return_types", tuple, tuple),
+    "defaultdict": Kind(
+        lambda v: type(v) is collections.defaultdict and v.default_factory in (None, *_FACTORIES.values()),
+        lambda v: [getattr(v.default_factory, "__name__", None), dict(v)],
+        lambda v: collections.defaultdict(_FACTORIES.get(v[0]), v[1]),
+    ),
+    "path": Kind(
+        lambda v: isinstance(v, pathlib.PurePath),
+        lambda v: [type(v).__name__ if type(v).__name__ in _PATHS else "Path", str(v)],
+        lambda v: _PATHS[v[0]](v[1]),
+    ),
+    "generator": Kind(
+        lambda v: isinstance(v, torch.Generator),
+        lambda v: [str(v.device), v.get_state()],
+        lambda v: torch.Generator(v[0]).set_state(v[1]),
+    ),
+    "frozenset": _exactly(frozenset, list, frozenset),
+    # `weights_only` reads no empty bytes.
+    "bytes": _exactly(bytes, lambda v: v.decode("latin-1"), lambda v: v.encode("latin-1")),
+    "bytearray": _exactly(bytearray, bytes, bytearray),
+    "range": _exactly(range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
+    "slice": _exactly(slice, lambda v: [v.start, v.stop, v.step], lambda v: slice(*v)),
+    "deque": _exactly(collections.deque, lambda v: [list(v), v.maxlen], lambda v: collections.deque(*v)),
+    "datetime": _exactly(datetime.datetime, str, datetime.datetime.fromisoformat),
+    "date": _exactly(datetime.date, str, datetime.date.fromisoformat),
+    "time": _exactly(datetime.time, str, datetime.time.fromisoformat),
+    "timedelta": _exactly(
+        datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda v: datetime.timedelta(*v)
+    ),
+    "decimal": _exactly(decimal.Decimal, str, decimal.Decimal),
+    "fraction": _exactly(fractions.Fraction, str, fractions.Fraction),
+    "uuid": _exactly(uuid.UUID, str, uuid.UUID),
+}
 
 
 def encode(value: Any, name: str = "", copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
@@ -63,8 +119,15 @@ def encode(value: Any, name: str = "", copy: Callable[[torch.Tensor], torch.Tens
         return value.item()  # a number that other programs read, and that torch computes with alike
     if isinstance(value, (DictConfig, ListConfig)):
         return encode(OmegaConf.to_container(value, resolve=True), name, copy)
-    kind, inner = _described(value, name)
-    return {KIND: kind, "value": encode(inner, name, copy)}
+    kind = next((kind for kind, known in _KINDS.items() if known.matches(value)), None)
+    if kind is None:
+        of = type(value)
+        raise CheckpointError(
+            f"{name} is a {of.__module__}.{of.__qualname__}, which a checkpoint can't hold, because nothing in one is "
+            "unpickled: save numbers, texts, lists, dicts, tensors or numpy arrays (a state_dict of your own chooses "
+            "them)"
+        )
+    return {KIND: kind, "value": encode(_KINDS[kind].take_apart(value), name, copy)}
 
 
 def _encoded_dict(value: Any, name: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -81,36 +144,6 @@ def _encoded_dict(value: Any, name: str, copy: Callable[[torch.Tensor], torch.Te
 
 def _inside(name: str, key: Any) -> str:
     return f"{name}: {key}" if name and ":" not in name else f"{name}.{key}" if name else str(key)
-
-
-def _described(value: Any, name: str) -> tuple[Any, Any]:
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc":
-        return "numpy", [str(value.dtype), value.item()]
-    if isinstance(value, np.generic) and value.dtype.kind in "US":
-        return "numpy", [str(value.dtype), value.item()]
-    if isinstance(value, np.ndarray) and type(value) is np.ndarray and value.dtype.kind in "biufcUS":
-        return "array", [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
-    if isinstance(value, enum.Enum):
-        return "enum", [_class_name(value), value.name or "", value.value]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return "namedtuple", [_class_name(value), list(value)]
-    if isinstance(value, tuple) and type(value).__module__ == "torch.return_types":
-        return "tuple", tuple(value)
-    if type(value) is collections.defaultdict and (factory := value.default_factory) in (None, *_FACTORIES.values()):
-        return "defaultdict", [getattr(factory, "__name__", None), dict(value)]
-    if isinstance(value, pathlib.PurePath):
-        kind = type(value).__name__ if type(value).__name__ in _PATHS else "Path"
-        return "path", [kind, str(value)]
-    if isinstance(value, torch.Generator):
-        return "generator", [str(value.device), value.get_state()]
-    for kind, (of_type, take_apart, _) in _BY_ARGUMENTS.items():
-        if type(value) is of_type:
-            return kind, take_apart(value)
-    of = type(value)
-    raise CheckpointError(
-        f"{name} is a {of.__module__}.{of.__qualname__}, which a checkpoint can't hold, because nothing in one is "
-        "unpickled: save numbers, texts, lists, dicts, tensors or numpy arrays (a state_dict of your own chooses them)"
-    )
 
 
 def _class_name(value: Any) -> str:
@@ -130,10 +163,13 @@ def _plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def decode(value: Any) -> Any:
-    # Classes of enums and namedtuples have to be imported already.
     if isinstance(value, dict):
-        if KIND in value:
-            return _made(value[KIND], decode(value["value"]))
+        if (kind := value.get(KIND)) is not None:
+            if kind not in _KINDS:
+                raise CheckpointError(
+                    f"the checkpoint has a value of the kind {kind!r}, which this version does not know"
+                )
+            return _KINDS[kind].put_together(decode(value["value"]))
         decoded: Any = type(value)()
         for key, part in value.items():
             decoded[decode(key)] = decode(part)
@@ -145,32 +181,7 @@ def decode(value: Any) -> Any:
     return value
 
 
-def _made(kind: str, value: Any) -> Any:
-    if kind == "numpy":
-        return np.dtype(value[0]).type(value[1])
-    if kind == "array":
-        return np.frombuffer(value[2], np.dtype(value[0])).reshape(value[1]).copy()
-    if kind == "enum":
-        known = _imported(value[0], enum.Enum)
-        return value[2] if known is None else known(value[2])
-    if kind == "namedtuple":
-        known = _imported(value[0], tuple)
-        return tuple(value[1]) if known is None else known._make(value[1])
-    if kind == "tuple":
-        return value
-    if kind == "defaultdict":
-        return collections.defaultdict(_FACTORIES.get(value[0]), value[1])
-    if kind == "path":
-        return _PATHS[value[0]](value[1])
-    if kind == "generator":
-        return torch.Generator(value[0]).set_state(value[1])
-    if kind in _BY_ARGUMENTS:
-        return _BY_ARGUMENTS[kind][2](value)
-    raise CheckpointError(f"the checkpoint has a value of the kind {kind!r}, which this version does not know")
-
-
 def _imported(name: str, base: type) -> Any:
-    # A checkpoint imports nothing.
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):

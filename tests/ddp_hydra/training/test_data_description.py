@@ -85,7 +85,7 @@ def test_validation_data_must_number_the_classes_as_training_data_does():
         ),
         (classes("b", "a", "c"), r"are b, a, c, and the checkpoint was trained on a, b, c"),
         (classes("a", "b", "c", "d"), r"are a, b, c, d, and"),
-        (DataDescription((), 4), r"data\.train has 4 classes, and the checkpoint was trained on 3"),
+        (DataDescription((), 4), r"classes of data\.train are 4, and the checkpoint was trained on 3"),
     ],
 )
 def test_a_resume_with_other_classes_shows_both(now, said):

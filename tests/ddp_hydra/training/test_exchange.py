@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hydra.training.monitor import ExchangeTime
+from ddp_hydra.training.monitor import ExchangeTime, exchange_s
 
 
 class Timed(DistributedDataParallel):
@@ -47,94 +47,70 @@ def two_ranks(monkeypatch):
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
 
 
-def measured(exchange: ExchangeTime, other_s: float = math.nan) -> float | None:
-    """End an interval in which the other rank measured `other_s`, or the same."""
-    own_s, held_s = exchange.local_seconds()
-    exchange.interval([[own_s, held_s], [own_s if math.isnan(other_s) else other_s, 0.0]])
-    return exchange.total_s()
+def measured(exchange: ExchangeTime, steps: int, other_s: float = math.nan) -> float | None:
+    """End an interval in which the other rank waited `other_s`, or as long."""
+    exchange.steps = steps
+    own_s = exchange.local_seconds()
+    exchange.interval([own_s, own_s if math.isnan(other_s) else other_s])
+    return exchange.total_s
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_what_the_backward_pass_does_not_hide_is_counted_for_all_steps():
     module = Timed()
     exchange = exchange_of(module)
-    exchange.steps = 1000
-    assert measured(exchange) is None
+    assert measured(exchange, 10) is None
     module.took(10, exchange_s=0.005, hidden_s=0.003)
-    assert measured(exchange) == pytest.approx(2.0)
-    assert measured(exchange) == pytest.approx(2.0)  # the same step again
-    module.took(100, exchange_s=0.006, hidden_s=0.002)
-    assert measured(exchange) == pytest.approx(3.0)
-    assert measured(exchange, other_s=0.001) == pytest.approx(2.0)
-    module.took(200, exchange_s=0.001, hidden_s=0.002)  # clocks of a GPU may be a little apart
-    assert measured(exchange) == pytest.approx(2.0)
-
-
-@pytest.mark.usefixtures("two_ranks")
-def test_the_first_steps_count_only_while_there_are_no_others():
-    module = Timed()
-    exchange = exchange_of(module)
-    exchange.steps = 10
-    module.took(1, exchange_s=1.0, hidden_s=0.0)
-    assert measured(exchange) == pytest.approx(10.0)
-    module.took(2, exchange_s=0.5, hidden_s=0.0)
-    assert measured(exchange) == pytest.approx(5.0)
-    for iteration in (5, 9):
-        module.took(iteration, exchange_s=0.2, hidden_s=0.1)
-        assert measured(exchange) == pytest.approx(1.0)
+    assert measured(exchange, 100) == pytest.approx(0.2)
+    module.took(200, exchange_s=0.006, hidden_s=0.002)
+    assert measured(exchange, 100) == pytest.approx(0.6)
+    assert measured(exchange, 100, other_s=0.2) == pytest.approx(0.9)
+    module.took(300, exchange_s=0.001, hidden_s=0.002)  # clocks of a GPU may be a little apart
+    assert measured(exchange, 100) == pytest.approx(0.9)
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_the_updates_of_a_step_add_up():
     modules = Timed(), Timed()
     exchange = exchange_of(*modules)
-    exchange.steps = 10
     modules[0].took(5, exchange_s=0.2, hidden_s=0.1)
-    assert measured(exchange) is None
+    assert measured(exchange, 10) is None
     modules[1].took(5, exchange_s=0.4, hidden_s=0.1)
-    assert measured(exchange) == pytest.approx(4.0)
+    assert measured(exchange, 10) == pytest.approx(4.0)
 
 
 @pytest.mark.usefixtures("two_ranks")
-def test_what_hooks_have_waited_is_added():
+def test_what_hooks_have_waited_is_added_once():
     module = Timed()
     exchange = exchange_of(module, held_s=3.0)
-    exchange.steps = 10
     module.took(5, exchange_s=0.2, hidden_s=0.2)
-    assert measured(exchange) == pytest.approx(1.5)  # of the other rank, none
+    assert measured(exchange, 10) == pytest.approx(3.0)
+    assert measured(exchange, 10) == pytest.approx(3.0)
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_it_is_not_known_of_other_wrappers():
     module = Timed()
     module.took(5, exchange_s=0.2, hidden_s=0.1)
-    exchange = exchange_of(module, nn.Linear(1, 1))
-    exchange.steps = 10
-    assert measured(exchange) is None
+    assert measured(exchange_of(module, nn.Linear(1, 1)), 10) is None
 
 
 @pytest.mark.usefixtures("group")
 def test_one_rank_waits_for_nobody_and_torch_has_the_times_that_are_read():
     module = DistributedDataParallel(nn.Linear(3, 3))
-    exchange = exchange_of(module)
-    assert exchange.total_s() == 0.0
-    exchange.is_alone = False
+    assert exchange_of(module).total_s == 0.0
+    assert math.isnan(exchange_s(module))
     for _ in range(4):
         module(torch.ones(1, 3)).sum().backward()
-    seconds, _ = exchange.local_seconds()
-    assert exchange.measured_at == 3
-    assert 0 <= seconds < 1
+    assert 0 <= exchange_s(module) < 1
 
 
 @pytest.mark.usefixtures("two_ranks")
 def test_updates_that_are_made_anew_add_their_time_to_that_of_those_before():
     module, larger = Timed(), Timed()
     exchange = exchange_of(module)
-    exchange.steps = 100
     module.took(10, exchange_s=0.003, hidden_s=0.001)
-    assert measured(exchange) == pytest.approx(0.2)
+    assert measured(exchange, 100) == pytest.approx(0.2)
     exchange.watch(parallels_of(larger))
-    assert measured(exchange) == pytest.approx(0.2)
-    exchange.steps = 10
     larger.took(3, exchange_s=0.05, hidden_s=0.01)
-    assert measured(exchange) == pytest.approx(0.2 + 0.4)
+    assert measured(exchange, 10) == pytest.approx(0.2 + 0.4)

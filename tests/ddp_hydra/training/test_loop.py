@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Classification
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.run import seed_step
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Numbers, Run, flat, same, weights
@@ -76,15 +77,22 @@ def test_without_validation_data_a_run_trains_and_saves(train):
     assert (run.steps_saved, run.metrics("val/loss")) == ([4, 8], [])
 
 
+class OwnNames(Classification):
+    """Its metrics may have other names with more samples."""
+
+    def metrics(self, sums):
+        return super().metrics(sums)
+
+
 @pytest.mark.parametrize(("metric", "val"), [("val/acc", 5), ("train/acc", 0)])
 def test_an_unknown_objective_is_said_at_the_first_validation_and_nothing_is_lost(metric, val, train):
     options = {"val": val, "checkpoint_every_epochs": 0, "early_stopping_patience": 9}
-    found = []
+    found, task = [], {"task": {"_target_": f"{__name__}.OwnNames"}}
     said = rf"objective.metric={metric}: .*there are train/accuracy, train/loss.*The run is saved.*={metric}uracy"
     with pytest.raises(ConfigError, match=said):
-        train(parts={"objective": {"metric": metric}}, into=found, **options)
+        train(parts={"objective": {"metric": metric}, **task}, into=found, **options)
     assert found[0].steps_saved == [STEPS]
-    again = train(resume=found[0].last, parts={"objective": {"metric": f"{metric}uracy"}}, **options)
+    again = train(resume=found[0].last, parts={"objective": {"metric": f"{metric}uracy"}, **task}, **options)
     assert [step for step, _ in again.metrics("val/loss")] == ([4, 8] if val else [])
     assert again.value["steps"] == 2 * STEPS
 

@@ -27,7 +27,7 @@ class Branches(nn.Module):
 
 
 def in_ddp(step: TrainStep, **options) -> parallel.Parallel:
-    return parallel.DDP(step, DistributedDataParallel(step, gradient_as_bucket_view=True), "broadcast", True)
+    return parallel.Parallel(step, DistributedDataParallel(step, gradient_as_bucket_view=True), uses_all=True)
 
 
 DDP = {"parallel": {"_target_": f"{__name__}.in_ddp"}}
