@@ -10,8 +10,8 @@ from msgspec import ValidationError, convert
 from msgspec.structs import replace
 
 from ddp_hydra.console.text import printable
-from ddp_hydra.errors import ConfigError, Interrupted, RecordError, RunFailed
-from ddp_hydra.job.remote.status import ENDED, LOST, STOP, SUCCEEDED, read
+from ddp_hydra.errors import ConfigError, RecordError, RunFailed
+from ddp_hydra.job.remote.status import ENDED, LOST, STOP, conclude, read
 from ddp_hydra.record import Record
 from ddp_hydra.run_state import Status
 from ddp_hydra.storage import Store
@@ -71,31 +71,24 @@ class Attached:
                 self.show_metrics()
                 if has_ended:
                     break
-                if time.monotonic() - self.updated > self.silence_timeout_s():
-                    raise self.driver_lost()
+                self.check_driver()
                 time.sleep(POLL_S)
-        state, message = self.status.state, self.final_message()
-        if state == "interrupted":
-            raise Interrupted(message)
-        if state not in SUCCEEDED:
-            raise RunFailed(message)
-        print(message)  # noqa: T201
+        conclude(self.status.state, printable(self.status.message))
 
-    def driver_lost(self) -> RunFailed:
+    def check_driver(self) -> None:
+        """Raise if the driver is silent for too long; that is longer if the scheduler restarts it when it is lost."""
+        timeout_s = self.lost_timeout_s * (RESTART_FACTOR if self.status.max_restarts else 1)
+        if time.monotonic() - self.updated <= timeout_s:
+            return
+        again = f"resume={self.store.url}"
         if self.status.state == LOST:
-            return RunFailed(f"{self.final_message()}\nno other driver has followed; resume={self.store.url} goes on")
-        process = printable(f"process {self.status.pid} on {self.status.host}")
-        return RunFailed(
-            f"the run's driver, {process}, has not updated its status for {self.silence_timeout_s():g} s: it was "
-            f"killed, or its host is gone. Go on from the last checkpoint with resume={self.store.url}"
+            raise RunFailed(printable(f"{self.status.message}\nno other driver has followed; {again} goes on"))
+        raise RunFailed(
+            printable(
+                f"the run's driver, process {self.status.pid} on {self.status.host}, has not updated its status for "
+                f"{timeout_s:g} s: it was killed, or its host is gone. Go on from the last checkpoint with {again}"
+            )
         )
-
-    def final_message(self) -> str:
-        return printable(self.status.message)
-
-    def silence_timeout_s(self) -> float:
-        """Return how long the driver may be silent: longer if the scheduler restarts it when it is lost."""
-        return self.lost_timeout_s * (RESTART_FACTOR if self.status.max_restarts else 1)
 
     def read_status(self) -> None:
         status = read(self.store)

@@ -10,9 +10,8 @@ import random
 import secrets
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec.structs import asdict
@@ -23,11 +22,11 @@ from ddp_hydra.config import checkpoint_config, objective, schema
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import printable
 from ddp_hydra.dispatch import file_transfer
-from ddp_hydra.errors import ClusterError, ConfigError, Interrupted, RecordError, RunFailed
+from ddp_hydra.errors import ClusterError, ConfigError, RecordError
 from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.start_driver import DriverSpec
-from ddp_hydra.job.remote.status import SUCCEEDED, liveness_watched, stop_topic
+from ddp_hydra.job.remote.status import conclude, liveness_watched, stop_topic
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Record
@@ -46,19 +45,10 @@ log = logging.getLogger(__name__)
 Messages = queue.SimpleQueue[Any]
 
 
-@dataclass(frozen=True)
-class StartedDriver:
-    """Identifies a driver that has started.
+class StartedDriver(NamedTuple):
+    """Identifies a driver: its job, the id of its client at the scheduler, and the worker that has started it."""
 
-    Args:
-        name: the driver's name, which is also the topic of its messages.
-        url: the URL of the results.
-        client: the id of its client at the scheduler.
-        worker: the worker that has started it.
-    """
-
-    name: str
-    url: str
+    spec: DriverSpec
     client: str
     worker: str
 
@@ -71,19 +61,15 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
     """
     if cfg.detach:
         with started_driver(cfg, run_dir, overrides) as (_, driver):
-            _print_commands("the run goes on by itself", driver.url)
+            _print_commands("the run goes on by itself", driver.spec.url)
         return None
     messages: Messages = queue.SimpleQueue()
     with summarised(run_dir, cfg) as summary, started_driver(cfg, run_dir, overrides, messages) as (client, driver):
-        print(f"results: {driver.url}")  # noqa: T201
-        end = Follower(client, driver, messages, run_dir).follow()
-        summary.update({**asdict(end.summary), "status": end.state, "results": driver.url})
-        if end.state == "interrupted":
-            raise Interrupted(end.message)
-        if end.state not in SUCCEEDED:
-            raise RunFailed(end.message)
-    print(end.message)  # noqa: T201
-    return end.summary.metrics.get(objective.metric_and_direction(cfg)[0])
+        print(f"results: {driver.spec.url}")  # noqa: T201
+        message, end = Follower(client, driver, messages, run_dir).follow()
+        summary.update({**asdict(end), "results": driver.spec.url})
+        conclude(end.status, message)
+    return end.metrics.get(objective.metric_and_direction(cfg)[0])
 
 
 @contextlib.contextmanager
@@ -189,22 +175,7 @@ def _start(client: Any, worker: str, spec: DriverSpec) -> StartedDriver:
         ) from None
     if "error" in answer:
         raise ConfigError(f"on worker {worker}: {printable(str(answer['error']))}")
-    return StartedDriver(spec.name, spec.url, str(answer["client"]), worker)
-
-
-@dataclass
-class DriverReport:
-    """Describes how a run ended; this is a driver's last message.
-
-    Args:
-        state: done, failed or interrupted.
-        message: for the user.
-        summary: of the run.
-    """
-
-    state: str
-    message: str
-    summary: Summary = field(default_factory=Summary)
+    return StartedDriver(spec, str(answer["client"]), worker)
 
 
 class Follower:
@@ -225,7 +196,7 @@ class Follower:
         self.handler = ResultsHandler([StatusWriter(run_dir), ProgressWriter()])
         self.interrupts = Interrupts()
 
-    def follow(self) -> DriverReport:
+    def follow(self) -> tuple[str, Summary]:
         watched = liveness_watched(self.client, self.driver.client, lambda: self.messages.put(None))
         with watched, self.interrupts.caught(), self.handler:
             try:
@@ -236,9 +207,9 @@ class Follower:
                 return self._receive_all(until=time.monotonic() + END_S)
 
     def _ask_to_stop(self) -> None:
-        self.client.log_event(stop_topic(self.driver.name), b"stop")
+        self.client.log_event(stop_topic(self.driver.spec.name), b"stop")
 
-    def _receive_all(self, until: float | None = None) -> DriverReport:
+    def _receive_all(self, until: float | None = None) -> tuple[str, Summary]:
         is_stopping = until is not None
         while until is None or time.monotonic() < until:
             if self.interrupts.wanted and not is_stopping:
@@ -250,27 +221,26 @@ class Follower:
                 if self.client.status != "running":
                     raise ClusterError(
                         "the connection to the scheduler is lost, and the run ends: go on with "
-                        f"resume={self.driver.url} once it is back"
+                        f"resume={self.driver.spec.url} once it is back"
                     ) from None
                 continue
             if message is None:
                 raise ClusterError(
                     f"the run's driver, started by worker {self.driver.worker}, is gone (killed, out of memory, or its "
-                    f"host is gone): go on with resume={self.driver.url}"
+                    f"host is gone): go on with resume={self.driver.spec.url}"
                 )
             if (end := self._handle(message)) is not None:
                 return end
-        raise KeyboardInterrupt(f"the end of the run was not waited for; see {self.driver.url}")
+        raise KeyboardInterrupt(f"the end of the run was not waited for; see {self.driver.spec.url}")
 
-    def _handle(self, message: Any) -> DriverReport | None:
+    def _handle(self, message: Any) -> tuple[str, Summary] | None:
         try:
             if "record" in message:
                 self.handler.handle(Record.decode(message["record"]))
             elif "line" in message:
                 log.log(int(message["level"]), "%s", printable(str(message["line"])))
             else:
-                summary = msgspec.convert(message["summary"], Summary)
-                return DriverReport(str(message["state"]), printable(str(message["message"])), summary)
+                return printable(str(message["message"])), msgspec.convert(message["summary"], Summary)
         except (KeyError, TypeError, ValueError, RecordError) as error:
             log.warning("a message of the driver cannot be read: %.200r (%s)", message, error)
         return None

@@ -30,7 +30,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
 from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.start_driver import DriverContext, DriverSpec, supervise
+from ddp_hydra.job.remote.start_driver import DriverSpec, supervise
 from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, has_ended, resume_run
 from ddp_hydra.run_state import Objective, Summary
@@ -49,10 +49,10 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     load()
-    spec, context = pickle.load(sys.stdin.buffer)  # noqa: S301, from the worker that has started this process
+    spec, *place = pickle.load(sys.stdin.buffer)  # noqa: S301, from the worker that has started this process
     setproctitle(f"ddp_hydra driver {spec.url}")
     try:
-        with open_runner(spec, context) as runner:
+        with open_runner(spec, *place) as runner:
             if spec.max_restarts:
                 runner.client.run_on_scheduler(supervise, runner.client.id, runner.spec)
             answer(client=runner.client.id, pid=os.getpid())
@@ -75,18 +75,24 @@ def answer(**values: Any) -> None:
 
 
 @contextlib.contextmanager
-def open_runner(spec: DriverSpec, context: DriverContext) -> Iterator[RemoteJobRunner]:
-    """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block."""
-    scheduler = Scheduler(context.scheduler, _client_security(context.security), spec.sweep)
+def open_runner(spec: DriverSpec, address: str, security: Any, scratch_root: str) -> Iterator[RemoteJobRunner]:
+    """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block.
+
+    Args:
+        address: of the scheduler, as workers reach it.
+        security: of the worker's own connections.
+        scratch_root: the folder for temporary files.
+    """
+    scheduler = Scheduler(address, _client_security(security), spec.sweep)
     objective = msgspec.convert(spec.config["objective"], Objective)
     more = {"objective": objective, "tags": [str(tag) for tag in spec.config["tags"]]}
-    status = DriverStatus(context.scheduler, spec.project.sha256, spec.max_restarts, **more)
+    status = DriverStatus(address, spec.project.sha256, spec.max_restarts, **more)
     store = FencedStore(results_root.open_folder(spec.url))
     if not spec.is_restart:
         acquire_run(store, status, spec.hydra_files)
     elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):
         raise AlreadyEnded
-    with scratch_folder(SCRATCH, context.scratch) as scratch, scheduler.client() as client:
+    with scratch_folder(SCRATCH, scratch_root) as scratch, scheduler.client() as client:
         connect.use_existing(scheduler)
         runner = RemoteJobRunner(spec, scratch, store, status, client)
         if spec.is_restart:
@@ -158,8 +164,9 @@ class RemoteJobRunner:
             message = f"{message}\nresults are not all in {self.spec.url}: {missing}; they are in {kept}"
             log.error("%s", message)
         if self.channel:
-            summary = to_builtins(read_summary(self.run_dir) or Summary())
-            self.channel.send(state=self.state, message=message, summary=summary)
+            summary = read_summary(self.run_dir) or Summary()
+            summary.status = self.state
+            self.channel.send(message=message, summary=to_builtins(summary))
             self.channel.delete_topics()
 
     def run_job(self, cfg: DictConfig) -> tuple[str, str]:

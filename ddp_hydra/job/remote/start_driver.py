@@ -65,21 +65,6 @@ class DriverSpec:
     is_restart: bool = False
 
 
-@dataclass(frozen=True)
-class DriverContext:
-    """Carries what a driver needs to know from the worker that starts it.
-
-    Args:
-        scheduler: address of the scheduler, as workers reach it.
-        security: of the worker's own connections.
-        scratch: the folder for temporary files.
-    """
-
-    scheduler: str
-    security: Any
-    scratch: str
-
-
 async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
     """Start a driver, and wait until it answers. Runs on a worker, called by the client or the supervisor.
 
@@ -88,9 +73,8 @@ async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
     Returns:
         `error`, a message; or `client`, the id of its client at the scheduler, and its `pid`.
     """
-    scratch = str(Path(dask_worker.local_directory).parent)
-    context = DriverContext(dask_worker.scheduler.address, dask_worker.security, scratch)
-    return await asyncio.to_thread(_start, pickle.dumps((spec, context)))
+    place = dask_worker.scheduler.address, dask_worker.security, str(Path(dask_worker.local_directory).parent)
+    return await asyncio.to_thread(_start, pickle.dumps((spec, *place)))
 
 
 def _start(pickled: bytes) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 import ddp_hydra
+from ddp_hydra.errors import Interrupted, RunFailed
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Status, decode
 from ddp_hydra.storage.base import Store
@@ -110,6 +111,15 @@ def read(store: Store) -> Status | None:
         return decode(store.get(NAME), Status, f"{NAME} in {getattr(store, 'url', 'the store')}")
     except FileNotFoundError:
         return None
+
+
+def conclude(state: str, message: str) -> None:
+    """Print the last message of a run, or raise it."""
+    if state == "interrupted":
+        raise Interrupted(message)
+    if state not in SUCCEEDED:
+        raise RunFailed(message)
+    print(message)  # noqa: T201
 
 
 POLL_S = 0.5

@@ -16,13 +16,14 @@ from ddp_hydra.cli import commands
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.job.remote import client as remote
-from ddp_hydra.job.remote.client import DriverReport, Follower, StartedDriver
+from ddp_hydra.job.remote.client import Follower, StartedDriver
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.storage.run_ref import RunRef
 
 pytestmark = pytest.mark.medium
-DRIVER = StartedDriver("run-1", "s3://bucket/run-1", "client-9", "tcp://10.0.0.2:5")
+SPEC = SimpleNamespace(name="run-1", url="s3://bucket/run-1")
+DRIVER = StartedDriver(SPEC, "client-9", "tcp://10.0.0.2:5")  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -119,14 +120,13 @@ def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, t
 
 def test_lines_are_logged_and_the_last_message_is_the_end(follower, caplog):
     caplog.set_level("INFO")
-    end = {"state": "done", "message": "all well\x07", "summary": {"steps": 3}}
+    end = {"message": "all well\x07", "summary": {"status": "done", "steps": 3}}
     for message in ({"line": "rank 1: hello\x1b[2J", "level": 20}, {"level": 20}, end):
         follower.messages.put(message)
     follower.messages.put("not reached")
-    found = follower._receive_all()
-    assert isinstance(found, DriverReport)
-    assert (found.state, found.summary) == ("done", Summary(steps=3))
-    assert "\x07" not in found.message
+    message, summary = follower._receive_all()
+    assert summary == Summary(status="done", steps=3)
+    assert "\x07" not in message
     assert "rank 1: hello" in caplog.text
     assert "\x1b" not in caplog.text
     assert "a message of the driver cannot be read" in caplog.text
@@ -148,8 +148,8 @@ def test_an_interrupt_is_passed_on_once_and_a_second_one_waits_no_longer(followe
     follower.interrupts.wanted = True
     for _ in range(2):
         follower.messages.put({"line": "saving", "level": 20})
-    follower.messages.put({"state": "interrupted", "message": "", "summary": {}})
-    assert follower._receive_all().state == "interrupted"
+    follower.messages.put({"message": "", "summary": {"status": "interrupted"}})
+    assert follower._receive_all()[1].status == "interrupted"
     assert follower.client.logged == [b"stop"]
     with pytest.raises(KeyboardInterrupt, match="the end of the run was not waited for; see s3://bucket/run-1"):
         follower._receive_all(until=time.monotonic() - 1)
