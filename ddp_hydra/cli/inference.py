@@ -140,7 +140,7 @@ def merge(parts: Parts, target: Path) -> list[str]:
             yield chunk
 
     assert parts.samples is not None
-    predictions.write(target, chunks(), parts.samples)
+    predictions.write(target, chunks, parts.samples)
     parts.remove()
     return columns
 

@@ -9,9 +9,8 @@ import csv
 import json
 import re
 import shutil
-import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -192,24 +191,27 @@ def pyarrow() -> Any:
     return pyarrow
 
 
-def write(out: Path, chunks: Iterable[Mapping[str, Any]], samples: int) -> None:
+Chunks = Callable[[], Iterable[Mapping[str, Any]]]
+
+
+def write(out: Path, chunks: Chunks, samples: int) -> None:
     """Write predictions; `out` appears when all of it is written.
 
     Args:
-        chunks: some rows each: name -> array (rows, ...) or list.
+        chunks: returns some rows each, from the first one: name -> array (rows, ...) or list.
         samples: rows of all chunks.
     """
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         if not out.suffix:
-            _write_pictures(out, chunks)
+            _write_pictures(out, chunks())
             return
         with replacing(out) as part:
             if out.suffix == ".csv":
                 with part.open("w", newline="", encoding="utf-8") as file:
-                    _write_csv(file, chunks)
+                    _write_csv(file, chunks())
             elif out.suffix == ".parquet":
-                _write_parquet(part, chunks)
+                _write_parquet(part, chunks())
             else:
                 _write_npz(part, chunks, samples)
 
@@ -249,62 +251,26 @@ def _write_parquet(path: Path, chunks: Iterable[Mapping[str, Any]]) -> None:
             writer.close()
 
 
-def _write_npz(path: Path, chunks: Iterable[Mapping[str, Any]], samples: int) -> None:
-    """Write each column into a file of its own first, for an array in an archive is written in one go."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".part-") as folder:
-        spools: dict[str, _Spool] = {}
-        for columns in chunks:
-            for number, (name, values) in enumerate(columns.items()):
-                spool = spools.setdefault(name, _Spool(Path(folder) / str(number)))
-                spool.add(np.asarray(values) if not isinstance(values, list) else values)
-        with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
-            for name, spool in spools.items():
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                    spool.write(member, samples)
-
-
-class _Spool:
-    """Holds a column on the disk.
-
-    Args:
-        path: the file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.dtype: Any = None
-        self.shape: tuple[int, ...] = ()
-        self.longest = 1
-        self.is_text = False
-
-    def add(self, values: Any) -> None:
-        if isinstance(values, list):
-            self.is_text = True
-            self.longest = max(self.longest, *map(len, values))
-            with self.path.open("a", encoding="utf-8") as lines:
-                lines.writelines(json.dumps(value) + "\n" for value in values)
-            return
-        self.dtype = self.dtype or values.dtype
-        self.shape = self.shape or values.shape[1:]
-        if (values.dtype, values.shape[1:]) != (self.dtype, self.shape):
-            raise ConfigError(
-                f"the task predicts arrays {values.dtype} {values.shape[1:]} and {self.dtype} {self.shape}, which fit "
-                "in no common array: return the same for each batch"
-            )
-        with self.path.open("ab") as file:
-            file.write(np.ascontiguousarray(values).tobytes())
-
-    def write(self, file: IO[bytes], samples: int) -> None:
-        dtype = np.dtype(f"<U{self.longest}") if self.is_text else self.dtype
-        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (samples, *self.shape)}
-        np.lib.format.write_array_header_2_0(file, header)
-        if not self.is_text:
-            with self.path.open("rb") as content:
-                shutil.copyfileobj(content, file)
-            return
-        with self.path.open(encoding="utf-8") as lines:
-            for line in lines:
-                file.write(np.array([json.loads(line)], dtype).tobytes())
+def _write_npz(path: Path, chunks: Chunks, samples: int) -> None:
+    """Write one column after the other, for an array in an archive is written in one go."""
+    found: dict[str, tuple[np.dtype[Any], tuple[int, ...]]] = {}
+    for columns in chunks():
+        for name, array in zip(columns, map(np.asarray, columns.values()), strict=True):
+            dtype, shape = found.setdefault(name, (array.dtype, array.shape[1:]))
+            if dtype.kind == array.dtype.kind == "U":  # as long as the longest text
+                found[name] = np.promote_types(dtype, array.dtype), shape
+            elif (array.dtype, array.shape[1:]) != (dtype, shape):
+                raise ConfigError(
+                    f"the task predicts arrays {array.dtype} {array.shape[1:]} and {dtype} {shape}, which fit in no "
+                    "common array: return the same for each batch"
+                )
+    with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
+        for name, (dtype, shape) in found.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False}
+                np.lib.format.write_array_header_2_0(member, {**header, "shape": (samples, *shape)})
+                for columns in chunks():
+                    member.write(np.ascontiguousarray(columns[name], dtype).tobytes())
 
 
 def _write_pictures(out: Path, chunks: Iterable[Mapping[str, Any]]) -> None:

@@ -63,7 +63,8 @@ def values(overrides: Iterable[str]) -> dict[str, Value]:
         except HydraException:
             continue
         name = override.key_or_group + (f"@{override.package}" if override.package else "")
-        if override.is_delete() or re.split("[./]", name)[0] in _NO_HPARAMS or _is_secret(name, override.value()):
+        is_secret = any(map(named_secret, name.split("@"))) or holds_secret(override.value())
+        if override.is_delete() or re.split("[./]", name)[0] in _NO_HPARAMS or is_secret:
             continue
         found[_utf8(name)] = _value(override, text.partition("=")[2])
     return found
@@ -120,10 +121,6 @@ def _value(override: Override, typed: str) -> Value:
     if isinstance(value, (int, float)) and abs(value) < 1e300 and not math.isnan(value):  # JSON cannot hold the others
         return float(value)
     return _utf8(bare(value if isinstance(value, str) else typed))
-
-
-def _is_secret(name: str, value: object) -> bool:
-    return any(map(named_secret, name.split("@"))) or holds_secret(value)
 
 
 def _info(name: str, column: Iterable[Value | None]) -> HParamInfo:

@@ -81,7 +81,10 @@ class TensorBoardWriter:
         if isinstance(data, Metrics) and record.rank != 0:
             return
         if self._purge and record.step is not None:
-            self._drop_points(record)
+            # Drop the points after a start record's step, or from any other record's step on.
+            first, status = record.step + isinstance(data, Start), SessionLog(status=SessionLog.START)
+            self._append(Event(wall_time=record.time_s, step=first, session_log=status))
+            self._purge = False
         match data:
             case Start():
                 return
@@ -97,12 +100,6 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._file.close()
-
-    def _drop_points(self, record: Record) -> None:
-        """Drop the points after a start record's step, or from any other record's step on."""
-        first = (record.step or 0) + isinstance(record.data, Start)
-        self._append(Event(wall_time=record.time_s, step=first, session_log=SessionLog(status=SessionLog.START)))
-        self._purge = False
 
     def _scalars(self, logged: Metrics) -> Summary:
         """Return the points of a metrics record.

@@ -60,7 +60,7 @@ def fill(parts: Parts, folder: Path, kind: str) -> None:
 
 def write(parts: Parts, out: Path, kind: str) -> None:
     fill(parts, out.parent, kind)
-    predictions.write(out, parts.merged(), 5)
+    predictions.write(out, parts.merged, 5)
 
 
 def test_csv(parts, tmp_path):
@@ -180,7 +180,7 @@ def test_parquet_is_written_in_groups_of_rows(parts, tmp_path, monkeypatch):
 def test_arrays_that_fit_in_no_common_one_are_refused(tmp_path):
     chunks = [{"mask": np.zeros((2, 3))}, {"mask": np.zeros((2, 4))}]
     with pytest.raises(ConfigError, match=r"arrays float64 \(4,\) and float64 \(3,\), which fit in no common array"):
-        predictions.write(tmp_path / "out.npz", chunks, 4)
+        predictions.write(tmp_path / "out.npz", lambda: chunks, 4)
     assert not list(tmp_path.iterdir())
 
 
