@@ -128,9 +128,7 @@ def next_attempt(run_dir: Path) -> int:
     known: list[Any] = [entry.attempt for entry in summary.attempts]
     with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        for line in file.read().splitlines():
-            with contextlib.suppress(ValueError, AttributeError, RecursionError):
-                known.append(json.loads(line).get("attempt"))
+        known += [json_object(line).get("attempt") for line in file.read().splitlines()]
     return max((number for number in known if isinstance(number, int)), default=-1) + 1
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from ddp_hydra.record import Log, Metrics, Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, writing
+from ddp_hydra.writers.run_dir import json_object
 
 
 class JsonLinesWriter:
@@ -52,22 +53,19 @@ class JsonLinesWriter:
         """Keep the lines up to a step, and remove the incomplete line of a process that was killed."""
         with writing(self._path):
             lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-        kept = [line for line in lines if _is_kept(line, step)]
+        # What a run logs at step 0, before its first step, it logs again when it starts from there.
+        last = step or -1
+        kept = [
+            line
+            for line in lines
+            if (found := json_object(line)) and not (isinstance(known := found.get("step"), int) and known > last)
+        ]
         if len(kept) < len(lines):
             self._file.close()
             write_atomic(self._path, b"".join(kept))
 
     def close(self) -> None:
         self._file.close()
-
-
-def _is_kept(line: bytes, step: int) -> bool:
-    try:
-        known = json.loads(line).get("step")
-    except (ValueError, AttributeError, RecursionError):
-        return False
-    # What a run logs at step 0, before its first step, it logs again when it starts from there.
-    return not isinstance(known, int) or (known <= step if step else known < 0)
 
 
 class LogWriter:
