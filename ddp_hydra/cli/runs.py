@@ -170,7 +170,7 @@ def du(words: Sequence[str]) -> None:
 
 
 def tag(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import run_files, tags
+    from ddp_hydra.runs import run_files
     from ddp_hydra.runs.details import row
 
     changes = [word for word in words if word[:1] in ("+", "-")]
@@ -180,7 +180,7 @@ def tag(words: Sequence[str]) -> None:
     files = run_files.open_run(runs[0])
     found = row(files).tags
     if changes:
-        found = tags.change(files, found, changes)
+        found = run_files.change_tags(files, found, changes)
     print(f"{shown(runs[0])}: {', '.join(map(shown, found)) or 'no tags'}")  # noqa: T201
 
 

@@ -11,8 +11,7 @@ from msgspec import Struct
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, State, Status, Summary, decode
-from ddp_hydra.runs import tags
-from ddp_hydra.runs.run_files import RunFiles, yaml_value
+from ddp_hydra.runs.run_files import RunFiles, read_tags, yaml_value
 
 MOST_TEXT = 500
 """Longer texts of a run are cut."""
@@ -105,7 +104,7 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
         metrics=metrics,
         model=chosen.get("model", ""),
         data=chosen.get("data", ""),
-        tags=tags.read(files, summary.tags or status.tags),
+        tags=read_tags(files, summary.tags or status.tags),
         overrides=texts(typed),
         project=text(summary.project or status.project),
         message=text(state.problem) or failure,

@@ -1,16 +1,25 @@
-"""Reads the files of a run, which are in a folder or in a store."""
+"""Reads the files of a run, which are in a folder or in a store; keeps its tags.
+
+The first tags are from the config; tags.json holds them once they are changed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
+import re
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Store, results_root
+from ddp_hydra.storage.base import ObjectChangedError
+from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
 
 MOST_BYTES = 16 * 2**20
@@ -141,7 +150,7 @@ RunFiles = LocalRunFiles | StoredRunFiles
 """The files of one run, wherever they are."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def reachable() -> Iterator[None]:
     """Turn the error of a store that does not answer into a sentence.
 
@@ -193,3 +202,76 @@ def yaml_value(content: bytes) -> Any:
         return yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if content else None  # noqa: S506
     except (yaml.YAMLError, ValueError, RecursionError):
         return None
+
+
+TAGS = "tags.json"
+MOST_TAGS = 100
+"""The most tags that a run has."""
+_TAG = re.compile(r"[^\W_][\w.:/@-]{0,63}")
+_TRIES = 5
+
+
+def read_tags(files: RunFiles, of_config: object) -> list[str]:
+    """Return the tags of a run."""
+    try:
+        kept = json.loads(files.read(TAGS) or b"null")
+    except (ValueError, RecursionError):
+        kept = None
+    found = kept if isinstance(kept, list) else of_config
+    return [str(one)[:64] for one in found if isinstance(one, str | int)][:MOST_TAGS] if isinstance(found, list) else []
+
+
+def change_tags(files: RunFiles, of_config: object, words: Sequence[str]) -> list[str]:
+    for word in words:
+        if word[:1] not in ("+", "-") or not _TAG.fullmatch(word[1:]):
+            raise ConfigError(
+                f"{word!r}: +good adds a tag, -old removes one; a tag has letters, digits and . _ : / @ -, 64 at most"
+            )
+    if isinstance(files, StoredRunFiles):
+        return _change_stored_tags(files, of_config, words)
+    with _tags_locked(Path(files.place)):
+        found = changed_tags(read_tags(files, of_config), words)
+        write_atomic(Path(files.place) / TAGS, _encoded_tags(found), durable=False)
+    return found
+
+
+def changed_tags(tags: Sequence[str], words: Sequence[str]) -> list[str]:
+    found = list(dict.fromkeys(tags))
+    for word in words:
+        sign, tag = word[0], word[1:]
+        if sign == "-" and tag not in found:
+            raise ConfigError(f"the run has no tag {tag}; it has {', '.join(found) or 'none'}")
+        found = [one for one in found if one != tag] + [tag] * (sign == "+")
+    if len(found) > MOST_TAGS:
+        raise ConfigError(f"a run has {MOST_TAGS} tags at most: remove some with -<tag>")
+    return found
+
+
+def _change_stored_tags(files: StoredRunFiles, of_config: object, words: Sequence[str]) -> list[str]:
+    for _ in range(_TRIES):
+        with reachable():
+            etag = files.store.etag(files.key(TAGS))
+            found = changed_tags(read_tags(files, of_config), words)
+            with contextlib.suppress(ObjectChangedError):
+                try:
+                    files.store.put_if(files.key(TAGS), _encoded_tags(found), etag)
+                except NotImplementedError:  # a store without conditional writes
+                    files.store.put(files.key(TAGS), _encoded_tags(found))
+                return found
+    raise ConfigError(f"others change the tags of {files.place} all the time: try again")
+
+
+@contextmanager
+def _tags_locked(run_dir: Path) -> Iterator[None]:
+    """Keep other commands from changing the tags inside the block."""
+    handle = os.open(run_dir, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _encoded_tags(tags: Sequence[str]) -> bytes:
+    return (json.dumps(list(tags)) + "\n").encode()

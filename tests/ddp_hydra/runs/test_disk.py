@@ -14,7 +14,7 @@ from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote import uploader
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.run_state import Status, encode
-from ddp_hydra.runs import disk, tags
+from ddp_hydra.runs import disk, run_files
 from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage import results_root
 from ddp_hydra.sweep.forked_process import lock, unlock
@@ -152,13 +152,13 @@ def test_the_runs_of_a_sweep_are_removed_one_at_a_time_those_inside_others_first
 def test_tags_are_kept_in_the_run(make_run):
     run_dir = make_run("outputs/a", tags=["first"])
     files = LocalRunFiles(run_dir)
-    assert tags.read(files, ["first"]) == ["first"]
-    assert tags.change(files, ["first"], ["+good", "+v1.0:a/b", "-first", "+good"]) == ["v1.0:a/b", "good"]
-    assert tags.read(files, ["first"]) == ["v1.0:a/b", "good"]
+    assert run_files.read_tags(files, ["first"]) == ["first"]
+    assert run_files.change_tags(files, ["first"], ["+good", "+v1.0:a/b", "-first", "+good"]) == ["v1.0:a/b", "good"]
+    assert run_files.read_tags(files, ["first"]) == ["v1.0:a/b", "good"]
     with pytest.raises(ConfigError, match=r"has no tag bad; it has v1\.0:a/b, good"):
-        tags.change(files, [], ["-bad"])
+        run_files.change_tags(files, [], ["-bad"])
     for word in ("+", "+a b", "+\x1b[1m", "good", "+" + "a" * 65, "+-x"):
         with pytest.raises(ConfigError, match="adds a tag, -old removes one"):
-            tags.change(files, [], [word])
-    assert tags.read(files, []) == ["v1.0:a/b", "good"]
+            run_files.change_tags(files, [], [word])
+    assert run_files.read_tags(files, []) == ["v1.0:a/b", "good"]
     assert not list(Path(run_dir).glob(".part-*"))

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs import find, tags
+from ddp_hydra.runs import find, run_files
 from ddp_hydra.runs.describe import RunRow, choices
 from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.sweep.rows import JobRow as SweepRow
@@ -72,7 +72,7 @@ def test_a_second_listing_reads_no_file_of_a_run_that_has_not_changed(make_run, 
     monkeypatch.setattr(LocalRunFiles, "read", lambda self, *name: read.append(self.place) or original(self, *name))
     assert find.rows([str(tmp_path / "outputs")]) == first
     assert read == []
-    tags.change(LocalRunFiles(run_dir), [], ["+new"])
+    run_files.change_tags(LocalRunFiles(run_dir), [], ["+new"])
     assert by_name(tmp_path / "outputs")["a"].tags == ["new"]
     assert set(read) == {str(run_dir)}
     summary = json.loads((other / "summary.json").read_text())

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs import details, disk, find, run_files, tags
+from ddp_hydra.runs import details, disk, find, run_files
 
 pytestmark = pytest.mark.medium
 
@@ -44,8 +44,8 @@ def test_they_are_listed_shown_compared_measured_and_tagged(root):
     usage = disk.usage([root])
     assert usage[f"{root}/day/a"] == found["bytes"]
     assert usage[f"{root}/day/b"]["other"] > 0
-    assert tags.change(first, ["first"], ["+good"]) == ["first", "good"]
-    assert tags.change(first, ["first"], ["-first"]) == ["good"]
+    assert run_files.change_tags(first, ["first"], ["+good"]) == ["first", "good"]
+    assert run_files.change_tags(first, ["first"], ["-first"]) == ["good"]
     assert details.row(first).tags == ["good"]
     with pytest.raises(ConfigError, match="mirror holds no run"):
         run_files.open_run(f"{root}/mirror")
