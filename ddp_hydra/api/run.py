@@ -17,7 +17,7 @@ from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
-from ddp_hydra.runs import status
+from ddp_hydra.runs.describe import status_of
 from ddp_hydra.writers.run_dir import locked, read_summary
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class Run:
 
     @property
     def status(self) -> str:
-        """One of `STATUSES` of ddp_hydra/runs/status.py.
+        """One of `STATUSES` of ddp_hydra/runs/describe.py.
 
         running, done, paused, stopped (by a rule of its sweep), failed, interrupted; killed: its process ended without
         a summary; lost: it runs on another host and gave no sign of life for 10 minutes; detached: its results are in
         a store; unknown: it has not begun, or belongs to another program.
         """
-        return status.of_run_dir(self.dir)
+        return status_of(self.dir)
 
     @property
     def summary(self) -> dict[str, Any]:

@@ -1,17 +1,24 @@
-"""Describes a run in one row, from the small files in its folder."""
+"""Describes a run in one row, from the small files in its folder; tells whether it goes on, and how it has ended."""
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import socket
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from msgspec import Struct
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.remote.status import ENDED
+from ddp_hydra.job.remote.status import ENDED, LOST_S
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, State, Status, Summary, decode
-from ddp_hydra.runs.run_files import RunFiles, read_tags, yaml_value
+from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, read_tags, yaml_value
+from ddp_hydra.storage.results_root import POINTER
+from ddp_hydra.writers.run_dir import LOCK, is_locked
 
 MOST_TEXT = 500
 """Longer texts of a run are cut."""
@@ -20,13 +27,19 @@ MOST_ATTEMPTS = 50
 _LATEST = 4e9
 """Later times, in seconds since 1970, are not times of a run."""
 
+STATUSES = ("running", *ENDED, "killed", "lost", "detached", "unknown")
+"""killed: its process ended without a summary. lost: it runs on another host and gives no sign of life. detached: its
+results are in a store. unknown: it has not begun, or belongs to another program."""
+SILENT_S = 600.0
+"""Seconds without a sign of life after which a run on another host, whose lock can't be seen here, counts as lost."""
+
 
 class RunRow(Struct, array_like=True):
     """Describes one run.
 
     Args:
         run: its path or URL.
-        status: one of `status.STATUSES`.
+        status: one of `STATUSES`.
         started: when its newest process began, in seconds since 1970; None if not known.
         wall_s: how long that process took, or takes so far, in seconds.
         step: the last step.
@@ -193,6 +206,11 @@ class RunState(NamedTuple):
         return self.status
 
     @property
+    def ended(self) -> str:
+        """How it ended, as its summary says; "" if it has none."""
+        return self.summary.status if self.summary else ""
+
+    @property
     def attempts(self) -> list[AttemptEntry]:
         return self.newest.attempts[:MOST_ATTEMPTS]
 
@@ -208,3 +226,65 @@ def read_state(files: RunFiles) -> RunState:
             return None
 
     return RunState(read("summary.json", Summary), read("status.json", Status), "; ".join(problems))
+
+
+def status_of(run_dir: Path) -> str:
+    state = read_state(LocalRunFiles(run_dir))
+    try:
+        names = {path.name for path in run_dir.iterdir()}
+    except OSError:
+        names = set()
+    return local_status(str(run_dir), names, state.ended, state.status)
+
+
+def local_status(run_dir: str, names: Iterable[str], ended: str, status: Status | None) -> str:
+    names = set(names)
+    if status is not None and status.scheduler is not None:  # a driver has written this folder, through a store
+        return stored_status(ended, status)
+    held = is_locked(Path(run_dir)) if LOCK in names else False
+    if held:
+        return "running"
+    if ended in ENDED and not (LOCK in names and _begun_since(run_dir)):
+        return ended
+    if LOCK in names:
+        return _without_word(Path(run_dir), held)
+    if POINTER in names:
+        return "detached"
+    if status is not None and status.state in ENDED:
+        return status.state
+    return "unknown" if names.isdisjoint({"status.json", "metrics.jsonl", "checkpoints"}) else "killed"
+
+
+def _begun_since(run_dir: str) -> bool:
+    """Return whether a process has begun after the one that wrote summary.json, and has left its lock."""
+    try:
+        return os.lstat(f"{run_dir}/{LOCK}").st_mtime_ns > os.lstat(f"{run_dir}/summary.json").st_mtime_ns
+    except OSError:
+        return False
+
+
+def _without_word(run_dir: Path, held: bool | None) -> str:
+    """Return the status of a run that has left its lock and no summary.
+
+    Args:
+        held: False: nobody on this host holds the lock; None: the file system can't tell.
+    """
+    holder = LocalRunFiles(run_dir).read(LOCK).decode(errors="replace")
+    if held is False and holder.endswith(f" on {socket.gethostname()}"):
+        return "killed"
+    # Some file systems show the locks of one host only.
+    signs = [0.0]
+    for name in (LOCK, "status.json", "metrics.jsonl"):
+        with contextlib.suppress(OSError):
+            signs.append((run_dir / name).lstat().st_mtime)
+    return "lost" if time.time() - max(signs) > SILENT_S else "running"
+
+
+def stored_status(ended: str, status: Status | None) -> str:
+    """Return the status of a run that a driver writes into a store; arguments as for `of_local`."""
+    if status is None:
+        return ended if ended in ENDED else "unknown"
+    if status.state in ENDED:
+        return status.state
+    is_silent = status.time is None or time.time() - status.time > LOST_S
+    return "lost" if status.state == "lost" or is_silent else "running"

@@ -11,7 +11,7 @@ from pathlib import Path
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import OWNER, FencedStore
 from ddp_hydra.job.remote.uploader import is_active
-from ddp_hydra.runs import status
+from ddp_hydra.runs.describe import status_of
 from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
 from ddp_hydra.runs.run_files import LocalRunFiles, StoredRunFiles, is_run, reachable
 from ddp_hydra.storage import results_root
@@ -93,7 +93,7 @@ def remove(run: str) -> int:
         return _remove_stored(run)
     folder, runs = Path(ref.place), removable(run)
     for one in runs:
-        if status.of_run_dir(one) == "running":
+        if status_of(one) == "running":
             raise ConfigError(f"{one} is running: end it first")
     freed = sum(LocalRunFiles(folder).sizes().values())
     try:

@@ -17,8 +17,7 @@ from msgspec.structs import replace
 from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.remote.status import ENDED
-from ddp_hydra.runs import status
-from ddp_hydra.runs.describe import RunRow, RunState, read_state, row_of, text, texts
+from ddp_hydra.runs.describe import RunRow, RunState, local_status, read_state, row_of, stored_status, text, texts
 from ddp_hydra.runs.run_files import MARKS, LocalRunFiles, StoredRunFiles, reachable
 from ddp_hydra.storage import results_root
 from ddp_hydra.storage.files import write_atomic
@@ -123,7 +122,7 @@ def local_rows(root: str, index: Index | None = None) -> Iterator[RunRow]:
             files = LocalRunFiles(folder)
             content = read_state(files)
             row = row_of(files, content)
-            row.status = content.summary.status if content.summary else ""
+            row.status = content.ended
         kept[folder] = stamp, row
         yield _now(folder, entries, row, content, sweeps)
     if index:
@@ -142,7 +141,7 @@ def _now(
     if ended in ENDED and LOCK not in entries and "status.json" not in entries:
         return row
     of_status = (content or read_state(LocalRunFiles(folder))).status if "status.json" in entries else None
-    shown = replace(row, status=status.of_local(folder, entries, ended, of_status))
+    shown = replace(row, status=local_status(folder, entries, ended, of_status))
     if shown.status == "running" and (begun := _begun(entries)) is not None:
         shown.started, shown.wall_s = begun, max(0.0, time.time() - begun)
     parent = os.path.dirname(folder)  # noqa: PTH120
@@ -240,7 +239,7 @@ def stored_runs(url: str) -> list[StoredRunFiles]:
 def stored_row(files: StoredRunFiles) -> RunRow:
     state = read_state(files)
     found = row_of(files, state)
-    found.status = status.of_stored(state.summary.status if state.summary else "", state.status)
+    found.status = stored_status(state.ended, state.status)
     return found
 
 

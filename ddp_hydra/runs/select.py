@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.runs.describe import RunRow
-from ddp_hydra.runs.status import STATUSES
+from ddp_hydra.runs.describe import STATUSES, RunRow
 
 _COMPARISON = re.compile(r"([^<>=\s]+)\s*(>=|<=|>|<)\s*(.+)")
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {

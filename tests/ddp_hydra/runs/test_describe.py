@@ -14,7 +14,7 @@ from msgspec import convert
 from ddp_hydra.api.run import Run
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import Status
-from ddp_hydra.runs import status
+from ddp_hydra.runs.describe import status_of, stored_status
 from ddp_hydra.writers.run_dir import LOCK, is_locked, locked
 from tests.ddp_hydra.runs.conftest import kill
 
@@ -22,33 +22,33 @@ from tests.ddp_hydra.runs.conftest import kill
 @pytest.mark.parametrize("end", ["done", "failed", "interrupted"])
 def test_a_run_that_has_ended_has_said_how(make_run, end):
     run_dir = make_run("run", end=end)
-    assert status.of_run_dir(run_dir) == Run(run_dir).status == end
+    assert status_of(run_dir) == Run(run_dir).status == end
 
 
 def test_a_process_that_is_killed_leaves_a_killed_run(tmp_path, process_of):
     process = process_of(tmp_path)
-    assert (is_locked(tmp_path), status.of_run_dir(tmp_path)) == (True, "running")
+    assert (is_locked(tmp_path), status_of(tmp_path)) == (True, "running")
     kill(process)
     assert (tmp_path / LOCK).exists()
-    assert (is_locked(tmp_path), status.of_run_dir(tmp_path)) == (False, "killed")
+    assert (is_locked(tmp_path), status_of(tmp_path)) == (False, "killed")
 
 
 def test_a_run_that_is_resumed_in_its_folder_and_killed_is_not_what_it_was_before(make_run, process_of):
     run_dir = make_run("run", end="interrupted")
     os.utime(run_dir / "summary.json", (1e9, 1e9))
     process = process_of(run_dir)
-    assert status.of_run_dir(run_dir) == "running"
+    assert status_of(run_dir) == "running"
     kill(process)
-    assert status.of_run_dir(run_dir) == "killed"
+    assert status_of(run_dir) == "killed"
 
 
 def test_a_lock_of_another_host_counts_for_a_while(tmp_path):
     (tmp_path / LOCK).write_text("process 7 on elsewhere")
     (tmp_path / "status.json").write_text('{"state": "running"}')
-    assert status.of_run_dir(tmp_path) == "running"
+    assert status_of(tmp_path) == "running"
     for name in (LOCK, "status.json"):
         os.utime(tmp_path / name, (1e9, 1e9))
-    assert status.of_run_dir(tmp_path) == "lost"
+    assert status_of(tmp_path) == "lost"
 
 
 def test_a_file_system_without_locks_cannot_tell(tmp_path, monkeypatch):
@@ -58,7 +58,7 @@ def test_a_file_system_without_locks_cannot_tell(tmp_path, monkeypatch):
     monkeypatch.setattr("fcntl.flock", refuse)
     with locked(tmp_path):
         assert is_locked(tmp_path) is None
-        assert status.of_run_dir(tmp_path) == "running"
+        assert status_of(tmp_path) == "running"
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,16 @@ def test_a_driver_that_falls_silent_is_lost(tmp_path, state, age, found):
     content = {"state": state, "scheduler": "tcp://a:1", "time": time.time() - age}
     (tmp_path / "status.json").write_text(json.dumps(content))
     (tmp_path / LOCK).touch()  # of the store
-    assert status.of_run_dir(tmp_path) == status.of_stored("", convert(content, Status)) == found
+    assert status_of(tmp_path) == stored_status("", convert(content, Status)) == found
 
 
 def test_others_have_a_word_too(tmp_path):
     (tmp_path / ".hydra").mkdir()
-    assert status.of_run_dir(tmp_path) == "unknown"
+    assert status_of(tmp_path) == "unknown"
     (tmp_path / "results.url").write_text("s3://bucket/a")
-    assert status.of_run_dir(tmp_path) == "detached"
-    assert status.of_run_dir(tmp_path / "missing") == "unknown"
-    assert status.of_stored("", None) == "unknown"
+    assert status_of(tmp_path) == "detached"
+    assert status_of(tmp_path / "missing") == "unknown"
+    assert stored_status("", None) == "unknown"
 
 
 def test_a_look_does_not_keep_a_job_from_its_folder(tmp_path, monkeypatch):
