@@ -228,7 +228,8 @@ def describe_exit(code: int, peak_rss: int = 0) -> tuple[FailureKind, str]:
 def explain(failure: Failure, symptoms: Sequence[Failure] = ()) -> str:
     """Describe a failure, and those that followed from it, for the user."""
     names_step = bool(re.search(rf"step {failure.step}\b", failure.message))
-    where = [f"in step {failure.step}"] if failure.step and not names_step else []
+    last_heard = "last heard of " if failure.kind == "lost" else ""  # up to a second before
+    where = [f"{last_heard}in step {failure.step}"] if failure.step and not names_step else []
     where += [failure.place] if failure.place and not failure.mistake else []
     lines = [f"rank {failure.rank} on {failure.host}: {failure.message}" + (f" ({'; '.join(where)})" if where else "")]
     if failure.traceback and not failure.mistake:

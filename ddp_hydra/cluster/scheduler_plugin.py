@@ -33,6 +33,8 @@ ADAPTED_S = 30.0
 """A cluster that has asked for its target within this many seconds adapts its size."""
 FRONT = 2
 """How many gangs of the queue are woken when workers become free; those behind them ask now and then."""
+PLANNED = ("worker-close-gracefully", "retire-workers")
+"""Beginnings of Dask's reasons for the end of a worker that was planned: its lifetime is over, or nobody needs it."""
 
 
 def reserve(
@@ -225,10 +227,11 @@ class ReservationPlugin(SchedulerPlugin):
     def add_worker(self, scheduler: Any, worker: str) -> None:
         _wake_up(scheduler)
 
-    def remove_worker(self, scheduler: Any, worker: str, **_: Any) -> None:
+    def remove_worker(self, scheduler: Any, worker: str, stimulus_id: str = "", **_: Any) -> None:
+        message = {"action": "remove-worker", "worker": worker, "planned": stimulus_id.startswith(PLANNED)}
         for entry in _reservations(scheduler).values():
             if worker in entry["workers"]:
-                scheduler.log_event(entry["topic"], {"action": "remove-worker", "worker": worker})
+                scheduler.log_event(entry["topic"], message)
 
     def remove_client(self, scheduler: Any, client: str) -> None:
         for gang, entry in list(_reservations(scheduler).items()):

@@ -36,6 +36,7 @@ END_S = 5.0
 """Seconds that stopped ranks may take to end."""
 REST_S = 30.0
 """Seconds to read the last records of a failed attempt: there may be a checkpoint among them."""
+PLANNED = "its worker {worker} was shut down as planned (dask worker --lifetime, SIGTERM, a smaller cluster)"
 ACKNOWLEDGE_BYTES = record_relay.WINDOW_BYTES // 4
 
 
@@ -253,7 +254,10 @@ class Attempt:
                 self.on_record(Record.decode(line), len(line))
         elif isinstance(message, dict) and message.get("action") == "remove-worker":
             address = message["worker"]
-            self.watchdog.lose_worker(address, self.watchdog.left.format(worker=address))
+            if message.get("planned"):
+                self.leaving.add(address)
+            left = PLANNED if address in self.leaving else self.watchdog.left
+            self.watchdog.lose_worker(address, left.format(worker=address))
         return True
 
     def on_record(self, record: Record, size: int) -> None:

@@ -314,8 +314,9 @@ class Gang:
             if why_not:
                 error.add_reason(why_not)
             raise error
-        cause, count = explain(error.failure).partition("\n")[0], len(self.restarts.ended)
-        log.warning("restart %d of %d%s: %s", count, self.restarts.most, goes_on(done), cause)
+        cause = explain(error.failure).partition("\n")[0]
+        count = "a planned end" if planned else f"restart {self.restarts.used} of {self.restarts.most}"
+        log.warning("%s%s: %s", count, goes_on(done), cause)
 
     def read(self, attempt: Attempt, record: Record) -> None:
         """Pass on one record at a time: records of a failed attempt may still be read when the next one begins."""

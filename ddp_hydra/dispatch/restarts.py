@@ -89,6 +89,11 @@ class Restarts:
         why_not = repeated([one.entry() for one in self.ended])
         if why_not and all(one.steps_are_known for one in self.ended[-2:]):
             return why_not
-        if sum(not one.is_planned for one in self.ended) > self.most:
+        if self.used > self.most:
             return f"all {self.most} restarts of dispatch.max_restarts={self.most} are used up"
         return None
+
+    @property
+    def used(self) -> int:
+        """Return the number of failures that count: planned ends of workers do not."""
+        return sum(not one.is_planned for one in self.ended)

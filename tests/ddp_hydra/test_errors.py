@@ -135,6 +135,11 @@ def test_the_step_is_told_where_there_was_one_and_the_message_does_not_name_it(m
     assert explain(Failure("raised", 0, "h", message, step=step)) == told
 
 
+def test_the_step_of_a_lost_rank_is_where_it_was_last_heard_of():
+    told = explain(Failure("lost", 0, "h", "its worker left the cluster", step=2))
+    assert told == "rank 0 on h: its worker left the cluster (last heard of in step 2)"
+
+
 def test_who_says_that_another_rank_was_the_cause_is_a_symptom_however_early():
     mine = Failure(
         "raised", 0, "h", "rank 1 found a loss that is not finite", time_s=1.0, mistake=True, consequence=True

@@ -36,10 +36,10 @@ class Scheduler:
         for plugin in list(self.plugins.values()):
             plugin.add_worker(self, worker)
 
-    def remove(self, worker: str) -> None:
+    def remove(self, worker: str, reason: str = "handle-worker-cleanup-1") -> None:
         del self.workers[worker]
         for plugin in list(self.plugins.values()):
-            plugin.remove_worker(self, worker, stimulus_id="x")
+            plugin.remove_worker(self, worker, stimulus_id=reason)
 
     def remove_client(self, client: str) -> None:
         for plugin in list(self.plugins.values()):

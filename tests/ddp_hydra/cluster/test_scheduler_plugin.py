@@ -109,15 +109,19 @@ def test_no_worker_is_ever_held_twice(wishes):
 # -- its topics --------------------------------------------------------------------------------------------
 
 
-def test_a_lost_worker_is_told_to_the_gang_that_holds_it():
+@pytest.mark.parametrize(
+    ("reason", "planned"),
+    [("handle-worker-cleanup-1", False), ("worker-close-gracefully-1", True), ("retire-workers-1", True)],
+)
+def test_a_lost_worker_is_told_to_the_gang_that_holds_it(reason, planned):
     scheduler = Scheduler("a:1", "a:2", "a:3")
     told: list[tuple[str, Any]] = []
     scheduler.reserve("one", 1)
     scheduler.reserve("two", 1)
     scheduler.log_event = lambda topic, message: told.append((topic, message))
-    scheduler.remove("a:2")
-    scheduler.remove("a:3")
-    assert told == [("topic of two", {"action": "remove-worker", "worker": "a:2"})]
+    scheduler.remove("a:2", reason)
+    scheduler.remove("a:3", reason)
+    assert told == [("topic of two", {"action": "remove-worker", "worker": "a:2", "planned": planned})]
 
 
 def test_records_do_not_pile_up_in_the_topics_of_gangs_and_those_of_others_stay():

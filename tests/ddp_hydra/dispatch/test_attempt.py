@@ -225,6 +225,17 @@ def test_a_lost_worker_outranks_the_echo_of_those_who_talked_to_its_rank(make):
     assert [failure.rank for failure in caught.value.symptoms] == [0]
 
 
+def test_a_worker_that_is_retired_was_planned_and_says_so(make, caplog):
+    one = make({"action": "remove-worker", "worker": "tcp://h:1", "planned": True}, ranks=2)
+    with pytest.raises(RankFailed, match="tcp://h:1 was shut down as planned") as caught:
+        one.run(b"")
+    gang = dispatch.Gang(None, max_restarts=1)
+    gang.attempt, gang.restarts = one, Restarts(1)
+    gang.decide_restart(caught.value)
+    assert "a planned end: rank 1 on h: its worker" in caplog.text
+    assert gang.restarts.used == 0
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_that_its_worker_has_stopped_is_lost_with_it(ranks, make):
     one = make(end(ranks - 1, "stopped"), ranks=ranks)
@@ -507,5 +518,8 @@ def test_a_lost_worker_that_had_said_so_before_was_planned(make):
     one.on_record(Record(Preempted(), 1), 1)
     failure = Failure("lost", 1, "h", "its worker left the cluster")
     assert one.was_planned(failure)
+    one.events.put(("topic", {"action": "remove-worker", "worker": "tcp://h:1"}))
+    one.handle_next(0.0)
+    assert "was shut down as planned" in one.rank_states.failures[0].message
     assert not one.was_planned(replace(failure, rank=0))
     assert not one.was_planned(replace(failure, kind="killed"))

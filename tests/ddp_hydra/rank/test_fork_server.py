@@ -8,7 +8,6 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -131,15 +130,16 @@ def test_where_no_process_can_be_started_only_that_rank_hears_of_it(server, monk
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", refuse)
-    before = len(list(Path("/proc/self/fd").iterdir())) if Path("/proc/self/fd").exists() else 0
-    with call(server, b'{"title": "rank"}\n', (0, 1)) as caller:
+    read, write = os.pipe()
+    with call(server, b'{"title": "rank"}\n', (write,)) as caller:
+        os.close(write)
         assert json.loads(caller.recv(1000)) == {"refused": "[Errno 11] Resource temporarily unavailable"}
         assert len(server.callers) == 1
         caller.sendall(b'{"title": "another"}\n')  # one connection is one rank
         server.receive(next(iter(server.callers.values())))
         assert caller.recv(10) == b""
-    if before:
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert os.read(read, 1) == b""  # the server has closed what it was given
+    os.close(read)
 
 
 def test_another_user_is_not_served(server, monkeypatch):
