@@ -69,7 +69,7 @@ def test_a_run_in_the_background_is_stopped_with_a_checkpoint(warm, folder):
     assert run.status == "running"
     run.stop()
     with pytest.raises(Interrupted, match=r"go on with resume=outputs/"):
-        run.wait(60)
+        run.wait(100)
     assert (run.status, run.done()) == ("interrupted", True)
     assert (run.dir / "checkpoints" / "last.pt").exists()
 
@@ -77,7 +77,7 @@ def test_a_run_in_the_background_is_stopped_with_a_checkpoint(warm, folder):
 def test_a_failed_run_raises_what_the_command_would_say(warm, folder):
     run = ddp_hydra.run([*TINY, "trainer.epochs=1", "faults=['raise,rank=1,step=1']"], wait=False)
     with pytest.raises(RankFailed, match="rank 1"):
-        run.wait(60)
+        run.wait(100)
     assert run.status == "failed"
 
 

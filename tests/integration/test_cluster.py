@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ def test_so_many_workers_are_waited_for_as_are_there_at_the_same_time(warm_serve
 
         def come_and_go() -> None:
             with dask_worker(tmp_path, file, "first"):
-                wait_for_workers(client, 1, 30)
+                wait_for_workers(client, 1, 100)
                 came.extend(workers_of(client))
             for name in ("second", "third"):  # the first is gone
                 stack.enter_context(dask_worker(tmp_path, file, name))
@@ -103,7 +104,7 @@ def test_so_many_workers_are_waited_for_as_are_there_at_the_same_time(warm_serve
 
         thread = threading.Thread(target=come_and_go)
         thread.start()
-        wait_for_workers(client, 2, 40)
+        wait_for_workers(client, 2, 100)
         names = sorted(str(worker["name"]) for worker in workers_of(client).values())
         thread.join()
     assert names == ["second", "third"]
@@ -118,7 +119,7 @@ def test_a_cluster_that_adapts_its_size_is_asked_for_workers():
             assert len(held.reserve("topic", 60)) == 3
 
 
-def test_a_worker_that_is_paused_does_not_count():
+def test_a_worker_that_is_paused_does_not_count(wait_for):
     def become(status: str, dask_worker: Worker) -> None:
         from distributed.core import Status
 
@@ -126,13 +127,15 @@ def test_a_worker_that_is_paused_does_not_count():
 
     with pool(n_workers=2) as client:
         first = list(workers_of(client))[:1]
-        wait_for_workers(client, 2, 20)
+        wait_for_workers(client, 2, 100)
         client.run(become, "paused", workers=first)
-        time.sleep(0.2)
-        with pytest.raises(ClusterError, match=r"^1 of 2 workers came in 0 s: 1 more paused\. Ask for fewer with clus"):
+        wait_for(lambda: "paused" in str(workers_of(client)), "a scheduler that knows it")
+        with pytest.raises(
+            ClusterError, match=r"^1 of 2 workers came in \d+ s: 1 more paused\. Ask for fewer with clus"
+        ):
             wait_for_workers(client, 2, 0.3)
         client.run(become, "running", workers=first)
-        wait_for_workers(client, 2, 10)
+        wait_for_workers(client, 2, 100)
 
 
 @pytest.mark.parametrize(
@@ -145,10 +148,11 @@ def test_a_worker_that_is_paused_does_not_count():
     ],
 )
 def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypatch, ask, said):
-    monkeypatch.setattr("ddp_hydra.cluster.connect.ANSWER_S", 0.5)
+    if said == "look there. Ask for fewer":
+        monkeypatch.setattr("ddp_hydra.cluster.connect.ANSWER_S", 0.5)
     with pytest.raises(ClusterError) as caught:
         wait_for_workers(client2, 3, 0.1, ask, "look there")
-    assert str(caught.value).startswith("2 of 3 workers came in 0 s: ")
+    assert re.match(r"2 of 3 workers came in \d+ s: ", str(caught.value))
     assert said in str(caught.value)
     assert "cluster.n_workers=2, or wait longer with cluster.wait_timeout_s=60" in str(caught.value)
 

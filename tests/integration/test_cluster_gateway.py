@@ -119,6 +119,7 @@ def status_of(run: Path) -> str:
     return json.loads((run / "summary.json").read_text())["status"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hosts.allowed(), reason="needs root, to hide the workers' files from the client")
 def test_the_main_job_comes_home_through_the_proxy(cli, gateway):
     """The client sees no file of the workers, as on another machine."""
@@ -185,6 +186,7 @@ def test_a_sweep_has_one_cluster_for_all_jobs(cli, gateway):
     assert created() == before + 1
 
 
+@pytest.mark.slow
 def test_workers_that_the_gateway_does_not_give(cli, gateway):
     ended = cli.run(*gateway.overrides, "cluster.n_workers=9", "cluster.wait_timeout_s=1", **LOGIN)
     assert ended.returncode == 1
@@ -193,6 +195,7 @@ def test_workers_that_the_gateway_does_not_give(cli, gateway):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -210,6 +213,7 @@ def test_what_can_be_wrong(cli, gateway, changed, said):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_gateway_that_does_not_let_us_in(cli, gateway):
     ended = cli.run(*gateway.overrides, **LOGIN | {"DASK_GATEWAY__AUTH__KWARGS__PASSWORD": "wrong"})
     assert ended.returncode == 1

@@ -69,6 +69,7 @@ def test_pods_that_do_not_come_up(cli, kubernetes, login):
     assert not kubernetes.cluster
 
 
+@pytest.mark.slow
 def test_no_kubernetes_here(cli, kubernetes, tmp_path):
     ended = cli.run(*TINY, KUBECONFIG=str(tmp_path / "nowhere"))
     assert ended.returncode == 1

@@ -98,12 +98,14 @@ def test_a_client_that_is_killed_leaves_no_processes(cli, saturn, login, wait_fo
     wait_for(lambda: not still_there(), "the end of scheduler and worker")
 
 
+@pytest.mark.slow
 def test_fewer_workers_than_were_asked_for(cli, saturn, login):
     ended = cli.run(*TINY, "cluster.n_workers=5", "cluster.wait_timeout_s=1", **login)
     assert re.search(r"\d of 5 workers came in \d+ s: Saturn Cloud says .* is running", ended.stderr)
     assert not saturn.is_running
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "variables", "said"),
     [

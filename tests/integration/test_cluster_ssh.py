@@ -100,6 +100,7 @@ def test_a_key_that_is_not_let_in(cli, server):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_python_that_the_hosts_do_not_have(cli, server):
     ended = cli.run(*TINY, *login(server, hosts=2), "cluster.remote_python=/nowhere/python")
     assert ended.returncode == 1

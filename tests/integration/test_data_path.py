@@ -227,6 +227,7 @@ def test_a_lost_shard_is_replaced_and_named(client2, project, tmp_path, store, s
         training.train(client2, project, tmp_path / "few", *shards, "data.batch_size=12")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_an_attempt_and_changes_nothing(cli):
     settings = (
         "data=tiny", "data.train._target_=data.tiny.Announced", "model=tiny", "optimizer.lr=0.1",

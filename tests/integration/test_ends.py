@@ -24,11 +24,13 @@ pytestmark = pytest.mark.integration
 def look() -> dict[str, Any]:
     """Fork and start processes as user code does, and return what came of them."""
     heartbeat.at("validate", 7)  # in the loop, where SIGTERM asks the rank to finish
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    child = multiprocessing.get_context("fork").Process(target=lambda: (writer.send("up"), time.sleep(600)))
     child.start()
-    time.sleep(0.2)
+    reader.recv()
     child.terminate()
-    child.join(10)
+    child.join()
+    reader.close(), writer.close()
     if not (pid := os.fork()):
         sys.exit(7)
     left = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -36,8 +38,9 @@ def look() -> dict[str, Any]:
         program.send_signal(2)
     for _ in range(5):
         os.system("true &")
-    time.sleep(0.5)
-    mine = psutil.Process()
+    mine, until = psutil.Process(), time.monotonic() + 60
+    while any(one.status() == "zombie" for one in mine.children()) and time.monotonic() < until:
+        time.sleep(0.01)
     own = [path for path in sorted(Path("/proc/self/fd").iterdir()) if path.exists() and int(path.name) > 2]
     return {
         "terminated": child.exitcode,

@@ -62,6 +62,7 @@ def test_transfer(client2, project, photos, tmp_path):
     assert any("of them frozen" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_imagenet_out_of_a_bucket(client2, project, photos, tmp_path):
     folder = (f"data.bucket=file://{photos}", "data.train_prefix=images", "data.val_prefix=images")
     run = training.train(client2, project, tmp_path / "run", "experiment=imagenet_s3", *folder, *SMALL)

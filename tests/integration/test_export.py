@@ -56,6 +56,7 @@ def test_a_torch_export_runs_without_the_model_s_code_for_any_batch(module_cli, 
     torch.testing.assert_close(program(points()), wanted)
 
 
+@pytest.mark.slow
 def test_an_onnx_file_runs_in_onnxruntime_for_any_batch(module_cli, run, wanted):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -26,12 +26,12 @@ def run(module_cli, names):
     module_cli.done(
         "experiment=pet_names",
         f"data.source={source}",
-        "cluster.n_workers=1",
+        "cluster=inline",
         "data.batch_size=256",
         "model.num_layers=1",
         "model.hidden_size=32",
         "optimizer.lr=0.02",
-        "trainer.epochs=8",
+        "trainer.epochs=4",
         "hydra.run.dir=run",
     )
     return module_cli.folder / "run"

@@ -248,7 +248,7 @@ def train(client, project, monkeypatch) -> Callable[..., None]:
         with ThreadPoolExecutor(1) as pool:
             accident = pool.submit(meanwhile)
             run_job(cfg, run.folder)
-            accident.result(timeout=0)
+            accident.result()
 
     return run
 

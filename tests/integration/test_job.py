@@ -302,7 +302,7 @@ def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, wait
         *TINY,
         "trainer.epochs=4",
         "trainer.checkpoint_every_steps=2",
-        "data.delay_s=0.005",
+        "data.delay_s=0.05",  # time to stop it
         "model.dropout=0.3",
     )
     whole, killed = cli.folder / "whole", cli.folder / "killed"

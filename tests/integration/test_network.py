@@ -93,6 +93,7 @@ def test_an_interface_that_some_hosts_lack_is_refused_before_the_job(hosts, clie
 
 
 @needs_hosts
+@pytest.mark.slow
 def test_ports_of_ranks_are_those_that_the_system_gives_out(hosts, client, gang):
     """gloo asks for any; what an operator can set is which the system gives."""
     for host in hosts.hosts[1:]:

@@ -65,7 +65,7 @@ def test_batch_jobs_that_may_not_start_yet(cli):
     later = "cluster.job_extra_directives=['--begin=now+1hour']"
     ended = cli.run(*TINY, later, "cluster.wait_timeout_s=2")
     assert ended.returncode == 1
-    assert re.search(r"0 of 2 workers came in 2 s: squeue says: \d+ PENDING \(BeginTime\), ", ended.stderr)
+    assert re.search(r"0 of 2 workers came in \d+ s: squeue says: \d+ PENDING \(BeginTime\), ", ended.stderr)
 
 
 def test_a_job_whose_batch_jobs_print_into_the_run_directory(cli):

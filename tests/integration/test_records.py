@@ -79,8 +79,8 @@ def test_a_slow_reader_holds_the_rank_back_and_misses_nothing(client2, gang, tmp
             return
         seen.append(record.data.name)
         if len(seen) == 1:
-            before = -1
-            while (now := int(progress.read_text() or 0)) != before:  # until the rank moves no more
+            before = 0
+            while (now := int(progress.read_text() or 0)) != before or not now:  # until the rank moves no more
                 before = now
                 time.sleep(1)
             sent_while_asleep.append(now)

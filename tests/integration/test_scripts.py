@@ -115,6 +115,7 @@ def test_a_script_of_plain_torch_makes_its_own_group(client2, tmp_path, capfd):
 
 
 @needs("lightning")
+@pytest.mark.slow
 def test_a_lightning_script_takes_the_ranks_for_torchruns(client2, tmp_path):
     first, second = run(client2, tmp_path, LIGHTNING)
     assert first == second

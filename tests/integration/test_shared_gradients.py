@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import signal
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 
 from ddp_hydra.errors import RankFailed
 from tests.integration.test_exactness import assert_equal
-from tests.integration.test_exactness import train as train
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +30,7 @@ def wrapped(model: Any, **options: Any) -> Any:
     return parallel.ddp(TrainStep(Output(), model), **options)
 
 
-def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 60) -> list[str]:
+def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 25) -> list[str]:
     """On each rank: steps whose gradients are known beforehand, at an uneven pace; those that came out wrong.
 
     Numbers travel along in each step, and are read late.
@@ -120,15 +118,6 @@ def test_more_ranks_come_to_the_same_bits_in_buckets_of_any_size(client4, gang):
         assert torch.allclose(memory, other, atol=1e-5)
 
 
-def test_it_is_the_default_and_a_profile_knows_it(client2, train):
-    run = train(client2, "run", "trainer.profile_steps=3", "trainer.max_steps=8")
-    with gzip.open(run.folder / "profile" / "rank-0.json.gz") as trace:
-        assert b"shared:average" in trace.read()
-    table = (run.folder / "profile" / "table.md").read_text()
-    spent = next(line for line in table.splitlines() if line.startswith("Communication: "))
-    assert float(spent.split()[1]) > 0
-
-
 def told_without(part: str, comm_hook: str) -> str:
     """On each rank: what becomes of a hook where one rank does not see the memory or the pipes of the others."""
     import torch.distributed as dist
@@ -190,7 +179,7 @@ def left_over() -> dict[str, Any]:
     during = found()
     del model
     gc.collect()
-    until = time.monotonic() + 5
+    until = time.monotonic() + 60
     while (after := found()) and time.monotonic() < until:
         time.sleep(0.01)
     return {"during": [name.split()[-1][:20] for name in during], "after": after}

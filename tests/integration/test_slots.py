@@ -47,15 +47,13 @@ def fail(how: str) -> None:
         if how == "raises":
             raise ValueError("rank 1 has had enough")
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
+    time.sleep(600)
 
 
 @pytest.mark.parametrize(("how", "message"), [("raises", "rank 1 has had enough"), ("dies", "killed by SIGKILL")])
 def test_a_rank_that_fails_is_named_and_its_neighbours_on_the_worker_end(client2, how, message, tmp_path):
-    begin = time.monotonic()
     with pytest.raises(RankFailed, match=f"rank 1 .*{message}"):
         dispatch.Gang(client2, ranks_per_worker=2, run_dir=tmp_path / "run").run(fail, how)
-    assert time.monotonic() - begin < 25
     logs = {path.name: path.read_text() for path in (tmp_path / "run" / "logs").iterdir()}
     assert sorted(logs) == [f"rank-{rank}.log" for rank in range(4)]
     assert [name for name, text in logs.items() if f"rank {name[5]} says so" not in text] == []
@@ -76,16 +74,14 @@ def test_a_gang_starts_again_on_the_same_workers(client2, tmp_path):
     assert len(gang.restarts.ended) == 1
 
 
-def shout(lines: int) -> float:
+def shout(lines: int) -> None:
     """Print without end on rank 1, and answer on the others."""
-    begin = time.monotonic()
     if dist.get_rank() == 1:
         for _ in range(lines):
             print("x" * 1000)
     else:
         for number in range(20):
             results.text("n", str(number))
-    return time.monotonic() - begin
 
 
 def test_a_noisy_rank_does_not_hold_up_its_neighbours(client2):
@@ -97,7 +93,7 @@ def test_a_noisy_rank_does_not_hold_up_its_neighbours(client2):
         if record.kind == "log" and record.rank == 1:
             time.sleep(0.02)
 
-    dispatch.Gang(client2, ranks_per_worker=2, on_record=read).run(shout, 20_000)
+    dispatch.Gang(client2, ranks_per_worker=2, on_record=read).run(shout, 5_000)
     texts = [number for number, (rank, kind) in enumerate(order) if kind == "text"]
     noise = [number for number, (rank, kind) in enumerate(order) if (rank, kind) == (1, "log")]
     assert len(texts) == 60
@@ -126,12 +122,13 @@ def keys(client: Client) -> list[str]:
     )
 
 
-def test_tasks_live_on_when_a_gang_starts_again_and_leave_with_it(client2, tmp_path):
+def test_tasks_live_on_when_a_gang_starts_again_and_leave_with_it(client2, tmp_path, wait_for):
     seen: list[list[str]] = []
 
     def read(record):
         if record.kind == "text":
             seen.append(keys(client2))
+            (tmp_path / f"seen-{len(seen)}").touch()
 
     gang = dispatch.Gang(client2, ranks_per_worker=2, max_restarts=2, on_record=read)
     assert gang.run(dies_twice, str(tmp_path)) == [0, 1, 2, 3]
@@ -140,7 +137,7 @@ def test_tasks_live_on_when_a_gang_starts_again_and_leave_with_it(client2, tmp_p
     assert seen[0] == seen[1] == seen[2]  # no task was submitted again
     assert len(seen[0]) == 2
     assert dispatch.run(client2, dist.get_rank) == [0, 1]  # nothing holds the workers
-    assert keys(client2) == []
+    wait_for(lambda: keys(client2) == [], "no task left")
 
 
 def dies_twice(folder: str) -> int:
@@ -148,7 +145,9 @@ def dies_twice(folder: str) -> int:
     marks = [Path(folder, str(number)) for number in range(2)]
     if rank == 0:
         results.text("n", "")
-        time.sleep(0.5)  # until it is read
+        attempt = 1 + sum(mark.exists() for mark in marks)
+        while not Path(folder, f"seen-{attempt}").exists():
+            time.sleep(0.01)
     dist.barrier()
     if rank == 1 and (left := [mark for mark in marks if not mark.exists()]):
         left[0].touch()

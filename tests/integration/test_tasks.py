@@ -26,6 +26,7 @@ def train(project, tmp_path) -> Callable[..., Trained]:
     return run
 
 
+@pytest.mark.slow
 def test_regression_explains_the_variance(client2, train):
     run = train(client2, "run", "experiment=regression", "trainer.epochs=15")
     last = run.value["metrics"]
@@ -33,6 +34,7 @@ def test_regression_explains_the_variance(client2, train):
     assert {"train/loss", "train/mae", "train/r2", "val/loss", "val/mae"} <= last.keys()
 
 
+@pytest.mark.slow
 def test_segmentation_finds_the_pixels_of_a_digit(client2, train):
     run = train(client2, "run", "experiment=segmentation", "model.width=8", "trainer.epochs=4")
     assert run.value["metrics"]["val/accuracy"] > 0.7
@@ -54,6 +56,7 @@ def test_a_language_model_gets_less_perplexed(client2, train, tmp_path):
     assert perplexity[-1] == pytest.approx(torch.tensor(run.value["metrics"]["val/loss"]).exp().item())
 
 
+@pytest.mark.slow
 def test_a_batch_may_be_a_dict_and_a_model_return_its_loss(client2, train):
     run = train(client2, "run", "experiment=digit_tokens", "trainer.epochs=2")
     losses = [line["val/loss"] for line in run.metrics() if "val/loss" in line]
@@ -76,6 +79,7 @@ def test_a_small_model_learns_from_a_trained_one(client2, train):
 GAN = ("experiment=gan_digits", "trainer.epochs=2", "trainer.log_every_steps=5", "results.keep_checkpoints=null")
 
 
+@pytest.mark.slow
 def test_a_gan_trains_both_parts_and_shows_images(client2, train):
     run = train(client2, "run", *GAN, "trainer.clip_norm=1")
     names = {name for line in run.metrics() for name in line}
@@ -91,13 +95,13 @@ def test_a_gan_trains_both_parts_and_shows_images(client2, train):
 
 @pytest.mark.parametrize(
     ("ranks", "accumulate"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 3), pytest.param(4, 1, marks=pytest.mark.slow)],
+    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_a_gan_is_resumed_exactly(client4, train, ranks, accumulate):
     given = (
         *(*GAN, "data.batch_size=16", f"trainer.gradient_accumulation_steps={accumulate}"),
-        *("trainer.checkpoint_every_steps=4", "scheduler=cosine", "trainer.max_steps=10"),
+        *("trainer.checkpoint_every_steps=4", "scheduler=cosine", "trainer.max_steps=7"),
     )
     whole = train(client4, "whole", *given, ranks=ranks)
     resumed = train(client4, "resumed", *given, ranks=ranks, resume=whole.folder / "checkpoints" / "step-000004.pt")

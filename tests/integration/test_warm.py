@@ -193,6 +193,7 @@ def step_of_ddp(compiled: bool) -> bool:
     return is_put_off
 
 
+@pytest.mark.slow
 def test_ranks_import_the_compiler_when_they_need_it_and_the_server_before_the_next_ones(keep_warm, fresh_client):
     found = [dispatch.run(fresh_client, step_of_ddp, compiled) for compiled in (False, True, False)]
     assert found == [[True, True], [True, True], [False, False]]

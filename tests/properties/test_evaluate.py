@@ -10,7 +10,13 @@ from tests.properties.test_splits import BARE, CASES
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+QUICK = ("classification", "trained loss", "segmentation", "language model", "user's of two parts")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in QUICK else pytest.mark.slow) for name, case in CASES.items()],
+)
 def test_an_evaluation_gives_the_numbers_of_the_last_validation(case, run):
     words = (*BARE, *case.words, f"data.kind={case.kind}", "trainer.epochs=1", "data.batch_size=6", "dispatch.ranks=2")
     trained = run(*words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -36,7 +37,8 @@ def load(tmp_path, monkeypatch):
         pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / f"rows-{file}.parquet", row_group_size=4)
     lines = [json.dumps({"text": "ab" * n, "n": n}) for n in range(9)]
     (tmp_path / "rows.jsonl").write_text("\n".join(lines))
-    return load
+    yield load
+    gc.collect()  # an iterator that ends sleeps for the time that is patched here
 
 
 def test_whole_files_are_a_map_style_data_set_of_dicts(load):

@@ -416,7 +416,7 @@ def test_a_scheduler_that_is_silent_too_is_named_instead(make):
         raise TimeoutError
 
     one = make()
-    one.health.lost_timeout_s = 0.05
+    change(one, lost_timeout_s=0.05)
     one.client.scheduler.identity = fail
     with pytest.raises(ClusterError, match="the scheduler tcp://s:1 was not heard"):
         one.run(b"")

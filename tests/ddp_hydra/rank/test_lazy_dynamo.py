@@ -176,6 +176,7 @@ assert getattr(torch.optim.Optimizer.zero_grad.__wrapped__, fork_preload.MARK)._
 """
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 def test_the_real_one_comes_when_something_is_compiled():
     root = str(Path(__file__).parents[3])

@@ -180,6 +180,7 @@ def test_metrics_that_are_not_installed_are_named_with_what_to_type(train, monke
         train(parts={"metrics": metrics})
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch compiles by a C++ compiler")
 def test_a_compiled_model_trains_the_same(train):
