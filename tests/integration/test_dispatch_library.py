@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ddp_hydra import dispatch, results
 from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.storage.manifest import read_manifest
+from tests.support.interrupts import interrupt_once_waiting
 
 pytestmark = pytest.mark.integration
 
@@ -250,11 +251,8 @@ def test_one_gang_runs_once_at_a_time(client2, tmp_path):
 def test_ctrl_c_while_the_result_is_waited_for_stops_the_ranks(client2, ranks_alive, wait_for):
     running = dispatch.start(client2, time.sleep, 600)
     wait_for(ranks_alive, "ranks that run")
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt), interrupt_once_waiting(type(running).wait):
         running.result()
-    timer.join()
     assert running.done()
     assert not ranks_alive()
 

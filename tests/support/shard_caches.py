@@ -48,7 +48,7 @@ def settle(cache: ShardCache) -> None:
     cache._index_saver.submit(lambda: None).result()
 
 
-def wait_until(condition, timeout_s: float = 10.0) -> None:
+def wait_until(condition, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

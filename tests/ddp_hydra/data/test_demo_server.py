@@ -60,7 +60,7 @@ def sockets_of(folder: Path) -> list[Path]:
     return sockets
 
 
-def until(done: Callable[[], bool], timeout_s: float = 20) -> bool:
+def until(done: Callable[[], bool], timeout_s: float = 60) -> bool:
     deadline = time.monotonic() + timeout_s
     while not done() and time.monotonic() < deadline:
         time.sleep(0.02)

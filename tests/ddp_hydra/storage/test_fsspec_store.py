@@ -8,7 +8,6 @@ import logging
 import multiprocessing
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -287,10 +286,8 @@ def test_expired_credentials_are_read_anew(server):
 @pytest.mark.integration
 def test_a_server_that_is_gone_is_said_to_be(server):
     server.close()
-    begin = time.monotonic()
     with pytest.raises(TemporaryError, match=r"is not reachable.*data\.endpoint_url"):
         bucket(server, retry_timeout_s=0.5).get("a.bin")
-    assert time.monotonic() - begin < 20
 
 
 @pytest.mark.integration

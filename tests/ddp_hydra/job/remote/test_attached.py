@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 
 import pytest
 
@@ -160,13 +159,12 @@ def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
 
     thread = threading.Thread(target=beat)
     thread.start()
-    attached = Attached(run.store, 0.3)
+    attached = Attached(run.store, 1.5)
     attached.begin()
-    begin = time.monotonic()
-    threading.Timer(1, end.set).start()
-    with pytest.raises(RunFailed, match=r"driver, process \d+ on .*, has not updated its status for 0.3 s: .*resume=/"):
+    threading.Timer(2, end.set).start()
+    with pytest.raises(RunFailed, match=r"driver, process \d+ on .*, has not updated its status for 1.5 s: .*resume=/"):
         attached.follow()
-    assert 1 < time.monotonic() - begin < 5
+    assert end.is_set()
     thread.join()
 
 
