@@ -178,17 +178,18 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
         ConfigError: there is no such key, or a value is missing.
     """
     words = overrides.with_faults(list(words))
-    faults = [word for word in words if _key(word) == "faults"]
+    faults = [word for word in words if overrides.key_of(word) == "faults"]
     words = [word for word in words if word not in faults]
     saved = saved_config(run)
-    of_cluster = {_key(word) for word in words if _key(word).partition(".")[0] == "cluster"}
-    if saved and of_cluster and "cluster" not in of_cluster and is_processless(saved):
-        words = ["cluster=local", *words]  # the keys that are typed belong to a cluster
-    chosen = [_key(word) for word in words if "." not in _key(word)]
+    of_cluster = {overrides.key_of(word) for word in words if overrides.key_of(word).partition(".")[0] == "cluster"}
+    target = str((saved.get("cluster") or {}).get("_target_") if saved else "")
+    if of_cluster and "cluster" not in of_cluster and target.endswith((".Inline", ".Torchrun")):
+        words = ["cluster=local", *words]  # the keys that are typed belong to a cluster, and the run had none
+    chosen = [overrides.key_of(word) for word in words if "." not in overrides.key_of(word)]
     parts = {} if saved else dict.fromkeys((*OF_THE_COMMAND, "trainer"))
-    composed = [word for word in words if _key(word).partition(".")[0] in {*chosen, *parts}]
+    composed = [word for word in words if overrides.key_of(word).partition(".")[0] in {*chosen, *parts}]
     fresh = compose(composed) if chosen or saved is None else None
-    changes = [word for word in words if word not in composed or _key(word).partition(".")[0] not in chosen]
+    changes = [word for word in words if word not in composed or overrides.key_of(word).partition(".")[0] not in chosen]
     groups = {name: OmegaConf.to_container(fresh[name], enum_to_str=True) for name in chosen} if fresh else {}
     if saved is None:
         assert fresh is not None
@@ -199,20 +200,15 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
     for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):
         raise ConfigError(f"{secret} looks like a secret, so the run does not keep it: give {secret}=<value>")
-    named = any(_key(word).partition(".")[0] in ("cluster", "dispatch") for word in words)
+    named = any(overrides.key_of(word).partition(".")[0] in ("cluster", "dispatch") for word in words)
     return InferenceJob(
         on_ranks(cfg, named),
         checkpoint,
-        [word for word in changes if _key(word).partition(".")[0] not in OF_THE_COMMAND],
+        [word for word in changes if overrides.key_of(word).partition(".")[0] not in OF_THE_COMMAND],
         {name: node for name, node in groups.items() if name not in OF_THE_COMMAND},
         split,
         tuple(OmegaConf.from_dotlist(faults).faults) if faults else (),
     )
-
-
-def is_processless(saved: dict[str, Any]) -> bool:
-    """Return whether a run had no cluster of its own: it was in one process, or its ranks were started by torchrun."""
-    return str((saved.get("cluster") or {}).get("_target_")).rpartition(".")[2] in ("Inline", "Torchrun")
 
 
 def saved_config(run: str) -> dict[str, Any] | None:
@@ -222,7 +218,3 @@ def saved_config(run: str) -> dict[str, Any] | None:
         content = RunRef.named(run).read(".hydra/config.yaml").decode()
     found = OmegaConf.to_container(OmegaConf.create(content)) if content else None
     return {str(key): value for key, value in found.items()} if isinstance(found, dict) and found else None
-
-
-def _key(word: str) -> str:
-    return word.partition("=")[0].lstrip("+~")

@@ -19,8 +19,8 @@ def read(arguments: list[str]) -> list[str]:
 
 def with_search(arguments: list[str]) -> list[str]:
     """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun."""
-    modes = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {_key(word) for word in arguments}
-    names = [word.partition("=")[2] for word in arguments if _key(word) == "hparams_search"]
+    modes = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {key_of(word) for word in arguments}
+    names = [word.partition("=")[2] for word in arguments if key_of(word) == "hparams_search"]
     return arguments if modes or set(names) <= {"", "null"} else [*arguments, "--multirun"]
 
 
@@ -31,7 +31,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     if saved is None:
         return arguments
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
-    given = {_key(word) for word in arguments} | {
+    given = {key_of(word) for word in arguments} | {
         "resume",
         "dry_run",
         "faults",
@@ -41,7 +41,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
-    kept = [word for word in saved if not {_key(word), _key(word).split(".")[0]} & given]
+    kept = [word for word in saved if not {key_of(word), key_of(word).split(".")[0]} & given]
     _refuse_hidden(kept, f"resume={resumed}: the run")
     first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
     return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
@@ -81,17 +81,17 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     if not {"-m", "--multirun"} & set(arguments):
         return arguments
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")
-    folders = [word.partition("=")[2].strip("'\"") for word in arguments if _key(word) in keys and "=" in word]
+    folders = [word.partition("=")[2].strip("'\"") for word in arguments if key_of(word) in keys and "=" in word]
     saved = Path(folders[0]) / "multirun.yaml" if folders else None
     if saved is None or not saved.is_file():
         return arguments
-    given = [word for word in arguments if _key(word) not in keys]
-    if not any("=" in word and not _key(word).startswith("hydra") for word in given):
+    given = [word for word in arguments if key_of(word) not in keys]
+    if not any("=" in word and not key_of(word).startswith("hydra") for word in given):
         before = OmegaConf.load(saved).hydra.overrides
         kept = [
             word
             for word in (*_words(before.hydra), *_words(before.task))
-            if _key(word) not in (*keys, *map(_key, given))
+            if key_of(word) not in (*keys, *map(key_of, given))
         ]
         _refuse_hidden(kept, f"{saved.parent}: the sweep", beside=" with the other words of the sweep")
         given += kept
@@ -105,7 +105,7 @@ def with_params(arguments: list[str]) -> list[str]:
     """
     words: list[str] = []
     for word in arguments:
-        if _key(word) != "hydra.sweeper.params":
+        if key_of(word) != "hydra.sweeper.params":
             words.append(word)
             continue
         found = parse_override(word).value()
@@ -127,5 +127,5 @@ def with_faults(arguments: list[str]) -> list[str]:
     return [word for word in arguments if word not in given] + [f"faults=[{quoted}]"]
 
 
-def _key(override: str) -> str:
+def key_of(override: str) -> str:
     return override.partition("=")[0].lstrip("+~").partition("@")[0]

@@ -91,10 +91,15 @@ def check(found: Probes) -> None:
         newest = max(torch, key=natural, default=worker_probe.version("torch"))
         wrong.append(f"torch, the same everywhere: pip install torch{f'=={_public(newest)}' if newest else ''}")
     if wrong:
-        groups = _grouped({address: _versions_text(version) for address, version in versions.items()})
-        raise ClusterError("\n".join(["the workers do not fit together with this job:", *groups, "it needs", *(
-            f"  {need}" for need in wrong
-        )]))  # fmt: skip
+        texts = {
+            address: ", ".join(
+                f"{name.replace('python', 'Python')} {there}" if there else f"no {name}"
+                for name, there in version.items()
+            )
+            for address, version in versions.items()
+        }
+        needs = ["it needs", *(f"  {need}" for need in wrong)]
+        raise _refused("the workers do not fit together with this job:", texts, *needs)
     mine = worker_probe.version("torch")
     if torch and mine and _public(mine) not in torch:
         log.warning("torch is %s on the workers, which train, and %s here", torch.pop(), _public(mine))
@@ -107,11 +112,8 @@ def check_packages(found: Probes) -> None:
             address: ", ".join(f"{need} ({there})" for need, there in missing) for address, missing in lacking.items()
         }
         needs = dict.fromkeys(need for missing in lacking.values() for need, _ in missing)
-        groups = _grouped(texts)
-        install = " ".join(["pip install", *(f"'{need}'" for need in needs)])
-        raise ClusterError(
-            "\n".join(["cluster.pip asks for what some workers lack:", *groups, f"type there: {install}"])
-        )
+        install = " ".join(["type there: pip install", *(f"'{need}'" for need in needs)])
+        raise _refused("cluster.pip asks for what some workers lack:", texts, install)
 
 
 def check_network(found: Probes, interface: str | None) -> None:
@@ -128,12 +130,8 @@ def check_network(found: Probes, interface: str | None) -> None:
             )
             for address, there in without.items()
         }  # fmt: skip
-        raise ClusterError(
-            "\n".join(
-                [f"dispatch.interface={interface} is not there on all hosts, or has no address:", *_grouped(texts)]
-            )
-            + "\ngive one that all have; or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in each worker's environment"
-        )
+        advice = "give one that all have; or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in each worker's environment"
+        raise _refused(f"dispatch.interface={interface} is not there on all hosts, or has no address:", texts, advice)
     for name in worker_probe.VARIABLES:
         values = {there["variables"].get(name) for there in found.values()}
         if len(values) > 1 or (interface and values - {None, interface, f"={interface}"}):
@@ -143,9 +141,8 @@ def check_network(found: Probes, interface: str | None) -> None:
             )
 
 
-def _versions_text(versions: Mapping[str, str | None]) -> str:
-    named = ((name.capitalize() if name == "python" else name, version) for name, version in versions.items())
-    return ", ".join(f"{name} {version}" if version else f"no {name}" for name, version in named)
+def _refused(title: str, texts: Mapping[str, str], *advice: str) -> ClusterError:
+    return ClusterError("\n".join([title, *_grouped(texts), *advice]))
 
 
 def _grouped(texts: Mapping[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Self
@@ -163,13 +164,9 @@ class Reservation:
             return set()
         run = {"workers": asked, "on_error": "ignore", "callback_timeout": PING_S}
         try:
-            return set(self.client.sync(self.client._run, _ping, **run))
+            return set(self.client.sync(self.client._run, os.getpid, **run))
         except (OSError, ValueError, TimeoutError):
             return set()
-
-
-def _ping() -> bool:
-    return True
 
 
 def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float, slots: int) -> str:

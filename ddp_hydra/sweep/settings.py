@@ -140,8 +140,6 @@ def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks
         return ReportPolicy(_make(name, REPORT_RULES.get(name, Halving), options, objective.maximize))
     if name == "hyperband":
         options.setdefault("brackets", 3)
-    elif "brackets" in options:
-        raise ConfigError(f"{STOP}: asha has no option 'brackets': give rule: hyperband")
     policy: Rungs = _make(name, Rungs, options, objective.maximize)
     return policy
 

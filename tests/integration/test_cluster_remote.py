@@ -227,9 +227,9 @@ def test_an_address_without_a_port():
 
 def test_a_scheduler_file_that_nobody_writes(tmp_path, impatient):
     said = why_not(scheduler_file=str(tmp_path / "s.json"))
-    assert "there is no such file: start one with `dask scheduler --scheduler-file" in said
+    assert "no scheduler has written such a file: start one with `dask scheduler --scheduler-file" in said
     (tmp_path / "s.json").write_text("{}")
-    assert "not a file that a scheduler has written" in why_not(scheduler_file=str(tmp_path / "s.json"))
+    assert "no scheduler has written such a file" in why_not(scheduler_file=str(tmp_path / "s.json"))
 
 
 def test_no_address_at_all():

@@ -274,15 +274,11 @@ def read_address(file: Path) -> str:
     while True:
         try:
             return str(json.loads(file.read_text())["address"])
-        except FileNotFoundError:
-            reason = "there is no such file"
-        except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-        except (KeyError, TypeError, ValueError):
-            reason = "this is not a file that a scheduler has written"
-        if time.monotonic() > deadline:
-            raise ClusterError(
-                f"cluster.scheduler_file={file}: {reason}: start one with `dask scheduler --scheduler-file {file}`, in "
-                "a folder that this machine sees, too; or give cluster.address=tcp://<host>:8786"
-            )
+        except (OSError, KeyError, TypeError, ValueError):
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    f"cluster.scheduler_file={file}: no scheduler has written such a file: start one with `dask "
+                    f"scheduler --scheduler-file {file}`, in a folder that this machine sees, too; or give "
+                    "cluster.address=tcp://<host>:8786"
+                ) from None
         time.sleep(POLL_S)

@@ -10,8 +10,6 @@ from omegaconf import DictConfig
 from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.errors import ClusterError
 
-STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-
 
 class Ray(Manager):
     """`ddp_hydra.cluster.kinds.ray_cluster.RayCluster`. Ray installs `cluster.pip` for the workers."""
@@ -29,9 +27,6 @@ class Ray(Manager):
 
     def check(self) -> None:
         super().check()
-        strategy = self.arguments.get("strategy")
-        if strategy is not None and strategy not in STRATEGIES:
-            raise ClusterError(f"cluster.strategy={strategy}: give one of {', '.join(STRATEGIES)}")
         if self.keep and self.arguments.get("address") is None:
             raise ClusterError(
                 "cluster.keep=true: a Ray that this command starts ends with it. Start one with `ray start --head` and "

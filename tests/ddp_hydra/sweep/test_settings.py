@@ -169,7 +169,7 @@ def test_a_pruner_of_optuna_is_given_by_its_class():
         ({"first": 1}, {}, "there is no rule None"),
         (3, {}, r"hydra.launcher.stop=3: give asha, .* or \{rule: asha, reduction: 3\}"),
         ({"rule": "asha", "warmup": 1}, {}, "asha has no option 'warmup': there are first, reduction$"),
-        ({"rule": "asha", "brackets": 2}, {}, "asha has no option 'brackets': give rule: hyperband"),
+        ({"rule": "asha", "brackets": 2}, {}, "asha has no option 'brackets': there are first, reduction$"),
         ({"rule": "asha", "reduction": 1}, {}, "reduction=1: give a whole number of at least 2"),
         ({"rule": "median", "trials": 1.5}, {}, "trials=1.5: give a whole number of at least 1"),
         ({"rule": "threshold", "bound": "x"}, {}, "bound=x: give a number"),

@@ -16,11 +16,6 @@ def manager(**settings):
     return Ray(OmegaConf.create({"_target_": TARGET, **settings}))
 
 
-def test_a_strategy_that_ray_does_not_know():
-    with pytest.raises(ClusterError, match=r"^cluster\.strategy=packed: give one of PACK, SPREAD, "):
-        manager(strategy="packed").check()
-
-
 def test_a_ray_that_ends_with_the_command_keeps_nothing():
     with pytest.raises(ClusterError, match=r"^cluster\.keep=true: .*ray start --head.*cluster\.address=auto$"):
         manager(keep=True).check()
