@@ -182,21 +182,19 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
     keys = [str(key) for key in schema]
     own = [word for word in arguments if word.partition("=")[0] in keys]
     texts = {key for key, kind in get_type_hints(options).items() if kind in (str, str | None)}
-    typed = {key: value for key, _, value in (word.partition("=") for word in own) if key in texts}
-    others = OmegaConf.from_dotlist([word for word in own if word.partition("=")[0] not in texts])
-    given = {key: None if value in ("", "null") else value for key, value in typed.items()}
+    given: dict[str, Any] = {}
+    for key, _, value in (word.partition("=") for word in own):
+        parsed = value if key in texts else OmegaConf.from_dotlist([f"{key}={value}"])[key]
+        given[key] = None if value in ("", "null") else parsed
     try:
-        parsed = OmegaConf.to_object(OmegaConf.merge(schema, others, given))
+        found = OmegaConf.to_object(OmegaConf.merge(schema, given))
     except OmegaConfBaseException as error:
         missing = "run=<run directory>" if error.full_key == "run" else f"{error.full_key}=<value>"
         reason = f"{missing} is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
         raise ConfigError(f"{reason}; usage:\n{usage}") from error
-    unknown = [
-        word
-        for word in arguments
-        if word not in own and "." not in (key := word.partition("=")[0]) and key not in groups
-    ]
-    if unknown:
-        and_groups = f", and the run's {', '.join(groups)}" if groups else ""
-        raise ConfigError(f"{unknown[0]!r}: the keys are {', '.join(keys)}{and_groups}; usage:\n{usage}")
-    return cast("T", parsed), [word for word in arguments if word not in own]
+    others = [word for word in arguments if word not in own]
+    for word in others:
+        if "." not in (key := word.partition("=")[0]) and key not in groups:
+            and_groups = f", and the run's {', '.join(groups)}" if groups else ""
+            raise ConfigError(f"{word!r}: the keys are {', '.join(keys)}{and_groups}; usage:\n{usage}")
+    return cast("T", found), others

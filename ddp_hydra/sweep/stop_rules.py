@@ -264,24 +264,20 @@ class OptunaRule:
         self.notes: dict[int, list[dict[str, Any]]] = {}
 
     def judge(self, own: Sequence[float], earlier: Sequence[Trial]) -> str:
+        report, place = len(own), len(earlier)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Optuna 2 calls experimental what is usual in 3 and 4
-            is_pruned = self._ask(own, earlier)
+            study = self._study(report)
+            for number in range(len(study.get_trials(deepcopy=False)), place):  # they have no such report
+                self._add(study, number, earlier[number].values, earlier[number].end)
+            self._add(study, place, own)
+            is_pruned = bool(study.pruner.prune(study, study.get_trials()[place]))
+            self.notes.setdefault(place, []).append(study.get_trials()[place].system_attrs)
+            if is_pruned:
+                study.tell(place, state=self.optuna.trial.TrialState.PRUNED)
+            else:
+                study.tell(place, _last_number(own))
         return f"{type(self.pruner).__name__} has pruned it" if is_pruned else ""
-
-    def _ask(self, own: Sequence[float], earlier: Sequence[Trial]) -> bool:
-        report, place = len(own), len(earlier)
-        study = self._study(report)
-        for number in range(len(study.get_trials(deepcopy=False)), place):  # they have no such report
-            self._add(study, number, earlier[number].values, earlier[number].end)
-        self._add(study, place, own)
-        is_pruned = bool(study.pruner.prune(study, study.get_trials()[place]))
-        self.notes.setdefault(place, []).append(study.get_trials()[place].system_attrs)
-        if is_pruned:
-            study.tell(place, state=self.optuna.trial.TrialState.PRUNED)
-        else:
-            study.tell(place, _last_number(own))
-        return is_pruned
 
     def _study(self, report: int) -> Any:
         level = self.optuna.logging.get_verbosity()

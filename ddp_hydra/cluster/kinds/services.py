@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import secrets
 import shutil
 import subprocess
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -193,7 +191,6 @@ async def _describe_pods(cluster: str, namespace: str) -> str:
     return ", ".join(found) or "none"
 
 
-log = logging.getLogger(__name__)
 CONNECTION = ("address", "proxy_address", "public_address", "auth")
 """Arguments for the connection to the gateway; all others are options of the cluster."""
 QUESTION = "Is cluster.address the gateway's, and are you let in (cluster.auth, or gateway.auth in Dask's config)?"
@@ -219,11 +216,7 @@ class Gateway(Manager):
     def scale(self, cluster: Any, workers: int) -> None:
         """Ask for more workers, never for fewer: others may use them."""
         if self.n_workers is not None and self.n_workers > workers:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                cluster.scale(self.n_workers)
-            for warning in caught:  # the gateway allows fewer
-                log.warning("gateway: %s", warning.message)
+            cluster.scale(self.n_workers)
 
     def explain(self, error: BaseException) -> str:
         kind, name = type(error).__name__, self.arguments.get("name")
