@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra._internal import defaults_list
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -156,29 +155,14 @@ def error_message(error: Exception) -> str:
             return (
                 f"{group}={name} is not an option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
             )
-    if word := _group_without_option(error):
-        group = word.partition("=")[0].lstrip("+~")
-        return (
-            f"{word}: {group} is a group, so give the name of an option; '~{group}' leaves the group out. "
-            "ddp-hydra --help lists the options"
-        )
+    if type(error) is ValueError and str(error).startswith("Config group override"):
+        return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and _is_of_run_dir(error):
         return (
             f"the run directory can't be made ({error.strerror}: {error.filename}): give another with "
             "hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
         )
     return explain(error)
-
-
-def _group_without_option(error: Exception) -> str:
-    """Return the typed word that gives a group null, a number or a bool, as `experiment=null`; "" for other errors.
-
-    Hydra's message does not name the word.
-    """
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if type(error) is not ValueError or not frames or frames[-1][0].f_globals["__name__"] != defaults_list.__name__:
-        return ""
-    return str(getattr(frames[-1][0].f_locals.get("override"), "input_line", ""))
 
 
 def _is_of_run_dir(error: OSError) -> bool:
