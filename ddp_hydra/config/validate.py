@@ -76,26 +76,18 @@ def _check_bucket(cfg: DictConfig) -> None:
 
 def _check_results(cfg: DictConfig) -> None:
     results = cfg.results
-    if results.handler is Handler.cluster:
-        if not results.root:
-            raise ConfigError(
-                "results.handler=cluster needs a place that the workers can write: give results.root=s3://bucket/runs, "
-                "or a folder of a disk that all hosts share"
-            )
-        if results.mirror:
-            raise ConfigError(
-                f"results.mirror={results.mirror}: with results.handler=cluster the checkpoints are in the store "
-                "already; leave it out"
-            )
-    elif results.root:
+    if results.handler is not Handler.cluster:
+        for typed in (f"results.root={results.root}" if results.root else "", "detach=true" if cfg.detach else ""):
+            if typed:
+                raise ConfigError(f"{typed} is only for results.handler=cluster: give that with results.root, too")
+    elif not results.root:
         raise ConfigError(
-            f"results.root={results.root} is only for results.handler=cluster: give that, too, or "
-            "hydra.run.dir=<folder> for a folder here"
+            "results.handler=cluster needs a place that the workers can write: give results.root=s3://bucket/runs, or "
+            "a folder of a disk that all hosts share"
         )
-    elif cfg.detach:
+    elif results.mirror:
         raise ConfigError(
-            "detach=true: without this command, nobody would write the results: give results.handler=cluster "
-            "results.root=s3://bucket/runs, too"
+            f"results.mirror={results.mirror}: leave it out, results.handler=cluster has all in its store"
         )
 
 

@@ -238,9 +238,9 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
         ({"results.root": "s3://a/b"}, "results.root=s3://a/b is only for results.handler=cluster: give"),
         (
             {"results.handler": "cluster", "results.root": "s3://a/b", "results.mirror": "s3://a/c"},
-            "results.mirror=s3://a/c: with results.handler=cluster the checkpoints are in the store already",
+            "results.mirror=s3://a/c: leave it out, results.handler=cluster has all in its store",
         ),
-        ({"detach": True}, "detach=true: without this command, nobody would write the results: give results.handler"),
+        ({"detach": True}, "detach=true is only for results.handler=cluster: give that with results.root, too"),
         ({"trainer.epochs": None}, "trainer.epochs and trainer.max_steps are both null, so the job would never end"),
         ({"data.batch_size": None}, "data needs batch_size (per rank) and train"),
         ({"data.train": None}, "data needs batch_size (per rank) and train"),
