@@ -168,10 +168,6 @@ class StartedRun(Run):
         """Run the job in this thread."""
         self._objective = run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
 
-    def begin(self) -> None:
-        """Run the job in a thread of its own."""
-        self._thread.start()
-
     def _work(self) -> None:
         try:
             self.perform()
@@ -251,5 +247,5 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     if wait:
         started.perform()
     else:
-        started.begin()
+        started._thread.start()
     return started

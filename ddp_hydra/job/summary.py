@@ -22,7 +22,7 @@ from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, 
 from ddp_hydra.errors import ConfigError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
-from ddp_hydra.run_state import Best, Summary
+from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.run_dir import add_error, is_full, write_summary
 
 ENOUGH_STEPS, ENOUGH_S = 20, 5.0
@@ -111,13 +111,15 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
     values = {name: summary.metrics.get(name) for name in ("train/loss", "val/loss", objective)}
     shown = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
     speed = f"{summary.samples_per_s or 0:,.0f} samples/s"
-    before = summary.from_step  # its last attempt, whose time is told, began there
+    best, before = summary.best, summary.from_step  # its last attempt, whose time is told, began there
     last = f", the last {steps - before:,}" if before else ""
     took = f"{counted(steps, 'step')}{last} in {train_s:.1f} s"
     lines = [
         f"{summary.status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
         f"stopped early: {summary.stopped_early}" if summary.stopped_early else None,
-        describe_best(summary.best, objective, steps),
+        f"best: {objective} {best.value:.4g} at step {best.step:,}: checkpoints/best.pt"
+        if best is not None and best.step != steps
+        else None,
         describe_data(summary.data or {}, train_s, steps),
         describe_straggler(summary.slowest or {}, train_s, steps),
         f"profile: {shown_dir}/{summary.profile}, and a trace of each rank beside it (ui.perfetto.dev)"
@@ -126,13 +128,6 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
         f"{why_stopped('pause', steps)}: go on with resume={shown_dir}" if summary.status == "paused" else None,
     ]
     return "\n".join(filter(None, lines))
-
-
-def describe_best(best: Best | None, metric: str, steps: int) -> str | None:
-    """Return a line about the best checkpoint; None if it is the last one, or there is none."""
-    if best is None or best.step == steps:
-        return None
-    return f"best: {metric} {best.value:.4g} at step {best.step:,}: checkpoints/best.pt"
 
 
 def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str | None:
