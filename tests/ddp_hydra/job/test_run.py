@@ -39,6 +39,7 @@ from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import explain, read_result, summarised
 from ddp_hydra.record import Metrics, Record, Start
+from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Best, Summary
 from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
@@ -574,9 +575,9 @@ def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
 
 
 def ended(metric: str) -> Summary:
-    return msgspec.convert(
-        {"status": "done", "objective": {"metric": metric, "direction": "minimize"}, **VALUE}, Summary
-    )
+    objective = {"metric": metric, "direction": "minimize"}
+    told = {"status": "done", "objective": objective, **VALUE, "metrics": finite(VALUE["metrics"])}
+    return msgspec.convert(told, Summary)
 
 
 def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():
