@@ -188,7 +188,7 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that short ones fill the end when several processes share the tests."""
-    items.sort(key=lambda item: "tests/integration/" not in item.nodeid)
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/integration/", "tests/properties/")))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

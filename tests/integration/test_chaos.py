@@ -528,6 +528,7 @@ def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
     assert_same(story.checkpoint(), uninterrupted(clients[2], 2).checkpoint())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "place", "ranks"), [(9, "forward", 2), slow(8, "save", 4), slow(12, "validate", 2)])
 def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, clients, uninterrupted, step, place, ranks):
     """Sent to the nanny, as by a batch system that ends a job step."""

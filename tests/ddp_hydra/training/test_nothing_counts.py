@@ -61,6 +61,7 @@ def rank(number: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.medium
 def test_a_rank_of_which_nothing_counts_adds_nothing(tmp_path):
     mp.spawn(rank, (str(tmp_path),), nprocs=2)
