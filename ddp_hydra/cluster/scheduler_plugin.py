@@ -11,7 +11,7 @@ import logging
 import math
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -205,7 +205,8 @@ def _forget_topic(topic: str | None, scheduler: Any) -> None:
     broker = getattr(scheduler, "_broker", None)
     if broker is not None and topic is not None:
         broker._topics.pop(topic, None)
-        # A last message of the client, which goes another way than this call, may create the topic once more.
+        scheduler._ddp_hydra_forgotten.append(topic)
+        # The client's end of its subscription, which goes another way than this call, may create the topic once more.
         scheduler.loop.call_later(LATE_S, broker._topics.pop, topic, None)
 
 
@@ -220,8 +221,13 @@ class ReservationPlugin(SchedulerPlugin):
         self.scheduler = scheduler
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Drop a record that was sent to the client; Dask would keep the last thousand in memory."""
-        if any(entry["topic"] == topic for entry in _reservations(self.scheduler).values()):
+        """Drop a record that was sent to the client, and a topic that a late record has created once more.
+
+        Dask would keep the last thousand records of each topic in memory.
+        """
+        if topic in self.scheduler._ddp_hydra_forgotten:
+            self.scheduler._broker._topics.pop(topic, None)
+        elif any(entry["topic"] == topic for entry in _reservations(self.scheduler).values()):
             self.scheduler._broker.truncate(topic)
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
@@ -243,6 +249,7 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
     if not hasattr(scheduler, "_ddp_hydra_reservations"):
         scheduler._ddp_hydra_reservations, scheduler._ddp_hydra_queue, scheduler._ddp_hydra_watched = {}, {}, {}
         scheduler._ddp_hydra_change = asyncio.Event()
+        scheduler._ddp_hydra_forgotten = deque(maxlen=1000)
         scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
         own_target: Any = getattr(scheduler, "adaptive_target", None)
 
