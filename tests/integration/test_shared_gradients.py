@@ -58,8 +58,8 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 25) -> list[str]:
     pace, wrong = random.Random(rank), []
     for step in range(steps):
         loss = model(float(step * (rank + 1))).prediction
-        numbers = torch.tensor([step * 10 + rank, -rank])
-        wait = model.send_along(numbers)
+        numbers = torch.tensor([step * 10 + rank, -rank], dtype=torch.float64)
+        wait = model.shared.send_along(numbers)
         loss.backward()
         expected = step * sum(range(1, ranks + 1)) / ranks
         for index, weight in enumerate(model.part.all):
