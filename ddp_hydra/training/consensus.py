@@ -108,7 +108,7 @@ class StepConsensus:
         row[: len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         rows = [torch.empty_like(row) for _ in range(self.world_size)]
         dist.all_gather(rows, row, group=self.group)
-        found = [pickle.loads(one.numpy()) for one in rows]  # noqa: S301
+        found = [pickle.loads(bytes(one.numpy())) for one in rows]  # noqa: S301
         return gather_objects(value, self.group) if any(one is ... for one in found) else found
 
 

@@ -92,10 +92,15 @@ class Evaluation:
         return own | more
 
 
-def synchronise(metric: nn.Module) -> None:
+def with_states(metric: Any) -> list[Any]:
+    modules = metric.modules() if isinstance(metric, nn.Module) else ()
+    return [part for part in modules if getattr(part, "_reductions", None)]
+
+
+def synchronise(metric: Any) -> None:
     # A collective. Torchmetrics gathers a list entry by entry, so ranks with fewer batches would leave the others
     # waiting, and takes a state without samples for floats.
-    parts: list[Any] = [part for part in metric.modules() if getattr(part, "_reductions", None)]
+    parts = with_states(metric)
     own = [{name: getattr(part, name) for name in part._reductions} for part in parts]
     for part, *states in zip(parts, *gather_objects(mapped(Tensor.cpu, own)), strict=True):
         for name, reduce in part._reductions.items():
@@ -119,7 +124,7 @@ class EvalMetrics:
     def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = ()) -> None:
         self.metrics, self.classes = dict(metrics), list(classes)
         for metric in self.metrics.values():
-            for part in metric.modules() if isinstance(metric, nn.Module) else ():
+            for part in with_states(metric):
                 part.distributed_available_fn = lambda: False  # `synchronise` does it
         self.matrices: dict[str, Tensor] = {}
         self.are_complete = True
@@ -145,7 +150,7 @@ class EvalMetrics:
         self.matrices.clear()
         self.are_complete = True
         for name, metric in self.metrics.items():
-            if isinstance(metric, nn.Module) and world_size() > 1:
+            if world_size() > 1:
                 synchronise(metric)
             try:
                 found = metric.compute()
