@@ -32,10 +32,11 @@ from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
 from ddp_hydra.dispatch.record_queue import UnreadRecords
-from ddp_hydra.dispatch.restarts import FailedAttempt, Restarts
+from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import File, Metrics, Notice, Record
+from ddp_hydra.run_state import AttemptEntry, FailureEntry
 from ddp_hydra.writers.run_dir import next_attempt
 
 __all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
@@ -188,7 +189,7 @@ class Gang:
         return {
             "world_size": self.world_size,
             "restarts": len(self.restarts.ended),
-            "attempts": [attempt.entry() for attempt in self.restarts.ended],
+            "attempts": list(self.restarts.ended),
         }
 
     def run_attempts(
@@ -308,8 +309,11 @@ class Gang:
         done = max(self.attempt.health.steps_done, error.failure.step - 1, self.logged_step)
         wall_s = time.monotonic() - self.attempt.begun_at
         begun, planned = time.time() - wall_s, self.attempt.was_planned(error.failure)
-        ended = FailedAttempt(self.attempt.number, self.world_size, done, begun, wall_s, error.failure, planned)
-        why_not = self.restarts.note(ended)
+        entry = AttemptEntry(
+            attempt=self.attempt.number, world_size=self.world_size, steps_done=done, started=begun, wall_s=wall_s,
+            failure=FailureEntry(**error.failure.as_dict()),
+        )  # fmt: skip
+        why_not = self.restarts.note(entry, error.failure, planned)
         if why_not is not None or self.interrupts.wanted or self.attempt.records.error:
             if why_not:
                 error.add_reason(why_not)

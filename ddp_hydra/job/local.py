@@ -262,7 +262,7 @@ class Job:
 
     def attempts(self, gang: Any) -> list[AttemptEntry]:
         """Return the attempts that have failed, also in an earlier process."""
-        return [*self.earlier_attempts, *(attempt.entry() for attempt in gang.restarts.ended)]
+        return [*self.earlier_attempts, *gang.restarts.ended]
 
     def describe_restart(self, steps_done: int) -> str:
         """Return where the next attempt starts, as the end of a sentence."""

@@ -22,7 +22,6 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from ddp_hydra.cli.main import error_message
 from ddp_hydra.config import project
 from ddp_hydra.config.schema import Config, resolved
-from ddp_hydra.dispatch.restarts import FailedAttempt
 from ddp_hydra.errors import (
     CheckpointError,
     ConfigError,
@@ -222,7 +221,7 @@ def test_without_a_limit_there_is_none(tmp_path):
 )
 def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
     made, handled = make(tmp_path), []
-    ended = [FailedAttempt(0, 4, 19, 0.0, 0.0, Failure("lost", 1, "h", "m"))]
+    ended = [AttemptEntry(steps_done=19)]
     gang = SimpleNamespace(restarts=SimpleNamespace(ended=ended))
     made.on_record(record, SimpleNamespace(handle=handled.append), gang)
     assert (handled, made.summary.steps_lost) == ([record], lost)
@@ -548,7 +547,7 @@ def test_where_a_restart_begins_is_told_with_what_is_done_again(tmp_path):
     assert made.describe_restart(22) == ", from step 20 (2 steps again)"
 
 
-def gang_after(*ended: FailedAttempt) -> SimpleNamespace:
+def gang_after(*ended: AttemptEntry) -> SimpleNamespace:
     return SimpleNamespace(restarts=SimpleNamespace(ended=list(ended)))
 
 
