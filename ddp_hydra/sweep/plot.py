@@ -57,13 +57,17 @@ class Plotter:
         """Start the process that will draw. It imports matplotlib while the first jobs wait for the import of torch."""
         self.process = self.process or ForkedProcess(self._draw_at_end)
 
-    def finish(self) -> None:
+    def draw(self) -> None:
+        """Have the picture drawn, while the cluster closes."""
         self.prepare()
         assert self.process is not None
         with contextlib.suppress(OSError):  # it has ended
             self.process.pipe.send(None)
-        self.process.process.join(DRAW_S)
-        self.process.end()
+
+    def finish(self) -> None:
+        if self.process is not None:
+            self.process.process.join(DRAW_S)
+            self.process.end()
 
     def _draw_at_end(self, pipe: Connection) -> None:
         os.nice(NICE)

@@ -235,6 +235,7 @@ class Sweep:
     def close(self) -> None:
         """End all, also the cluster, which is kept up between batches."""
         self.end_all()
+        self.plotter.draw()
         self.scheduler.close_cluster()
         self.plotter.finish()
         unlock(self.lock)

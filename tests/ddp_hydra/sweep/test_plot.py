@@ -265,6 +265,7 @@ def test_a_process_that_was_prepared_draws_what_is_saved_later(pictures):
     plotter.prepare()
     process = plotter.process
     save(pictures, 3)
+    plotter.draw()
     plotter.finish()
     assert plotter.process is process
     assert (pictures / "drawn").read_text() == "3\n"
@@ -277,6 +278,7 @@ def test_a_process_that_was_killed_ends_silently(pictures, capfd):
     plotter.prepare()
     plotter.process.process.kill()
     plotter.process.process.join()
+    plotter.draw()
     plotter.finish()
     assert not plotter.process.process.is_alive()
     assert not (pictures / "drawn").exists()
