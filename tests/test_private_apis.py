@@ -61,7 +61,6 @@ ALLOWED = {
     "_registered_with_atexit": "as _clear, for weakref.finalize",
     "_registry": "as _clear, for weakref.finalize",
     "_shutdown": "threads of user code are joined at the end of a fork",
-    "_bootstrap": "a process of multiprocessing is run in a fork of our own",
     "_exit": "a fork ends without what its parent has on its stack",
     "_getframe": "which module asks the stand-in of torch's compiler",
     "_remote_traceback": "the traceback of a job's process, kept by Hydra's launchers",

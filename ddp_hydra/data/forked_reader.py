@@ -6,9 +6,7 @@ process starts another program, this module, which reads for it and sends what i
 
 from __future__ import annotations
 
-import itertools
 import os
-import queue
 import signal
 import socket
 import subprocess
@@ -71,7 +69,7 @@ class ForkSafeStore:
 
 
 class Reader:
-    """A program that reads stores for this process, and ends with it."""
+    """A program that reads stores for this process, and ends with it. Each request has a connection of its own."""
 
     _mine: Reader | None = None
     _starting = threading.Lock()
@@ -85,7 +83,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        ours, theirs = socket.socketpair()
+        self._requests, theirs = socket.socketpair()
         with theirs:
             path = os.pathsep.join(filter(None, sys.path))
             self.program = subprocess.Popen(
@@ -93,79 +91,51 @@ class Reader:
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
             )
-        self._connection = Connection(ours.detach())
-        self._sending = threading.Lock()
-        self._numbers = itertools.count()
-        self._answers: dict[int, queue.SimpleQueue[Any]] = {}
-        self._ended = False
-        threading.Thread(target=self._receive, name="forked-reader", daemon=True).start()
 
     def call(self, store: Store, method: str, *args: Any) -> Any:
         return next(self.iterate(store, method, *args))
 
     def iterate(self, store: Store, method: str, *args: Any) -> Iterator[Any]:
-        number, answers = next(self._numbers), queue.SimpleQueue[Any]()
-        self._answers[number] = answers
-        try:
-            with self._sending:
-                self._connection.send((number, store, method, args))
-            while not self._ended or not answers.empty():
-                kind, value = answers.get()
-                if kind == "error":
-                    raise value
-                if kind == "end":
-                    return
-                if isinstance(value, bytes):
-                    store.traffic.read(len(value))
-                yield value
-        except (BrokenPipeError, ConnectionResetError):
-            raise _gone() from None
-        finally:
-            del self._answers[number]
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                number, kind, value = self._connection.recv()
-                if (answers := self._answers.get(number)) is not None:
-                    answers.put((kind, value))
-        except (EOFError, OSError):
-            self._ended = True
-            for answers in list(self._answers.values()):
-                answers.put(("error", _gone()))
+        ours, theirs = socket.socketpair()
+        with Connection(ours.detach()) as connection:
+            try:
+                with theirs:
+                    socket.send_fds(self._requests, [b"."], [theirs.fileno()])
+                connection.send((store, method, args))
+                while (answer := connection.recv()) is not None:
+                    value, error = answer
+                    if error is not None:
+                        raise error
+                    if isinstance(value, bytes):
+                        store.traffic.read(len(value))
+                    yield value
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                raise ConnectionError(
+                    "the process that reads the store for this one has ended (killed, or out of memory)"
+                ) from None
 
 
-def _gone() -> ConnectionError:
-    return ConnectionError("the process that reads the store for this one has ended (killed, or out of memory)")
-
-
-def serve(connection: Connection) -> None:
-    sending = threading.Lock()
+def serve(requests: socket.socket) -> None:
     stores: dict[Any, Store] = {}
 
-    def answer(number: int, kind: str, value: Any = None) -> None:
-        with sending:
-            connection.send((number, kind, value))
-
-    def read(number: int, store: Store, method: str, args: Any) -> None:
-        try:
-            found = getattr(store, method)(*args)
-            for value in found if method in ITERATES else [found]:
-                answer(number, "value", value if isinstance(value, (int, list, tuple)) else bytes(value))
-            answer(number, "end")
-        except (BrokenPipeError, ConnectionResetError):
-            return  # the other end is gone
-        except Exception as error:
-            answer(number, "error", error)
+    def answer(connection: Connection) -> None:
+        with connection:
+            try:
+                store, method, args = connection.recv()
+                known = stores.setdefault((type(store).__name__, store.url, repr(sorted(_settings(store)))), store)
+                found = getattr(known, method)(*args)
+                for value in found if method in ITERATES else [found]:
+                    connection.send((value if isinstance(value, (int, list, tuple)) else bytes(value), None))
+                connection.send(None)
+            except (EOFError, BrokenPipeError, ConnectionResetError):
+                return  # the other end is gone
+            except Exception as error:
+                connection.send((None, error))
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        try:
-            while True:
-                number, store, method, args = connection.recv()
-                known = stores.setdefault((type(store).__name__, store.url, repr(sorted(_settings(store)))), store)
-                pool.submit(read, number, known, method, args)
-        except (EOFError, OSError):
-            pool.shutdown(cancel_futures=True)
+        while fds := socket.recv_fds(requests, 1, 1)[1]:
+            pool.submit(answer, Connection(fds[0]))
+        pool.shutdown(cancel_futures=True)
 
 
 def _settings(store: Any) -> list[str]:
@@ -174,4 +144,4 @@ def _settings(store: Any) -> list[str]:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; this one ends with its process
-    serve(Connection(int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])))

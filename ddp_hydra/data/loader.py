@@ -10,7 +10,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import laid_out, make_batch, n_bytes, pin, to_device
 from ddp_hydra.data.draws import Indices
-from ddp_hydra.data.threads import is_thread_safe
+from ddp_hydra.data.threads import Lookahead, is_thread_safe
 from ddp_hydra.data.workers import InWorkers, UnpicklableInWorker, Workers
 from ddp_hydra.data.wrappers import name_of
 
@@ -130,25 +129,13 @@ class Loader:
         next(loaded, None)  # at its end it closes the threads
 
     def ahead(self, batches: Iterable[Indices]) -> Iterator[Any]:
-        with ThreadPoolExecutor(self.prefetch, thread_name_prefix="loader") as pool:
-            pending: deque[Future[Any]] = deque()
-            depth = 1  # until it is known how large they are
-            try:
-                for indices in batches:
-                    if self._made_in_s < QUICK_S:
-                        while pending:
-                            yield self.wait(pending.popleft().result)
-                        yield self.wait(partial(self.make, indices))
-                        continue
-                    pending.append(pool.submit(self.make, indices))
-                    if len(pending) > depth:
-                        yield (batch := self.wait(pending.popleft().result))
-                        depth = self.affordable(batch)
-                while pending:
-                    yield self.wait(pending.popleft().result)
-            finally:
-                for future in pending:
-                    future.cancel()
+        def is_quick() -> bool:
+            return self._made_in_s < QUICK_S
+
+        calls = (partial(self.make, indices) for indices in batches)
+        with Lookahead(calls, self.prefetch, depth_of=self.affordable, here=is_quick) as made:
+            while self.wait(partial(made.wait_for, 1)):
+                yield made.take()
 
     def by_workers(self, batches: Iterable[Indices]) -> Iterator[Any]:
         # Have workers make the batches. The first ones are made here: they say how large and how quick they are.

@@ -157,15 +157,6 @@ class WidsShards(Dataset):
             self._unread, self._left, self._expected = bytearray(unread.tobytes()), left.tolist(), left.tolist()
         self._cache.expect(shards[np.argsort(first)].tolist())
 
-    def read_elsewhere(self, indices: Sequence[int]) -> None:
-        """Say which of the expected samples another process reads: this one needs their shards only for the others.
-
-        Args:
-            indices: of these samples.
-        """
-        for index in indices:
-            self._note_read(*self._find(index))
-
     def stats(self) -> dict[str, float]:
         """Return what reading the shards has cost this process so far.
 
@@ -362,10 +353,6 @@ class WidsImages(StoredImages):
     def expect(self, indices: list[int]) -> None:
         """Say which samples will be read, in order, so that their shards are downloaded before that."""
         self.shards.expect(indices)
-
-    def read_elsewhere(self, indices: list[int]) -> None:
-        """Say which of these samples another process reads."""
-        self.shards.read_elsewhere(indices)
 
     def stats(self) -> dict[str, float]:
         """Return what reading has cost this process so far, as `ImageDataset.stats` does; cache hits count shards."""

@@ -9,19 +9,18 @@ import threading
 import time
 import weakref
 import zlib
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from ddp_hydra.data.shards.index import Shard
+from ddp_hydra.data.threads import Lookahead
 from ddp_hydra.storage import Store, bare_url
 from ddp_hydra.storage.base import RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)
 
-T = TypeVar("T")
 PIECE_BYTES = 8 * 2**20
 CONNECTIONS = 4
 """How many pieces of a shard are fetched at a time."""
@@ -90,9 +89,11 @@ def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, i
     done = 0
     if store.ranges:
         try:
-            for piece in in_parallel(fetch, range(0, size, PIECE_BYTES), CONNECTIONS, CONNECTIONS + 1):
-                yield piece
-                done += len(piece)
+            calls = (partial(fetch, start) for start in range(0, size, PIECE_BYTES))
+            with Lookahead(calls, CONNECTIONS, CONNECTIONS + 1) as fetched:
+                for piece in fetched:
+                    yield piece
+                    done += len(piece)
             return
         except RangesIgnoredError:
             pass
@@ -106,22 +107,6 @@ def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, i
             "%s gives whole files only: each shard uses one connection, and starts again if that breaks",
             store.public_url(),
         )
-
-
-def in_parallel(action: Callable[[T], Any], items: Iterable[T], threads: int, ahead: int) -> Generator[Any]:
-    # action: called with an item, in a thread.
-    # items: what it is called with.
-    pool = ThreadPoolExecutor(threads, "shards")
-    running: deque[Future[Any]] = deque()
-    waiting = iter(items)
-    try:
-        while True:
-            running.extend(pool.submit(action, item) for item in islice(waiting, ahead - len(running)))
-            if not running:
-                return
-            yield running.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _write(file: int, piece: Any, start: int) -> None:

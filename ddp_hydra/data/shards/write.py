@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -12,13 +13,15 @@ import re
 import tarfile
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ddp_hydra.data.names import class_of
-from ddp_hydra.data.shards.download import download, in_parallel, is_packed
+from ddp_hydra.data.shards.download import download, is_packed
 from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, read_index
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
+from ddp_hydra.data.threads import Lookahead
 from ddp_hydra.storage import Access, Store, bare_url
 from ddp_hydra.storage.files import replacing
 
@@ -68,8 +71,8 @@ def write_shards(
     if not re.fullmatch(r"[\w-][\w.-]*", name):
         raise ValueError(f"the name is {name!r}, and must be letters, digits, dots and dashes: type --name train")
     access = access or Access(setting="SOURCE")
+    target, folder = _open_target(out, access)
     with contextlib.ExitStack() as cleaning:
-        target = cleaning.enter_context(_Target.open(out, access))
         store, prefix = access.open(absolute(source))
         images = _images(store, prefix, source, report)
         found = {class_of(key, prefix) for key, _ in images}
@@ -84,12 +87,15 @@ def write_shards(
         random.Random(seed).shuffle(images)  # noqa: S311
         samples = cleaning.enter_context(contextlib.closing(_samples(store, prefix, images, number_of)))
         shards: list[dict[str, Any]] = []
-        while (shard := _write_shard(target, f"{name}-{len(shards):06d}.tar", samples, shard_mb * MIB)) is not None:
+        for first in samples:
+            shard = {"url": f"{name}-{len(shards):06d}.tar"}
+            with tempfile.NamedTemporaryFile(prefix=".part-", dir=getattr(target, "folder", None)) as file:
+                shard |= _write_shard(file, itertools.chain([first], samples), shard_mb * MIB)
+                target.put(f"{folder}{shard['url']}", Path(file.name))
             shards.append(shard)
             report(f"{shard['url']}: {shard['nsamples']:,} samples, {shard['filesize']:,} bytes")
         index = _index(name, shards, {"classes": classes, "source": bare_url(source), "seed": seed})
-        with target.writing(INDEX_NAME) as file:
-            file.write(_json(index))
+        target.put(f"{folder}{INDEX_NAME}", _json(index))
     return index
 
 
@@ -123,13 +129,13 @@ def write_index(
     shards: list[dict[str, Any]] = []
     for tar in tars:
         url = absolute(tar)
-        size, md5, members = _examine(url, access)
+        sums, members = _examine(url, access)
         if not len(members):
             raise ValueError(f"{bare_url(url)} holds no samples: its files need names with an extension")
         inside = is_local(url) and Path(url).is_relative_to(target.parent)
         named = Path(url).relative_to(target.parent).as_posix() if inside else url
-        shards.append({"url": named, "nsamples": len(members), "filesize": size, "md5sum": md5})
-        report(f"{bare_url(url)}: {len(members):,} samples, {size:,} bytes")
+        shards.append({"url": named, "nsamples": len(members), **sums})
+        report(f"{bare_url(url)}: {len(members):,} samples, {sums['filesize']:,} bytes")
     index = _index(name, shards, {})
     target.parent.mkdir(parents=True, exist_ok=True)
     with replacing(target) as part:
@@ -175,7 +181,7 @@ def _samples(
     store: Store, prefix: str, images: list[tuple[str, int | None]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
     # Yield the members of each sample: names and contents.
-    with contextlib.closing(in_parallel(lambda image: store.get(*image), images, _READERS, 2 * _READERS)) as contents:
+    with Lookahead((partial(store.get, *image) for image in images), _READERS, 2 * _READERS) as contents:
         for number, ((key, _), content) in enumerate(zip(images, contents, strict=True)):
             stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
             # The number makes the key unique, the name is for people; a key ends at its first dot.
@@ -184,97 +190,49 @@ def _samples(
             yield [(f"{sample}{extension.lower()}", content), (f"{sample}.cls", label)]
 
 
-class _Target:
-    """The folder or bucket that shards are written to; each file is complete or not there.
-
-    Args:
-        folder: the folder; for a bucket, a temporary one for files that are not uploaded yet.
-        store: the bucket; None: a local folder is the target.
-        prefix: in the bucket.
-    """
-
-    def __init__(self, folder: Path, store: Store | None = None, prefix: str = "") -> None:
-        self._folder, self._store, self._prefix = folder, store, prefix
-
-    @classmethod
-    @contextlib.contextmanager
-    def open(cls, out: str, access: Access) -> Iterator[_Target]:
-        """Open the target; refuse one that has an index."""
-        taken = f"{out} holds an {INDEX_NAME} already: remove it, or give another folder"
-        if is_local(out):
-            folder = Path(absolute(out))
-            if (folder / INDEX_NAME).exists():
-                raise FileExistsError(taken)
-            folder.mkdir(parents=True, exist_ok=True)
-            yield cls(folder)
-            return
-        if out.startswith(("http://", "https://")):
-            raise ValueError(f"{out!r} can't be written to: give a folder, or s3://bucket/prefix")
-        store, prefix = access.open(out)
-        prefix = f"{prefix}/" if prefix else ""
-        with contextlib.suppress(FileNotFoundError):
-            store.size(f"{prefix}{INDEX_NAME}")
-            raise FileExistsError(taken)
-        with tempfile.TemporaryDirectory(prefix="shards-") as temporary:
-            yield cls(Path(temporary), store, prefix)
-
-    @contextlib.contextmanager
-    def writing(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a file that gets its final name, or is uploaded, when the block has ended and the disk has all of it."""
-        path = self._folder / name
-        with replacing(path) as part, part.open("wb") as file:
-            yield file
-        if self._store is not None:
-            self._store.put(f"{self._prefix}{name}", path)
-            path.unlink()
+def _open_target(out: str, access: Access) -> tuple[Store, str]:
+    # Return the store of a folder, and what the keys of its files begin with; refuse a folder that has an index.
+    if out.startswith(("http://", "https://")):
+        raise ValueError(f"{out!r} can't be written to: give a folder, or s3://bucket/prefix")
+    store, prefix = access.open_folder(absolute(out))
+    folder = f"{prefix}/" if prefix else ""
+    if store.size_or_none(f"{folder}{INDEX_NAME}") is not None:
+        raise FileExistsError(f"{out} holds an {INDEX_NAME} already: remove it, or give another folder")
+    if is_local(out):
+        Path(absolute(out)).mkdir(parents=True, exist_ok=True)
+    return store, folder
 
 
-def _write_shard(
-    target: _Target, name: str, samples: Iterator[list[tuple[str, Any]]], n_bytes: float
-) -> dict[str, Any] | None:
-    # Write one shard and return its entry for the index; return None if no samples are left.
-    sample = next(samples, None)
-    if sample is None:
-        return None
+def _write_shard(file: Any, samples: Iterator[list[tuple[str, Any]]], n_bytes: float) -> dict[str, Any]:
+    # Write samples until the shard has this size, and return what the index says of it.
     count = 0
-    with target.writing(name) as file:
-        hashed: Any = _Hashed(file)
-        with tarfile.open(fileobj=hashed, mode="w|", format=tarfile.PAX_FORMAT) as tar:
-            while sample is not None:
-                for member_name, content in sample:
-                    member = tarfile.TarInfo(member_name)
-                    member.size = len(content)
-                    tar.addfile(member, io.BytesIO(content))
-                count += 1
-                sample = next(samples, None) if tar.offset < n_bytes else None
-    return {"url": name, "nsamples": count, "filesize": hashed.size, "md5sum": hashed.md5.hexdigest()}
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for sample in samples:
+            for name, content in sample:
+                member = tarfile.TarInfo(name)
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+            count += 1
+            if tar.offset >= n_bytes:
+                break
+    return {"nsamples": count, **_sums(file)}
 
 
-class _Hashed:
-    """A file that computes the MD5 and the size of its content."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.md5 = hashlib.md5(usedforsecurity=False)
-        self.size = 0
-
-    def write(self, content: bytes) -> int:
-        self.md5.update(content)
-        self.size += len(content)
-        return self._file.write(content)
+def _sums(file: Any) -> dict[str, Any]:
+    file.seek(0)
+    md5 = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
+    return {"filesize": file.tell(), "md5sum": md5.hexdigest()}
 
 
-def _examine(url: str, access: Access) -> tuple[int, str, TarMembers]:
+def _examine(url: str, access: Access) -> tuple[dict[str, Any], TarMembers]:
     if is_local(url) and not is_packed(url):
         with Path(url).open("rb") as file:
-            md5 = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False))
-            size = file.tell()
-        return size, md5.hexdigest(), read_members(Path(url))
+            return _sums(file), read_members(Path(url))
     store, key = access.open(url)
     with tempfile.NamedTemporaryFile(prefix="shard-", suffix=".tar") as file:
         md5 = hashlib.md5(usedforsecurity=False)
         size = download(Shard(url, 0), store, key, file.fileno(), lambda n_bytes: None, md5.update)
-        return size, md5.hexdigest(), read_members(Path(file.name))
+        return {"filesize": size, "md5sum": md5.hexdigest()}, read_members(Path(file.name))
 
 
 def _json(index: dict[str, Any]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, islice, repeat
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from ddp_hydra.data.batch import alike, collated
 from ddp_hydra.data.loader import Loader, MicroBatch, split
 from ddp_hydra.data.streams.part import Part
 from ddp_hydra.data.streams.part import split as split_stream
-from ddp_hydra.data.streams.sampler import Lookahead, Numbers, StreamSampler
+from ddp_hydra.data.streams.sampler import Numbers, StreamSampler
+from ddp_hydra.data.threads import Lookahead
 from ddp_hydra.data.wrappers import name_of
 from ddp_hydra.errors import ConfigError
 
@@ -77,29 +78,24 @@ class StreamLoader(Loader):
 
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
         part = split_stream(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
-
-        def batches() -> Iterator[StepBatches]:
-            part.open(0)
-            samples = part.once()
-            while taken := list(islice(samples, batch_size)):
-                numbers = [number for number, _ in taken]
-                batch = self.made([sample for _, sample in taken], draws.EVALUATION, numbers[0])
-                yield StepBatches([batch], [numbers])
-
-        yield from self._each(batches(), part)
+        return self.in_order(part, batch_size, lambda start: True)
 
     def in_order(self, part: Part, batch_size: int, wanted: Callable[[int], bool]) -> Iterator[tuple[Any, list[int]]]:
         # wanted: number of a batch's first sample -> whether to make the batch.
         def batches() -> Iterator[StepBatches]:
             part.open(0)
-            start = 0
-            while taken := list(islice(part.samples, batch_size)):
-                if wanted(start):
-                    batch = self.made(taken, draws.EVALUATION, start)
-                    yield StepBatches([batch], [list(range(start, start + len(taken)))])
-                start += len(taken)
+            samples = part.once()
+            while taken := list(islice(samples, batch_size)):
+                numbers = [number for number, _ in taken]
+                if wanted(numbers[0]):
+                    batch = self.made([sample for _, sample in taken], draws.EVALUATION, numbers[0])
+                    yield StepBatches([batch], [numbers])
 
-        yield from self._each(batches(), part)
+        with self._ahead(batches(), part, 1) as ahead:
+            self._compare(ahead, part)
+            while self.wait(lambda: ahead.wait_for(1)):
+                made = ahead.take()
+                yield self.placed(made.batches[0]), made.numbers[0]
 
     def made(self, samples: list[Any], epoch: int, position: int) -> Any:
         if not self.in_threads and hasattr(self.dataset, "collate"):
@@ -114,13 +110,6 @@ class StreamLoader(Loader):
             batches = [self.made(part, sampler.epoch, start) for part, start in zip(parts, starts, strict=False)]
             yield StepBatches(batches, parts, state)
             position += sampler.global_batch
-
-    def _each(self, batches: Iterator[StepBatches], part: Part) -> Iterator[tuple[Any, list[int]]]:
-        with closing(self._ahead(batches, part, 1)) as ahead:
-            self._compare(ahead, part)
-            while self.wait(lambda: ahead.wait_for(1)):
-                made = ahead.take()
-                yield self.placed(made.batches[0]), made.numbers[0]
 
     def _compare(self, ahead: Lookahead[StepBatches], part: Part) -> None:
         if self.gather is None or not part.dealt or self.way is not None:
@@ -139,16 +128,12 @@ class StreamLoader(Loader):
         def depth(made: StepBatches) -> int:
             return max(1, self.affordable(made.batches) // micro_batches)
 
-        is_ahead = self.prefetch and self.in_threads
-        return Lookahead(steps if is_ahead else self._kept(steps), depth if is_ahead else None, part.stop)
-
-    def _kept(self, steps: Iterator[StepBatches]) -> Iterator[StepBatches]:
-        while True:
+        def make() -> Any:
             with self.state_guard():
-                made = next(steps, None)
-            if made is None:
-                return
-            yield made
+                return next(steps, Lookahead.END)
+
+        is_ahead = bool(self.prefetch and self.in_threads)
+        return Lookahead(repeat(make), int(is_ahead), depth_of=depth, stop=part.stop)
 
     def _micro_batches(self, made: StepBatches) -> Iterator[MicroBatch]:
         total = sum(map(len, made.numbers))

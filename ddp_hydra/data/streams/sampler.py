@@ -3,100 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from ddp_hydra.data.streams.part import Part
+from ddp_hydra.data.threads import Lookahead
 from ddp_hydra.errors import ConfigError, DataError
 
 NEVER = 2**62
 """A position that no epoch reaches."""
-
-
-Item = TypeVar("Item")
-
-
-class Lookahead(Generic[Item]):
-    """Holds items that were taken from an iterator ahead of time.
-
-    Args:
-        items: the iterator; an error that it raises is raised where its item is waited for.
-        depth: item -> number of items of its size to hold at most; 0 of the first: take each when it is waited for.
-        stop: called before the end is waited for: it makes the iterator end soon.
-    """
-
-    def __init__(self, items: Iterator[Item], depth: Callable[[Item], int] | None, stop: Callable[[], None]) -> None:
-        self.items, self.depth, self.stop = items, depth, stop
-        self.held: deque[Item] = deque()
-        self.has_ended = False
-        self.error: BaseException | None = None
-        self.changed = threading.Condition()
-        self.closed = False
-        self.thread: threading.Thread | None = None
-        if depth is not None:
-            self.thread = threading.Thread(target=self._run, name="loader", daemon=True)
-            self.thread.start()
-
-    def counts(self) -> tuple[int, bool]:
-        with self.changed:
-            return len(self.held), self.has_ended and self.error is None
-
-    def wait_for(self, n: int) -> bool:
-        while self.thread is None and len(self.held) < n and not self.has_ended:
-            self._take_one()
-        with self.changed:
-            self.changed.wait_for(lambda: len(self.held) >= n or self.has_ended)
-            if len(self.held) < n and self.error is not None:
-                raise self.error
-            return len(self.held) >= n
-
-    def take(self) -> Item:
-        assert self.wait_for(1)
-        with self.changed:
-            self.changed.notify_all()
-            return self.held.popleft()
-
-    def close(self) -> None:
-        with self.changed:
-            self.closed = True
-            self.changed.notify_all()
-        self.stop()
-        if self.thread is not None:
-            self.thread.join()
-
-    def _run(self) -> None:
-        while not self.has_ended:
-            self._take_one()
-            with self.changed:
-                self.changed.wait_for(lambda: self.closed or not self._is_full())
-                if self.closed:
-                    return
-
-    def _take_one(self) -> None:
-        try:
-            item = next(self.items)
-        except StopIteration:
-            self._end()
-        except BaseException as error:
-            self._end(error)
-        else:
-            with self.changed:
-                self.held.append(item)
-                self.changed.notify_all()
-
-    def _end(self, error: BaseException | None = None) -> None:
-        with self.changed:
-            self.has_ended, self.error = True, error
-            self.changed.notify_all()
-
-    def _is_full(self) -> bool:
-        assert self.depth is not None
-        return bool(self.held) and len(self.held) >= self.depth(self.held[0])
 
 
 class StreamSampler:

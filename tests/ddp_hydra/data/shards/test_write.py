@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.data.images.decode import decode
-from ddp_hydra.data.shards import write as shards
 from ddp_hydra.data.shards.__main__ import main
 from ddp_hydra.data.wids import WidsShards
 from ddp_hydra.storage import Access
@@ -100,14 +99,14 @@ def test_an_index_that_exists_is_not_overwritten(pictures, tmp_path, capsys):
 
 def test_a_run_that_fails_leaves_no_index(pictures, tmp_path, monkeypatch):
     out = tmp_path / "out"
-    real = shards._Hashed.write
+    real = tarfile.TarFile.addfile
 
-    def failing(file, content):
+    def failing(tar, member, content):
         if (out / "train-000000.tar").exists():
             raise OSError("the disk is full")
-        return real(file, content)
+        real(tar, member, content)
 
-    monkeypatch.setattr(shards._Hashed, "write", failing)
+    monkeypatch.setattr(tarfile.TarFile, "addfile", failing)
     assert main(["make", str(pictures), str(out), "--shard-mb", "0.02"]) == 1
     assert [path.name for path in out.iterdir()] == ["train-000000.tar"]
 
