@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_hydra.data.forked_reader import ForkSafeAccess
 from ddp_hydra.data.images.batch_loader import LostSamples
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
@@ -71,7 +70,7 @@ class WidsShards(Dataset):
         prefetch_shards: int = 4,
         access: Access | None = None,
     ) -> None:
-        access = ForkSafeAccess.of(access or Access(setting="data.index"))
+        access = access or Access(setting="data.index")
         found = read_index(index, base=base, dataset=dataset, access=access)
         self.shards, self.name, self.info = found.shards, found.name, found.info
         self.shard_lengths = [shard.n_samples for shard in self.shards]
@@ -82,11 +81,10 @@ class WidsShards(Dataset):
         self._ends = list(accumulate(self.shard_lengths))
         self._lock = threading.Lock()
         self._unread = bytearray()
-        self._expected: list[int] = []
         self._left: list[int] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_ends", "_lock", "_unread", "_expected", "_left")
+        left_out = ("_ends", "_lock", "_unread", "_left")
         return {name: value for name, value in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -154,7 +152,7 @@ class WidsShards(Dataset):
         places = np.flatnonzero(unread)
         left = np.bincount(np.searchsorted(self._ends, places, side="right"), minlength=len(self.shards))
         with self._lock:
-            self._unread, self._left, self._expected = bytearray(unread.tobytes()), left.tolist(), left.tolist()
+            self._unread, self._left = bytearray(unread.tobytes()), left.tolist()
         self._cache.expect(shards[np.argsort(first)].tolist())
 
     def stats(self) -> dict[str, float]:
@@ -202,11 +200,8 @@ class WidsShards(Dataset):
             if not self._unread[index]:
                 return
             self._unread[index] = 0
-            begins = self._left[number] == self._expected[number]
             self._left[number] -= 1
             ends = not self._left[number]
-        if begins:
-            self._cache.note_started(number)
         if ends:
             self._cache.note_done(number)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from datetime import timedelta
@@ -10,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError, Store, TemporaryError
+from ddp_hydra.storage.forked_reader import by_reader, note_use
 
 _MOST_PIECES = 9000  # S3 takes 10,000
 _STREAMED_BYTES = 2**20
@@ -17,14 +17,16 @@ _PAGE = 1000
 _EMPTY = 2
 """A listing must be empty this many times before it counts as empty."""
 
-# obstore starts threads that a fork does not copy: used on both sides of one, it hangs.
-_used = False
-_forked = False
-
 
 class ObjectStore(Store):
-    """Reads and writes objects over HTTP; see `Store`."""
+    """Reads and writes objects over HTTP; see `Store`. It also reads in processes that were forked."""
 
+    get = by_reader(Store.get)
+    get_range = by_reader(Store.get_range)
+    size = by_reader(Store.size)
+    folders = by_reader(Store.folders)
+
+    @by_reader
     def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
         """Yield an object in pieces, in order, with one request for all of it: for stores without ranges.
 
@@ -58,6 +60,7 @@ class ObjectStore(Store):
         while (piece := self._request(next_piece, key)) is not None:
             yield piece
 
+    @by_reader
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield the key and the size in bytes of each object below a folder; see `Store`.
 
@@ -124,14 +127,7 @@ class ObjectStore(Store):
         return super()._explained(error, key)
 
     def _client(self) -> Any:
-        global _used
-        if _forked:
-            raise RuntimeError(
-                "a store was read in a process that then forked this one: the client would hang here. Read in threads "
-                "(data.threads=...), or start processes by 'spawn' or 'forkserver', as in DataLoader(..., "
-                'multiprocessing_context="forkserver")'
-            )
-        _used = True
+        note_use()
         return super()._client()
 
     def _options(self, url: str | None) -> dict[str, Any]:
@@ -228,17 +224,3 @@ class Walk:
 def _mark(path: str, size: int) -> tuple[str, bool]:
     """Return what identifies an object: the marker of a folder may have the same path as a file."""
     return path, bool(size)
-
-
-def is_forked() -> bool:
-    """Return whether this process was forked by one that had read a store: the client would hang here."""
-    return _forked
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = _used
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)

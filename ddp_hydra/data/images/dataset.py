@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from ddp_hydra.data.draws import Indices, StateGuard, placed
-from ddp_hydra.data.forked_reader import ForkSafeAccess
 from ddp_hydra.data.images.batch_loader import (
     MOST_IN_A_ROW,
     BadSamples,
@@ -29,7 +28,7 @@ from ddp_hydra.data.images.batch_loader import (
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.pixels import adapted, normalise
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
-from ddp_hydra.storage import TransferCounters
+from ddp_hydra.storage import Access, TransferCounters
 from ddp_hydra.storage.base import Counters, StaleCredentialsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -451,7 +450,7 @@ class StoredImages(ImageDataset):
         **images: Any,
     ) -> None:
         super().__init__(**images)
-        self.access = ForkSafeAccess(
+        self.access = Access(
             *(endpoint_url, region, anon, addressing, self.setting, timeout_s, retry_timeout_s),
             client=client,
             storage_options=storage_options,

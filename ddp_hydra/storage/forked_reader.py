@@ -12,60 +12,55 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
-from functools import partial
+from functools import wraps
+from inspect import isgeneratorfunction
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
-from ddp_hydra.storage import Access, LocalFolder, Store
-from ddp_hydra.storage.object_store import is_forked
-
-READS = ("folders", "get", "get_range", "size")
-"""Methods of a store with one result."""
-ITERATES = ("objects", "stream")
-"""Methods that yield several."""
 _THREADS = 32
+# The client of object stores starts threads that a fork does not copy: used on both sides of one, it hangs.
+_used = False
+_forked = False
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class ForkSafeAccess(Access):
-    """Opens URLs, and can go on reading them in a forked process."""
+def note_use() -> None:
+    """Note that this process has used a client that does not work in its forks.
 
-    @classmethod
-    def of(cls, access: Access) -> ForkSafeAccess:
-        return cls(**{field.name: getattr(access, field.name) for field in fields(Access)})
-
-    def _store(self, root: str) -> Store:
-        store = super()._store(root)
-        return store if isinstance(store, LocalFolder) else cast(Store, ForkSafeStore(store))
-
-
-class ForkSafeStore:
-    """Reads a store itself, or in a forked process through a `Reader`. It has the attributes of the store.
-
-    Args:
-        store: the store.
+    Raises:
+        RuntimeError: this is such a fork.
     """
+    global _used
+    if _forked:
+        raise RuntimeError(
+            "a store was used in a process that then forked this one: the client would hang here. Write in the process "
+            "that has used it first, or start processes by 'spawn' or 'forkserver'"
+        )
+    _used = True
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "store":  # while it is unpickled
-            raise AttributeError(name)
-        if not is_forked() or name not in READS + ITERATES:
-            return getattr(self.store, name)
-        call = Reader.of_this_process().iterate if name in ITERATES else Reader.of_this_process().call
-        return partial(call, self.store, name)
+def _note_fork() -> None:
+    global _forked
+    _forked = _used
 
-    @property
-    def ranges(self) -> bool:
-        return self.store.ranges
 
-    @ranges.setter
-    def ranges(self, ranges: bool) -> None:
-        self.store.ranges = ranges
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_note_fork)
+
+
+def by_reader(method: Method) -> Method:
+    """Have the `Reader` call a method of a store where this process is a fork."""
+
+    @wraps(method)
+    def call(store: Any, *args: Any, **options: Any) -> Any:
+        if not _forked:
+            return method(store, *args, **options)
+        found = Reader.of_this_process().iterate(store, method.__name__, args, options)
+        return found if isgeneratorfunction(method) else next(found)
+
+    return cast(Method, call)
 
 
 class Reader:
@@ -76,6 +71,7 @@ class Reader:
 
     @classmethod
     def of_this_process(cls) -> Reader:
+        """Return the reader of this process; start it if there is none."""
         with cls._starting:
             if cls._mine is None or cls._mine.pid != os.getpid():
                 cls._mine = cls()
@@ -87,21 +83,19 @@ class Reader:
         with theirs:
             path = os.pathsep.join(filter(None, sys.path))
             self.program = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
             )
 
-    def call(self, store: Store, method: str, *args: Any) -> Any:
-        return next(self.iterate(store, method, *args))
-
-    def iterate(self, store: Store, method: str, *args: Any) -> Iterator[Any]:
+    def iterate(self, store: Any, method: str, args: Any, options: Any) -> Iterator[Any]:
+        """Yield what a method of a store returns, as a list if it is no generator."""
         ours, theirs = socket.socketpair()
         with Connection(ours.detach()) as connection:
             try:
                 with theirs:
                     socket.send_fds(self._requests, [b"."], [theirs.fileno()])
-                connection.send((store, method, args))
+                connection.send((store, method, args, options))
                 while (answer := connection.recv()) is not None:
                     value, error = answer
                     if error is not None:
@@ -116,15 +110,16 @@ class Reader:
 
 
 def serve(requests: socket.socket) -> None:
-    stores: dict[Any, Store] = {}
+    """Answer requests until the other end is closed."""
+    stores: dict[Any, Any] = {}
 
     def answer(connection: Connection) -> None:
         with connection:
             try:
-                store, method, args = connection.recv()
+                store, method, args, options = connection.recv()
                 known = stores.setdefault((type(store).__name__, store.url, repr(sorted(_settings(store)))), store)
-                found = getattr(known, method)(*args)
-                for value in found if method in ITERATES else [found]:
+                found = getattr(known, method)(*args, **options)
+                for value in found if isinstance(found, Iterator) else [found]:
                     connection.send((value if isinstance(value, (int, list, tuple)) else bytes(value), None))
                 connection.send(None)
             except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -142,6 +137,7 @@ def _settings(store: Any) -> list[str]:
     return [f"{name}={value}" for name, value in vars(store).items() if isinstance(value, (str, int, float, bool))]
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Read for the process that has started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; this one ends with its process
     serve(socket.socket(fileno=int(sys.argv[1])))
