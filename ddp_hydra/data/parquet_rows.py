@@ -15,10 +15,10 @@ from ddp_hydra.data import parquet_columns
 from ddp_hydra.data.parquet_files import PartFile, open_files
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.storage import Access, bare_url
-from ddp_hydra.storage.base import TransferCounters
+from ddp_hydra.storage.base import ProcessLocal, TransferCounters
 
 
-class ParquetRows:
+class ParquetRows(ProcessLocal):
     """Gives (x, y): the features of a row, (features,) float32, and its target, float32, or int64 for whole numbers.
 
     The row groups of the files are read when their rows are asked for, and kept in memory. If they do not all fit, take
@@ -84,15 +84,11 @@ class ParquetRows:
         self._whole = self.target is not None and all(self._is_whole(part) for part in parts)
         self._range = self._range_of_target(parts) if self._whole else None
         self.num_classes = self._range[1] + 1 if self._range is not None and self._range[1] >= 0 else None
+        self._begin_process_state()
+
+    def _set_process_state(self) -> None:
         self._cache: OrderedDict[int, tuple[np.ndarray, np.ndarray | None]] = OrderedDict()
         self._lock = threading.Lock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_cache")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._cache, self._lock = OrderedDict(), threading.Lock()
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -21,10 +21,10 @@ from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.shards.index import Index, read_index
 from ddp_hydra.data.shards.tar_index import OpenShard
 from ddp_hydra.storage import Access, bare_url
-from ddp_hydra.storage.base import StaleCredentialsError
+from ddp_hydra.storage.base import ProcessLocal, StaleCredentialsError
 
 
-class WidsShards(Dataset):
+class WidsShards(ProcessLocal, Dataset):
     """The samples of tar shards, as dicts: the bytes of each field under its extension, ".jpg" or ".cls".
 
     The index is read once, here. Each process opens a shard when it first needs it. Shards of this machine are used
@@ -75,21 +75,13 @@ class WidsShards(Dataset):
         self.shards, self.name, self.info = found.shards, found.name, found.info
         self.shard_lengths = [shard.n_samples for shard in self.shards]
         self._cache = ShardCache(self.shards, cache_dir, int(cache_gb * GIB), prefetch=prefetch_shards, access=access)
-        self._set_process_state()
+        self._begin_process_state()
 
     def _set_process_state(self) -> None:
         self._ends = list(accumulate(self.shard_lengths))
         self._lock = threading.Lock()
         self._unread = bytearray()
         self._left: list[int] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_ends", "_lock", "_unread", "_left")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._set_process_state()
 
     def __len__(self) -> int:
         return self._ends[-1]

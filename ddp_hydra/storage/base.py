@@ -46,6 +46,28 @@ class ObjectChangedError(Exception):
     """A conditional put found another object than it expected."""
 
 
+class ProcessLocal:
+    """Leaves what `_set_process_state` sets out of pickles: each process sets it anew.
+
+    A subclass calls `_begin_process_state` where it is built.
+    """
+
+    def _begin_process_state(self) -> None:
+        known = set(vars(self))
+        self._set_process_state()
+        self._process_state = set(vars(self)) - known
+
+    def _set_process_state(self) -> None:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in self._process_state}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._set_process_state()
+
+
 class Counters:
     """Counters by name, for all threads of a process. Each thread has its own sums, so that no thread waits for a lock.
 
@@ -113,7 +135,7 @@ def bare_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
-class Store:
+class Store(ProcessLocal):
     """A place for data or results: a folder, a bucket, a web server. Its methods may be called from many threads.
 
     This class retries what fails for now and counts requests; a subclass says how its client does something once. It
@@ -146,21 +168,13 @@ class Store:
         self.retry_timeout_s = retry_timeout_s
         self.ranges = True
         self.traffic = traffic or TransferCounters()
-        self._reset()
+        self._begin_process_state()
 
-    def _reset(self) -> None:
+    def _set_process_state(self) -> None:
         self._opened: Any = None
         self._opening = threading.Lock()
         self._closing = threading.Event()
         self._worked = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("_opened", "_opening", "_closing", "_worked")
-        return {name: value for name, value in self.__dict__.items() if name not in mine}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
 
     def get(self, key: str, size: int | None = None) -> Any:
         """Return the content of an object, as something with the buffer protocol.

@@ -79,15 +79,11 @@ class FsspecStore(Store):
         check_installed(self.scheme)
         super().__init__(**retrying)
 
-    def _reset(self) -> None:
-        super()._reset()
+    def _set_process_state(self) -> None:
+        super()._set_process_state()
         self._pid = os.getpid()
         self._of_threads = threading.local()
         self._taken: FileSystem | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("_pid", "_of_threads", "_taken")
-        return {name: value for name, value in super().__getstate__().items() if name not in mine}
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield key and size in bytes of each file below a folder: of all of them, or an error; see `Store`."""
@@ -165,7 +161,7 @@ class FsspecStore(Store):
 
     def _client(self) -> FileSystem:
         if self._pid != os.getpid():  # this process was forked
-            self._reset()
+            self._set_process_state()
         opened: FileSystem = super()._client()
         if opened.fs.async_impl:
             return opened

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_hydra.storage.base import ProcessLocal
+
 MOST_IN_A_ROW = 100
 """Number of bad samples in a row after which reading fails: the fault is not in single files."""
 
@@ -40,7 +42,7 @@ class TooManyBadSamplesError(ValueError):
     mistake = True
 
 
-class BadSamples:
+class BadSamples(ProcessLocal):
     """The samples that were found bad in this process.
 
     Args:
@@ -65,13 +67,9 @@ class BadSamples:
         self.count = 0
         self._ends: dict[int, int] = {}  # of each bad sample: the index of the next one
         self._lost: list[tuple[int, int]] = []
-        self._lock = threading.Lock()
+        self._begin_process_state()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+    def _set_process_state(self) -> None:
         self._lock = threading.Lock()
 
     def next_after(self, index: int) -> int | None:

@@ -29,7 +29,7 @@ from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.pixels import adapted, normalise
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.storage import Access, TransferCounters
-from ddp_hydra.storage.base import Counters, StaleCredentialsError
+from ddp_hydra.storage.base import Counters, ProcessLocal, StaleCredentialsError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -38,7 +38,7 @@ _SMALL_IMAGE = 16 * 1024
 """Largest image, in bytes, that is cached decoded: that saves the decoding, and takes little more memory."""
 
 
-class ImageDataset(Dataset, ABC):
+class ImageDataset(ProcessLocal, Dataset, ABC):
     """Labelled images; a subclass reads their files.
 
     `__getitems__` reads a whole batch at a time: many threads wait for the store, and as many threads as there are
@@ -107,7 +107,7 @@ class ImageDataset(Dataset, ABC):
         self.traffic = TransferCounters()
         self._epoch = 0
         self._bad: BadSamples | None = None
-        self._set_process_state()
+        self._begin_process_state()
 
     def _set_process_state(self) -> None:
         self._cache = Cache(int(self.cache_mb * 2**20))
@@ -115,14 +115,6 @@ class ImageDataset(Dataset, ABC):
         self._works = False
         self._lock = threading.Lock()
         self._counters = Counters()
-
-    def __getstate__(self) -> dict[str, Any]:
-        left_out = ("_works", "_cache", "_loader", "_lock", "_counters")
-        return {name: value for name, value in self.__dict__.items() if name not in left_out}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._set_process_state()
 
     @abstractmethod
     def fetch(self, index: int) -> Any:

@@ -22,6 +22,7 @@ from ddp_hydra.data.shards.index import Shard, is_local
 from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, checksum_of_some, load_members, read_members
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access, bare_url
+from ddp_hydra.storage.base import ProcessLocal
 
 GIB = 2**30
 WAIT_S = 60.0
@@ -29,11 +30,9 @@ WAIT_S = 60.0
 _POLL_S = 0.02
 _ASK_AFTER_S = 0.5
 """After waiting this long for space, all processes are asked to close all shards: those in use can be opened again."""
-_KEPT = ("shards", "access", "_names", "_given_folder", "budget_bytes", "_prefetch")
-"""What is pickled."""
 
 
-class ShardCache:
+class ShardCache(ProcessLocal):
     """Opens the shards of an index, and keeps those from elsewhere on the local disk.
 
     All processes of a host share the folder. Each shard is downloaded once, by the process that needs it first, and
@@ -78,7 +77,7 @@ class ShardCache:
             "" if is_local(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
             for shard in self.shards
         ]
-        self._set_process_state()
+        self._begin_process_state()
 
     def _set_process_state(self) -> None:
         self.held: dict[int, OpenShard] = {}
@@ -96,13 +95,6 @@ class ShardCache:
         self._index_saver = ThreadPoolExecutor(1, "shard-index-saver")
         self._asked_ns = time.time_ns()
         self._max_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in _KEPT}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._set_process_state()
 
     def open(self, number: int) -> OpenShard:
         if (held := self.held.get(number)) is not None:
