@@ -53,6 +53,7 @@ def undisturbed(module_cli) -> dict[tuple[str, ...], Path]:
     return Sweeps()
 
 
+@pytest.mark.slow
 def test_asha_stops_most_jobs_and_their_checkpoints_stay(undisturbed, module_cli):
     found = rows(undisturbed[ASHA])
     ended = {row["number"]: (row["state"], row["step"]) for row in found}

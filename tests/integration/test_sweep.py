@@ -230,7 +230,8 @@ def test_only_the_best_keep_their_checkpoints_also_when_the_sweep_goes_on(cli):
     assert "were removed: hydra.launcher.keep=best:1" in refused.stderr
 
 
-@pytest.mark.parametrize("place", ["mirror", pytest.param("root", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["mirror", "root"])
 def test_only_the_best_keep_their_checkpoints_in_a_store(cli, place):
     store = cli.folder / "store"
     where = (f"results.mirror={store}", "cluster=inline")
