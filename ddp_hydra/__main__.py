@@ -3,12 +3,24 @@
 
 def main() -> None:
     """Run `python -m ddp_hydra` and the console script. Signals are handled before anything else is imported."""
-    import sys
-
     from ddp_hydra.console import signals
 
     signals.open_standard_files()
     signals.leave_at_once()
+    from ddp_hydra.rank import torchrun
+
+    if not torchrun.is_here():
+        run()
+        return
+    from ddp_hydra.cli import torchrun as launched
+
+    launched.run(run)
+
+
+def run() -> None:
+    """Run the command in this process."""
+    import sys
+
     from ddp_hydra import forked
 
     forked.pause_garbage()  # until the config is composed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct, convert, to_builtins
 
@@ -26,10 +26,9 @@ class Data(Struct, frozen=True, tag_field="kind", tag=str.lower):
 
 
 class Up(Data, frozen=True):
-    """The rank is being started; from rank 0, with the address where the ranks meet, or of torchrun's server."""
+    """The rank is being started; from rank 0, with the address where the ranks meet."""
 
     rendezvous: tuple[str, int] | None = None
-    server: dict[str, Any] | None = None
 
 
 class Beat(Data, frozen=True):
@@ -144,9 +143,7 @@ class Stack(Data, frozen=True):
 
 
 class Preempted(Data, frozen=True):
-    """The rank's worker is being shut down; under torchrun, why its process was told to end."""
-
-    reason: Literal["interrupt", "preemption"] = "preemption"
+    """The rank's worker is being shut down."""
 
 
 class End(Data, frozen=True):

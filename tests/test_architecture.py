@@ -31,6 +31,7 @@ MAY_IMPORT_TORCH = ("training", "data", "tasks")
 TORCH_MODULES = (
     "ddp_hydra.rank.process",
     "ddp_hydra.rank.process_group",
+    "ddp_hydra.rank.torchrun_store",
     "ddp_hydra.cli.export",
     "ddp_hydra.cli.export",
     "ddp_hydra.compat.dask_pytorch_ddp.data",

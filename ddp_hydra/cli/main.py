@@ -27,9 +27,9 @@ from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN
 from ddp_hydra.console import signals
-from ddp_hydra.dispatch import torchrun
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
+from ddp_hydra.rank.torchrun import note_failure
 from ddp_hydra.sweep import launcher
 
 INTERRUPTED = 130
@@ -54,12 +54,7 @@ def main(cfg: DictConfig) -> float | None:
     signals.leave_tidily()
     forked.resume_garbage()
     from ddp_hydra.job.run_dir import remove_unused
-    from ddp_hydra.job.torchrun import run_other_rank
 
-    spec = torchrun.place(cfg.cluster)
-    if spec is not None and spec.rank:
-        run_other_rank(cfg, spec)
-        return None
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
     try:
@@ -111,7 +106,7 @@ def compose_and_run() -> None:
     signals.leave_at_once()
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
-    sys.argv[1:] = torchrun.arguments(overrides.read(sys.argv[1:]))
+    sys.argv[1:] = overrides.read(sys.argv[1:])
     given = get_args_parser().parse_known_args(sys.argv[1:])[0]
     try:
         with (
@@ -138,6 +133,7 @@ def report(run: Callable[[], None]) -> int:
                 traceback.print_exc()
             else:
                 print(f"ddp_hydra: {error_message(error)}", file=sys.stderr)  # noqa: T201
+            note_failure(error_message(error))
             return 1
     return 0
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import HIDDEN
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.rank import torchrun
+from ddp_hydra.storage.manifest import find_checkpoint
 
 
 def read(arguments: list[str]) -> list[str]:
-    return with_faults(with_params(with_resumed_sweep(with_resumed_overrides(with_search(arguments)))))
+    resumed = with_resumed_sweep(with_resumed_overrides(with_search(arguments)))
+    return with_run_dir_before(with_faults(with_params(resumed)))
 
 
 def with_search(arguments: list[str]) -> list[str]:
@@ -96,6 +101,19 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
         _refuse_hidden(kept, f"{saved.parent}: the sweep", beside=" with the other words of the sweep")
         given += kept
     return [*given, f"hydra.sweep.dir='{folders[0]}'"]
+
+
+def with_run_dir_before(arguments: list[str]) -> list[str]:
+    """Have a job that torchrun has started again go on in its run directory."""
+    run_dir = None if {"-m", "--multirun"} & set(arguments) else torchrun.remembered()
+    if run_dir is None:
+        return arguments
+    quoted = QuotedString(str(run_dir), Quote.single).with_quotes()
+    kept = [word for word in arguments if not word.startswith("hydra.run.dir=")]
+    with contextlib.suppress(CheckpointError):
+        find_checkpoint(run_dir)
+        kept = [*(word for word in kept if not word.startswith("resume=")), f"resume={quoted}"]
+    return [*kept, f"hydra.run.dir={quoted}"]
 
 
 def with_params(arguments: list[str]) -> list[str]:

@@ -8,20 +8,17 @@ the server ends as soon as this process lets it go.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 from collections.abc import Sequence
 
 from ddp_hydra.config import project
 from ddp_hydra.errors import DdpHydraError
-from ddp_hydra.rank import fork_client
+from ddp_hydra.rank import fork_client, torchrun
 
 FLAGS = ("-m", "--multirun")
 """Options with which a job starts. Others may only print, and a word without = names a command."""
 RANKS_ELSEWHERE = ("cluster=", "detach=", "dry_run=", "hydra.job.env_set", "hydra/launcher=")
 """Beginnings of overrides with which the ranks run elsewhere, or in another environment."""
-RANKED = "LOCAL_RANK"
-"""Variable of a process that torchrun has started."""
 CLUSTER = re.compile(r"^\s*-\s*(?:override\s+)?/?cluster:\s*(\w+)", re.MULTILINE)
 """The choice of a cluster in a list of defaults."""
 
@@ -38,17 +35,16 @@ def end_unless(is_needed: bool) -> None:
 
 
 def is_likely(arguments: Sequence[str]) -> bool:
-    if RANKED in os.environ:
-        return False
+    here = "torchrun" if torchrun.is_here() else "local"
     for word in arguments:
         if word not in FLAGS and (word.startswith("-") or "=" not in word):
             return False
-        if word.startswith(RANKS_ELSEWHERE) and word != "cluster=local":
+        if word.startswith(RANKS_ELSEWHERE) and word != f"cluster={here}":
             return False
-    if "cluster=local" in arguments:
+    if f"cluster={here}" in arguments:
         return True
     with contextlib.suppress(DdpHydraError, OSError, UnicodeError):
         config = project.find() / "conf" / "config.yaml"
         chosen = CLUSTER.search(config.read_text()) if config.exists() else None
-        return chosen is None or chosen[1] == "local"
+        return (chosen[1] if chosen else "local") == here
     return False

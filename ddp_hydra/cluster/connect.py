@@ -22,6 +22,7 @@ from ddp_hydra.cluster.kinds.base import Inline, Manager
 from ddp_hydra.cluster.kinds.local import Local, LocalCuda, Remote, RemoteManager, Ssh
 from ddp_hydra.cluster.kinds.ray import Ray
 from ddp_hydra.cluster.kinds.services import Gateway, Kubernetes, Saturn, Slurm
+from ddp_hydra.cluster.kinds.torchrun import Torchrun
 from ddp_hydra.errors import ClusterError, DdpHydraError
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ MANAGERS: dict[str, type[Manager]] = {
     "SLURMCluster": Slurm,
     "SSHCluster": Ssh,
     "SaturnCluster": Saturn,
+    "Torchrun": Torchrun,
 }
 """Managers of cluster classes that need one of their own, by the last part of `_target_`; others have `Manager`."""
 POLL_S = 0.05
@@ -54,6 +56,10 @@ def is_remote(cfg: DictConfig) -> bool:
 def is_local(cfg: DictConfig) -> bool:
     """Return whether the workers will be threads or children of this process, in its environment."""
     return issubclass(_manager_class(cfg), Local)
+
+
+def is_torchrun(cfg: DictConfig) -> bool:
+    return _manager_class(cfg) is Torchrun
 
 
 def _is(cfg: DictConfig, target: type) -> bool:

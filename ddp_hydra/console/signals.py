@@ -34,10 +34,7 @@ class Interrupts:
     Attributes:
         wanted: whether the user wants the process to end.
         is_deferring: whether somebody looks at `wanted`; otherwise the first signal ends the process at once, too.
-        reason: why the ranks are to finish, one of `heartbeat.REASONS`.
     """
-
-    reason = "interrupt"
 
     def __init__(self, notice: Callable[[], str] = default_notice) -> None:
         self.notice = notice

@@ -9,7 +9,6 @@
     record_queue    records on their way to the handler; file_transfer: files
     run_dir         the run directory of a user's own function
     inline          the only rank, in this process
-    torchrun        ranks that torchrun has started: torchrun_gang, torchrun_attempt and torchrun_server
 
 Its names are imported when they are first used: ranks without Dask are in this package, too, and need no `distributed`.
 """

@@ -53,8 +53,6 @@ class Attempt:
         waiting: the tasks of the attempt before that wait for this one, by their workers' addresses.
     """
 
-    watchdog_class = watchdog.Watchdog
-
     def __init__(
         self,
         client: Client,
@@ -68,7 +66,7 @@ class Attempt:
         self.client, self.job, self.settings, self.specs = client, job, job.settings, list(job.ranks)
         self.number, self.name = job.attempt, job.topic
         self.interrupts, self.read, self.on_give_up = interrupts, read, on_give_up
-        self.workers, settings = self.reach_workers(), job.settings
+        self.workers, settings = WorkerClient(client, job), job.settings
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures, self.waiting = dict[str, Future](), dict(waiting)
         self.values: dict[int, Any] = {}
@@ -77,15 +75,12 @@ class Attempt:
         self.begun_at, self.checked_at = time.monotonic(), 0.0
         self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
         self.rank_states = RankStates(self.specs, job.attempt, self.health)
-        self.watchdog = self.watchdog_class(
+        self.watchdog = watchdog.Watchdog(
             settings, self.workers, self.rank_states, interrupts, stop, self.futures, self.events, self.handle_next
         )
         self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
         wake_up = lambda: self.events.put(None)  # noqa: E731
         self.records = RecordQueue(lambda record: self.read(self, record), self.acknowledge, wake_up)
-
-    def reach_workers(self) -> WorkerClient:
-        return WorkerClient(self.client, self.job)
 
     def run(self, call: bytes, is_script: bool = False) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.
@@ -256,7 +251,7 @@ class Attempt:
             address = message["worker"]
             if message.get("planned"):
                 self.leaving.add(address)
-            left = PLANNED if address in self.leaving else self.watchdog.left
+            left = PLANNED if address in self.leaving else watchdog.LEFT
             self.watchdog.lose_worker(address, left.format(worker=address))
         return True
 

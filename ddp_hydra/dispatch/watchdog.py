@@ -32,6 +32,8 @@ PENDING_S = 2.0
 LOOP_START_S = 0.5
 """Seconds after Ctrl-C in which the ranks may report that their loop has just begun."""
 
+LEFT = "its worker {worker} left the cluster (killed, out of memory, or its host is gone)"
+
 
 class Watchdog:
     """Checks the ranks of one attempt every now and then.
@@ -49,12 +51,7 @@ class Watchdog:
     Attributes:
         silent: addresses of workers that went silent.
         stacks: the stacks that ranks have printed.
-        left: the message about a worker that went away.
-        unheard: the name of a silent worker in messages.
     """
-
-    left = "its worker {worker} left the cluster (killed, out of memory, or its host is gone)"
-    unheard = "its worker {worker}"
 
     def __init__(
         self,
@@ -144,7 +141,7 @@ class Watchdog:
                     return
                 raise KeyboardInterrupt
             self.finish_by = time.monotonic() + self.settings.grace_s
-            self.workers.finish(self.rank_states.running, self.interrupts.reason)
+            self.workers.finish(self.rank_states.running, "interrupt")
         elif time.monotonic() > self.finish_by:
             raise KeyboardInterrupt
 
@@ -172,10 +169,13 @@ class Watchdog:
                 message = f"its task ended before it did: {reason}; is ddp_hydra installed on worker {spec.worker}?"
                 self.rank_states.fail(spec, "start", message)
         self.check_pending()
-        self.check_late(
-            f"had not started after dispatch.start_timeout_s={self.settings.start_timeout_s:g}: the workers are busy "
-            "with other Dask tasks, or stuck"
-        )
+        late, limit_s = self.rank_states.late, self.settings.start_timeout_s
+        if late and time.monotonic() - self.begun_at > limit_s:
+            message = (
+                f"rank {ranges(late)} of {len(self.specs)} had not started after dispatch.start_timeout_s={limit_s:g}: "
+                "the workers are busy with other Dask tasks, or stuck"
+            )
+            self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
 
     def check_pending(self) -> None:
         """Notice a worker that left before the scheduler could report it: its task would wait for ever."""
@@ -186,13 +186,7 @@ class Watchdog:
         self.asked_at = now
         known = self.workers.client.scheduler_info(n_workers=-1)["workers"]
         for address in {self.specs[rank].worker for rank in late} - known.keys() - self.workers.lost:
-            self.lose_worker(address, self.left.format(worker=address))
-
-    def check_late(self, how: str) -> None:
-        late = self.rank_states.late
-        if late and time.monotonic() - self.begun_at > self.settings.start_timeout_s:
-            message = f"rank {ranges(late)} of {len(self.specs)} {how}"
-            self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
+            self.lose_worker(address, LEFT.format(worker=address))
 
     def scheduler_lost(self, how: str) -> SchedulerLost:
         self.workers.is_cut_off = True
@@ -216,7 +210,7 @@ class Watchdog:
             self.silent.add(address)
             self.lose_worker(
                 address,
-                f"nothing was heard from {self.unheard.format(worker=address)} for dispatch.lost_timeout_s="
+                f"nothing was heard from its worker {address} for dispatch.lost_timeout_s="
                 f"{limit_s:g}: its host is down, or cut off",
             )
 

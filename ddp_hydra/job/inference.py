@@ -106,8 +106,6 @@ def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:
     of torchrun, whose processes are gone.
     """
     target = str(cfg.cluster.get("_target_")).rpartition(".")[2]
-    if target == "Torchrun" and named:
-        raise ConfigError("cluster=torchrun: evaluate and predict run on a Dask cluster, or with cluster=inline here")
     if named or target not in ("LocalCluster", "Torchrun"):
         return cfg
     return checkpoint_config.changed(cfg, groups={"cluster": {"_target_": "ddp_hydra.cluster.kinds.base.Inline"}})

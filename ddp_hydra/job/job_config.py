@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.storage.run_ref import RunRef
 
@@ -68,9 +68,8 @@ def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
     """Return the settings of a gang that come from the config, and `more`."""
     settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
     assert isinstance(settings, dict)
-    each = settings["ranks_per_worker"]
     own = {
-        "ranks_per_worker": 1 if each == "auto" and connect.is_local(cfg.cluster) else each,
+        "ranks_per_worker": ranks_per_worker(cfg),
         "keep_warm_s": keep_warm_s(cfg),
         "threads": cfg.trainer.threads,
         "data_workers": OmegaConf.select(cfg, "data.workers"),
@@ -81,10 +80,18 @@ def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
     return GangSettings.make({str(name): value for name, value in settings.items()} | own | more)
 
 
+def ranks_per_worker(cfg: DictConfig) -> int | str:
+    given: int | str = cfg.dispatch.ranks_per_worker
+    if given != "auto" or not connect.is_local(cfg.cluster):
+        return given
+    place = torchrun.find_place() if connect.is_torchrun(cfg.cluster) else None
+    return place.local_world_size if place else 1
+
+
 def keep_warm_s(cfg: DictConfig) -> float:
     if cfg.dispatch.keep_warm_s is not None:
         return float(cfg.dispatch.keep_warm_s)
-    if not connect.is_local(cfg.cluster):
+    if not connect.is_local(cfg.cluster) or connect.is_torchrun(cfg.cluster):
         return 0.0
     given = os.environ.get(WARM_VARIABLE) or str(KEEP_WARM_S)
     try:

@@ -20,12 +20,12 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import SECOND
-from ddp_hydra.dispatch import inline, torchrun
+from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.job.job_config import RankBatch, changed_settings, describe_change, gang_settings, redistribute
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
-from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Status, Summary
@@ -35,7 +35,6 @@ from ddp_hydra.writers.run_dir import next_attempt, read_summary
 
 if TYPE_CHECKING:  # these import Dask
     from ddp_hydra.dispatch.gang import Gang
-    from ddp_hydra.dispatch.torchrun_gang import TorchrunGang
     from ddp_hydra.job.remote.start_driver import DriverSpec
 
 log = logging.getLogger(__name__)
@@ -110,6 +109,9 @@ class Job:
         self.first_world_size = 0
         self.first_step = 0
         self.steps_before: list[int] = []  # done by the attempt before, in another process
+        if self.earlier_attempts and torchrun.is_again(self.run_dir):
+            self.steps_before = [self.earlier_attempts[-1].steps_done]
+            self.first_world_size = self.earlier_attempts[-1].world_size or 0
         self.saved = False
 
     @contextmanager
@@ -154,16 +156,6 @@ class Job:
                 attempt=self.first_attempt,
                 settings=gang_settings(self.cfg),
             )[0]
-
-    def run_on_torchrun(self, gang: TorchrunGang) -> dict[str, Any]:
-        self.first_attempt = max(self.first_attempt, torchrun.restart_count())
-        if before := self.earlier_attempts[-torchrun.restart_count() :] if torchrun.restart_count() else []:
-            self.steps_before = [before[-1].steps_done]
-            self.first_world_size = before[0].world_size or 0
-            batch = self.rank_batch(gang.own.spec.world_size)
-            gang.numbers = changed_settings(batch, self.config)
-        with self.handler(gang.fetch, lambda: self.attempts(gang)) as handler:
-            return self.watch(gang, handler, torchrun.restart_count)
 
     def watch(self, gang: Gang, handler: ResultsHandler, restarts: Callable[[], int]) -> dict[str, Any]:
         try:
@@ -216,8 +208,8 @@ class Job:
         config, settings = copy.deepcopy(self.config), {"kept": self.saved_config}
         if config["trainer"]["time_limit_s"] is not None:
             config["trainer"]["time_limit_s"] = max(0.0, config["trainer"]["time_limit_s"] - self.elapsed_s())
-        if number == self.first_attempt:
-            self.first_world_size = world_size
+        self.first_world_size = self.first_world_size or world_size
+        if number == self.first_attempt and world_size == self.first_world_size:
             return Call(TRAIN, (config,), settings, files=self.files)
         batch = self.rank_batch(world_size)
         for key, value in changed_settings(batch, config).items():

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec.structs import asdict
 from omegaconf import DictConfig
@@ -16,19 +17,17 @@ from ddp_hydra.cluster import connect, connection
 from ddp_hydra.config import checkpoint_config, schema
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline
-from ddp_hydra.errors import Interrupted
-from ddp_hydra.job import loggers, torchrun
+from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
+from ddp_hydra.job import loggers
 from ddp_hydra.job.job_config import DOWNLOADS, check, find_resume, find_weights, packed_project
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, metrics_at, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
+from ddp_hydra.rank import torchrun
 from ddp_hydra.record import Record, Start
 from ddp_hydra.results import finite
-from ddp_hydra.run_state import Objective
-from ddp_hydra.writers.run_dir import locked
-
-if TYPE_CHECKING:  # it imports Dask
-    from ddp_hydra.dispatch.torchrun_gang import TorchrunGang
+from ddp_hydra.run_state import Objective, Summary
+from ddp_hydra.writers.run_dir import locked, read_summary
 
 
 def run_job(
@@ -57,17 +56,34 @@ def run_job(
         packed_project(cfg, config)
         _dry_run(config)
         return None
-    ranks = nullcontext() if remote else torchrun.started(cfg, run_dir)
-    with ranks as gang, locked(run_dir):
+    if remote is None and torchrun.is_here() and not connect.is_torchrun(cfg.cluster):
+        raise ConfigError(
+            f"torchrun has started this process and {os.environ['WORLD_SIZE']} in all, but cluster "
+            f"{cfg.cluster.get('_target_')} starts ranks itself: give cluster=torchrun, or type it without torchrun"
+        )
+    with locked(run_dir):
         if remote is None:
+            refuse_restart(run_dir)
             refuse_other_run(run_dir, cfg.resume)
+            if not connect.has_existing():  # a sweep goes on by itself
+                torchrun.remember(str(run_dir.absolute()))
         print(f"ddp_hydra  ->  {remote.spec.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
         if cfg.results.handler is schema.Handler.cluster:
             connection.load()
             from ddp_hydra.job.remote.client import run_remote_job
 
             return run_remote_job(cfg, run_dir, overrides)
-        return train(cfg, run_dir, overrides, remote, stop, gang)
+        return train(cfg, run_dir, overrides, remote, stop)
+
+
+def refuse_restart(run_dir: Path) -> None:
+    """Refuse a job that torchrun has started again for nothing; it knows only that a process has failed."""
+    before = (torchrun.is_again(run_dir) and read_summary(run_dir)) or Summary()
+    if (reason := before.interrupted) in ("time_limit", "callback"):
+        raise Interrupted(f"{why_stopped(reason, before.steps or 0)}: torchrun has started it again, but it is over")
+    if (failure := before.failure) is not None and failure.kind != "lost":
+        who = "" if failure.rank is None else f"rank {failure.rank} on {failure.host}: "
+        raise DdpHydraError(f"{who}{failure.message}: torchrun has started it again, but its own attempts are used up")
 
 
 def train(
@@ -76,7 +92,6 @@ def train(
     overrides: Sequence[str],
     remote: RemoteContext | None,
     stop: threading.Event | None,
-    torchrun_gang: TorchrunGang | None = None,
 ) -> float | None:
     """Train a job whose results this process writes."""
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
@@ -101,10 +116,7 @@ def train(
         logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)
         senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
-        if torchrun_gang is not None:
-            result = read_result(job.run_on_torchrun(torchrun_gang))
-        else:
-            result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
+        result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before: dict[str, float | None] = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
         if cfg.resume and not before and not result.metrics:  # nothing was left to train

@@ -26,7 +26,6 @@ class RunDirCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         run_dir = Path(str(config.hydra.run.dir))
-        # torchrun's other ranks write no `.hydra`; their run directory is the one of rank 0.
         if config.get("dry_run") or config.hydra.output_subdir is None or not run_dir.is_dir():
             return
         try:

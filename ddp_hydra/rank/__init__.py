@@ -16,6 +16,6 @@ device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose
 environment network gpus processes               of this host; processes that a rank leaves behind
 dask_preload    loaded by workers of a local cluster: they do not react to Ctrl-C
-torchrun_*      ranks that torchrun starts: how they meet, their tasks, their messages
+torchrun        the processes that torchrun starts, and their end; torchrun_store: their way between hosts
 spec return_values                    data that goes to the rank and comes back
 """

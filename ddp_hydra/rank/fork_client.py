@@ -43,7 +43,7 @@ def connect() -> socket.socket:
     """
     address = socket_path()
     with locked(address.parent) as folder:
-        short = _short(address, folder)
+        short = short_path(address, folder)
         try:
             return _connect(short)
         except (FileNotFoundError, ConnectionRefusedError):
@@ -88,7 +88,7 @@ def ask(address: Path, question: str) -> dict[str, Any] | None:
     """
     with locked(address.parent) as folder:
         try:
-            connection = _connect(_short(address, folder))
+            connection = _connect(short_path(address, folder))
         except (FileNotFoundError, ConnectionRefusedError):
             return None
     with connection:
@@ -168,7 +168,7 @@ MAX_SOCKET_PATH = 103
 """Number of bytes that every system allows in the path of a socket."""
 
 
-def _short(address: Path, folder: int) -> str:
+def short_path(address: Path, folder: int) -> str:
     """Return the path of a socket; one through its open folder if the real one is too long."""
     if len(os.fsencode(address)) <= MAX_SOCKET_PATH:
         return str(address)

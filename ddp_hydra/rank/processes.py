@@ -50,10 +50,10 @@ def command_of(pid: int) -> str:
     return b" ".join(words).decode(errors="replace").strip()[:80]
 
 
-def die_with_parent(parent: int) -> None:
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
         if os.getppid() != parent:
             os._exit(1)
 

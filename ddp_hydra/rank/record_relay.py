@@ -16,7 +16,7 @@ from collections.abc import Callable
 from distributed import Worker
 
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.record import AnyData, End, Log, Record, Up, begins
+from ddp_hydra.record import AnyData, End, Log, Record, begins
 
 FLUSH_S = 0.05
 """Seconds that a record may wait for others, to be sent with them."""
@@ -76,7 +76,6 @@ class RecordRelay:
         open: control socket and output, while the rank or a process that it started holds the other end.
         unacknowledged: bytes that were sent, or wait to be sent, and that the client has not acknowledged.
         end: the rank's end record. It is not passed on: the worker's task sends it when the process has ended.
-        on_up: called with its record of kind "up", in place of passing that on; None: it is passed on.
         tail: the last output of the rank.
         captured: a copy of the output since this was set to b""; None before.
     """
@@ -87,7 +86,6 @@ class RecordRelay:
         self.open: set[socket.socket | int] = set()
         self.unacknowledged = 0
         self.end: End | None = None
-        self.on_up: Callable[[Up], None] | None = None
         self.tail = b""
         self.captured: bytes | None = None
         self.parts: list[bytes] = []  # of a line whose end has not come yet
@@ -135,8 +133,6 @@ class RecordRelay:
         for line in lines:
             if begins(line, End) and isinstance(end := Record.decode(line).data, End):
                 self.end = end
-            elif self.on_up and begins(line, Up) and isinstance(up := Record.decode(line).data, Up):
-                self.on_up(up)
             else:
                 self._forward(line)
 

@@ -199,16 +199,4 @@ class RankLaunch(Struct, frozen=True, kw_only=True):
         return self.job.ranks[0]
 
 
-class TorchrunLaunch(RankLaunch, frozen=True, kw_only=True):
-    """What a rank of torchrun reads; its call is encoded by `return_values`.
-
-    Args:
-        server: where the processes of the other ranks find the process of rank 0; see `torchrun_channel.connect`.
-        numbers: by dotted keys, what replaces numbers of the config on all ranks.
-    """
-
-    server: dict[str, Any] = {}
-    numbers: dict[str, bool | int] = {}
-
-
 prepare(GangSettings, JobSpec, ClientVersion, RankLaunch)

@@ -92,7 +92,6 @@ def test_a_field_of_a_wrong_type_is_refused(field, value):
         {"kind": "rows", "samples": None, "length": 0},
         {"kind": "beat", "step": -1},
         {"kind": "beat", "phase": "asleep"},
-        {"kind": "preempted", "reason": "\x1b[31m"},
         {"kind": "end"},
         {"kind": "end", "stopped": True, "failure": {"kind": "raised"}},
         {"kind": "end", "failure": {"kind": "\x1b[31m"}},

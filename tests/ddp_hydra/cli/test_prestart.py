@@ -5,13 +5,14 @@ import pytest
 from ddp_hydra.cli import prestart
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import fork_client
+from ddp_hydra.rank import fork_client, torchrun
+from ddp_hydra.rank.processes import RANK_PID
 
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv(prestart.RANKED, raising=False)
+    monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv(project.VARIABLE, raising=False)
 
 
@@ -64,9 +65,14 @@ def test_none_is_started_where_the_project_cannot_be_read(tmp_path, monkeypatch)
     assert not prestart.is_likely([])
 
 
-def test_none_is_started_by_a_process_of_torchrun(monkeypatch):
-    monkeypatch.setenv(prestart.RANKED, "0")
+def test_a_process_of_torchrun_starts_one_for_its_own_cluster(monkeypatch):
+    for name in torchrun.NEEDED:
+        monkeypatch.setenv(name, "0")
     assert not prestart.is_likely([])
+    assert not prestart.is_likely(["cluster=local"])
+    assert prestart.is_likely(["cluster=torchrun"])
+    monkeypatch.setenv(RANK_PID, "1")  # a program that a rank has started
+    assert not prestart.is_likely(["cluster=torchrun"])
 
 
 def test_what_is_wrong_with_the_server_is_left_for_the_job_to_say(monkeypatch):
