@@ -108,7 +108,7 @@ def test_the_processes_of_a_host_end_with_the_first_one(end, first, others, tmp_
     ]
     try:
         # One listens there, and two are connected.
-        wait_for(lambda: Path("/proc/net/unix").read_text().count(f"{tmp_path}/ddp_hydra/torchrun-") == 3, 60, "all")
+        wait_for(lambda: Path("/proc/net/unix").read_text().count(f"{tmp_path}/ddp_hydra/torchrun-") == 3, "all")
         assert [process.poll() for process in processes] == [None] * 3
         for process in processes:
             process.communicate(b"\n", timeout=60)
