@@ -46,14 +46,19 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises about anything here
-        reason = printable(f"{type(error).__name__}: {error}").splitlines()[0]
         raise CheckpointError(
-            f"{path} can't be read as a checkpoint ({reason:.140}): it is "
-            "damaged or something else; take an earlier step file of the same run"
+            f"{path} can't be read as a checkpoint ({first_sentence(error)}): it is damaged or something else; take an "
+            "earlier step file of the same run"
         ) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of ddp_hydra: it has no format={FORMAT}")
     return content
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the kind of an error and the first sentence of its message: torch goes on for a page."""
+    line = printable(f"{type(error).__name__}: {error}").splitlines()[0]
+    return line.partition(". ")[0].rstrip(".")
 
 
 def load_fitting(model: nn.Module, path: Path) -> list[str]:
@@ -73,8 +78,7 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     try:
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
-        reason = printable(f"{type(error).__name__}: {error}").splitlines()[0]
-        raise CheckpointError(f"{path} can't be read as weights ({reason:.140})") from None
+        raise CheckpointError(f"{path} can't be read as weights ({first_sentence(error)})") from None
     for name in ("ema", "model", "state_dict"):  # the keys of our checkpoints and of most others
         if isinstance(content, dict) and isinstance(content.get(name), dict):
             content = content[name]
