@@ -14,6 +14,7 @@ from ddp_hydra.config import checkpoint_config, project, targets, validate
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.job_config import gang_settings
+from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Record
 
 EVALUATE = "ddp_hydra.training.inference:evaluate"
@@ -67,6 +68,8 @@ class InferenceJob:
             receive: called with each record, and with a function that fetches the file of a record.
         """
         packed = self.check()
+        if self.is_here:
+            fault_injection.check_ranks(self.faults, 1)
         own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "faults": list(self.faults)}
         receive, run = receive or (lambda record, fetch: None), self.run_here if self.is_here else self.run_on_dask
         values = run(fn, lambda: own | more(), receive, packed)
@@ -94,6 +97,8 @@ class InferenceJob:
             gang = Gang(client, project=packed, settings=gang_settings(self.cfg, name="inference", pip=pip))
 
             def call(number: int, world_size: int) -> Call:
+                if number == 0:
+                    fault_injection.check_ranks(self.faults, self.cfg.dispatch.ranks or world_size)
                 return Call(fn, (arguments(),), files={"checkpoint": self.checkpoint})
 
             return gang.run_attempts(call, lambda record: receive(record, gang.fetch))

@@ -105,7 +105,7 @@ class Job:
         self.give_up = threading.Event()
         self.begun = time.monotonic()
         self.first_attempt = next_attempt(self.run_dir)
-        self.earlier_attempts = (read_summary(self.run_dir) or Summary()).attempts
+        self.earlier_attempts = (read_summary(self.run_dir) or Summary(status="failed")).attempts
         self.first_world_size = 0
         self.first_step = 0
         self.steps_before: list[int] = []  # done by the attempt before, in another process
@@ -142,6 +142,7 @@ class Job:
 
     def run_here(self) -> dict[str, Any]:
         self.summary.world_size = 1
+        fault_injection.check_ranks(self.cfg.faults, 1)
         for key in ("ranks", "ranks_per_worker"):
             if (given := self.cfg.dispatch[key]) not in (None, 1, "auto"):
                 log.warning("dispatch.%s=%s has no effect with cluster=inline, which has one rank", key, given)
@@ -209,6 +210,8 @@ class Job:
         if config["trainer"]["time_limit_s"] is not None:
             config["trainer"]["time_limit_s"] = max(0.0, config["trainer"]["time_limit_s"] - self.elapsed_s())
         self.first_world_size = self.first_world_size or world_size
+        if number == self.first_attempt:
+            fault_injection.check_ranks(self.cfg.faults, self.cfg.dispatch.ranks or world_size)
         if number == self.first_attempt and world_size == self.first_world_size:
             return Call(TRAIN, (config,), settings, files=self.files)
         batch = self.rank_batch(world_size)

@@ -163,6 +163,15 @@ def parse(texts: Iterable[str]) -> list[Fault]:
     return [Fault.parse(text) for text in texts]
 
 
+def check_ranks(texts: Iterable[str], ranks: int) -> None:
+    """Refuse faults of ranks that a gang of `ranks` does not have."""
+    for text in texts:
+        fault = Fault.parse(text)
+        if fault.rank >= ranks and fault.kind != "interrupt":
+            there = f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 only"
+            raise ConfigError(f"fault={text!r} has no effect: this job has {there}")
+
+
 _here = FaultInjector()
 
 
