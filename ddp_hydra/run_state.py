@@ -63,7 +63,7 @@ class Summary(Struct, kw_only=True):
     """How a run ended: docs/reference/files.md describes the fields. None: not known, e.g. because the run failed."""
 
     format: int = FORMAT
-    status: str = "failed"
+    status: str
     failure: FailureEntry | None = None
     stopped: str | None = None
     interrupted: str | None = None
@@ -86,7 +86,7 @@ class Summary(Struct, kw_only=True):
     steps_lost: Count = 0
     data: dict[str, Finite] | None = None
     exchange_s: Finite | None = None
-    slowest: Metrics | None = None
+    slowest: dict[str, int | Finite | None] | None = None
     peak_memory: Count | None = None
     profile: str | None = None
     results: str | None = None

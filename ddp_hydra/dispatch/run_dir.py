@@ -48,7 +48,7 @@ def recorded(
         if (before := read_summary(run_dir)) is not None and before.status == "done":
             raise ConfigError(f"{run_dir} holds a run that is done, and its results would be mixed: {ANOTHER}")
         begin = time.time()
-        summary = Summary(started=begin)
+        summary = Summary(status="failed", started=begin)
         try:
             writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
             with ResultsHandler(writers, retry_s, give_up) as handler:

@@ -45,7 +45,7 @@ class TrainResult(Struct, kw_only=True):
     data: dict[str, Finite]
     exchange_s: Finite | None
     peak_memory: Count
-    slowest: dict[str, float]
+    slowest: dict[str, int | float]
     interrupted: str
     stopped_early: str
     matrices: dict[str, list[Any]]
@@ -67,7 +67,7 @@ def read_result(value: Any) -> TrainResult:
 def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[Summary]:
     """Write summary.json at the end of the block, also when the job fails. `shown_dir`: as the user would type it."""
     begin, shown_dir = time.time(), shown_dir or shown_path(run_dir)
-    summary = Summary(tags=[str(tag) for tag in cfg.tags])
+    summary = Summary(status="failed", tags=[str(tag) for tag in cfg.tags])
     try:
         yield summary
     except BaseException as error:
@@ -147,13 +147,13 @@ def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str
     return f"data: {', '.join(parts)}" if parts else None
 
 
-def describe_straggler(slowest: Mapping[str, float | None], train_s: float, steps: int) -> str | None:
+def describe_straggler(slowest: Mapping[str, int | float | None], train_s: float, steps: int) -> str | None:
     """Return a line about the rank that the others waited for; None if no rank was slow, or the run was too short."""
     times = slowest.get("times")
     if times is None or times < SLOW_RATIO or steps < ENOUGH_STEPS or train_s < ENOUGH_S:
         return None
     return (
-        f"slow: rank {slowest['rank']:.0f} took {times:.2f} times as long as the median rank for its own part of a "
+        f"slow: rank {slowest['rank']} took {times:.2f} times as long as the median rank for its own part of a "
         "step (waiting for data, and the forward pass); the others waited for it"
     )
 

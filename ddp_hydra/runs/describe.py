@@ -27,9 +27,11 @@ MOST_ATTEMPTS = 50
 _LATEST = 4e9
 """Later times, in seconds since 1970, are not times of a run."""
 
-STATUSES = ("running", *ENDED, "killed", "lost", "detached", "unknown")
+UNREADABLE = "unreadable"
+STATUSES = ("running", *ENDED, "killed", "lost", "detached", UNREADABLE, "unknown")
 """killed: its process ended without a summary. lost: it runs on another host and gives no sign of life. detached: its
-results are in a store. unknown: it has not begun, or belongs to another program."""
+results are in a store. unreadable: its summary.json or status.json is broken, or of another format. unknown: it has not
+begun, or belongs to another program."""
 SILENT_S = 600.0
 """Seconds without a sign of life after which a run on another host, whose lock can't be seen here, counts as lost."""
 
@@ -207,7 +209,9 @@ class RunState(NamedTuple):
 
     @property
     def ended(self) -> str:
-        """How it ended, as its summary says; "" if it has none."""
+        """How it ended, as its summary says, if that and status.json can be read; "" if it has none."""
+        if self.problem:
+            return UNREADABLE
         return self.summary.status if self.summary else ""
 
     @property
@@ -244,6 +248,8 @@ def local_status(run_dir: str, names: Iterable[str], ended: str, status: Status 
     held = is_locked(Path(run_dir)) if LOCK in names else False
     if held:
         return "running"
+    if ended == UNREADABLE:
+        return ended
     if ended in ENDED and not (LOCK in names and _begun_since(run_dir)):
         return ended
     if LOCK in names:
@@ -281,9 +287,9 @@ def _without_word(run_dir: Path, held: bool | None) -> str:
 
 
 def stored_status(ended: str, status: Status | None) -> str:
-    """Return the status of a run that a driver writes into a store; arguments as for `of_local`."""
-    if status is None:
-        return ended if ended in ENDED else "unknown"
+    """Return the status of a run that a driver writes into a store; arguments as for `local_status`."""
+    if status is None or (ended == UNREADABLE and status.state in ENDED):
+        return ended if ended in (*ENDED, UNREADABLE) else "unknown"
     if status.state in ENDED:
         return status.state
     is_silent = status.time is None or time.time() - status.time > LOST_S

@@ -112,7 +112,7 @@ class Stragglers:
         self.sums = [total + one for total, one in zip(self.sums or [0.0] * len(ranks), ranks, strict=True)]
         return {"slowest_rank": max(ranks) / max(statistics.median(ranks), 1e-9)}
 
-    def totals(self) -> dict[str, float]:
+    def totals(self) -> dict[str, int | float]:
         if not self.sums:
             return {}
         slowest = max(range(len(self.sums)), key=self.sums.__getitem__)

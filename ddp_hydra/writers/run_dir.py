@@ -124,7 +124,7 @@ def _holder(path: Path) -> str:
 
 def next_attempt(run_dir: Path) -> int:
     """Return the number of the next attempt, counted on from earlier processes in this run directory."""
-    summary = read_summary(run_dir) or Summary()
+    summary = read_summary(run_dir) or Summary(status="failed")
     known: list[Any] = [entry.attempt for entry in summary.attempts]
     with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))

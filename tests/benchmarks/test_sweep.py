@@ -32,7 +32,9 @@ def test_what_our_jobs_leave_is_read(tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "first-step").write_text(repr(103.25 + number))
-        (folder / "summary.json").write_text(json.dumps({"train_s": 0.75, "started": 102.0, "wall_s": 2.0 + number}))
+        (folder / "summary.json").write_text(
+            json.dumps({"status": "done", "train_s": 0.75, "started": 102.0, "wall_s": 2.0 + number})
+        )
         rows.append({"folder": str(number), "wall_s": 3.5})
     (tmp_path / "sweep.json").write_text(json.dumps({"jobs": rows}))
     read = sweep.read(tmp_path, 100.0, 106.0, at_once=2)

@@ -39,7 +39,9 @@ ENDED = Summary(
 )
 
 
-@pytest.mark.parametrize("state", [ENDED, Summary(), Status(), Status(start=Record(Start(total_steps=5)))])
+@pytest.mark.parametrize(
+    "state", [ENDED, Summary(status="failed"), Status(), Status(start=Record(Start(total_steps=5)))]
+)
 def test_what_is_written_is_read_back(state):
     assert decode(encode(state), type(state), "x") == state
 
@@ -55,10 +57,13 @@ def test_a_field_of_a_newer_version_is_left_out_and_one_that_is_missing_has_its_
         (b"{", "run/summary.json can't be read: Expecting"),
         (b"[" * 100_000, "run/summary.json can't be read: maximum recursion"),
         (b"[1]", "run/summary.json can't be read: Expected `object`"),
-        (b'{"steps": "3"}', r"run/summary.json can't be read: Expected `int \| null`, got `str` - at `\$.steps`"),
-        (b'{"steps": -1}', r"run/summary.json can't be read: Expected `int` >= 0 - at `\$.steps`"),
-        (b'{"metrics": {"x": 1%s}}' % (b"0" * 400), "run/summary.json can't be read: "),
-        (b'{"attempts": [{"failure": 7}]}', r"at `\$.attempts\[0\].failure`"),
+        (
+            b'{"status": "", "steps": "3"}',
+            r"run/summary.json can't be read: Expected `int \| null`, got `str` - at `\$.steps`",
+        ),
+        (b'{"status": "", "steps": -1}', r"run/summary.json can't be read: Expected `int` >= 0 - at `\$.steps`"),
+        (b'{"status": "", "metrics": {"x": 1%s}}' % (b"0" * 400), "run/summary.json can't be read: "),
+        (b'{"status": "", "attempts": [{"failure": 7}]}', r"at `\$.attempts\[0\].failure`"),
         (b'{"format": 2, "ddp_hydra": "9.1"}', "has format 2, and this version reads format 1: use .* wrote it, 9.1"),
         (b'{"format": "x", "steps": "y"}', "has format 'x', and this version reads format 1"),
     ],
@@ -92,7 +97,7 @@ def test_a_list_of_runs_shows_all_and_says_which_file_can_not_be_read(tmp_path, 
     runs.main(["ls", "outputs", "json=true"])
     rows = {Path(row["run"]).name: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
     assert (rows["good"]["status"], rows["good"]["step"]) == ("done", 3)
-    assert rows["bad"]["status"] == "unknown"
+    assert rows["bad"]["status"] == "unreadable"
     assert "outputs/bad/summary.json has format 9" in rows["bad"]["message"]
     assert "has format 9" in details.run_details(LocalRunFiles("outputs/bad"))["message"]
 

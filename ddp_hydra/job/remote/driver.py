@@ -164,7 +164,7 @@ class RemoteJobRunner:
             message = f"{message}\nresults are not all in {self.spec.url}: {missing}; they are in {kept}"
             log.error("%s", message)
         if self.channel:
-            summary = read_summary(self.run_dir) or Summary()
+            summary = read_summary(self.run_dir) or Summary(status="failed")
             summary.status = self.state
             self.channel.send(message=message, summary=to_builtins(summary))
             self.channel.delete_topics()

@@ -194,7 +194,7 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
     store.acquire(store.owner())
     before = read(store) or Status()
     status.attempts, status.files = failed_attempts(before), before.files
-    write_summary(run_dir, Summary(attempts=status.attempts))  # the job adds its own attempts
+    write_summary(run_dir, Summary(status="failed", attempts=status.attempts))  # the job adds its own attempts
     for name in status.files:
         path = prepared_path(run_dir, check_path(name))
         size = store.size_or_none(name) or 0

@@ -39,7 +39,7 @@ from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import explain, read_result, summarised
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
-from ddp_hydra.run_state import AttemptEntry, Best, Summary
+from ddp_hydra.run_state import AttemptEntry, Best, Summary, encode
 from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
 
@@ -112,7 +112,7 @@ def test_a_variable_that_is_no_number_is_a_mistake(monkeypatch):
 
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
     cfg = config(**changes)
-    made = Job(run_dir, cfg, resolved(cfg), files or {}, Summary())
+    made = Job(run_dir, cfg, resolved(cfg), files or {}, Summary(status="failed"))
     made.saved = (run_dir / "checkpoints").exists()
     made.first_world_size = first_world_size
     return made
@@ -566,17 +566,33 @@ def test_a_second_run_does_not_get_into_the_folder_of_the_first(returned, tmp_pa
 
 def test_attempts_count_on_where_an_earlier_process_ended(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"attempt": 0}\n{"attempt": 2}\n{"att')
-    (tmp_path / "summary.json").write_text('{"attempts": [{"attempt": 1}]}')
+    (tmp_path / "summary.json").write_text('{"status": "failed", "attempts": [{"attempt": 1}]}')
     made = make(tmp_path)
     assert (made.first_attempt, made.earlier_attempts) == (3, [AttemptEntry(attempt=1)])
     made.call(3, 4)
     assert made.first_world_size == 4
 
 
+def test_a_fault_of_a_rank_that_no_attempt_has_is_refused(tmp_path):
+    made = make(tmp_path, faults=["kill,rank=4"])
+    with pytest.raises(ConfigError, match=r"^fault='kill,rank=4' has no effect: this job has ranks 0 to 3$"):
+        made.call(0, 4)
+    with pytest.raises(ConfigError, match="rank 0 only"):
+        made.run_here()
+    assert make(tmp_path, faults=["kill,rank=4", "interrupt,rank=9"], dispatch__ranks=5).call(0, 4)
+    assert made.call(1, 2)
+
+
 def ended(metric: str) -> Summary:
     objective = {"metric": metric, "direction": "minimize"}
     told = {"status": "done", "objective": objective, **VALUE, "metrics": finite(VALUE["metrics"])}
     return msgspec.convert(told, Summary)
+
+
+def test_the_slowest_rank_is_a_whole_number_in_the_file():
+    value = msgspec.structs.asdict(summary.read_result(VALUE))
+    assert b'"slowest": {"rank": 1, "times": 1.05}' in encode(Summary(status="done", slowest=value["slowest"]))
+    assert str(ended("val/accuracy").slowest) == "{'rank': 1, 'times': 1.05}"
 
 
 def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():

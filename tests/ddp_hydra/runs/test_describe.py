@@ -14,7 +14,7 @@ from msgspec import convert
 from ddp_hydra.api.run import Run
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import Status
-from ddp_hydra.runs.describe import status_of, stored_status
+from ddp_hydra.runs.describe import UNREADABLE, status_of, stored_status
 from ddp_hydra.writers.run_dir import LOCK, is_locked, locked
 from tests.ddp_hydra.runs.conftest import kill
 
@@ -76,6 +76,26 @@ def test_a_driver_that_falls_silent_is_lost(tmp_path, state, age, found):
     (tmp_path / "status.json").write_text(json.dumps(content))
     (tmp_path / LOCK).touch()  # of the store
     assert status_of(tmp_path) == stored_status("", convert(content, Status)) == found
+
+
+@pytest.mark.parametrize("content", ["{", "{}", '{"format": 99, "status": "done", "ddp_hydra": "9.0"}'])
+def test_a_summary_that_cannot_be_read_is_no_end(make_run, process_of, content):
+    run_dir = make_run("run", end="done")
+    (run_dir / "summary.json").write_text(content)
+    assert status_of(run_dir) == "unreadable"
+    (run_dir / LOCK).touch()  # of a process that has been killed since
+    assert status_of(run_dir) == "unreadable"
+    process_of(run_dir)
+    assert status_of(run_dir) == "running"
+
+
+def test_a_run_of_a_driver_whose_files_cannot_be_read_is_neither_running_nor_unknown(tmp_path):
+    (tmp_path / "status.json").write_text('{"state": 1, "scheduler": "tcp://a:1"}')
+    (tmp_path / LOCK).touch()
+    assert status_of(tmp_path) == stored_status(UNREADABLE, None) == "unreadable"
+    alive = Status(state="running", scheduler="tcp://a:1", time=time.time())
+    assert stored_status(UNREADABLE, alive) == "running"
+    assert stored_status(UNREADABLE, Status(state="done")) == "unreadable"
 
 
 def test_others_have_a_word_too(tmp_path):

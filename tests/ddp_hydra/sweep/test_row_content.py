@@ -26,7 +26,9 @@ def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
     (tmp_path / "status.json").write_text(json.dumps(status | {"metrics": {"val/accuracy": 0.5, "lr": None}}))
     row_content.read_status(row, tmp_path, ACCURACY)
     assert (row.step, row.total_steps, row.workers, row.eta_s, row.objective) == (5, 10, 2, 1.5, 0.5)
-    (tmp_path / "summary.json").write_text(json.dumps({"steps": 10, "metrics": {"val/accuracy": 0.75}}))
+    (tmp_path / "summary.json").write_text(
+        json.dumps({"status": "done", "steps": 10, "metrics": {"val/accuracy": 0.75}})
+    )
     row_content.read_summary(row, tmp_path, ACCURACY)
     assert (row.step, row.workers, row.objective, row.metrics) == (10, 2, 0.75, {"val/accuracy": 0.75, "lr": None})
     assert (row.epoch, row.epochs) == (2, 2)

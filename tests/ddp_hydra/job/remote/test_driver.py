@@ -155,7 +155,7 @@ def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     before.write(Record(Metrics({"train/loss": 1.0}), step=9, attempt=1))
     store.put("status.json", encode(before.content()))
     runner.take_over()
-    job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(), None, {})
+    job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(status="failed"), None, {})
     assert job.first_attempt == 2
     first, lost = job.earlier_attempts
     assert first.failure.message == "a rank was killed"
