@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
-from enum import StrEnum
-from typing import Annotated, Any, get_args, get_type_hints
+from enum import EnumType, StrEnum
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -181,6 +182,23 @@ def check_limits(prefix: str, values: Mapping[str, Any], limits: Mapping[str, An
         except msgspec.ValidationError:
             shown = f"{value:.12g}" if isinstance(value, float) else value
             raise ConfigError(f"{prefix}{key}={shown}: give {_described(limits[key])}") from None
+
+
+def allowed(key: str) -> str:
+    """Return what to give for a key: "a whole number of at least 1, or null"; "" for one without a type."""
+    group, _, name = key.partition("[")[0].rpartition(".")
+    kind = get_type_hints(SCHEMAS.get(group, Config), include_extras=True).get(name, Any)
+    parts = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
+    first = get_origin(parts[0]) or parts[0]
+    words = {
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+        list: "a list, such as [a,b]",
+        str: "a text",
+    }
+    found = ", ".join(first.__members__) if isinstance(first, EnumType) else words.get(first, "")
+    return _described(kind) or (f"{found}, or null" if found and type(None) in parts else found)
 
 
 def _described(kind: Any) -> str:

@@ -10,13 +10,14 @@ from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
 
 from ddp_hydra.config import experiments
-from ddp_hydra.config.schema import SCHEMAS, Config
+from ddp_hydra.config.schema import SCHEMAS, Config, allowed
 from ddp_hydra.errors import ConfigError
 
 log = logging.getLogger(__name__)
+_MERGING = "Error merging override "
 OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb", "workers")
 
 
@@ -71,10 +72,15 @@ def unknown(key: str, known: Iterable[str], more: str = "") -> str:
     return f"{key}: there is no such key{hint}; {there} {', '.join(names)}{more}"
 
 
-def explain(error: BaseException | None) -> str | None:
-    if not isinstance(error, ConfigAttributeError | ConfigKeyError) or not isinstance(error.parent_node, DictConfig):
+def explain(error: BaseException) -> str | None:
+    """Return a sentence for Hydra's error about an unknown key, or a value of a wrong type; None for another error."""
+    typed, cause = str(error), error.__cause__
+    if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
+        where = typed.removeprefix(_MERGING) if typed.startswith(_MERGING) else f"{cause.full_key}: {cause.msg}"
+        return f"{where}: give {given}"
+    if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
         return None
-    key, node = str(error.full_key), error.parent_node
+    key, node = str(cause.full_key), cause.parent_node
     more = ""
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"

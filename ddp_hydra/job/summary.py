@@ -181,9 +181,7 @@ def explain(error: Exception) -> str:
         return "\n".join([str(error), *getattr(error, "__notes__", ())])
     if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
         # Hydra advises to append an unknown key, which does not help with a misspelt one.
-        return unknown_keys.explain(error.__cause__) or "\n".join(
-            str(part) for part in (error, error.__cause__) if part
-        )
+        return unknown_keys.explain(error) or "\n".join(str(part) for part in (error, error.__cause__) if part)
     if getattr(error, "mistake", False):  # as in `rank.process.describe`
         return message_of(error)
     if where := tracebacks.user_location(error):
