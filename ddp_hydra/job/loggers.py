@@ -38,7 +38,9 @@ from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, Answer, Ord
 RUNS = "loggers.json"
 """The file of a run directory with the runs at the services: {"mlflow": {"id": …, "url": …}}."""
 AWAY_S = 3.0
-"""How long the end of a job waits for a logger whose service is away."""
+"""How long the end of a job waits for a logger after its service did not answer."""
+AWAY_POLL_S = 0.1
+"""How often the end of a job looks whether a service is away."""
 KILLED_S = 10.0
 """How long the end of a job waits after Ctrl-C, so that the services learn of it; a second Ctrl-C ends the wait."""
 NOTICE_S = 2.0
@@ -114,7 +116,8 @@ class LoggerProcess:
     ) -> None:
         self.name, self.order, self.on_run, self.log_file = name, order, on_run, log_file
         self.buffer = buffer or RecordBuffer()
-        self.has_failed = self.has_refused = self.is_away = False
+        self.has_failed = self.has_refused = False
+        self.away_since: float | None = None
         log_file.parent.mkdir(parents=True, exist_ok=True)
         path = [str(Path(ddp_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._connection, its_end = Pipe()
@@ -206,10 +209,10 @@ class LoggerProcess:
                 for line in filter(None, (answer.run.url, answer.run.note)):
                     log.info("%s: %s", self.name, line)
             case "away":
-                self.is_away = True
+                self.away_since = time.monotonic()
                 log.warning("%s does not answer %s, and its records wait. %s", self.name, reason, answer.advice)
             case "back":
-                self.is_away = False
+                self.away_since = None
                 log.warning("%s answers again", self.name)
             case "warning":
                 self.has_refused = True
@@ -324,15 +327,23 @@ def session(
 def end(senders: list[LoggerProcess], status: str, timeout_s: float) -> None:
     """Tell all loggers how the job ended, and wait a limited time for all together; one Ctrl-C ends the wait."""
     began = time.monotonic()
+    most_s = min(timeout_s, KILLED_S) if status == KILLED else timeout_s
+
+    def limit(sender: LoggerProcess) -> float:
+        away = sender.away_since
+        return began + (most_s if away is None else min(most_s, max(0.0, away - began) + AWAY_S))
+
     for sender in senders:
         sender.finish(status)
     try:
         for sender in senders:
-            most_s = AWAY_S if sender.is_away else KILLED_S if status == KILLED else timeout_s
-            limit_s = min(timeout_s, most_s)
+            limit_s = limit(sender) - began
             if limit_s > NOTICE_S and not sender.has_ended(began + NOTICE_S):
                 log.info("waiting up to %g s for %s to send what it has; Ctrl-C ends that", limit_s, sender.name)
-            if missing := sender.wait(began + limit_s):
+            # A library may take long until it knows that its service is away.
+            while time.monotonic() < limit(sender) and not sender.has_ended(time.monotonic() + AWAY_POLL_S):
+                pass
+            if missing := sender.wait(limit(sender)):
                 log.warning(
                     "%s has not all records of this job: %s. The run directory has them; more time is given with "
                     "results.loggers_timeout_s=<seconds>",

@@ -51,7 +51,8 @@ class Sender:
     """Stands for a logger's process."""
 
     def __init__(self, missing: str = "", is_away: bool = False, error: BaseException | None = None):
-        self.name, self.missing, self.is_away, self.error = "mine", missing, is_away, error
+        self.name, self.missing, self.error = "mine", missing, error
+        self.away_since = 0.0 if is_away else None
         self.status, self.limit_s, self.is_killed = "", 0.0, False
 
     def finish(self, status: str) -> None:
@@ -80,6 +81,17 @@ def test_the_end_waits_less_where_waiting_is_no_use(status, is_away, limit_s):
     assert sender.status == status
     assert limit_s - 2 < sender.limit_s <= limit_s
     assert sender.is_killed
+
+
+def test_the_wait_is_short_too_where_it_shows_only_at_the_end_that_a_service_is_away():
+    class Slow(Sender):
+        def has_ended(self, until: float) -> bool:
+            was_away, self.away_since = self.away_since is not None, time.monotonic()
+            return was_away
+
+    sender = Slow()
+    loggers.end([sender], "finished", 30)
+    assert 0 < sender.limit_s <= loggers.AWAY_S
 
 
 def test_what_is_missing_is_said(caplog):
