@@ -10,8 +10,7 @@ import select
 import selectors
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from distributed import Worker, get_worker
 
 from ddp_hydra.errors import ConfigError, DiskFull, Failure
 from ddp_hydra.rank import inbox, outbox
-from ddp_hydra.rank.launcher import RankContext
 from ddp_hydra.rank.rank_process import TICK_S, RankProcess
 from ddp_hydra.rank.record_relay import FLUSH_S, RecordSender
 from ddp_hydra.rank.spec import JobSpec, RankSpec
@@ -62,28 +60,11 @@ def run_ranks(data: bytes) -> None:
     try:
         while job is not None:
             attempt = job.attempt
-            waits = run_attempt(worker, job, box, is_cancelled)
+            waits = WorkerTask(worker, job, box, is_cancelled).run()
             job = next_attempt(box, attempt, is_cancelled) if waits else None
     finally:
         # After the last record: a worker that closes waits for this.
         inbox.remove(gang, worker.address, attempt)
-
-
-def run_attempt(worker: Worker, job: JobSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> bool:
-    """Run the ranks of one attempt; return whether the task waits for another one."""
-    sender = RecordSender(worker, job.topic, job.attempt)
-    own, is_closing = [spec for spec in job.ranks if spec.worker == worker.address], False
-    try:
-        with ExitStack() as stack:
-            task = WorkerTask(worker, job, own, sender, box, is_cancelled, stack)
-            task.run()
-            is_closing = task.is_closing
-    except Exception as error:  # of ours, or of the host
-        for spec in own:
-            sender.say_end(spec.rank, not_started(error))
-    sender.flush(at_once=True)
-    is_over = job.settings.max_restarts == 0 or all(end.value is not None for end in sender.ended.values())
-    return not is_over and not is_closing
 
 
 def next_attempt(box: inbox.Inbox, attempt: int, is_cancelled: Callable[[], bool]) -> JobSpec | None:
@@ -118,42 +99,46 @@ def not_started(error: Exception, what: str = "could not be started") -> End:
 
 
 class WorkerTask:
-    """Serves the ranks of one worker until all have ended.
+    """Serves the ranks of one worker, in one attempt, until all have ended.
 
     Args:
         worker: the Dask worker.
-        job: of its ranks.
-        specs: the places of its ranks.
-        sender: of their records.
+        job: of its ranks, and of other workers'.
         box: messages of the client.
         is_cancelled: returns whether the client is gone, or gave up.
-        stack: closes, when all have ended, what is opened here.
 
     Attributes:
         ranks: the ranks that have not ended, by number.
-        context: what the ranks share.
+        sender: of their records.
+        selector: waits for what they, and the client, send.
+        project: folder of the unpacked project space; None without one.
         is_closing: the worker is shut down.
     """
 
-    def __init__(
-        self,
-        worker: Worker,
-        job: JobSpec,
-        specs: Sequence[RankSpec],
-        sender: RecordSender,
-        box: inbox.Inbox,
-        is_cancelled: Callable[[], bool],
-        stack: ExitStack,
-    ) -> None:
-        self.worker, self.job, self.specs, self.sender, self.box = worker, job, specs, sender, box
-        self.is_cancelled = is_cancelled
-        self.selector = stack.enter_context(selectors.DefaultSelector())
-        self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
+    selector: selectors.BaseSelector
+
+    def __init__(self, worker: Worker, job: JobSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> None:
+        self.worker, self.job, self.box, self.is_cancelled = worker, job, box, is_cancelled
+        self.specs = [spec for spec in job.ranks if spec.worker == worker.address]
+        self.sender = RecordSender(worker, job.topic, job.attempt)
         self.ranks: dict[int, RankProcess] = {}
-        self.context = RankContext(worker, job, sender, self.selector, is_cancelled)
+        self.project: Path | None = None
         self.is_closing = False
 
-    def run(self) -> None:
+    def run(self) -> bool:
+        """Run the ranks to their ends; return whether the task waits for another attempt."""
+        try:
+            with selectors.DefaultSelector() as self.selector:
+                self.selector.register(self.box, selectors.EVENT_READ, self.on_inbox)
+                self.run_ranks()
+        except Exception as error:  # of ours, or of the host
+            for spec in self.specs:
+                self.sender.say_end(spec.rank, not_started(error))
+        self.sender.flush(at_once=True)
+        is_over = all(end.value is not None for end in self.sender.ended.values())
+        return self.job.settings.max_restarts > 0 and not is_over and not self.is_closing
+
+    def run_ranks(self) -> None:
         try:
             self.make_room()
             for spec in self.specs:
@@ -171,7 +156,7 @@ class WorkerTask:
         """Start one rank; one that can't be started ends at once."""
         rank = None
         try:
-            rank = RankProcess(self.context, spec)
+            rank = RankProcess(self, spec)
             rank.start()
         except Exception as error:
             if rank is not None:
@@ -206,7 +191,7 @@ class WorkerTask:
     def make_room(self) -> None:
         local, packed = Path(self.worker.local_directory), self.job.project
         if packed is not None:
-            self.context.project = self.with_room(lambda: packed.unpack(local))
+            self.project = self.with_room(lambda: packed.unpack(local))
         for spec in self.specs:
             self.with_room(partial(outbox.folder, self.worker, self.job.topic, spec.rank))
 

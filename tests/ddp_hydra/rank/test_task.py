@@ -172,14 +172,12 @@ def rank_of(
     with ExitStack() as stack:
         stack.callback(inbox._ended.clear)
         stack.callback(inbox.remove, gang, worker.address, 0)
-        sender = record_relay.RecordSender(worker, one.topic, attempt)
-        box = inbox.of_task(gang, worker.address)
-        served = task.WorkerTask(worker, one, (spec,), sender, box, lambda: False, stack)
-        rank = rank_process.RankProcess(served.context, spec)
+        served = task.WorkerTask(worker, one, inbox.of_task(gang, worker.address), lambda: False)
+        served.selector = stack.enter_context(selectors.DefaultSelector())
+        served.ranks[number] = rank = rank_process.RankProcess(served, spec)
         stack.callback(rank.close)
-        rank.task, served.ranks[number] = served, rank
         yield rank
-        sender.flush(at_once=True)
+        served.sender.flush(at_once=True)
 
 
 def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_under(one, tmp_path):
@@ -291,7 +289,7 @@ def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
 
 def test_a_message_reaches_its_rank_alone_or_all_of_the_worker(worker):
     with rank_of(worker) as one:
-        other = rank_process.RankProcess(one.context, replace(SPEC, rank=1))
+        other = rank_process.RankProcess(one.task, replace(SPEC, rank=1))
         one.task.ranks[1] = other
         one.relay.unacknowledged = other.relay.unacknowledged = 10
         one.task.box.put({"acknowledged": 4}, 1)
