@@ -63,6 +63,10 @@ QUIET_S = 0.002
 """Seconds without a request after which spares are forked."""
 IDLE_S = 1.0
 """Seconds between two looks whether to leave while nobody is connected."""
+FIRST_S = 30.0
+"""Seconds that a server waits for its first connection."""
+CURRENT_S = 10.0
+"""Seconds between two looks at the imported files, which take some milliseconds."""
 
 
 class ForkServer:
@@ -76,14 +80,19 @@ class ForkServer:
     Attributes:
         spares: forks for the next ranks.
         spares_after: they are forked no sooner, by the monotonic clock.
+        keep_warm_s: how long it stays after its last connection.
+        is_retired: it leaves as soon as nobody uses it.
     """
 
     def __init__(self, listener: socket.socket, address: Path, start_anew: Callable[[], object] = lambda: None) -> None:
         self.listener = listener
         self.address = address
         self.start_anew = start_anew
-        self.begun = time.monotonic()
-        self.idling = Idling(address)
+        self.inode = address.stat().st_ino
+        self.keep_warm_s, self.stay_s = 0.0, FIRST_S
+        self.is_retired = self.has_served = False
+        self.begin_waiting()
+        self.begun = self.idle_since
         self.selector = selectors.DefaultSelector()
         self.callers: dict[int, Caller] = {}
         self.ranks: set[int] = set()
@@ -98,11 +107,11 @@ class ForkServer:
         self.accept()
         for caller in [caller for caller in self.callers.values() if has_ended(caller.connection)]:
             self.drop(caller)
-        if self.idling.has_served and not self.callers and self.leave():
+        if self.has_served and not self.callers and self.leave():
             os._exit(0)
 
     def serve(self) -> None:
-        self.idling.begin_waiting()
+        self.begin_waiting()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self.retire)  # when the host is shut down, the ranks finish first
         signal.set_wakeup_fd(self.wake_w.fileno())
@@ -124,7 +133,7 @@ class ForkServer:
             self.reap()
             self.drop_slow()
             self.left_behind.kill()
-            if self.is_idle and self.idling.is_over() and self.leave():
+            if self.is_idle and self.is_time_over() and self.leave():
                 self.spares.end()
                 return
 
@@ -151,14 +160,14 @@ class ForkServer:
 
     def retire(self, *_: object) -> None:
         """Leave when the last connection has ended; also the handler of SIGTERM."""
-        self.idling.is_retired = True
+        self.is_retired = True
 
     def accept(self) -> None:
         """Accept the next connection, if there is one; start anew before it if the imported code is out of date."""
         poll = select.poll()  # select.select takes no descriptor from 1024 on
         poll.register(self.listener, select.POLLIN)
         is_wanted = bool(poll.poll(0))
-        if is_wanted and self.is_idle and not self.idling.is_current():
+        if is_wanted and self.is_idle and not self.is_current():
             self.spares.end()
             self.start_anew()
         try:
@@ -190,7 +199,7 @@ class ForkServer:
             caller.kill(request["signal"], bool(request.get("alone")))
         elif "status" in request or "stop" in request:
             caller.only_asks = True
-            self.idling.is_retired |= "stop" in request
+            self.is_retired |= "stop" in request
             caller.reply(self.status())
         elif caller.has_requested:
             raise ValueError("one connection is one rank")
@@ -204,7 +213,7 @@ class ForkServer:
 
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         caller.has_requested = True
-        self.idling.keep_warm_s = 0.0 if environment.batch_job() else float(request.get("keep_warm_s", 0.0))
+        self.keep_warm_s = 0.0 if environment.batch_job() else float(request.get("keep_warm_s", 0.0))
         if import_if_wanted():
             self.spares.end()
         try:
@@ -264,8 +273,8 @@ class ForkServer:
         self.callers.pop(caller.connection.fileno())
         self.selector.unregister(caller.connection)
         caller.close()
-        if not caller.only_asks:
-            self.idling.begin()
+        if not caller.only_asks:  # it may have been the last one
+            self.idle_since, self.stay_s, self.has_served = time.monotonic(), self.keep_warm_s, True
 
     def status(self) -> dict[str, Any]:
         is_used = any(not caller.only_asks for caller in self.callers.values())
@@ -274,7 +283,7 @@ class ForkServer:
             "python": sys.executable,
             "ranks": sum(caller.pid is not None for caller in self.callers.values()),
             "age_s": time.monotonic() - self.begun,
-            "ends_in_s": None if is_used else self.idling.remaining_s,
+            "ends_in_s": None if is_used else self.remaining_s,
             "memory": memory_bytes(),
         }
 
@@ -291,7 +300,7 @@ class ForkServer:
             if self.callers:
                 return False
             self.listener.close()
-            if self.idling.is_found():
+            if self.is_found():
                 self.address.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other servers may have their sockets in it
                 self.address.parent.rmdir()
@@ -299,46 +308,17 @@ class ForkServer:
         finally:
             os.close(folder)
 
-
-# -- how long it stays -----------------------------------------------------------------------------------
-
-FIRST_S = 30.0
-"""Seconds that a server waits for its first connection."""
-CURRENT_S = 10.0
-"""Seconds between two looks at the imported files, which take some milliseconds."""
-
-
-class Idling:
-    """Decides how long a server that nobody uses stays.
-
-    Args:
-        address: the path of its socket.
-
-    Attributes:
-        keep_warm_s: how long it stays after its last connection.
-        is_retired: it leaves as soon as nobody uses it.
-    """
-
-    def __init__(self, address: Path) -> None:
-        self.address, self.inode = address, address.stat().st_ino
-        self.loaded = loaded_files()
-        self.since = self.looked_at = time.monotonic()
-        self.keep_warm_s, self.stay_s = 0.0, FIRST_S
-        self.is_retired = self.has_served = False
+    # -- how long it stays -----------------------------------------------------------------------------------
 
     def begin_waiting(self) -> None:
         self.loaded = loaded_files()
-        self.since = self.looked_at = time.monotonic()
-
-    def begin(self) -> None:
-        """Note that a connection has ended; it may have been the last one."""
-        self.since, self.stay_s, self.has_served = time.monotonic(), self.keep_warm_s, True
+        self.idle_since = self.looked_at = time.monotonic()
 
     @property
     def remaining_s(self) -> float:
-        return 0.0 if self.is_retired else max(0.0, self.since + self.stay_s - time.monotonic())
+        return 0.0 if self.is_retired else max(0.0, self.idle_since + self.stay_s - time.monotonic())
 
-    def is_over(self) -> bool:
+    def is_time_over(self) -> bool:
         if not self.remaining_s or not self.is_found():
             return True
         now = time.monotonic()

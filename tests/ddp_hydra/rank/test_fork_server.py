@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import socket
+import sys
+import types
 from collections.abc import Iterator
 
 import pytest
@@ -112,10 +114,10 @@ def test_it_ends_where_all_have_gone_while_it_imports(server, monkeypatch):
 
 
 def test_it_waits_for_a_first_caller_from_the_end_of_the_imports_on(server):
-    server.idling.since -= 100.0
-    assert server.idling.is_over()
-    server.idling.begin_waiting()
-    assert not server.idling.is_over()
+    server.idle_since -= 100.0
+    assert server.is_time_over()
+    server.begin_waiting()
+    assert not server.is_time_over()
 
 
 def test_a_line_has_a_bound(server, monkeypatch):
@@ -160,7 +162,7 @@ def test_in_a_batch_job_it_stays_for_nobody(server, monkeypatch):
         if variable:
             monkeypatch.setenv(variable, "7")
         with call(server, b'{"title": "rank", "keep_warm_s": 60}\n'):
-            assert server.idling.keep_warm_s == kept
+            assert server.keep_warm_s == kept
     server.ranks.clear()
 
 
@@ -170,13 +172,13 @@ def test_questions_do_not_keep_it(server):
         assert status["pid"] == os.getpid()
         assert status["ranks"] == 0
         assert 25 < status["ends_in_s"] <= 30
-    since = server.idling.since
+    since = server.idle_since
     server.receive(next(iter(server.callers.values())))
     assert not server.callers
-    assert server.idling.since == since
+    assert server.idle_since == since
     with call(server, b'{"stop": true}\n') as caller:
         assert json.loads(caller.recv(1000))["ends_in_s"] == 0.0
-        assert server.idling.is_over()
+        assert server.is_time_over()
 
 
 def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monkeypatch):
@@ -185,7 +187,7 @@ def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monk
     monkeypatch.setattr(module, "are_current", lambda files: False)
     with call(server, NOBODY), call(server, NOBODY):
         assert not starts  # nothing has been served before: it has just imported all
-        server.idling.begin()
+        server.has_served = True
         with call(server, NOBODY):
             assert not starts  # ranks that run go on
     for caller in list(server.callers.values()):
@@ -197,7 +199,7 @@ def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monk
 def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, monkeypatch):
     server.start_anew = lambda: pytest.fail("started anew for nobody")
     monkeypatch.setattr(module, "are_current", lambda files: False)
-    server.idling.begin()
+    server.has_served = True
     assert server.leave()
     assert not server.address.exists()
 
@@ -256,3 +258,65 @@ def test_forks_end_where_something_was_imported_since_or_the_server_begins_anew(
     monkeypatch.setattr(module, "are_current", lambda files: False)
     with call(server, NOBODY):
         assert len(ended) == 2
+
+
+# -- how long it stays when nobody uses it -----------------------------------------------------------------
+
+
+@pytest.fixture
+def idle(server) -> ForkServer:
+    """One whose last connection has just ended."""
+    server.keep_warm_s = 100.0
+    with call(server, NOBODY):
+        server.drop(next(iter(server.callers.values())))
+    return server
+
+
+def test_it_stays_for_its_time(idle):
+    assert not idle.is_time_over()
+    assert 99 < idle.remaining_s <= 100
+
+
+def test_its_time_is_what_the_last_request_said(idle):
+    idle.keep_warm_s = 0.0
+    assert not idle.is_time_over()
+    with call(idle, NOBODY):
+        idle.drop(next(iter(idle.callers.values())))
+    assert idle.is_time_over()
+
+
+def test_without_its_socket_it_leaves(idle):
+    other = idle.address.with_name("other")
+    other.touch()
+    other.replace(idle.address)  # somebody else's
+    assert not idle.is_found()
+    assert idle.is_time_over()
+    idle.address.unlink()
+    assert idle.is_time_over()
+
+
+@pytest.mark.parametrize("change", ["edited", "replaced", "removed"])
+def test_what_was_imported_is_out_of_date_after_a_change(tmp_path, monkeypatch, change):
+    file = tmp_path / "library.py"
+    file.write_text("one = 1")
+    library = types.ModuleType("library_of_this_test")
+    library.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    loaded = module.loaded_files()
+    assert module.are_current(loaded)
+    if change == "edited":
+        file.write_text("one = 1.0")
+    elif change == "replaced":
+        copy = tmp_path / "copy.py"
+        copy.write_text("one = 2")
+        copy.replace(file)
+    else:
+        file.unlink()
+    assert not module.are_current(loaded)
+
+
+def test_it_looks_at_what_was_imported_now_and_then(idle, monkeypatch):
+    monkeypatch.setattr(module, "are_current", lambda files: False)
+    assert not idle.is_time_over()
+    monkeypatch.setattr(module, "CURRENT_S", 0.0)
+    assert idle.is_time_over()
