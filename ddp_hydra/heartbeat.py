@@ -54,15 +54,6 @@ class Place:
     phase: Phase = "join"
     first: bool = True
 
-    @property
-    def order(self) -> tuple[int, int]:
-        """Return a sort key: all ranks pass the same places in the same order."""
-        return self.step, PHASES.index(self.phase)
-
-    @property
-    def steps_done(self) -> int:
-        return self.step if self.phase in DONE else max(0, self.step - 1)
-
 
 class SharedStatus:
     """Reads and writes the page of memory that a rank and its worker's task share.

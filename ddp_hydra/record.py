@@ -11,7 +11,7 @@ from msgspec import Meta, Struct, convert, to_builtins
 
 from ddp_hydra.checked import Count, Finite, Name, NonNegative, Time, prepare
 from ddp_hydra.errors import Failure, RecordError
-from ddp_hydra.heartbeat import Phase
+from ddp_hydra.heartbeat import DONE, PHASES, Phase
 
 Rank = Annotated[int, Meta(ge=0, le=10**6)]
 Positive = Annotated[int, Meta(gt=0, le=2**63 - 1)]
@@ -32,7 +32,10 @@ class Up(Data, frozen=True):
 
 
 class Beat(Data, frozen=True):
-    """The rank's progress, about once a second: see `heartbeat.Place`; for how long it has been there."""
+    """The rank's progress, about once a second: see `heartbeat.Place`; for how long it has been there.
+
+    It may be suspended (SIGSTOP, a debugger), or be writing a checkpoint.
+    """
 
     step: Count = 0
     phase: Phase = "join"
@@ -40,6 +43,15 @@ class Beat(Data, frozen=True):
     age_s: NonNegative = 0.0
     stopped: bool = False
     saving: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Return a sort key: all ranks pass the same places in the same order."""
+        return self.step, PHASES.index(self.phase)
+
+    @property
+    def steps_done(self) -> int:
+        return self.step if self.phase in DONE else max(0, self.step - 1)
 
 
 class Start(Data, frozen=True):

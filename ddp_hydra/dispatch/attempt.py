@@ -6,16 +6,14 @@ import contextlib
 import logging
 import pickle
 import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from distributed import Client, Future
+from distributed import Future
 from msgspec import structs
 
-from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, printable, shorten
 from ddp_hydra.dispatch import placement, watchdog
 from ddp_hydra.dispatch.health import HealthMonitor, RankStates
@@ -28,6 +26,9 @@ from ddp_hydra.rank import record_relay, task
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.record import Beat, End, Notice, Preempted, Record, Stack, Up
 from ddp_hydra.storage import retry
+
+if TYPE_CHECKING:
+    from ddp_hydra.dispatch.gang import Gang
 
 log = logging.getLogger(__name__)
 SETTLE_S = 0.4
@@ -44,29 +45,17 @@ class Attempt:
     """One start of a gang, as the client sees it.
 
     Args:
-        client: of the Dask cluster.
+        gang: reads, on another thread, each record that is not for this attempt.
         job: what the workers are sent, without the call.
-        interrupts: says whether the user wants to end.
-        read: called with this attempt and each record that is not for it, on another thread.
-        stop: asks a gang that runs in the background to end.
         on_give_up: called when the user ends the job at once.
         waiting: the tasks of the attempt before that wait for this one, by their workers' addresses.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        job: JobSpec,
-        interrupts: Interrupts,
-        read: Callable[[Attempt, Record], None],
-        stop: threading.Event,
-        on_give_up: Callable[[], None],
-        waiting: Mapping[str, Future],
-    ) -> None:
-        self.client, self.job, self.settings, self.specs = client, job, job.settings, list(job.ranks)
+    def __init__(self, gang: Gang, job: JobSpec, on_give_up: Callable[[], None], waiting: Mapping[str, Future]) -> None:
+        self.job, self.settings, self.specs = job, job.settings, list(job.ranks)
         self.number, self.name = job.attempt, job.topic
-        self.interrupts, self.read, self.on_give_up = interrupts, read, on_give_up
-        self.workers, settings = WorkerClient(client, job), job.settings
+        self.client, self.interrupts, self.on_give_up = gang.client, gang.interrupts, on_give_up
+        self.workers, settings = WorkerClient(gang.client, job), job.settings
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures, self.waiting = dict[str, Future](), dict(waiting)
         self.values: dict[int, Any] = {}
@@ -75,12 +64,10 @@ class Attempt:
         self.begun_at, self.checked_at = time.monotonic(), 0.0
         self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
         self.rank_states = RankStates(self.specs, job.attempt, self.health)
-        self.watchdog = watchdog.Watchdog(
-            settings, self.workers, self.rank_states, interrupts, stop, self.futures, self.events, self.handle_next
-        )
+        self.watchdog = watchdog.Watchdog(self, gang.stop)
         self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
         wake_up = lambda: self.events.put(None)  # noqa: E731
-        self.records = RecordQueue(lambda record: self.read(self, record), self.acknowledge, wake_up)
+        self.records = RecordQueue(lambda record: gang.read(self, record), self.acknowledge, wake_up)
 
     def run(self, call: bytes, is_script: bool = False) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.

@@ -139,7 +139,7 @@ class Gang:
         self.is_fetched = False
         self.unread = UnreadRecords()
         self.notice: Callable[[], str] | None = None
-        self.interrupts = Interrupts(self.end_notice)
+        self.interrupts = Interrupts(lambda: (self.notice or default_notice)())
         self.attempt: Attempt | None = None
         self.restarts = Restarts(0)
         self.world_size, self.slots, self.logged_step = 0, 1, 0
@@ -154,8 +154,8 @@ class Gang:
         workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
         slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
         folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
-        ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
-        return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
+        ranks = self.settings.ranks or max(1, workers) * slots_of_each
+        return Running(self, lambda: self.run_recorded(call), ranks, folder)
 
     def checked_call(self, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return the call of a function that takes these arguments."""
@@ -219,12 +219,13 @@ class Gang:
         with ExitStack() as stack:
             stack.callback(self.report_dropped)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
-            stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
+            # After the release of the workers, for which other gangs may wait.
+            stack.callback(lambda: self.attempt and self.attempt.clean_up())
             self.slots = placement.slots_of_workers(self.client, settings.ranks_per_worker)
             wanted = self.workers_for(settings.ranks)
             reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
-            stack.callback(self.release_tasks)
+            stack.callback(lambda: self.attempt and self.attempt.release(self.attempt.waiting.values()))
             settings = structs.replace(settings, cwd=settings.cwd or str(Path.cwd()))
             job = JobSpec(gang=name, attempt=first_attempt, ranks=(), project=self.project, settings=settings)
             workers = reservation.reserve(job.topic, settings.queue_timeout_s)
@@ -236,7 +237,7 @@ class Gang:
                     ranks_on_host=self.ranks_on_host(),
                 )
                 waiting: Mapping[str, Future] = {} if self.attempt is None else self.attempt.waiting
-                self.attempt = Attempt(self.client, job, self.interrupts, self.read, self.stop, on_give_up, waiting)
+                self.attempt = Attempt(self, job, on_give_up, waiting)
                 try:
                     return self.run_attempt(self.attempt, call_of(job.attempt, len(job.ranks)))
                 except RankFailed as error:
@@ -260,10 +261,6 @@ class Gang:
         known = self.client.scheduler_info(n_workers=-1)["workers"].values()
         return {host: n * self.slots for host, n in Counter(worker["host"] for worker in known).items()}
 
-    def end_notice(self) -> str:
-        """Return what is printed when the user wants to end."""
-        return (self.notice or default_notice)()
-
     def check_stop(self) -> None:
         """Raise KeyboardInterrupt if a gang that runs in the background is to end."""
         if self.stop.is_set():
@@ -284,16 +281,6 @@ class Gang:
         if sentence := self.unread.sentence():
             log.warning("%s", sentence)
 
-    def release_tasks(self) -> None:
-        """End the tasks that wait for another attempt."""
-        if self.attempt is not None:
-            self.attempt.release(self.attempt.waiting.values())
-
-    def clean_up(self) -> None:
-        """Empty the outboxes of the last attempt."""
-        if self.attempt is not None:
-            self.attempt.clean_up()
-
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""
         self.world_size, self.logged_step = len(attempt.specs), 0
@@ -303,7 +290,7 @@ class Gang:
         with self.interrupts.deferred():
             return attempt.run(pickled((call.fn, call.args, kwargs)), is_script=isinstance(call.fn, Script))
 
-    def decide_restart(self, error: RankFailed, goes_on: Callable[[int], str] = lambda done: "") -> None:
+    def decide_restart(self, error: RankFailed, goes_on: Callable[[int], str]) -> None:
         """Raise the error again unless there is another attempt."""
         assert self.attempt is not None
         done = max(self.attempt.health.steps_done, error.failure.step - 1, self.logged_step)

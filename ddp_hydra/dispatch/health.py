@@ -6,12 +6,12 @@ import math
 import re
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.errors import Failure, FailureKind, RankFailed, explain, root_cause
-from ddp_hydra.heartbeat import UNREADY, Place
+from ddp_hydra.heartbeat import UNREADY
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.record import Beat, End
 
@@ -22,29 +22,6 @@ ACTIVITY = {
     "backward": "the backward pass", "update": "the optimizer's update", "log": "averaging metrics",
     "validate": "validation", "save": "saving a checkpoint", "end": "leaving the process group",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """Describes a rank; its task sends it about once a second.
-
-    Args:
-        place: where the rank is.
-        age_s: for how many seconds it has been there.
-        stopped: its process is suspended (SIGSTOP, a debugger).
-        at_s: when it arrived, on the client's clock.
-        saving: the rank is writing a checkpoint.
-    """
-
-    place: Place
-    age_s: float
-    stopped: bool
-    at_s: float
-    saving: bool = False
-
-    @classmethod
-    def of(cls, beat: Beat, now: float) -> Heartbeat:
-        return cls(Place(0, beat.step, beat.phase, beat.first), beat.age_s, beat.stopped, now, beat.saving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +56,7 @@ class HealthMonitor:
         join_timeout_s: the same for a rank that joins the process group.
 
     Attributes:
+        arrived_s: when each heartbeat arrived, on this process's clock.
         away_s: the longest time between two looks, in which this process was suspended.
     """
 
@@ -87,7 +65,8 @@ class HealthMonitor:
         self.first_step_timeout_s = max(first_step_timeout_s, hang_timeout_s)
         self.join_timeout_s = join_timeout_s
         self.last_message_s: dict[int, float] = {}
-        self.heartbeats: dict[int, Heartbeat] = {}
+        self.heartbeats: dict[int, Beat] = {}
+        self.arrived_s: dict[int, float] = {}
         self.looked_s: float | None = None
         self.excused_s = -math.inf
         self.away_s = 0.0
@@ -96,7 +75,7 @@ class HealthMonitor:
         self.last_message_s[rank] = now
 
     def note_heartbeat(self, rank: int, beat: Beat, now: float) -> None:
-        self.heartbeats[rank] = Heartbeat.of(beat, now)
+        self.heartbeats[rank], self.arrived_s[rank] = beat, now
 
     def look(self, now: float) -> None:
         """Note that the client checks now; do not count time against ranks in which it did not."""
@@ -104,46 +83,45 @@ class HealthMonitor:
         self.away_s = max(self.away_s, gap_s)
         if gap_s > GAP_S:
             self.last_message_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.last_message_s.items()}
-            self.heartbeats = {
-                rank: replace(beat, at_s=min(beat.at_s + gap_s, now)) for rank, beat in self.heartbeats.items()
-            }
+            self.arrived_s = {rank: min(at_s + gap_s, now) for rank, at_s in self.arrived_s.items()}
         self.looked_s = now
 
     def excuse(self, now: float) -> None:
         """Note that ranks may have been waiting for the client until now, so that they do not count as stuck."""
         self.excused_s = now
 
-    def stuck_s(self, beat: Heartbeat, now: float) -> float:
-        return min(beat.age_s + now - beat.at_s, now - self.excused_s)
+    def stuck_s(self, rank: int, now: float) -> float:
+        return min(self.heartbeats[rank].age_s + now - self.arrived_s[rank], now - self.excused_s)
 
     def overdue(self, running: Collection[int], now: float, after_s: float) -> list[int]:
         return [rank for rank in running if rank in self.last_message_s and now - self.last_message_s[rank] > after_s]
 
     def hang(self, running: Collection[int], now: float, waiting: Collection[int] = ()) -> Hang | None:
         beats = {rank: self.heartbeats[rank] for rank in running if rank in self.heartbeats}
-        if len(beats) < len(running) or any(beat.place.phase == "run" for beat in beats.values()):
+        if len(beats) < len(running) or any(beat.phase == "run" for beat in beats.values()):
             return None
         # Ranks that are done wait for the others; only when all are done, they wait for each other.
-        judged = {rank: beat for rank, beat in beats.items() if beat.place.phase != "end"} or beats
+        judged = {rank: beat for rank, beat in beats.items() if beat.phase != "end"} or beats
         if not judged:
             return None
         # Of several ranks at one place, the cause is more likely a suspended one, and then one that does not wait.
-        rank = min(judged, key=lambda rank: (judged[rank].place.order, not judged[rank].stopped, rank in waiting, rank))
+        rank = min(judged, key=lambda rank: (judged[rank].order, not judged[rank].stopped, rank in waiting, rank))
         beat = judged[rank]
         # The minimum of all: ranks that waited for one that has just moved on will move with their next heartbeat.
-        if min(self.stuck_s(other, now) for other in judged.values()) <= self.limit_s(beat):
+        if min(self.stuck_s(other, now) for other in judged) <= self.limit_s(beat):
             return None
-        return Hang(rank, self._message(rank, beat, self.stuck_s(beat, now), judged))
+        return Hang(rank, self._message(rank, self.stuck_s(rank, now), judged))
 
-    def limit_s(self, beat: Heartbeat) -> float:
-        if beat.stopped or not beat.place.first or beat.place.phase == "end":
+    def limit_s(self, beat: Beat) -> float:
+        if beat.stopped or not beat.first or beat.phase == "end":
             return self.hang_timeout_s
-        return self.join_timeout_s if beat.place.phase == "join" else self.first_step_timeout_s
+        return self.join_timeout_s if beat.phase == "join" else self.first_step_timeout_s
 
-    def _message(self, rank: int, beat: Heartbeat, stuck_s: float, judged: Mapping[int, Heartbeat]) -> str:
-        where = f"in {ACTIVITY[beat.place.phase]}" + (f" of step {beat.place.step}" if beat.place.step else "")
-        same = [other for other, its in judged.items() if its.place.order == beat.place.order and other != rank]
-        ahead = [other for other, its in judged.items() if its.place.order > beat.place.order]
+    def _message(self, rank: int, stuck_s: float, judged: Mapping[int, Beat]) -> str:
+        beat = judged[rank]
+        where = f"in {ACTIVITY[beat.phase]}" + (f" of step {beat.step}" if beat.step else "")
+        same = [other for other, its in judged.items() if its.order == beat.order and other != rank]
+        ahead = [other for other, its in judged.items() if its.order > beat.order]
         why = "its process is suspended (SIGSTOP, or a debugger); " if beat.stopped else ""
         others = []
         if same:
@@ -156,14 +134,14 @@ class HealthMonitor:
         return text.rstrip("; ") + "; the stack of every rank is in its log"
 
     def in_loop(self, running: Collection[int]) -> bool:
-        return all(rank in self.heartbeats and self.heartbeats[rank].place.phase not in UNREADY for rank in running)
+        return all(rank in self.heartbeats and self.heartbeats[rank].phase not in UNREADY for rank in running)
 
     def saving(self, running: Collection[int]) -> list[int]:
         return [rank for rank in running if rank in self.heartbeats and self.heartbeats[rank].saving]
 
     @property
     def steps_done(self) -> int:
-        return max((beat.place.steps_done for beat in self.heartbeats.values()), default=0)
+        return max((beat.steps_done for beat in self.heartbeats.values()), default=0)
 
 
 # -- ranks of an attempt ---------------------------------------------------------------------------------
@@ -219,7 +197,7 @@ class RankStates:
 
     def failure(self, kind: FailureKind, spec: RankSpec, message: str, **more: Any) -> Failure:
         beat = self.health.heartbeats.get(spec.rank)
-        seen: dict[str, Any] = {"step": beat.place.step, "phase": beat.place.phase} if beat else {}
+        seen: dict[str, Any] = {"step": beat.step, "phase": beat.phase} if beat else {}
         seen = {"time_s": time.time(), **seen, **more}
         return Failure(kind, spec.rank, spec.host, message, attempt=self.attempt, **seen)
 

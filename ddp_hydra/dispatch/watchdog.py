@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from distributed import Future
+from typing import TYPE_CHECKING
 
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
-from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS
 from ddp_hydra.dispatch.file_transfer import WorkerSilent
-from ddp_hydra.dispatch.health import Hang, RankStates, waits
+from ddp_hydra.dispatch.health import Hang, waits
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.record_queue import RecordQueue
-from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
+from ddp_hydra.dispatch.workers import CALL_S
 from ddp_hydra.errors import ConfigError, SchedulerLost
 from ddp_hydra.rank import rank_process
-from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import Record
+
+if TYPE_CHECKING:
+    from ddp_hydra.dispatch.attempt import Attempt
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5
@@ -39,34 +36,18 @@ class Watchdog:
     """Checks the ranks of one attempt every now and then.
 
     Args:
-        settings: of the gang.
-        workers: of the attempt.
-        rank_states: of the attempt.
-        interrupts: says whether the user wants to end.
+        attempt: has the ranks, their tasks, and the events that wait to be handled.
         stop: asks a gang that runs in the background to end.
-        futures: the Dask tasks that run the ranks, by their workers' addresses.
-        events: that wait to be handled.
-        handle_next: handles the next event; takes the seconds to wait for it.
 
     Attributes:
         silent: addresses of workers that went silent.
         stacks: the stacks that ranks have printed.
     """
 
-    def __init__(
-        self,
-        settings: GangSettings,
-        workers: WorkerClient,
-        rank_states: RankStates,
-        interrupts: Interrupts,
-        stop: threading.Event,
-        futures: Mapping[str, Future],
-        events: queue.SimpleQueue[Any],
-        handle_next: Callable[[float], bool],
-    ) -> None:
-        self.settings, self.workers, self.rank_states, self.interrupts = settings, workers, rank_states, interrupts
-        self.stop, self.futures, self.events, self.handle_next = stop, futures, events, handle_next
-        self.health, self.specs = rank_states.health, rank_states.specs
+    def __init__(self, attempt: Attempt, stop: threading.Event) -> None:
+        self.settings, self.specs, self.workers, self.stop = attempt.settings, attempt.specs, attempt.workers, stop
+        self.health, self.rank_states, self.interrupts = attempt.health, attempt.rank_states, attempt.interrupts
+        self.futures, self.events, self.handle_next = attempt.futures, attempt.events, attempt.handle_next
         self.silent: set[str] = set()
         self.stacks: dict[int, str] = {}
         self.begun_at = self.asked_at = time.monotonic()
@@ -226,13 +207,14 @@ class Watchdog:
 
     def report_hang(self, hang: Hang) -> None:
         """Report a hang as a failure: have all ranks print their stacks, and name the rank that holds up the others."""
-        states, now, time_s, beats = self.rank_states, time.monotonic(), time.time(), dict(self.health.heartbeats)
+        states, health, now, time_s = self.rank_states, self.health, time.monotonic(), time.time()
+        before = dict(health.heartbeats), dict(health.arrived_s)
         running = states.running
         self.workers.send({"stacks": True}, running)
         until = now + 2 * rank_process.STACK_S + CALL_S
         while not states.is_over and not self.stacks.keys() >= set(states.running) and time.monotonic() < until:
             self.handle_next(0.05)
-        self.health.heartbeats = beats  # a suspended rank was woken to print its stack, and has moved on
+        health.heartbeats, health.arrived_s = before  # a suspended rank was woken to print its stack, and has moved on
         waiting = [rank for rank in running if waits(self.stacks.get(rank, ""))]
         hang = self.health.hang(running, now, waiting) or hang
         stack = self.stacks.get(hang.rank, "")

@@ -105,6 +105,7 @@ class Gang:
 
     def __init__(self, client: Client) -> None:
         self.client, self.records, self.gave_up = client, [], 0
+        self.interrupts, self.stop = Interrupts(), threading.Event()
 
     def read(self, attempt: Attempt, record: Record) -> None:
         self.records.append(record)
@@ -115,7 +116,7 @@ class Gang:
 
 def attempt_of(gang: Gang, number: int, specs: list[Any]) -> Attempt:
     job = JobSpec(gang="topic", attempt=number, ranks=tuple(specs), settings=SETTINGS)
-    one = Attempt(gang.client, job, Interrupts(), gang.read, threading.Event(), gang.on_give_up, {})
+    one = Attempt(gang, job, gang.on_give_up, {})
     one.gang = gang
     return one
 
@@ -209,7 +210,7 @@ def test_a_client_that_is_busy_with_a_record_says_so_and_takes_nobody_for_stuck_
             time.sleep(0.01)
         one.gang.records.append(record)
 
-    one.read = take_time
+    one.gang.read = take_time
     with pytest.raises(RankFailed, match=r"hangs: no progress for \d{1,2} s in saving a checkpoint"):
         one.run(b"")
     assert len(one.gang.records) == 1
@@ -231,7 +232,7 @@ def test_a_worker_that_is_retired_was_planned_and_says_so(make, caplog):
         one.run(b"")
     gang = dispatch.Gang(None, max_restarts=1)
     gang.attempt, gang.restarts = one, Restarts(1)
-    gang.decide_restart(caught.value)
+    gang.decide_restart(caught.value, lambda done: "")
     assert "a planned end: rank 1 on h: its worker" in caplog.text
     assert gang.restarts.used == 0
 
@@ -447,7 +448,7 @@ def test_an_error_of_the_reader_ends_the_attempt_and_comes_out(make, monkeypatch
         raise ZeroDivisionError("no")
 
     one = make(Record(Log("x"), 0))
-    monkeypatch.setattr(one, "read", fail)
+    monkeypatch.setattr(one.gang, "read", fail)
     with pytest.raises(ZeroDivisionError, match="no"):
         one.run(b"")
     assert is_cleared_up(one)
@@ -467,7 +468,7 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost_and_the_gang
     with pytest.raises(RankFailed, match="could not be given its files: Timed out") as caught:
         gang.run_attempt(one, dispatch.Call("m:f", files={"resume": tmp_path / "a.pt"}))
     assert (caught.value.failure.kind, one.watchdog.silent) == ("lost", {"tcp://h:0"})
-    gang.decide_restart(caught.value)
+    gang.decide_restart(caught.value, lambda done: "")
     assert "restart 1 of 1: rank 0 on h: " in caplog.text
 
 
