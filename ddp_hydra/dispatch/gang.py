@@ -219,13 +219,12 @@ class Gang:
         with ExitStack() as stack:
             stack.callback(self.report_dropped)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
-            # After the release of the workers, for which other gangs may wait.
-            stack.callback(lambda: self.attempt and self.attempt.clean_up())
+            stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
             self.slots = placement.slots_of_workers(self.client, settings.ranks_per_worker)
             wanted = self.workers_for(settings.ranks)
             reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
-            stack.callback(lambda: self.attempt and self.attempt.release(self.attempt.waiting.values()))
+            stack.callback(self.release_tasks)
             settings = structs.replace(settings, cwd=settings.cwd or str(Path.cwd()))
             job = JobSpec(gang=name, attempt=first_attempt, ranks=(), project=self.project, settings=settings)
             workers = reservation.reserve(job.topic, settings.queue_timeout_s)
@@ -280,6 +279,16 @@ class Gang:
         """Warn if records were dropped because nothing reads them."""
         if sentence := self.unread.sentence():
             log.warning("%s", sentence)
+
+    def release_tasks(self) -> None:
+        """End the tasks that wait for another attempt."""
+        if self.attempt is not None:
+            self.attempt.release(self.attempt.waiting.values())
+
+    def clean_up(self) -> None:
+        """Empty the outboxes of the last attempt."""
+        if self.attempt is not None:
+            self.attempt.clean_up()
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""

@@ -9,6 +9,7 @@ A fault is triggered on one rank, in one step, in one phase, in one attempt. Fau
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -16,9 +17,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from ddp_hydra import heartbeat
+from ddp_hydra.checked import Count, prepare
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.heartbeat import PHASES
 
@@ -56,10 +61,10 @@ class Fault:
     """
 
     kind: str
-    rank: int = 0
-    step: int = 0
+    rank: Count = 0
+    step: Count = 0
     at: str = "forward"
-    attempt: int = 0
+    attempt: Annotated[int, Meta(ge=-1)] = 0
     seconds: float = 5.0
 
     @classmethod
@@ -70,24 +75,12 @@ class Fault:
             ConfigError: the text is not a fault; says what is allowed.
         """
         kind, *settings = [word.strip() for word in str(text).split(",")]
-        types = {one.name: {"int": int, "float": float, "str": str}[str(one.type)] for one in fields(cls)}
-        given: dict[str, Any] = {"kind": kind}
-        for setting in settings:
-            name, _, value = setting.partition("=")
-            try:
-                given[name] = types[name](value)
-            except (KeyError, ValueError):
-                raise cls.mistake(text) from None
-        fault = cls(**given)
-        if fault.kind not in KINDS or fault.at not in PLACES:
-            raise cls.mistake(text)
-        if fault.rank < 0 or fault.step < 0 or fault.attempt < -1:
-            raise cls.mistake(text)
-        return fault
-
-    @classmethod
-    def mistake(cls, text: str) -> ConfigError:
-        return ConfigError(
+        given = {"kind": kind} | {name: value for name, _, value in (setting.partition("=") for setting in settings)}
+        with contextlib.suppress(msgspec.ValidationError):
+            fault = msgspec.convert(given, cls, strict=False)
+            if fault.kind in KINDS and fault.at in PLACES and given.keys() <= {one.name for one in fields(cls)}:
+                return fault
+        raise ConfigError(
             f"fault={text!r} is not a fault: give <kind>,rank=<n>,step=<n>,at=<place>,attempt=<n> (all but the kind "
             f"may be left out), with a kind of {', '.join(KINDS)} and a place of {', '.join(PLACES)}"
         )
@@ -157,6 +150,9 @@ class FaultInjector:
             fault.kind == "nan" and fault.rank == self.rank and fault.step in (step, 0)
             and fault.attempt in (self.attempt, -1) for fault in self.faults
         )  # fmt: skip
+
+
+prepare(Fault)
 
 
 def parse(texts: Iterable[str]) -> list[Fault]:

@@ -92,7 +92,7 @@ class ForkServer:
         self.keep_warm_s, self.stay_s = 0.0, FIRST_S
         self.is_retired = self.has_served = False
         self.begin_waiting()
-        self.begun = self.idle_since
+        self.begun = time.monotonic()
         self.selector = selectors.DefaultSelector()
         self.callers: dict[int, Caller] = {}
         self.ranks: set[int] = set()

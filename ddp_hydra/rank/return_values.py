@@ -18,6 +18,7 @@ import msgpack
 from ddp_hydra.errors import ConfigError, RecordError
 
 _TUPLE, _SET, _INT, _COMPLEX, _ARRAY, _TENSOR, _PAIRS, _FROZENSET = range(1, 9)
+_CONTAINERS: dict[int, type] = {_TUPLE: tuple, _SET: set, _FROZENSET: frozenset, _PAIRS: dict}
 MAX_DEPTH = 32
 """Allowed depth of nested extension types. Each takes about 40 KiB of the C stack, which msgpack does not check."""
 
@@ -62,8 +63,7 @@ def _pack(value: Any, depth: int) -> Any:
     if isinstance(value, tuple):
         return msgpack.ExtType(_TUPLE, _encode(list(value), depth))
     if isinstance(value, (set, frozenset)):
-        code = _SET if isinstance(value, set) else _FROZENSET
-        return msgpack.ExtType(code, _encode(list(value), depth))
+        return msgpack.ExtType(_SET if isinstance(value, set) else _FROZENSET, _encode(list(value), depth))
     if isinstance(value, dict):
         return msgpack.ExtType(_PAIRS, _encode([list(pair) for pair in value.items()], depth))
     if isinstance(value, int):
@@ -110,14 +110,8 @@ def _array_bytes(array: Any) -> bytes:
 
 
 def _unpack(code: int, data: bytes, depth: int) -> Any:
-    if code == _TUPLE:
-        return tuple(_decode(data, depth))
-    if code == _SET:
-        return set(_decode(data, depth))
-    if code == _FROZENSET:
-        return frozenset(_decode(data, depth))
-    if code == _PAIRS:
-        return dict(_decode(data, depth))
+    if code in _CONTAINERS:
+        return _CONTAINERS[code](_decode(data, depth))
     if code == _INT:
         return int(data, 16)
     if code == _COMPLEX:
