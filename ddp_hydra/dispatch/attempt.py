@@ -6,14 +6,16 @@ import contextlib
 import logging
 import pickle
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from distributed import Future
+from distributed import Client, Future
 from msgspec import structs
 
+from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, printable, shorten
 from ddp_hydra.dispatch import placement, watchdog
 from ddp_hydra.dispatch.health import HealthMonitor, RankStates
@@ -26,9 +28,6 @@ from ddp_hydra.rank import record_relay, task
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.record import Beat, End, Notice, Preempted, Record, Stack, Up
 from ddp_hydra.storage import retry
-
-if TYPE_CHECKING:
-    from ddp_hydra.dispatch.gang import Gang
 
 log = logging.getLogger(__name__)
 SETTLE_S = 0.4
@@ -45,29 +44,41 @@ class Attempt:
     """One start of a gang, as the client sees it.
 
     Args:
-        gang: reads, on another thread, each record that is not for this attempt.
+        client: of the Dask cluster.
         job: what the workers are sent, without the call.
+        interrupts: says whether the user wants to end.
+        read: called with this attempt and each record that is not for it, on another thread.
+        stop: asks a gang that runs in the background to end.
         on_give_up: called when the user ends the job at once.
         waiting: the tasks of the attempt before that wait for this one, by their workers' addresses.
     """
 
-    def __init__(self, gang: Gang, job: JobSpec, on_give_up: Callable[[], None], waiting: Mapping[str, Future]) -> None:
+    def __init__(
+        self,
+        client: Client,
+        job: JobSpec,
+        interrupts: Interrupts,
+        read: Callable[[Attempt, Record], None],
+        stop: threading.Event,
+        on_give_up: Callable[[], None],
+        waiting: Mapping[str, Future],
+    ) -> None:
         self.job, self.settings, self.specs = job, job.settings, list(job.ranks)
         self.number, self.name = job.attempt, job.topic
-        self.client, self.interrupts, self.on_give_up = gang.client, gang.interrupts, on_give_up
-        self.workers, settings = WorkerClient(gang.client, job), job.settings
+        self.client, self.interrupts, self.stop_event, self.on_give_up = client, interrupts, stop, on_give_up
+        self.workers, settings = WorkerClient(client, job), job.settings
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.futures, self.waiting = dict[str, Future](), dict(waiting)
+        self.futures, self.waiting = self.workers.futures, dict(waiting)
         self.values: dict[int, Any] = {}
         self.leaving = set[str]()
         self.is_stopping = False
         self.begun_at, self.checked_at = time.monotonic(), 0.0
         self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
         self.rank_states = RankStates(self.specs, job.attempt, self.health)
-        self.watchdog = watchdog.Watchdog(self, gang.stop)
+        self.watchdog = watchdog.Watchdog(self.workers, self.rank_states, interrupts, self.handle_next)
         self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
         wake_up = lambda: self.events.put(None)  # noqa: E731
-        self.records = RecordQueue(lambda record: gang.read(self, record), self.acknowledge, wake_up)
+        self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, wake_up)
 
     def run(self, call: bytes, is_script: bool = False) -> list[Any]:
         """Run a pickled call on each rank, and read all records of the ranks.
@@ -173,7 +184,10 @@ class Attempt:
         while not self.rank_states.is_over:
             self.handle_next(watchdog.CHECK_S)
             if time.monotonic() - self.checked_at > watchdog.CHECK_S:
+                self.interrupts.wanted |= self.stop_event.is_set()
                 self.watchdog.check(self.records)
+                if self.events.empty():  # events that still wait may change the picture
+                    self.watchdog.check_progress()
                 self.checked_at = time.monotonic()
             if self.rank_states.failures:
                 self.settle()

@@ -9,12 +9,10 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import message_of
-
-if TYPE_CHECKING:
-    from ddp_hydra.dispatch.gang import Gang
 
 log = logging.getLogger(__name__)
 CLOSE_S = 15.0
@@ -52,18 +50,27 @@ class Running:
     """A gang that runs while this program does something else; made by `dispatch.start`.
 
     Args:
-        gang: that runs.
-        run: runs it; it has to raise KeyboardInterrupt soon after the gang's `stop` is set.
+        run: runs the gang; it has to raise KeyboardInterrupt soon after `stop` is set.
+        stop: asks the gang to end.
         ranks: how many futures to make.
+        interrupts: of the gang.
+        graceful: whether the ranks may save a checkpoint before they end.
         run_dir: where its results are written.
 
     Attributes:
         futures: one for each rank. With fewer ranks than expected, the last ones are cancelled.
     """
 
-    def __init__(self, gang: Gang, run: Callable[[], list[Any]], ranks: int, run_dir: Path | None) -> None:
-        self._run, self._stop, self._interrupts = run, gang.stop, gang.interrupts
-        self._graceful = gang.settings.grace_s > 0  # the ranks may save a checkpoint before they end
+    def __init__(
+        self,
+        run: Callable[[], list[Any]],
+        stop: threading.Event,
+        ranks: int,
+        interrupts: Interrupts,
+        graceful: bool,
+        run_dir: Path | None,
+    ) -> None:
+        self._run, self._stop, self._interrupts, self._graceful = run, stop, interrupts, graceful
         self.run_dir = run_dir
         self.futures = [RankFuture(self, rank) for rank in range(ranks)]
         self._values: list[Any] = []

@@ -154,8 +154,8 @@ class Gang:
         workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
         slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
         folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
-        ranks = self.settings.ranks or max(1, workers) * slots_of_each
-        return Running(self, lambda: self.run_recorded(call), ranks, folder)
+        ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
+        return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
 
     def checked_call(self, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return the call of a function that takes these arguments."""
@@ -236,7 +236,7 @@ class Gang:
                     ranks_on_host=self.ranks_on_host(),
                 )
                 waiting: Mapping[str, Future] = {} if self.attempt is None else self.attempt.waiting
-                self.attempt = Attempt(self, job, on_give_up, waiting)
+                self.attempt = Attempt(self.client, job, self.interrupts, self.read, self.stop, on_give_up, waiting)
                 try:
                     return self.run_attempt(self.attempt, call_of(job.attempt, len(job.ranks)))
                 except RankFailed as error:

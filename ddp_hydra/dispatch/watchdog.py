@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
+from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS
 from ddp_hydra.dispatch.file_transfer import WorkerSilent
-from ddp_hydra.dispatch.health import Hang, waits
+from ddp_hydra.dispatch.health import Hang, RankStates, waits
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.record_queue import RecordQueue
-from ddp_hydra.dispatch.workers import CALL_S
+from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
 from ddp_hydra.errors import ConfigError, SchedulerLost
 from ddp_hydra.rank import rank_process
 from ddp_hydra.record import Record
-
-if TYPE_CHECKING:
-    from ddp_hydra.dispatch.attempt import Attempt
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5
@@ -36,18 +33,30 @@ class Watchdog:
     """Checks the ranks of one attempt every now and then.
 
     Args:
-        attempt: has the ranks, their tasks, and the events that wait to be handled.
-        stop: asks a gang that runs in the background to end.
+        workers: of the attempt.
+        rank_states: of the attempt.
+        interrupts: says whether the user wants to end.
+        handle_next: handles the next event; takes the seconds to wait for it.
 
     Attributes:
         silent: addresses of workers that went silent.
         stacks: the stacks that ranks have printed.
     """
 
-    def __init__(self, attempt: Attempt, stop: threading.Event) -> None:
-        self.settings, self.specs, self.workers, self.stop = attempt.settings, attempt.specs, attempt.workers, stop
-        self.health, self.rank_states, self.interrupts = attempt.health, attempt.rank_states, attempt.interrupts
-        self.futures, self.events, self.handle_next = attempt.futures, attempt.events, attempt.handle_next
+    def __init__(
+        self,
+        workers: WorkerClient,
+        rank_states: RankStates,
+        interrupts: Interrupts,
+        handle_next: Callable[[float], bool],
+    ) -> None:
+        self.workers, self.rank_states, self.interrupts, self.handle_next = (
+            workers,
+            rank_states,
+            interrupts,
+            handle_next,
+        )
+        self.settings, self.health, self.specs = workers.settings, rank_states.health, rank_states.specs
         self.silent: set[str] = set()
         self.stacks: dict[int, str] = {}
         self.begun_at = self.asked_at = time.monotonic()
@@ -56,7 +65,7 @@ class Watchdog:
         self.slow_record: Record | None = None
 
     def check(self, records: RecordQueue) -> None:
-        """Check everything.
+        """Check the records, the tasks, and whether the user wants to end.
 
         Raises:
             SchedulerLost: the scheduler is gone.
@@ -66,11 +75,13 @@ class Watchdog:
         self.check_records(records)
         self.check_interrupt()
         self.check_tasks()
-        if self.events.empty():  # events that still wait may change the picture
-            self.check_silence()
-            hang = self.health.hang(self.rank_states.running, time.monotonic())
-            if hang is not None:
-                self.report_hang(hang)
+
+    def check_progress(self) -> None:
+        """Check for silent hosts, and for a hang."""
+        self.check_silence()
+        hang = self.health.hang(self.rank_states.running, time.monotonic())
+        if hang is not None:
+            self.report_hang(hang)
 
     def check_records(self, records: RecordQueue) -> None:
         """Raise the error of a record that could not be read, unless it was about a file of a lost host."""
@@ -112,7 +123,6 @@ class Watchdog:
         Raises:
             KeyboardInterrupt: the ranks are not in their loop, or did not finish in time.
         """
-        self.interrupts.wanted |= self.stop.is_set()
         if not self.interrupts.wanted:
             return
         if self.finish_by is None:
@@ -133,7 +143,7 @@ class Watchdog:
             SchedulerLost: the scheduler is gone.
         """
         running = [self.specs[rank] for rank in self.rank_states.running]
-        futures = {spec.worker: self.futures[spec.worker] for spec in running}
+        futures = {spec.worker: self.workers.futures[spec.worker] for spec in running}
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
         is_closed = self.workers.client.status == "closed"
         if is_closed or any(future.status in ("cancelled", "lost") for future in futures.values()):

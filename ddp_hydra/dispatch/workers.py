@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distributed import Client
+from distributed import Client, Future
 
 from ddp_hydra import heartbeat
 from ddp_hydra.dispatch import file_transfer
@@ -31,6 +31,9 @@ class WorkerClient:
     Args:
         client: of the Dask cluster.
         job: of the attempt.
+
+    Attributes:
+        futures: the Dask tasks that run the ranks, by their workers' addresses.
     """
 
     def __init__(self, client: Client, job: JobSpec) -> None:
@@ -39,6 +42,8 @@ class WorkerClient:
         scheduler = client.scheduler_info(n_workers=-1)
         self.scheduler, workers = scheduler["address"], scheduler["workers"]
         self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in self.specs}
+        self.settings = job.settings
+        self.futures: dict[str, Future] = {}
         self.lost: set[str] = set()
         self.is_cut_off = False
 

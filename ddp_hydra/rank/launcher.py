@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import msgspec
+from distributed import Worker
 from msgspec.structs import replace
 
 from ddp_hydra.config.project import Project
@@ -26,19 +29,38 @@ from ddp_hydra.rank import (
     outbox,
     preemption,
 )
-from ddp_hydra.rank.record_relay import RecordRelay
-from ddp_hydra.rank.spec import RankLaunch, RankSpec
+from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
+from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
 from ddp_hydra.record import Notice, Up
 
-if TYPE_CHECKING:
-    from ddp_hydra.rank.task import WorkerTask
+
+class RankContext:
+    """What the ranks of one worker share.
+
+    Args:
+        worker: the Dask worker.
+        job: of its ranks, and of other workers'.
+        is_cancelled: returns whether the client is gone, or gave up.
+
+    Attributes:
+        sender: of the ranks' records.
+        selector: waits for what they, and the client, send.
+        project: folder of the unpacked project space; None without one.
+    """
+
+    selector: selectors.BaseSelector
+    project: Path | None = None
+
+    def __init__(self, worker: Worker, job: JobSpec, is_cancelled: Callable[[], bool]) -> None:
+        self.worker, self.job, self.is_cancelled = worker, job, is_cancelled
+        self.sender = RecordSender(worker, job.topic, job.attempt)
 
 
 class Launcher:
     """Prepares all that a rank's process needs, and has it forked.
 
     Args:
-        task: that runs the worker's ranks.
+        context: of the worker's ranks.
         spec: the rank's place.
         stack: closes, when the rank has ended, what is opened here.
         relay: writes into the rank's log.
@@ -49,10 +71,10 @@ class Launcher:
         server: connection to the fork server.
     """
 
-    def __init__(self, task: WorkerTask, spec: RankSpec, stack: ExitStack, relay: RecordRelay) -> None:
-        self.task, self.spec, self.stack, self.relay = task, spec, stack, relay
-        self.worker, self.job = task.worker, task.job
-        self.outbox = outbox.path(task.worker.local_directory, task.job.topic, spec.rank)
+    def __init__(self, context: RankContext, spec: RankSpec, stack: ExitStack, relay: RecordRelay) -> None:
+        self.context, self.spec, self.stack, self.relay = context, spec, stack, relay
+        self.worker, self.job = context.worker, context.job
+        self.outbox = outbox.path(context.worker.local_directory, context.job.topic, spec.rank)
 
     def start(self, shared_status_fd: int) -> None:
         self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
@@ -67,9 +89,9 @@ class Launcher:
             listener, up = self.bind_rendezvous()
             fds.append(listener.fileno())
             self.send({"rendezvous": up.rendezvous})
-        self.task.sender.say(self.spec.rank, up)
+        self.context.sender.say(self.spec.rank, up)
         if self.spec.rank == 0:  # the others wait for the rendezvous; what follows may take seconds
-            self.task.sender.flush(at_once=True)
+            self.context.sender.flush(at_once=True)
         fork_client.hold()
         preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
@@ -90,7 +112,7 @@ class Launcher:
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         spec, job, settings = self.spec, self.job, self.job.settings
-        project = self.task.project
+        project = self.context.project
         return {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {job.topic}",
             "environment": environment.of_rank(
@@ -108,7 +130,7 @@ class Launcher:
         if os.access(f"{cwd}/", os.X_OK):
             return cwd
         if self.job.is_script and self.spec.local_rank == 0:
-            self.task.sender.say(
+            self.context.sender.say(
                 self.spec.rank,
                 Notice(
                     f"host {socket.gethostname()} has no folder {cwd}, so the script works in {local}, which is "

@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from msgspec.structs import replace
@@ -24,13 +24,10 @@ from ddp_hydra import results
 from ddp_hydra.errors import Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
 from ddp_hydra.rank import inbox, return_values
-from ddp_hydra.rank.launcher import Launcher
+from ddp_hydra.rank.launcher import Launcher, RankContext
 from ddp_hydra.rank.record_relay import RecordRelay
 from ddp_hydra.rank.spec import RankSpec
 from ddp_hydra.record import Beat, End, Preempted, Stack
-
-if TYPE_CHECKING:
-    from ddp_hydra.rank.task import WorkerTask
 
 TICK_S = 0.1
 """Seconds between two looks at a rank that starts or ends."""
@@ -50,15 +47,15 @@ class RankProcess:
     """Stands between one rank's process and the client.
 
     Args:
-        task: that runs the worker's ranks.
+        context: of the worker's ranks.
         spec: the rank's place.
     """
 
-    def __init__(self, task: WorkerTask, spec: RankSpec) -> None:
-        self.task, self.spec, self.selector = task, spec, task.selector
+    def __init__(self, context: RankContext, spec: RankSpec) -> None:
+        self.context, self.spec, self.selector = context, spec, context.selector
         self.stack = ExitStack()
-        self.relay = RecordRelay(task.sender, spec, task.selector)
-        self.launcher = Launcher(task, spec, self.stack, self.relay)
+        self.relay = RecordRelay(context.sender, spec, context.selector)
+        self.launcher = Launcher(context, spec, self.stack, self.relay)
         self.shared_status, self.shared_status_fd = SharedStatus.create()
         self.stack.callback(self.shared_status.close)
         self.stack.callback(os.close, self.shared_status_fd)
@@ -93,7 +90,7 @@ class RankProcess:
         if self.exit is None:
             return False
         is_quiet = self.relay.open.isdisjoint(sources)
-        return not self.relay.open or self.task.is_cancelled() or self.is_drained(is_quiet)
+        return not self.relay.open or self.context.is_cancelled() or self.is_drained(is_quiet)
 
     def close(self) -> None:
         self.stack.close()
@@ -130,7 +127,7 @@ class RankProcess:
             self.request_stacks()
         elif "preempted" in message:
             self.shared_status.ask_to_finish(REASONS.index("preemption"))
-            self.task.sender.say(self.spec.rank, Preempted())
+            self.context.sender.say(self.spec.rank, Preempted())
         elif "rendezvous" not in message or self.spec.rank:  # rank 0 knows where it listens
             with contextlib.suppress(OSError):  # a rank that has ended does not read it
                 self.launcher.send(message)
@@ -156,7 +153,7 @@ class RankProcess:
         age_s = now - self.moved_at
         stopped = age_s > BEAT_S and self.is_suspended()
         beat = Beat(place.step, place.phase, place.first, age_s, stopped, self.shared_status.saving)
-        self.task.sender.say(self.spec.rank, beat)
+        self.context.sender.say(self.spec.rank, beat)
 
     def is_suspended(self) -> bool:
         try:
@@ -177,7 +174,7 @@ class RankProcess:
             self.stack_until = math.inf
             stacks, self.relay.captured = self.relay.captured or b"", None
             text = stacks[-STACK_BYTES:].decode(errors="replace")
-            self.task.sender.say(self.spec.rank, Stack(text))
+            self.context.sender.say(self.spec.rank, Stack(text))
 
     # -- the end -------------------------------------------------------------------------------------------
 
@@ -189,9 +186,9 @@ class RankProcess:
 
     def check_stop(self) -> None:
         is_saved = self.save_until is not None and (not self.shared_status.saving or time.monotonic() > self.save_until)
-        if self.stopping_since is None and (is_saved or self.task.is_cancelled()):
+        if self.stopping_since is None and (is_saved or self.context.is_cancelled()):
             self.stop()
-        if self.stopping_since and time.monotonic() - self.stopping_since > self.task.job.stop_s:
+        if self.stopping_since and time.monotonic() - self.stopping_since > self.context.job.stop_s:
             self.signal(signal.SIGKILL)
 
     def stop(self, finish_checkpoint: bool = False) -> None:
@@ -210,12 +207,12 @@ class RankProcess:
     def end(self) -> End:
         """Return how the rank ended: from its own record, else from the exit of its process."""
         assert self.exit is not None
-        if self.relay.open and not self.task.is_cancelled():
+        if self.relay.open and not self.context.is_cancelled():
             self.relay.log_sentence("a process that it has left behind keeps its output open: its later output is lost")
         output = self.relay.tail.decode(errors="replace")
         place = self.shared_status.read()
         end = self.relay.end
-        if end is None and self.task.job.is_script and self.exit.get("exit") == 0:
+        if end is None and self.context.job.is_script and self.exit.get("exit") == 0:
             end = End(value=results.file_of("value", return_values.encode(None)))  # os._exit(0), or another program
         if end is None:
             end = End(stopped=True) if self.stopping_since is not None else End(failure=self.failure(output))

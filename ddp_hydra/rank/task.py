@@ -20,8 +20,9 @@ from distributed import Worker, get_worker
 
 from ddp_hydra.errors import ConfigError, DiskFull, Failure
 from ddp_hydra.rank import inbox, outbox
+from ddp_hydra.rank.launcher import RankContext
 from ddp_hydra.rank.rank_process import TICK_S, RankProcess
-from ddp_hydra.rank.record_relay import FLUSH_S, RecordSender
+from ddp_hydra.rank.record_relay import FLUSH_S
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.record import Beat, End, Notice
 from ddp_hydra.storage import retry
@@ -98,31 +99,23 @@ def not_started(error: Exception, what: str = "could not be started") -> End:
     return End(failure=Failure("start", message=message, traceback=traceback.format_exc(), time_s=time.time()))
 
 
-class WorkerTask:
+class WorkerTask(RankContext):
     """Serves the ranks of one worker, in one attempt, until all have ended.
 
     Args:
-        worker: the Dask worker.
-        job: of its ranks, and of other workers'.
+        worker, job, is_cancelled: see `RankContext`.
         box: messages of the client.
-        is_cancelled: returns whether the client is gone, or gave up.
 
     Attributes:
         ranks: the ranks that have not ended, by number.
-        sender: of their records.
-        selector: waits for what they, and the client, send.
-        project: folder of the unpacked project space; None without one.
         is_closing: the worker is shut down.
     """
 
-    selector: selectors.BaseSelector
-
     def __init__(self, worker: Worker, job: JobSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> None:
-        self.worker, self.job, self.box, self.is_cancelled = worker, job, box, is_cancelled
+        super().__init__(worker, job, is_cancelled)
+        self.box = box
         self.specs = [spec for spec in job.ranks if spec.worker == worker.address]
-        self.sender = RecordSender(worker, job.topic, job.attempt)
         self.ranks: dict[int, RankProcess] = {}
-        self.project: Path | None = None
         self.is_closing = False
 
     def run(self) -> bool:

@@ -105,7 +105,6 @@ class Gang:
 
     def __init__(self, client: Client) -> None:
         self.client, self.records, self.gave_up = client, [], 0
-        self.interrupts, self.stop = Interrupts(), threading.Event()
 
     def read(self, attempt: Attempt, record: Record) -> None:
         self.records.append(record)
@@ -116,7 +115,8 @@ class Gang:
 
 def attempt_of(gang: Gang, number: int, specs: list[Any]) -> Attempt:
     job = JobSpec(gang="topic", attempt=number, ranks=tuple(specs), settings=SETTINGS)
-    one = Attempt(gang, job, gang.on_give_up, {})
+    read = lambda attempt, record: gang.read(attempt, record)  # noqa: E731, for tests that change it
+    one = Attempt(gang.client, job, Interrupts(), read, threading.Event(), gang.on_give_up, {})
     one.gang = gang
     return one
 

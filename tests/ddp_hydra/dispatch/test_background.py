@@ -3,13 +3,11 @@ from __future__ import annotations
 import signal
 import threading
 from concurrent.futures import CancelledError
-from types import SimpleNamespace
 
 import pytest
 
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.dispatch.background import Running
-from ddp_hydra.rank.spec import GangSettings
 
 
 def test_a_ctrl_c_is_not_forgotten_where_the_wait_for_the_ranks_times_out(monkeypatch):
@@ -19,8 +17,7 @@ def test_a_ctrl_c_is_not_forgotten_where_the_wait_for_the_ranks_times_out(monkey
         stop.wait()
         raise KeyboardInterrupt
 
-    gang = SimpleNamespace(stop=stop, interrupts=Interrupts(notice=str), settings=GangSettings(grace_s=1.0))
-    running = Running(gang, run, 1, run_dir=None)
+    running = Running(run, stop, 1, Interrupts(notice=str), graceful=True, run_dir=None)
     try:
         with pytest.raises(TimeoutError, match="they go on"):
             running.result(timeout=0.0)

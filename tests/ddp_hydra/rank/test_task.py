@@ -175,6 +175,7 @@ def rank_of(
         served = task.WorkerTask(worker, one, inbox.of_task(gang, worker.address), lambda: False)
         served.selector = stack.enter_context(selectors.DefaultSelector())
         served.ranks[number] = rank = rank_process.RankProcess(served, spec)
+        rank.task = served
         stack.callback(rank.close)
         yield rank
         served.sender.flush(at_once=True)
