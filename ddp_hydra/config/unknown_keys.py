@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -109,17 +109,21 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     Raises:
         ConfigError: with the value in the group's file.
     """
-    typed, choices = hydra_cfg.overrides.task, hydra_cfg.runtime.choices
-    repository = getattr(loader, "repository", None)
+    typed, repository = hydra_cfg.overrides.task, getattr(loader, "repository", None)
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
         _warn_of_unread(cfg, new)
     if repository is not None:
-        experiments.check(cfg, typed, choices, repository, hydra_cfg.job.config_name or "config")
+        experiments.check(cfg, typed, hydra_cfg.runtime.choices, repository, hydra_cfg.job.config_name or "config")
+        check_texts(cfg, typed, hydra_cfg.runtime.choices, repository)
+
+
+def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any], repository: Any) -> None:
+    """Refuse typed words that give a text where the group's own file has a number or a boolean."""
     for word in typed:
         key = word.partition("=")[0]
         group, _, name = key.partition(".")
         # a cluster's number may become a text: memory_limit=4GB
-        if not name or group in SCHEMAS or group == "cluster" or not choices.get(group) or repository is None:
+        if not name or group in SCHEMAS or group == "cluster" or not choices.get(group):
             continue
         value = OmegaConf.select(cfg, key, throw_on_missing=False)
         if not isinstance(value, str):

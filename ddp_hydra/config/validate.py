@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -54,10 +55,20 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_numbers(cfg: DictConfig) -> None:
-    limits = {name: limits_of(schema) for name, schema in SCHEMAS.items()}
-    limits |= {"cluster": {"n_workers": AtLeast1 | None}, "data": {"batch_size": AtLeast1 | None}}
-    for group, types in limits.items():
+    for group, types in _limits().items():
         check_limits(f"{group}.", {key: OmegaConf.select(cfg, f"{group}.{key}") for key in types}, types)
+
+
+def check_number(key: str, value: object) -> None:
+    """Refuse a number that a key may not have, without a config."""
+    group, _, name = key.rpartition(".")
+    check_limits(f"{group}.", {name: value}, _limits().get(group, {}))
+
+
+@cache
+def _limits() -> dict[str, dict[str, Any]]:
+    limits = {name: limits_of(schema) for name, schema in SCHEMAS.items()}
+    return limits | {"cluster": {"n_workers": AtLeast1 | None}, "data": {"batch_size": AtLeast1 | None}}
 
 
 def _check_bucket(cfg: DictConfig) -> None:

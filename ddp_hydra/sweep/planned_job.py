@@ -16,7 +16,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from ddp_hydra.cluster.connect import is_inline
-from ddp_hydra.config import redact
+from ddp_hydra.config import redact, unknown_keys
 from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
 from ddp_hydra.sweep.rows import JobRow, JobState, typed
@@ -137,7 +137,7 @@ class PlannedJob:
         return self.is_ours and bool(self.config.get("dry_run"))
 
     def fail(self, error: Exception) -> None:
-        self.row.state, self.row.message = JobState.failed, first_line(str(error))
+        self.row.state, self.row.message = JobState.failed, first_line(unknown_keys.explain(error) or str(error))
         self.result = self.failed_return(error)
 
     def failed_return(self, error: Exception) -> JobReturn:

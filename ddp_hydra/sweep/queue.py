@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_hydra.config import hydra_compat, redact
+from ddp_hydra.config import hydra_compat, redact, unknown_keys, validate
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import planned_job
@@ -47,23 +47,32 @@ class CachingConfigLoader:
         self.loader = loader
         self.composed: dict[tuple[str, ...], DictConfig] = {}
         self.checked: set[str] = set()
+        self.has_started = False
         self.last: DictConfig | None = None
         self.templates: dict[tuple[str, ...], tuple[DictConfig, Sequence[str]]] = {}
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose a job for a sweeper, which only checks that it can be composed, and cache its config."""
-        texts = {word for word in sweep_overrides if isinstance(comparable(word.partition("=")[2]), str)}
-        new = texts - self.checked
-        if self.last is not None and len(self.composed) >= CHECKED and not new:
-            return self.last
-        self.checked |= new
-        self.last = self.compose(master_config, sweep_overrides)
-        if len(self.composed) < CHECKED:
-            self.composed[tuple(sweep_overrides)] = self.last
+        """Compose a job for a sweeper, which only checks that it can be composed, and cache its config.
+
+        Raises:
+            ConfigError: no job has started, and one has a value that its key can't have. Later, that job fails.
+        """
+        new = {word: comparable(word.partition("=")[2]) for word in sweep_overrides if word not in self.checked}
+        self.checked |= new.keys()
+        texts = [word for word, value in new.items() if isinstance(value, str)]
+        if self.last is None or len(self.composed) < CHECKED or texts:
+            self.last = self.compose(master_config, sweep_overrides)
+            if len(self.composed) < CHECKED:
+                self.composed[tuple(sweep_overrides)] = self.last
+        if not self.has_started and planned_job.is_ours(self.last):
+            unknown_keys.check_texts(self.last, texts, self.last.hydra.runtime.choices, self.loader.repository)
+            for key, _, number in (word.partition("=") for word in new if word not in texts):
+                validate.check_number(key, int(number) if number.lstrip("+-").isdigit() else float(number))
         return self.last
 
     def take(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:
         """Return a job's config, composed if needed, and remove it from the cache: the caller may change it."""
+        self.has_started = True
         config = self.composed.pop(tuple(sweep_overrides), None)
         return config or self.compose(master_config, sweep_overrides)
 

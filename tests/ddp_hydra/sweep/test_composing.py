@@ -8,7 +8,10 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from ddp_hydra.cli.compose import layered
+from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import queue
 
 pytestmark = pytest.mark.medium
@@ -127,6 +130,35 @@ def test_of_many_jobs_those_with_a_new_word_are_checked():
     assert real.calls[queue.CHECKED :] == [["lr=7", "model=typo"]]
     assert len(loader.composed) == queue.CHECKED
     assert loader.take(NOTHING, jobs[150]).n == queue.CHECKED + 2, "the others are composed when they start"
+
+
+@pytest.fixture
+def ours():
+    """Our own configs: Hydra's loader, and the config of a sweep."""
+    schema.register()
+    with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
+        loader = GlobalHydra.instance().config_loader()
+        yield queue.CachingConfigLoader(loader), loader.load_configuration("config", [], RunMode.MULTIRUN)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("optimizer.lr", "abc", "optimizer.lr=abc: give a number; optimizer=sgd has "),
+        ("trainer.epochs", "0", "trainer.epochs=0: give a whole number of at least 1, or null"),
+        ("data.batch_size", "-1", "data.batch_size=-1: give a whole number of at least 1, or null"),
+    ],
+)
+def test_a_value_that_no_job_can_have_is_refused_before_the_first_job(ours, key, value, said, monkeypatch):
+    monkeypatch.setattr(queue, "CHECKED", 2)
+    loader, master = ours
+    for number in range(1, 4):
+        loader.load_sweep_config(master, [f"{key}={number}", "seed=1"])
+    with pytest.raises(ConfigError, match=said):
+        loader.load_sweep_config(master, [f"{key}={value}", "seed=1"])
+    loader.take(master, [f"{key}=1", "seed=1"])
+    loader.load_sweep_config(master, [f"{key}={value}", "seed=2"])
+    loader.load_sweep_config(master, [f"{key}={value.replace('-1', '-2')}", "seed=3"])  # a sweeper's later batch
 
 
 def test_what_was_composed_to_be_checked_is_not_composed_again(real):
