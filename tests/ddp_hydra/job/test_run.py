@@ -33,6 +33,7 @@ from ddp_hydra.errors import (
     RecordError,
 )
 from ddp_hydra.job import job_config, summary
+from ddp_hydra.job.inference import InferenceJob
 from ddp_hydra.job.job_config import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
@@ -581,6 +582,9 @@ def test_a_fault_of_a_rank_that_no_attempt_has_is_refused(tmp_path):
         made.run_here()
     assert make(tmp_path, faults=["kill,rank=4", "interrupt,rank=9"], dispatch__ranks=5).call(0, 4)
     assert made.call(1, 2)
+    inline = config(cluster___target_="ddp_hydra.cluster.kinds.base.Inline")
+    with pytest.raises(ConfigError, match="rank 0 only"):
+        InferenceJob(inline, tmp_path / "a.pt", [], {}, faults=("kill,rank=4",)).run("no:function")
 
 
 def ended(metric: str) -> Summary:
