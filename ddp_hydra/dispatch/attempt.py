@@ -165,10 +165,6 @@ class Attempt:
         if futures and self.client.status == "running":
             self.client.cancel(list(futures), force=True)
 
-    def clean_up(self) -> None:
-        if self.workers.is_reachable:
-            self.workers.clear()
-
     def was_planned(self, failure: Failure) -> bool:
         """Return whether a worker failed that had said before that it would be shut down."""
         return failure.kind == "lost" and self.specs[failure.rank].worker in self.leaving

@@ -242,7 +242,7 @@ class Gang:
                 except RankFailed as error:
                     silent = self.attempt.watchdog.silent
                     self.decide_restart(error, goes_on)
-                    self.attempt.clean_up()
+                    self.attempt.workers.clear()
                     job = structs.replace(job, attempt=job.attempt + 1)
                     try:
                         workers = reservation.renew(
@@ -288,7 +288,7 @@ class Gang:
     def clean_up(self) -> None:
         """Empty the outboxes of the last attempt."""
         if self.attempt is not None:
-            self.attempt.clean_up()
+            self.attempt.workers.clear()
 
     def run_attempt(self, attempt: Attempt, call: Call) -> list[Any]:
         """Run one attempt to its end."""

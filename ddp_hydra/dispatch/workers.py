@@ -80,7 +80,9 @@ class WorkerClient:
         self.call([self.specs[rank].worker], inbox.deliver, self.gang, self.number, rank, {"acknowledged": size})
 
     def clear(self) -> None:
-        self.call(list(self.folders), outbox.clear, self.name)
+        """Empty the outboxes of the attempt."""
+        if self.is_reachable:
+            self.call(list(self.folders), outbox.clear, self.name)
 
     def call(self, workers: list[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
         """Run a short function on workers, but not on lost ones: Dask would try for half a minute.
@@ -106,11 +108,8 @@ class WorkerClient:
 
     def fetch(self, record: Record, target: Path) -> None:
         """Fetch a file from its rank's outbox; its removal there tells the rank that it has arrived."""
-        assert isinstance(record.data, File)
-        self.fetch_file(record.rank, record.data, target)
-
-    def fetch_file(self, rank: int, file: File, target: Path) -> None:
-        worker = self.specs[rank].worker
+        rank, file, worker = record.rank, record.data, self.specs[record.rank].worker
+        assert isinstance(file, File)
         source = self.source(rank, file)
         if worker in self.lost and not os.access(source.parent, os.X_OK):
             raise OSError(f"its worker {worker} is lost")
@@ -138,7 +137,7 @@ class WorkerClient:
         else:
             with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
                 path = Path(folder) / "value"
-                self.fetch_file(rank, value, path)
+                self.fetch(Record(value, rank), path)
                 data = path.read_bytes()
         sha256 = hashlib.sha256(data).hexdigest()
         if len(data) != value.size or sha256 != value.sha256:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 UUID_BYTES = 96
 
@@ -33,38 +31,28 @@ def _uuid(name: str, known: list[str]) -> str:
     return next((uuid for uuid in known if uuid.startswith(name)), name)  # CUDA, too, takes the beginning of a UUID
 
 
-@contextmanager
-def _driver() -> Iterator[tuple[Any, int]]:
-    """Yield NVIDIA's management library and the number of GPUs; (None, 0) without a driver. No torch is imported."""
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        nvml = None
-    if nvml is None or nvml.nvmlInit_v2() != 0:
-        yield None, 0
-        return
-    try:
-        count = ctypes.c_uint(0)
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        yield nvml, count.value
-    finally:
-        nvml.nvmlShutdown()
-
-
 def count() -> int:
-    with _driver() as (_, number_of_gpus):
-        return number_of_gpus
+    return len(uuids())
 
 
 @functools.cache
 def uuids() -> list[str]:
-    found = []
-    with _driver() as (nvml, number_of_gpus):
-        for number in range(number_of_gpus):
-            handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(UUID_BYTES)
-            if nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) != 0:
-                return []
-            if nvml.nvmlDeviceGetUUID(handle, text, UUID_BYTES) != 0:
-                return []
-            found.append(text.value.decode())
-    return found
+    """Return the UUID of each GPU; its number where the driver does not tell it. No torch is imported."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # NVIDIA's management library
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    try:
+        gpus = ctypes.c_uint(0)
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(gpus))
+        return [_uuid_of(nvml, number) for number in range(gpus.value)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _uuid_of(nvml: ctypes.CDLL, number: int) -> str:
+    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(UUID_BYTES)
+    is_known = nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) == 0
+    return text.value.decode() if is_known and nvml.nvmlDeviceGetUUID(handle, text, UUID_BYTES) == 0 else str(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import socket
 
 import psutil
@@ -79,32 +80,21 @@ def bind(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
     """
     first, last = ports or (0, 0)
     family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    try:
-        return _bind(family, str(address), first, last)
-    except OSError as error:
-        reason = error
-    if reason.errno == errno.EADDRNOTAVAIL:
+    reason: OSError | None = None
+    for port, own in itertools.product(range(first, last + 1), (str(address), "")):
+        if not own and reason is not None and reason.errno != errno.EADDRNOTAVAIL:
+            continue
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            return _bind(family, "", first, last)
+            listener.bind((own, port))
+            listener.listen(4096)
         except OSError as error:
+            listener.close()
             reason = error
+        else:
+            return listener
     raise ClusterError(
         f"rank 0 can't listen on {host}, port {f'{first} to {last}' if first else 'chosen by the system'}: {reason}; "
         "free a port, or widen dispatch.port_range"
     )
-
-
-def _bind(family: int, address: str, first: int, last: int) -> socket.socket:
-    for port in range(first, last + 1):
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((address, port))
-            listener.listen(4096)
-        except OSError as error:
-            listener.close()
-            if port == last or error.errno == errno.EADDRNOTAVAIL:
-                raise
-        else:
-            return listener
-    raise AssertionError("the last port raises")

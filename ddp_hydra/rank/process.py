@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,11 +124,7 @@ def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
 
 def perform(call: bytes) -> Any:
     """Call a pickled function; a function may be named as "module:name"."""
-    return call_function(*cloudpickle.loads(call))
-
-
-def call_function(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function, which may be named as "module:name"."""
+    target, args, kwargs = cloudpickle.loads(call)
     if (numpy := sys.modules.get("numpy")) is not None:
         # Ranks are forks of one process and would all draw the same numbers; Python's own generator reseeds itself.
         numpy.random.seed()

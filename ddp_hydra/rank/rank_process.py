@@ -13,7 +13,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Any
 
@@ -73,15 +73,12 @@ class RankProcess:
         self.stack.callback(self.relay.close)
         self.server = self.launcher.server
         self.relay.start(self.launcher.control, self.launcher.output)
-        self.listen(self.server, self.on_server)
+        self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
+        self.stack.callback(self.leave_server)
 
-    def listen(self, source: Any, act: Callable[[], None]) -> None:
-        self.selector.register(source, selectors.EVENT_READ, act)
-        self.stack.callback(self.unlisten, source)
-
-    def unlisten(self, source: Any) -> None:
-        if source in self.selector.get_map():
-            self.selector.unregister(source)
+    def leave_server(self) -> None:
+        if self.server in self.selector.get_map():
+            self.selector.unregister(self.server)
 
     def look(self, sources: Collection[Any]) -> bool:
         self.beat()
@@ -111,7 +108,7 @@ class RankProcess:
         if not data and self.exit is None:
             self.exit = {"exit": -signal.SIGKILL, "server": "ended"}  # and its ranks with it
         if self.exit is not None:
-            self.unlisten(self.server)
+            self.leave_server()
             if left := self.exit.get("left"):
                 self.relay.log_sentence(f"it has left processes behind, and they were ended: {', '.join(left)}")
 

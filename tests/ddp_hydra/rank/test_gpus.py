@@ -56,13 +56,13 @@ def driver(monkeypatch):
 
 def test_all_gpus_are_listed_in_their_order(driver):
     assert (gpus.count(), gpus.uuids()) == (2, UUIDS)
-    assert driver.shutdowns == 2
+    assert driver.shutdowns == 1
 
 
 @pytest.mark.parametrize("failing", ["handle", "uuid"])
 def test_a_driver_that_tells_no_uuids_leaves_names(failing, driver):
     driver.failing = {failing}
-    assert gpus.uuids() == []
+    assert gpus.uuids() == ["0", "1"]
     assert gpus.identities({"CUDA_VISIBLE_DEVICES": "1,0"}) == ["1", "0"]
 
 
