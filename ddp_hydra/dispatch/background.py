@@ -40,11 +40,6 @@ class RankFuture(Future):
         self.gang.wait(timeout)
         return super().result(0)
 
-    def give_up(self) -> None:
-        """Mark it as cancelled."""
-        super().cancel()
-        self.set_running_or_notify_cancel()
-
 
 class Running:
     """A gang that runs while this program does something else; made by `dispatch.start`.
@@ -157,7 +152,8 @@ class Running:
             if future.rank < len(self._values):
                 future.set_result(self._values[future.rank])
             elif self._error is None or isinstance(self._error, CancelledError):
-                future.give_up()
+                Future.cancel(future)
+                future.set_running_or_notify_cancel()
             else:
                 future.set_exception(self._error)
         atexit.unregister(self._at_exit)

@@ -115,11 +115,6 @@ def fetch(record: Record, target: Path) -> None:
     shutil.move(record.data.source, target)
 
 
-def ignore(record: Record) -> None:
-    if isinstance(record.data, File) and record.data.source:
-        Path(record.data.source).unlink(missing_ok=True)
-
-
 @contextmanager
 def variables_restored() -> Iterator[None]:
     before, hook = dict(os.environ), sys.excepthook

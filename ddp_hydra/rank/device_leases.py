@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -36,9 +37,6 @@ class Lease:
     ranks: int
     cores: tuple[int, ...] = ()
     gpu: str = ""
-
-    def overlaps(self, cores: Collection[int]) -> bool:
-        return not self.cores or not cores or not set(self.cores).isdisjoint(cores)
 
 
 @dataclass(frozen=True)
@@ -87,22 +85,16 @@ def count(others: Sequence[Lease], cores: Collection[int]) -> int:
     """Return how many ranks of other gangs share some of the cores; ranks of a gang that is just starting all count."""
     gangs: dict[str, int] = {}
     for other in others:
-        if other.overlaps(cores):
+        if not other.cores or not cores or not set(other.cores).isdisjoint(cores):
             gangs[other.gang] = max(other.ranks, gangs.get(other.gang, 0))
     return sum(gangs.values())
 
 
 def choose(gang: str, leases: Sequence[Lease], gpus: Sequence[str], preferred: int) -> int | None:
     """Return the position of the GPU with the fewest leases: first of the same gang, then of all."""
-    if not gpus:
-        return None
-
-    def load(position: int) -> tuple[int, int, bool, int]:
-        mine = sum(lease.gpu == gpus[position] and lease.gang == gang for lease in leases)
-        all_of_them = sum(lease.gpu == gpus[position] for lease in leases)
-        return mine, all_of_them, position != preferred % len(gpus), position
-
-    return min(range(len(gpus)), key=load)
+    own, total = Counter(lease.gpu for lease in leases if lease.gang == gang), Counter(lease.gpu for lease in leases)
+    loads = [(own[gpu], total[gpu], n != preferred % len(gpus), n) for n, gpu in enumerate(gpus)]
+    return min(loads)[-1] if loads else None
 
 
 def find(folder: Path) -> list[Lease]:

@@ -108,12 +108,7 @@ class FaultInjector:
             self.trigger(fault)
 
     def due(self, place: str, step: int) -> list[Fault]:
-        due = [
-            fault
-            for fault in self.faults
-            if fault.rank == self.rank and fault.at == place and fault.attempt in (self.attempt, -1)
-            and fault.step in (step, 0) and fault.kind not in ("nan", "interrupt")
-        ]  # fmt: skip
+        due = [fault for fault in self.here(step) if fault.at == place and fault.kind not in ("nan", "interrupt")]
         self.faults = [fault for fault in self.faults if fault not in due]
         return due
 
@@ -146,10 +141,11 @@ class FaultInjector:
 
     def corrupts(self, step: int) -> bool:
         """Return whether this rank's loss of a step becomes NaN; also when the step is repeated."""
-        return any(
-            fault.kind == "nan" and fault.rank == self.rank and fault.step in (step, 0)
-            and fault.attempt in (self.attempt, -1) for fault in self.faults
-        )  # fmt: skip
+        return any(fault.kind == "nan" for fault in self.here(step))
+
+    def here(self, step: int) -> list[Fault]:
+        own = [fault for fault in self.faults if fault.rank == self.rank and fault.attempt in (self.attempt, -1)]
+        return [fault for fault in own if fault.step in (step, 0)]
 
 
 prepare(Fault)

@@ -84,14 +84,17 @@ class Launcher:
         share = self.share()
         launch_file = self.write_launch_file(share)
         fds = [theirs.fileno(), their_output.fileno(), shared_status_fd, launch_file.fileno()]
-        up = Up()
         if self.spec.rank == 0:
-            listener, up = self.bind_rendezvous()
+            interface = self.job.settings.interface
+            host = network.address_of(interface) if interface else self.spec.host
+            listener = self.stack.enter_context(network.bind(host, self.job.settings.port_range))
             fds.append(listener.fileno())
-            self.send({"rendezvous": up.rendezvous})
-        self.context.sender.say(self.spec.rank, up)
-        if self.spec.rank == 0:  # the others wait for the rendezvous; what follows may take seconds
-            self.context.sender.flush(at_once=True)
+            rendezvous = host, listener.getsockname()[1]
+            self.send({"rendezvous": rendezvous})
+            self.context.sender.say(0, Up(rendezvous))
+            self.context.sender.flush(at_once=True)  # the others wait for it; what follows may take seconds
+        else:
+            self.context.sender.say(self.spec.rank, Up())
         fork_client.hold()
         preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
@@ -102,13 +105,6 @@ class Launcher:
 
     def send(self, message: inbox.Message) -> None:
         self.control.sendall(json.dumps(message).encode() + b"\n")
-
-    def bind_rendezvous(self) -> tuple[socket.socket, Up]:
-        """Listen for the other ranks; return the socket, and its address."""
-        interface = self.job.settings.interface
-        host = network.address_of(interface) if interface else self.spec.host
-        listener = self.stack.enter_context(network.bind(host, self.job.settings.port_range))
-        return listener, Up((host, listener.getsockname()[1]))
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         spec, job, settings = self.spec, self.job, self.job.settings

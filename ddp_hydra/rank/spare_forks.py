@@ -112,10 +112,10 @@ class SpareForks:
         self.connections.clear()
 
     def end(self) -> None:
-        for pid, connection in self.connections.items():
-            connection.close()
+        pids = list(self.connections)
+        self.close()
+        for pid in pids:
             _end(pid)
-        self.connections.clear()
 
 
 def _end(pid: int) -> None:
