@@ -112,7 +112,10 @@ def test_so_many_workers_are_waited_for_as_are_there_at_the_same_time(warm_serve
 
 
 def test_a_cluster_that_adapts_its_size_is_asked_for_workers():
-    with LocalCluster(n_workers=0, processes=False, dashboard_address=None) as cluster, Client(cluster) as client:
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
         cluster.adapt(minimum=0, maximum=3, interval="100ms")
         wait_for_workers(client, 2, 60)
         with Reservation(client, "mine", 3) as held:

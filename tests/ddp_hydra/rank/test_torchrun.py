@@ -96,7 +96,7 @@ with torchrun.ended_together(place):
     ],
 )
 def test_the_processes_of_a_host_end_with_the_first_one(end, first, others, tmp_path):
-    variables = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    variables = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "h", "MASTER_PORT": str(os.getpid())}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROCESS.format(end=end)],

@@ -26,15 +26,20 @@ class Masked(nn.Module):
         self.layer = nn.Linear(3, 1)
 
     def forward(self, x, mask):
-        return as_step(Step((self.layer(x).squeeze(-1).square() * mask).sum() / mask.sum(), mask.sum()))
+        return Step((self.layer(x).squeeze(-1).square() * mask).sum() / mask.sum(), mask.sum())
+
+
+class MaskedTask(Task):
+    def step(self, model, batch):
+        return model(*batch)
 
 
 def test_a_micro_batch_of_nothing_adds_nothing_although_its_loss_is_0_by_0():
     torch.manual_seed(0)
     model, weighing = Masked().double(), Weighing(4, StepConsensus())
-    x = torch.randn(4, 3).double()
+    x, train_step = torch.randn(4, 3).double(), TrainStep(MaskedTask(), model)
     for part, mask in ((x[:2], torch.tensor([1.0, 1.0])), (x[2:], torch.zeros(2))):
-        weighing.weigh(model(part, mask), 2).backward()
+        weighing.weigh(train_step((part, mask)), 2).backward()
     found = [part.grad * weighing.factor([float(weighing.n)]) for part in model.parameters()]
     right = torch.autograd.grad(model(x[:2], torch.ones(2)).loss, list(model.parameters()))
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found, right, strict=True))
