@@ -132,23 +132,19 @@ class Script:
                 path.write_bytes(self.content)
             sys.argv = [str(path), *self.args]
             sys.path.insert(0, str(path.parent))
+            code = compile(self.content, str(path), "exec", dont_inherit=True)
+            lines = self.content.decode(errors="replace").splitlines(keepends=True)
+            linecache.cache[str(path)] = len(self.content), None, lines, str(path)  # for tracebacks
+            main, before = ModuleType("__main__"), sys.modules["__main__"]
+            main.__file__ = str(path)
+            sys.modules["__main__"] = main
             try:
-                self._run(str(path))
+                exec(code, main.__dict__)  # noqa: S102, this is what it is for
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-
-    def _run(self, path: str) -> None:
-        code = compile(self.content, path, "exec", dont_inherit=True)
-        lines = self.content.decode(errors="replace").splitlines(keepends=True)
-        linecache.cache[path] = len(self.content), None, lines, path  # for tracebacks
-        main, before = ModuleType("__main__"), sys.modules["__main__"]
-        main.__file__ = path
-        sys.modules["__main__"] = main
-        try:
-            exec(code, main.__dict__)  # noqa: S102, this is what it is for
-        finally:
-            sys.modules["__main__"] = before
+            finally:
+                sys.modules["__main__"] = before
 
 
 def script(path: str | Path, *args: object) -> Script:

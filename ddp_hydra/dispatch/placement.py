@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -39,10 +40,8 @@ def plan(workers: Mapping[str, str], slots: int = 1, ranks: int | None = None) -
 
 
 def by_worker(specs: Iterable[RankSpec]) -> dict[str, list[RankSpec]]:
-    groups: dict[str, list[RankSpec]] = {}
-    for spec in specs:
-        groups.setdefault(spec.worker, []).append(spec)
-    return groups
+    """Return the ranks of each worker; they follow one another."""
+    return {worker: list(own) for worker, own in itertools.groupby(specs, key=lambda spec: spec.worker)}
 
 
 def ranges(numbers: Iterable[int]) -> str:

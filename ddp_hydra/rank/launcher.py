@@ -31,7 +31,7 @@ from ddp_hydra.rank import (
 )
 from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
 from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
-from ddp_hydra.record import Notice, Up
+from ddp_hydra.record import Up
 
 
 class RankContext:
@@ -126,12 +126,10 @@ class Launcher:
         if os.access(f"{cwd}/", os.X_OK):
             return cwd
         if self.job.is_script and self.spec.local_rank == 0:
-            self.context.sender.say(
+            self.context.sender.warn(
                 self.spec.rank,
-                Notice(
-                    f"host {socket.gethostname()} has no folder {cwd}, so the script works in {local}, which is "
-                    "removed with its worker: have it write to a folder of that host, or send files: results.submit"
-                ),
+                f"host {socket.gethostname()} has no folder {cwd}, so the script works in {local}, which is "
+                "removed with its worker: have it write to a folder of that host, or send files: results.submit",
             )
         return local
 

@@ -172,18 +172,16 @@ def set_threads(threads: int, local_world_size: int) -> None:
 
 
 def describe_place(project: str) -> str:
+    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
+        device = torch.cuda.get_device_name(0)
+    else:
+        count = 0 if dist.is_initialized() else torch.cuda.device_count()  # a script chooses its device later
+        device = f"{count} GPUs" if count else "cpu"
     return (
-        f"host {socket.gethostname()}, pid {os.getpid()}, {device_name()}, {torch.get_num_threads()} threads, "
+        f"host {socket.gethostname()}, pid {os.getpid()}, {device}, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}, rendezvous {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         f"{f', project {project[:16]}' if project else ''}"
     )
-
-
-def device_name() -> str:
-    if dist.is_initialized() and "nccl" in str(dist.get_backend_config()):
-        return torch.cuda.get_device_name(0)
-    gpus = 0 if dist.is_initialized() else torch.cuda.device_count()  # a script chooses its device later
-    return f"{gpus} GPUs" if gpus else "cpu"
 
 
 def describe(error: BaseException) -> Failure:

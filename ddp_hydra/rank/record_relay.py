@@ -16,7 +16,7 @@ from collections.abc import Callable
 from distributed import Worker
 
 from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.record import AnyData, End, Log, Record, begins
+from ddp_hydra.record import AnyData, End, Log, Notice, Record, begins
 
 FLUSH_S = 0.05
 """Seconds that a record may wait for others, to be sent with them."""
@@ -49,6 +49,9 @@ class RecordSender:
 
     def say(self, rank: int, data: AnyData) -> None:
         self.add(Record(data, rank, None, time.time(), self.attempt).encode())
+
+    def warn(self, rank: int, sentence: str) -> None:
+        self.say(rank, Notice(sentence))
 
     def say_end(self, rank: int, end: End) -> None:
         """Add how a rank has ended to those that wait, unless that was said before."""

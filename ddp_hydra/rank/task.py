@@ -24,7 +24,7 @@ from ddp_hydra.rank.launcher import RankContext
 from ddp_hydra.rank.rank_process import TICK_S, RankProcess
 from ddp_hydra.rank.record_relay import FLUSH_S
 from ddp_hydra.rank.spec import JobSpec, RankSpec
-from ddp_hydra.record import Beat, End, Notice
+from ddp_hydra.record import Beat, End
 from ddp_hydra.storage import retry
 
 T = TypeVar("T")
@@ -196,13 +196,8 @@ class WorkerTask(RankContext):
             Stopped: the client stopped the ranks meanwhile.
         """
         folder, first = Path(self.worker.local_directory), self.specs[0].rank
-
-        def warn(sentence: str) -> None:
-            self.sender.say(first, Notice(sentence))
-
-        return retry.retry_while_full(
-            action, lambda: retry.describe_full_folder(folder), self.job.settings.retry_s, warn, self.wait
-        )
+        retry_s, describe = self.job.settings.retry_s, partial(retry.describe_full_folder, folder)
+        return retry.retry_while_full(action, describe, retry_s, partial(self.sender.warn, first), self.wait)
 
     def wait(self, seconds: float) -> None:
         """Wait before the processes are started.
