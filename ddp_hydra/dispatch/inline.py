@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console.signals import Interrupts
@@ -18,8 +18,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import File, Notice, Record
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
+ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
 
 
 class DirectSender:
@@ -64,8 +63,8 @@ def run(
     """
     import cloudpickle
 
-    from ddp_hydra.rank import process
-    from ddp_hydra.rank.process_group import leave_process_group, process_group
+    from ddp_hydra.rank import network, process
+    from ddp_hydra.rank.process_group import leave_process_group, meet, process_group
 
     settings = settings or GangSettings()
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
@@ -76,7 +75,10 @@ def run(
         heartbeat.connect(None)
         try:
             with FinishOnInterrupt(notice).caught():
-                store = meet_nobody(settings.timeout_s)
+                os.environ.update(ONLY_RANK)
+                listener = network.bind("127.0.0.1")
+                port = listener.getsockname()[1]
+                store = meet(0, "127.0.0.1", port, settings.timeout_s, listener.detach())
                 call = cloudpickle.dumps((fn, args, kwargs))
                 with process_group(store, 0, 1, settings.backend, settings.timeout_s):
                     return [process.perform(call)]
@@ -87,17 +89,6 @@ def run(
             results.connect(None)
             heartbeat.connect(None)
             leave_process_group()
-
-
-def meet_nobody(timeout_s: float) -> Store:
-    from ddp_hydra.rank import network
-    from ddp_hydra.rank.process_group import meet
-
-    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
-    os.environ.update(names)
-    listener = network.bind("127.0.0.1")
-    port = listener.getsockname()[1]
-    return meet(0, "127.0.0.1", port, timeout_s, listener.detach())
 
 
 class FinishOnInterrupt(Interrupts):
