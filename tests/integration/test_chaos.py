@@ -369,11 +369,15 @@ def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", TWO_AND_FOUR)
 def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos, clients, uninterrupted, ranks):
+    steps: list[int] = []
+
     def interrupt(record: Record) -> None:
-        if record.kind == "metrics" and record.step == 12 and "train/loss" in record.data.metrics:
+        if record.kind == "metrics":
+            steps.append(record.step)
+        elif record.kind == "log" and "a validation begins" in record.data.text and steps[-1:] == [11]:
             os.kill(os.getpid(), signal.SIGINT)
 
-    slow = (*SLOW, f"++data.val.delay_s={0.1 * ranks}")
+    slow = (*SLOW, f"++data.val.delay_s={0.1 * ranks}", "++data.val.says=a validation begins")
     story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=slow)
     assert story.summary["steps"] == 12
     assert story.checkpoint()["validation_due"] is True
@@ -498,7 +502,7 @@ def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, 
     story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=(*SLOW, *fewer))
     assert {failure.kind for failure in story.failures} == {"lost"}
     assert "2 ranks instead of 3: a global batch of 15 does not divide among them" in caplog.text
-    assert "so it is 10 now: data.batch_size=5 as before" in caplog.text
+    assert "so it is 10 now, with data.batch_size=5" in caplog.text
     assert (story.summary["status"], story.summary["world_size"]) == ("done", 2)
 
 

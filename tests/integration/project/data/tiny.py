@@ -25,22 +25,26 @@ class Points(Dataset):
         seed: of the points.
         delay_s: time that reading one sample takes.
         slow_rank: the only rank for which it does; None: for all.
+        says: what is printed when the first sample is read.
     """
 
     classes = ("north", "east", "south", "west")
 
-    def __init__(self, n: int, seed: int, delay_s: float = 0.0, slow_rank: int | None = None) -> None:
+    def __init__(self, n: int, seed: int, delay_s: float = 0.0, slow_rank: int | None = None, says: str = "") -> None:
         generator = torch.Generator().manual_seed(seed)
         self.y = torch.arange(n) % 4
         centres = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(0))
         self.x = centres[self.y] + 0.5 * torch.randn(n, FEATURES, generator=generator)
         self.x[:, 0] = torch.arange(n) / 1024  # exact in float32
         self.delay_s = delay_s if slow_rank is None or os.environ["RANK"] == str(slow_rank) else 0.0
+        self.says = says
 
     def __len__(self) -> int:
         return len(self.y)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.says and index == 0:
+            print(self.says, flush=True)
         time.sleep(self.delay_s)
         return self.x[index], self.y[index]
 
