@@ -13,7 +13,7 @@ from ddp_hydra.run_state import Summary
 def refuse(monkeypatch, tmp_path):
     def refuse(**summary: object) -> None:
         monkeypatch.setattr(torchrun, "remembered", lambda: tmp_path)
-        monkeypatch.setattr(run, "read_summary", lambda folder: convert(summary, Summary))
+        monkeypatch.setattr(run, "read_summary", lambda folder: convert({"status": "failed", **summary}, Summary))
         run.refuse_restart(tmp_path)
 
     return refuse
@@ -34,5 +34,7 @@ def test_what_was_interrupted_or_has_lost_a_host_goes_on(refuse, tmp_path):
 
 def test_only_a_job_of_this_torchrun_is_refused(refuse, tmp_path, monkeypatch):
     refuse()
-    monkeypatch.setattr(run, "read_summary", lambda folder: convert({"failure": {"kind": "raised"}}, Summary))
+    monkeypatch.setattr(
+        run, "read_summary", lambda folder: convert({"status": "failed", "failure": {"kind": "raised"}}, Summary)
+    )
     run.refuse_restart(tmp_path / "other")

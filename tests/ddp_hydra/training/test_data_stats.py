@@ -106,14 +106,14 @@ def test_of_a_run_of_few_steps_nothing_is_concluded():
     said = describe_data({"wait_s": 0.0, "wait": 0.3, **counts}, 0.1, steps=19)
     assert said == "data: 0.0 MB read, 0.0 MB/s, 0% from the cache, 0 retries, 0 bad samples"
     assert describe_data({"wait_s": 0.0, "wait": 0.3}, 0.1, steps=19) is None
-    assert describe_straggler({"rank": 1.0, "times": 4.71}, 9.0, steps=19) is None
-    assert describe_straggler({"rank": 1.0, "times": 4.71}, 4.9, steps=20) is None
+    assert describe_straggler({"rank": 1, "times": 4.71}, 9.0, steps=19) is None
+    assert describe_straggler({"rank": 1, "times": 4.71}, 4.9, steps=20) is None
 
 
 def test_a_rank_is_named_that_is_notably_slower_than_the_median():
     assert describe_straggler({}, 9.0, 20) is None
-    assert describe_straggler({"rank": 1.0, "times": None}, 9.0, 20) is None
-    assert describe_straggler({"rank": 1.0, "times": 1.14}, 9.0, 20) is None
-    assert describe_straggler({"rank": 3.0, "times": 2.5}, 9.0, 20).startswith(
+    assert describe_straggler({"rank": 1, "times": None}, 9.0, 20) is None
+    assert describe_straggler({"rank": 1, "times": 1.14}, 9.0, 20) is None
+    assert describe_straggler({"rank": 3, "times": 2.5}, 9.0, 20).startswith(
         "slow: rank 3 took 2.50 times as long as the median"
     )
