@@ -154,7 +154,7 @@ class WidsShards(ProcessLocal, Dataset):
             downloads; bytes; requests; retries; cache_hits: shards that were on the disk when they were opened;
             cache_misses; waited_s: time spent on opening shards, over all threads.
         """
-        counts, traffic = dict(self._cache.counts), self._cache.access.traffic
+        counts, traffic = self._cache.counts, self._cache.access.traffic
         return {
             "downloads": counts["downloads"],
             "bytes": counts["bytes_downloaded"],

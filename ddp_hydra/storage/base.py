@@ -68,38 +68,21 @@ class ProcessLocal:
         self._set_process_state()
 
 
-class Counters:
-    """Counters by name, for all threads of a process. Each thread has its own sums, so that no thread waits for a lock.
-
-    An unpickled copy begins at zero.
-    """
+class Counters(ProcessLocal):
+    """Counters by name, for all threads of a process. An unpickled copy begins at zero."""
 
     def __init__(self) -> None:
-        self._local = threading.local()
-        self._all: list[defaultdict[str, float]] = []
+        self._begin_process_state()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
+    def _set_process_state(self) -> None:
+        self._lock = threading.Lock()
+        self.totals: defaultdict[str, float] = defaultdict(int)
 
     def add(self, **more: float) -> None:
         """Add to some counters, given by name."""
-        counts = self.here()
-        for name, value in more.items():
-            counts[name] += value
-
-    def here(self) -> defaultdict[str, float]:
-        """Return the counts of the calling thread."""
-        try:
-            return self._local.counts
-        except AttributeError:
-            counts: defaultdict[str, float] = defaultdict(float)
-            self._local.counts = counts
-            self._all.append(counts)
-            return counts
-
-    def total(self, name: str) -> float:
-        """Return the sum over all threads."""
-        return sum(counts.get(name, 0) for counts in list(self._all))
+        with self._lock:
+            for name, value in more.items():
+                self.totals[name] += value
 
 
 class TransferCounters(Counters):
@@ -107,24 +90,22 @@ class TransferCounters(Counters):
 
     def read(self, n_bytes: int) -> None:
         """Count an answer, and its bytes."""
-        counts = self.here()
-        counts["requests"] += 1
-        counts["bytes"] += n_bytes
+        self.add(requests=1, bytes=n_bytes)
 
     @property
     def requests(self) -> int:
         """Requests that were answered."""
-        return int(self.total("requests"))
+        return int(self.totals["requests"])
 
     @property
     def retries(self) -> int:
         """Requests that were made again."""
-        return int(self.total("retries"))
+        return int(self.totals["retries"])
 
     @property
     def bytes(self) -> int:
         """Bytes that were read."""
-        return int(self.total("bytes"))
+        return int(self.totals["bytes"])
 
 
 def bare_url(url: str) -> str:

@@ -61,7 +61,7 @@ class FsspecStore(Store):
         retrying: arguments of `Store`: timeout_s, retry_timeout_s and traffic.
 
     Raises:
-        ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
+        ModuleNotFoundError: fsspec's package for this scheme is not installed.
     """
 
     def __init__(
@@ -283,25 +283,19 @@ def _is_refusal(error: Exception) -> bool:
 
 def is_known(scheme: str) -> bool:
     """Return whether fsspec knows a scheme, and it is one of a store: no layer above another, nor of this machine."""
-    try:
-        from fsspec import available_protocols, registry
-    except ImportError:
-        return True  # opening it says what to install
+    from fsspec import available_protocols, registry
+
     return (scheme in available_protocols() or scheme in registry) and scheme not in _NO_STORES
 
 
 def check_installed(scheme: str) -> None:
-    """Check that fsspec and its package for a scheme are installed.
+    """Check that fsspec's package for a scheme is installed.
 
     Raises:
-        ModuleNotFoundError: one of them is not.
+        ModuleNotFoundError: it is not.
     """
-    try:
-        from fsspec import get_filesystem_class
-    except ImportError:
-        raise ModuleNotFoundError(
-            f"{scheme}:// needs the package fsspec, here and on the workers: pip install 'ddp-hydra[fs]'"
-        ) from None
+    from fsspec import get_filesystem_class
+
     try:
         get_filesystem_class(scheme)
     except ImportError as error:

@@ -58,44 +58,39 @@ class LocalFolder(Store):
             raise self._final(self._explain(error, prefix)) from None
 
     def _walk(self, prefix: str) -> Iterator[tuple[str, int]]:
-        pending: list[tuple[Path, frozenset[str]]] = [(self.path(prefix), frozenset())]
-        inside = len(str(self.folder).rstrip("/")) + 1
         typed = f"{self.setting}=..." if self.setting is not None else "the URL"
-        while pending:
-            folder, above = pending.pop()
-            if (real := os.path.realpath(folder)) in above:
-                continue
-            try:
-                entries = os.scandir(folder)
-            except FileNotFoundError:
-                if self.folder.is_dir():
-                    continue  # it was removed in the meantime
+
+        def note(error: OSError) -> None:
+            if isinstance(error, FileNotFoundError) and not self.folder.is_dir():
                 raise FileNotFoundError(f"there is no folder {self.folder}: check {typed}") from None
-            except PermissionError:
-                if folder.name == "lost+found":  # of a file system, for root alone
-                    continue
-                raise
-            except NotADirectoryError:
+            if isinstance(error, NotADirectoryError):
+                file = self.folder if self.folder.is_file() else error.filename
                 raise FileNotFoundError(
-                    f"{self.folder if self.folder.is_file() else folder} is a file, and must be a folder: unpack an "
-                    f"archive, or check {typed}"
+                    f"{file} is a file, and must be a folder: unpack an archive, or check {typed}"
                 ) from None
-            around = above | {real}
-            with entries:
-                for entry in entries:
-                    try:
-                        found = entry.stat()
-                    except OSError as error:
-                        if not entry.is_symlink():
-                            if isinstance(error, FileNotFoundError):  # as above
-                                continue
-                            raise
-                        yield entry.path[inside:].replace(os.sep, "/"), 0
+            # What is gone was removed in the meantime; lost+found is for root alone.
+            if not isinstance(error, FileNotFoundError) and Path(error.filename).name != "lost+found":
+                raise error
+
+        inside = len(str(self.folder).rstrip("/")) + 1
+        chains: dict[str, frozenset[str]] = {}  # real paths of the folders around one: a link to those is not followed
+        for folder, folders, files in os.walk(self.path(prefix), onerror=note, followlinks=True):
+            around = chains.pop(folder, frozenset()) | {os.path.realpath(folder)}
+            begin = f"{folder.rstrip('/')}/"
+            paths = {name: f"{begin}{name}" for name in folders}
+            folders[:] = [name for name in folders if os.path.realpath(paths[name]) not in around]
+            chains |= {paths[name]: around for name in folders}
+            for name in files:
+                path = f"{begin}{name}"
+                try:
+                    found = os.stat(path)  # noqa: PTH116 (a million path objects would take ten times as long)
+                except OSError as error:
+                    if not Path(path).is_symlink():
+                        note(error)
                         continue
-                    if stat.S_ISDIR(found.st_mode):
-                        pending.append((Path(entry.path), around))
-                    elif stat.S_ISREG(found.st_mode):
-                        yield entry.path[inside:].replace(os.sep, "/"), found.st_size
+                    found = None
+                if found is None or stat.S_ISREG(found.st_mode):
+                    yield path[inside:].replace(os.sep, "/"), found.st_size if found else 0
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
         if self.setting is not None or not isinstance(error, OSError) or error.errno is None:

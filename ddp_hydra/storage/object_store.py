@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +16,10 @@ _STREAMED_BYTES = 2**20
 _PAGE = 1000
 _EMPTY = 2
 """A listing must be empty this many times before it counts as empty."""
+
+
+Object = tuple[str, int]
+"""Key and size in bytes."""
 
 
 class ObjectStore(Store):
@@ -70,9 +74,53 @@ class ObjectStore(Store):
             ValueError: a key that is not a path.
             Exception: as `Store.objects`.
         """
-        walk = Walk(self.public_url(), prefix)
-        while page := self._request(walk.next_page, None, first=True):
+        last: Object | None = None
+        pages: Iterator[list[Object]] | None = None
+        n_empty = 0
+
+        def next_page(client: Any) -> list[Object]:
+            nonlocal pages, n_empty
+            while True:
+                pages = pages or self._pages(client, prefix, last)
+                try:
+                    return next(pages)
+                except StopIteration as end:
+                    pages, n_empty = None, n_empty + (last is None)
+                    if not end.value and (last or n_empty == _EMPTY):
+                        return []
+                except Exception:
+                    pages = None
+                    raise
+
+        while page := self._request(next_page, None, first=True):
+            last = page[-1]
             yield from page
+
+    def _pages(self, client: Any, prefix: str, last: Object | None) -> Generator[list[Object], None, bool]:
+        """Yield the objects behind `last`, page by page; return whether there were any.
+
+        The client mistakes several answers for the end of a listing: an error document, the page of a proxy, "more"
+        without a token. So an ended listing begins again, just before the last object. Only an answer that has this
+        object, and nothing after it, is the end. After an error, the listing goes on in the same way. The order of
+        keys is not used, as not all stores sort them.
+        """
+        has_reached, has_more = last is None, False
+        # A shorter key is a smaller one; the client takes none that ends with a dot or a slash.
+        offset = last[0][:-1].rstrip("./") if last else ""
+        for page in client.list(prefix or None, offset=offset or None, chunk_size=_PAGE):
+            found: list[Object] = [(item["path"], item["size"]) for item in page]
+            while not has_reached and found:  # the marker of a folder, of no bytes, may have the same path as a file
+                path, size = found.pop(0)
+                has_reached = last is not None and (path, bool(size)) == (last[0], bool(last[1]))
+            if found:
+                has_more = True
+                yield found
+        if not has_reached and last is not None:
+            raise TemporaryError(
+                f"the listing of {self.public_url()} broke off at {last[0]!r}, and the answers that came since do not "
+                "even have that: the store is out of order, or files are being removed; try again later"
+            )
+        return has_more
 
     def _get(self, client: Any, key: str, size: int | None) -> Any:
         content = client.get(key).bytes()
@@ -144,83 +192,3 @@ class ObjectStore(Store):
                 # A proxy of the environment can't reach this machine; one that excludes it is the way round.
                 client |= {"proxy_url": url, "proxy_excludes": host}
         return {"client_options": client, "retry_config": {"max_retries": 0}}
-
-
-class Walk:
-    """Lists the objects below a prefix, page by page, and knows which page is the last.
-
-    The client mistakes several answers for the end of a listing: an error document, the page of a proxy, "more"
-    without a token. So this class begins an ended listing again, just before the last object. Only an answer that has
-    this object, and nothing after it, is the end. After an error, the listing goes on in the same way. The order of
-    keys is not used, as not all stores sort them.
-
-    Args:
-        url: of the store, for messages.
-        prefix: the folder; "" for all.
-    """
-
-    def __init__(self, url: str, prefix: str) -> None:
-        self._url = url
-        self._prefix = prefix or None
-        self._pages: Iterator[Any] | None = None
-        self._last: tuple[str, bool] | None = None
-        self._reached = True  # whether the current listing has come to the last returned object
-        self._news = False  # whether it had objects after that one
-        self._empty = 0
-
-    def next_page(self, client: Any) -> list[tuple[str, int]]:
-        """Return key and size of the next objects, or an empty list at the end.
-
-        Args:
-            client: of obstore.
-
-        Raises:
-            TemporaryError: the answer can't be right; the next call goes on after the last object that was returned.
-        """
-        while True:
-            if self._pages is None:
-                self._pages = self._begin(client)
-            try:
-                page = next(self._pages, None)
-            except Exception:
-                self._pages = None
-                raise
-            if page is None:
-                self._pages = None
-                if self._is_whole():
-                    return []
-            elif found := self._behind_last([(item["path"], item["size"]) for item in page]):
-                return found
-
-    def _begin(self, client: Any) -> Iterator[Any]:
-        self._reached, self._news = self._last is None, False
-        # A shorter key is a smaller one; the client takes none that ends with a dot or a slash.
-        offset = self._last[0][:-1].rstrip("./") if self._last else ""
-        return iter(client.list(self._prefix, offset=offset or None, chunk_size=_PAGE))
-
-    def _behind_last(self, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Leave out the objects that were returned before."""
-        start = 0
-        while not self._reached and start < len(found):
-            self._reached = _mark(*found[start]) == self._last
-            start += 1
-        if found := found[start:]:
-            self._news, self._last = True, _mark(*found[-1])
-        return found
-
-    def _is_whole(self) -> bool:
-        """Return whether the listing that has just ended proves that there are no more objects."""
-        if not self._reached and self._last is not None:
-            raise TemporaryError(
-                f"the listing of {self._url} broke off at {self._last[0]!r}, and the answers that came since do not "
-                "even have that: the store is out of order, or files are being removed; try again later"
-            )
-        if self._last is None:
-            self._empty += 1
-            return self._empty == _EMPTY
-        return not self._news
-
-
-def _mark(path: str, size: int) -> tuple[str, bool]:
-    """Return what identifies an object: the marker of a folder may have the same path as a file."""
-    return path, bool(size)

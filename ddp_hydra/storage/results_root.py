@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ddp_hydra.errors import ConfigError
@@ -20,9 +21,10 @@ from ddp_hydra.storage.s3 import Bucket
 
 POINTER = "results.url"
 """In the run directory where the command was typed: the URL of the results that are elsewhere."""
-_BUCKET_URL = re.compile(r"(s3|gs|az)://([A-Za-z0-9][A-Za-z0-9._-]{1,62})((?:/[^/?#\\]+)*)/?")
-_FSSPEC_URL = re.compile(r"([a-z][a-z0-9]*)://(?:[^/?#\\:@]+@)?[^/?#\\@]*((?:/[^/?#\\]+)*)/?")
-_NEVER = ("s3", "gs", "az", "http", "https")
+_URL = re.compile(
+    r"(?P<bucket>s3|gs|az)://(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{1,62})(?P<prefix>(/[^/?#\\]+)*)/?"
+    r"|(?!(s3|gs|az|https?):)(?P<scheme>[a-z][a-z0-9]*)://([^/?#\\:@]+@)?[^/?#\\@]*(/[^/?#\\]+)*/?"
+)
 
 
 def is_url(text: str) -> bool:
@@ -53,48 +55,35 @@ def open_folder(url: str, timeout_s: float = 60.0, retry_timeout_s: float = 0.0)
         retry_timeout_s: how long to retry a request; 0: the caller does so.
 
     Raises:
-        ConfigError: it is none of them, or obstore, or fsspec's package, is not installed.
+        ConfigError: it is none of them, or obstore or fsspec's package is not installed.
     """
     path = plain_path(url)
     if Path(path).is_absolute():
         return LocalFolder(path, setting=None, retry_timeout_s=retry_timeout_s)
-    match = _BUCKET_URL.fullmatch(url)
+    match = _URL.fullmatch(url)
     if match is None or any(part in (".", "..") for part in url.split("/")):
-        return _open_by_fsspec(url, timeout_s, retry_timeout_s)
-    try:
-        import obstore  # noqa: F401
-    except ImportError:
-        raise ConfigError("buckets need the package obstore: pip install 'ddp-hydra[s3]'") from None
-    try:
-        return Bucket(
-            match[2],
-            addressing=None,
-            setting=None,
-            timeout_s=timeout_s,
-            retry_timeout_s=retry_timeout_s,
-            scheme=match[1],
-            prefix=match[3].strip("/"),
-            client_retries=2,
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _open_by_fsspec(url: str, timeout_s: float, retry_timeout_s: float) -> Store:
-    match = _FSSPEC_URL.fullmatch(url)
-    if match is None or any(part in (".", "..") for part in url.split("/")) or match[1] in _NEVER:
         # The message does not show the URL, as it may hold a secret.
         raise ConfigError(
             "a bucket is given as s3://bucket/folder, another store that fsspec knows as sftp://user@host/folder, both "
             "without password, query or empty parts"
         )
-    if match[1] == "memory":
-        raise ConfigError("memory:// is the memory of one process, and ends with it: give s3://bucket/folder or a path")
-    if not is_known(match[1]):
-        raise ConfigError(f"{match[1]}:// is not known: give s3://bucket/folder or a URL of fsspec, as sftp://")
+    waits: dict[str, Any] = {"timeout_s": timeout_s, "retry_timeout_s": retry_timeout_s}
+    if scheme := match["scheme"]:
+        if scheme == "memory" or not is_known(scheme):
+            why = "is the memory of one process" if scheme == "memory" else "is not known"
+            raise ConfigError(f"{scheme}:// {why}: give s3://bucket/folder, a path, or a URL of fsspec, as sftp://")
+        try:
+            return FsspecStore(url, setting=None, **waits)
+        except ModuleNotFoundError as error:
+            raise ConfigError(str(error)) from None
     try:
-        return FsspecStore(url, setting=None, timeout_s=timeout_s, retry_timeout_s=retry_timeout_s)
-    except ModuleNotFoundError as error:
+        import obstore  # noqa: F401
+    except ImportError:
+        raise ConfigError("buckets need the package obstore: pip install 'ddp-hydra[s3]'") from None
+    place: dict[str, Any] = {"scheme": match["bucket"], "prefix": match["prefix"].strip("/"), "setting": None}
+    try:
+        return Bucket(match["name"], addressing=None, client_retries=2, **place, **waits)
+    except ValueError as error:
         raise ConfigError(str(error)) from None
 
 

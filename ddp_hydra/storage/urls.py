@@ -69,7 +69,7 @@ class Access:
 
         Raises:
             ValueError: a URL of another kind.
-            ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
+            ModuleNotFoundError: fsspec's package for this scheme is not installed.
         """
         parts = urlsplit(url)
         if "://" in url and parts.scheme not in ("file", "http", "https"):
@@ -147,7 +147,7 @@ def root_of(name: str, setting: str = "data.bucket") -> str:
 
     Raises:
         ValueError: it is none of them.
-        ModuleNotFoundError: fsspec, or its package for this scheme, is not installed.
+        ModuleNotFoundError: fsspec's package for this scheme is not installed.
     """
     if "\\" in name:
         raise ValueError(f"{name!r} has backslashes: write the path of a folder with slashes, {setting}=...")

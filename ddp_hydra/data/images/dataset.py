@@ -34,6 +34,7 @@ from ddp_hydra.storage.base import Counters, ProcessLocal, StaleCredentialsError
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+_COUNTS = ("samples", "cache_hits", "cache_misses")
 _SMALL_IMAGE = 16 * 1024
 """Largest image, in bytes, that is cached decoded: that saves the decoding, and takes little more memory."""
 
@@ -362,16 +363,12 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         if self.transform is None or type(self.transform).__module__.startswith("ddp_hydra.data.transforms"):
             dtype: Any = torch.uint8
         else:
-            states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             try:
-                blank = torch.zeros(3, 256, 256, dtype=torch.uint8)
-                dtype = getattr(self.transform(blank, random.Random(0)), "dtype", None)  # noqa: S311
+                with StateGuard():
+                    blank = torch.zeros(3, 256, 256, dtype=torch.uint8)
+                    dtype = getattr(self.transform(blank, random.Random(0)), "dtype", None)  # noqa: S311
             except Exception:  # it needs another image: the first batch tells
                 return ""
-            finally:
-                random.setstate(states[0])
-                np.random.set_state(states[1])
-                torch.set_rng_state(states[2])
         if dtype == torch.uint8:
             mean, std = (", ".join(f"{value:g}" for value in values) for values in (self.mean, self.std))
             return f"bytes, normalised by mean ({mean}) and std ({std})"
@@ -384,10 +381,9 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
             samples: images made; bytes: read from the store; requests; retries; cache_hits and cache_misses;
             bad_samples; fetch_s and decode_s: seconds, over all threads.
         """
-        counts = {name: self._counters.total(name) for name in ("samples", "cache_misses", "fetch_s", "decode_s")}
+        counts = {name: self._counters.totals[name] for name in (*_COUNTS, "fetch_s", "decode_s")}
         traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
-        cache_hits = int(self._counters.total("cache_hits"))
-        return counts | traffic | {"cache_hits": cache_hits, "bad_samples": self._bad_samples().count}
+        return counts | traffic | {"bad_samples": self._bad_samples().count}
 
     def close(self) -> None:
         """Stop the threads."""

@@ -22,7 +22,7 @@ from ddp_hydra.data.shards.index import Shard, is_local
 from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, checksum_of_some, load_members, read_members
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access, bare_url
-from ddp_hydra.storage.base import ProcessLocal
+from ddp_hydra.storage.base import Counters, ProcessLocal
 
 GIB = 2**30
 WAIT_S = 60.0
@@ -86,9 +86,8 @@ class ShardCache(ProcessLocal):
         self._opening: dict[int, threading.Lock] = {}
         self._bad: dict[int, tuple[type[ValueError | FileNotFoundError], str]] = {}
         self._local_members: dict[str, tuple[Any, TarMembers]] = {}
-        self.counts: dict[str, float] = dict.fromkeys(
-            ("downloads", "bytes_downloaded", "hits", "misses", "waited_s"), 0
-        )
+        self._counters = Counters()
+        self.counts = self._counters.totals
         self._prefetcher = Prefetcher(self._fetch_ahead, self._prefetch, self._answer)
         self._disk: ShardFolder | None = None
         self._closed = False
@@ -115,7 +114,7 @@ class ShardCache(ProcessLocal):
                 self._bad[number] = ValueError if isinstance(error, ValueError) else FileNotFoundError, str(error)
                 raise
             finally:
-                self._count(waited_s=time.monotonic() - started)
+                self._counters.add(waited_s=time.monotonic() - started)
             with self._lock:
                 self.held[number] = shard
                 newest = list(self.held)[-self._max_open :]
@@ -227,11 +226,11 @@ class ShardCache(ProcessLocal):
                 size = os.fstat(descriptor).st_size
                 right_size = shard.size in (None, size) or is_packed(shard.url)
                 if size and right_size and folder.is_certain(descriptor, name):
-                    self._count(hits=not missing)
+                    self._counters.add(hits=not missing)
                     return descriptor, False
                 folder.discard(descriptor, name)
                 os.close(descriptor)
-            self._count(misses=not missing)
+            self._counters.add(misses=not missing)
             missing = True
             part = folder.claim(name)
             if part is not None:
@@ -265,10 +264,10 @@ class ShardCache(ProcessLocal):
                     "data.cache_dir=... for another one"
                 ) from None
             raise
-        self._count(downloads=1)
+        self._counters.add(downloads=1)
 
     def _note_piece(self, piece: Any) -> None:
-        self._count(bytes_downloaded=len(piece))
+        self._counters.add(bytes_downloaded=len(piece))
         if self._closed:
             raise _ClosedError
 
@@ -337,11 +336,6 @@ class ShardCache(ProcessLocal):
                     "data.cache_dir=..."
                 ) from None
         return self._disk
-
-    def _count(self, **more: float) -> None:
-        with self._lock:
-            for name, value in more.items():
-                self.counts[name] += value
 
 
 class _NoSpaceError(Exception):

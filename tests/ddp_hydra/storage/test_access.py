@@ -9,7 +9,7 @@ import os
 import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -223,21 +223,18 @@ def test_what_is_removed_during_a_listing_hides_nothing_else(tmp_path, monkeypat
         (tmp_path / path).write_bytes(b"x")
     scan = os.scandir
 
-    class Entries(list):
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            return None
+    class Entries(nullcontext):
+        def __next__(self):
+            return next(self.enter_result)
 
     def removing(folder):
         with scan(folder) as found:
-            entries = Entries(sorted(found, key=lambda entry: entry.name))
-        if folder == tmp_path:
+            entries = sorted(found, key=lambda entry: entry.name)
+        if Path(folder) == tmp_path:
             (tmp_path / "1.bin").unlink()
             (tmp_path / "b" / "4.bin").unlink()
             (tmp_path / "b").rmdir()
-        return entries
+        return Entries(iter(entries))
 
     folder = LocalFolder(tmp_path)
     monkeypatch.setattr(os, "scandir", removing)

@@ -178,9 +178,6 @@ def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.delitem(REGISTRY, "s3", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"s3:// needs another package.*s3fs"):
         Access(client="s3fs")
-    monkeypatch.setitem(sys.modules, "fsspec", None)
-    with pytest.raises(ModuleNotFoundError, match=r"fsspec, here and on the workers: pip install 'ddp-hydra\[fs\]'"):
-        FsspecStore("hdfs://host/a")
 
 
 @pytest.mark.parametrize(
