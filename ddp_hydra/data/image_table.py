@@ -14,6 +14,7 @@ import numpy as np
 
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray
+from ddp_hydra.data.parquet_files import need_pyarrow
 from ddp_hydra.storage import Access, Store, bare_url, is_remote
 
 
@@ -201,11 +202,9 @@ def _header(file: io.StringIO, columns: Sequence[str]) -> tuple[int, list[str], 
 
 
 def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise ModuleNotFoundError("Parquet needs pyarrow: type `pip install 'ddp-hydra[parquet]'`") from None
+    need_pyarrow()
+    import pyarrow.parquet
+
     try:
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(bytes(content)))
         for column in columns:

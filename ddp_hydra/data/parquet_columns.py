@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +12,11 @@ import numpy as np
 from ddp_hydra.data.parquet_files import PartFile
 from ddp_hydra.errors import DataError
 
+with contextlib.suppress(ImportError):  # `open_files` says what to install
+    import pyarrow.compute
+    import pyarrow.types as kinds
+
+_LARGEST = 2**63 - 1
 _INDEX = re.compile(r"__index_level_\d+__|__null_dask_index__|Unnamed: 0|")
 """Names of an index; a column without a name is the index in a CSV file by pandas or R."""
 
@@ -22,56 +28,40 @@ def index_columns(schema: Any) -> set[str]:
     return named | {name for name in schema.names if _INDEX.fullmatch(name)}
 
 
-def width_of(file: PartFile, column: str, kind: Any) -> int:
-    import pyarrow
-
-    if pyarrow.types.is_fixed_size_list(kind):
-        return int(kind.list_size)
+def width_of(file: PartFile, column: str) -> int:
+    kind = file.types[column]
     if not is_vector(kind):
         return 1
+    if kinds.is_fixed_size_list(kind):
+        return int(kind.list_size)
     for group in range(file.file.metadata.num_row_groups):
-        values = file.file.read_row_group(group, columns=[column]).column(column).drop_null()
+        values = file.read(group, [column]).column(column).drop_null()
         if len(values):
             return len(values[0])
     return 1
 
 
 def is_vector(kind: Any) -> bool:
-    import pyarrow
-
-    tests = (pyarrow.types.is_list, pyarrow.types.is_large_list, pyarrow.types.is_fixed_size_list)
-    return any(test(kind) for test in tests)
+    return kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind)
 
 
 def plain_type(kind: Any) -> Any:
-    import pyarrow
-
-    return kind.value_type if pyarrow.types.is_dictionary(kind) else kind
-
-
-def is_number(kind: Any) -> bool:
-    import pyarrow
-
-    kinds = pyarrow.types
-    kind = plain_type(kind)
-    return any(test(kind) for test in (kinds.is_integer, kinds.is_floating, kinds.is_boolean, kinds.is_decimal))
+    return kind.value_type if kinds.is_dictionary(kind) else kind
 
 
 def is_whole(kind: Any) -> bool:
-    import pyarrow
+    return kinds.is_integer(plain_type(kind)) or kinds.is_boolean(plain_type(kind))
 
-    return pyarrow.types.is_integer(plain_type(kind)) or pyarrow.types.is_boolean(plain_type(kind))
+
+def is_number(kind: Any) -> bool:
+    return is_whole(kind) or kinds.is_floating(plain_type(kind)) or kinds.is_decimal(plain_type(kind))
 
 
 def advice(kind: Any) -> str:
-    import pyarrow
-
-    kinds = pyarrow.types
     if kinds.is_temporal(kind):
-        return "write them as numbers, such as seconds: (df[c] - df[c].min()).dt.total_seconds()"
-    if kinds.is_string(plain_type(kind)) or kinds.is_large_string(plain_type(kind)):
-        return "write them as numbers, such as df[c].astype('category').cat.codes"
-    return "write them as numbers"
+        return ", such as seconds: (df[c] - df[c].min()).dt.total_seconds()"
+    is_text = kinds.is_string(plain_type(kind)) or kinds.is_large_string(plain_type(kind))
+    return ", such as df[c].astype('category').cat.codes" if is_text else ""
 
 
 def numbers(column: Any, name: str, width: int, fill: float | None, where: str, first_row: int) -> np.ndarray:
@@ -93,8 +83,6 @@ def numbers(column: Any, name: str, width: int, fill: float | None, where: str, 
 
 
 def _flat(column: Any, name: str, width: int, where: str, first_row: int) -> Any:
-    import pyarrow.compute
-
     lengths = np.asarray(pyarrow.compute.list_value_length(column).fill_null(-1).to_numpy(zero_copy_only=False))
     if (odd := lengths != width).any():
         at = int(odd.argmax())
@@ -107,11 +95,9 @@ def _flat(column: Any, name: str, width: int, where: str, first_row: int) -> Any
 
 
 def _floats(column: Any, name: str, where: str, first_row: int, width: int = 1) -> np.ndarray:
-    import pyarrow
-
     column = _plain(column)
-    if not pyarrow.types.is_floating(column.type):
-        if pyarrow.types.is_boolean(column.type):
+    if not kinds.is_floating(column.type):
+        if kinds.is_boolean(column.type):
             column = column.cast(pyarrow.uint8())
         column = column.cast(pyarrow.float64(), safe=False)
     values = np.asarray(column.to_numpy(zero_copy_only=False))
@@ -127,15 +113,11 @@ def _floats(column: Any, name: str, where: str, first_row: int, width: int = 1) 
 
 
 def _plain(column: Any) -> Any:
-    import pyarrow
-
-    return column.dictionary_decode() if pyarrow.types.is_dictionary(column.type) else column
+    return column.dictionary_decode() if kinds.is_dictionary(column.type) else column
 
 
 def targets(column: Any, name: str, whole: bool, where: str, first_row: int) -> np.ndarray:
     # Return a column as targets, (rows,): int64 for whole numbers, else float32.
-    import pyarrow
-
     column = _plain(column.combine_chunks() if column.num_chunks != 1 else column.chunk(0))
     empty = np.asarray(column.is_null(nan_is_null=True).to_numpy(zero_copy_only=False))
     if empty.any():
@@ -148,19 +130,20 @@ def targets(column: Any, name: str, whole: bool, where: str, first_row: int) -> 
     return np.asarray(column.cast(pyarrow.int64(), safe=False).to_numpy(zero_copy_only=False))
 
 
-def range_of(file: PartFile, column: str, groups: Sequence[int]) -> tuple[int, int]:
+def range_of(file: PartFile, column: str, groups: Sequence[int]) -> list[int]:
     # Row groups without statistics are read.
-    import pyarrow.compute
-
     found: list[int] = []
     for group in groups:
-        of_group = file.file.metadata.row_group(group)
-        stored = map(of_group.column, range(of_group.num_columns))  # a struct has several
-        known = next(one for one in stored if one.path_in_schema == column)
-        if known.statistics is not None and known.statistics.has_min_max:
-            found += [int(known.statistics.min), int(known.statistics.max)]
-            continue
-        values = _plain(file.file.read_row_group(group, columns=[column]).column(column).combine_chunks())
-        both = pyarrow.compute.min_max(values).as_py()
-        found += [int(value) for value in both.values() if value is not None]
-    return (min(found), max(found)) if found else (0, 0)
+        chunks = file.file.metadata.row_group(group)
+        stored = map(chunks.column, range(chunks.num_columns))  # a struct has several
+        known = next((one.statistics for one in stored if one.path_in_schema == column), None)
+        if known is not None and known.has_min_max:
+            found += [int(known.min), int(known.max)]
+        else:
+            both = pyarrow.compute.min_max(_plain(file.read(group, [column]).column(column).combine_chunks()))
+            found += [int(value) for value in both.as_py().values() if value is not None]
+    if found and max(found) > _LARGEST:
+        raise ValueError(
+            f"{file.name}: the target {column} has {max(found)}, and the largest one is {_LARGEST} (int64)"
+        )
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
+import contextlib
 import io
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import unquote
 
+from fsspec.utils import glob_translate
+
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.storage import Access, Store, bare_url, is_remote
+
+with contextlib.suppress(ImportError):  # `open_files` says what to install
+    import pyarrow.compute
+    import pyarrow.parquet
 
 SUFFIXES = (".parquet", ".pq", ".parq")
 LAKES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
@@ -31,7 +37,7 @@ class PartFile:
         store: where it is.
         key: its name there.
         size: bytes.
-        partition: column -> value, which the folders around the file give to all its rows; None: an empty cell.
+        partition: column -> value, which the folders around the file give to all its rows: scalars of pyarrow.
     """
 
     name: str
@@ -42,20 +48,38 @@ class PartFile:
 
     @cached_property
     def file(self) -> Any:
-        import pyarrow.parquet
-
         return pyarrow.parquet.ParquetFile(io.BufferedReader(StoredFile(self.store, self.key, self.size), 1 << 16))
+
+    @property
+    def types(self) -> dict[str, Any]:
+        schema = self.file.schema_arrow
+        stored = dict(zip(schema.names, schema.types, strict=True))
+        return stored | {name: value.type for name, value in self.partition.items() if name not in stored}
+
+    def read(self, group: int, columns: Sequence[str]) -> Any:
+        # Return columns of a row group, as a table of pyarrow.
+        stored = [name for name in columns if name in self.file.schema_arrow.names]
+        table = self.file.read_row_group(group, columns=stored)
+        n_rows = self.file.metadata.row_group(group).num_rows
+        for name in columns:
+            if name not in stored:
+                table = table.append_column(name, pyarrow.repeat(self.partition[name], n_rows))
+        return table
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "file"}
 
 
-def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
-    # Returns: The files of each URL, sorted by name.
+def need_pyarrow() -> None:
     try:
-        import pyarrow.parquet
+        import pyarrow.parquet  # noqa: F401
     except ImportError:
         raise ModuleNotFoundError("Parquet needs pyarrow: type `pip install 'ddp-hydra[parquet]'`") from None
+
+
+def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
+    # Returns: The files of each URL, sorted by name.
+    need_pyarrow()
     opened = []
     for url in map(str, urls):
         found = _find(access, url)
@@ -86,16 +110,14 @@ def _find(access: Access, url: str) -> list[Found]:
         raise ValueError(f"{bare_url(url)} is not a Parquet file: type {_conversion(url)}")
     if not url.startswith(("http://", "https://")) and any(letter in path for letter in "*?["):
         return _by_pattern(access, path)
-    if path == url and path.lower().endswith(SUFFIXES):
-        try:
-            return [_file(access, path)]
-        except (FileNotFoundError, IsADirectoryError):
-            try:
-                return _in_folder(access, path)  # Spark and Dask call folders so
-            except (OSError, ValueError):
-                pass
-            raise
-    return _in_folder(access, path)
+    if path != url or not path.lower().endswith(SUFFIXES):
+        return _in_folder(access, path)
+    try:
+        return [_file(access, path)]
+    except (FileNotFoundError, IsADirectoryError):
+        with contextlib.suppress(OSError, ValueError):
+            return _in_folder(access, path)  # Spark and Dask call folders so
+        raise
 
 
 def _conversion(url: str) -> str:
@@ -126,7 +148,8 @@ def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Fou
                 )
         if not inside.lower().endswith(SUFFIXES) or _is_left(inside):
             continue
-        if pattern is None or _matches(inside, pattern):
+        around = (inside[: cut.start()] for cut in re.finditer("/|$", inside))  # a folder may match, too
+        if pattern is None or any(re.match(glob_translate(pattern), path) for path in around):
             found.append((f"{bare_url(url).rstrip('/')}/{inside}", store, key, size, inside))
     if not found:
         where = bare_url(url) if pattern is None else f"no file matches {bare_url(url)}/{pattern}: it"
@@ -147,19 +170,6 @@ def _by_pattern(access: Access, url: str) -> list[Found]:
     return _in_folder(access, base, "/".join(parts[first:]))
 
 
-def _matches(inside: str, pattern: str) -> bool:
-    parts = inside.split("/")
-    return any(_fits(parts[:n], pattern.split("/")) for n in range(1, len(parts) + 1))
-
-
-def _fits(parts: Sequence[str], pattern: Sequence[str]) -> bool:
-    if not pattern:
-        return not parts
-    if pattern[0] == "**":
-        return any(_fits(parts[n:], pattern[1:] or ["*"]) for n in range(len(parts) + 1))
-    return bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0]) and _fits(parts[1:], pattern[1:])
-
-
 def _folders_of(inside: str) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for folder in inside.split("/")[:-1]:
@@ -170,18 +180,16 @@ def _folders_of(inside: str) -> dict[str, str | None]:
 
 
 def _typed(files: Sequence[Mapping[str, str | None]]) -> list[dict[str, Any]]:
-    types: dict[str, Any] = {}
-    for name in dict.fromkeys(name for file in files for name in file):
-        values = [value for file in files if (value := file.get(name)) is not None]
-        whole = all(re.fullmatch(r"[+-]?\d+", value) for value in values)
-        number = all(re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) for value in values)
-        truth = all(value.lower() in ("true", "false") for value in values)
-        types[name] = int if whole else float if number else _truth if truth else str
-    return [{name: None if value is None else types[name](value) for name, value in file.items()} for file in files]
+    names = dict.fromkeys(name for file in files for name in file)
+    columns = {name: _inferred(pyarrow.array([file.get(name) for file in files], pyarrow.string())) for name in names}
+    return [{name: columns[name][number] for name in file} for number, file in enumerate(files)]
 
 
-def _truth(value: str) -> int:
-    return int(value.lower() == "true")
+def _inferred(values: Any) -> Any:
+    for kind in (pyarrow.int64(), pyarrow.float64(), pyarrow.bool_()):
+        with contextlib.suppress(pyarrow.ArrowInvalid):
+            return values.cast(kind)
+    return values
 
 
 class StoredFile(io.RawIOBase):

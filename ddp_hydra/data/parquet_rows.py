@@ -13,7 +13,7 @@ import torch
 
 from ddp_hydra.data import parquet_columns
 from ddp_hydra.data.parquet_files import PartFile, open_files
-from ddp_hydra.errors import ConfigError, DataError
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.base import ProcessLocal, TransferCounters
 
@@ -73,15 +73,17 @@ class ParquetRows(ProcessLocal):
         self.features = [str(name) for name in features] if features else self._others(parts)
         if not self.features:
             raise ValueError(f"{parts[0].name} has no column beside the target: type data.features=[...]")
-        wanted = [*self.features, *([self.target] if self.target is not None else [])]
+        self._columns = wanted = [*self.features, *([self.target] if self.target is not None else [])]
         if twice := [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]:
             raise ValueError(f"{', '.join(twice)} is given twice: type data.target=... or data.features=[...]")
         for part in parts:
             self._check(part, wanted)
             self._take_up(part)
         self._ends = list(accumulate(self.shard_lengths))
-        self.feature_widths = tuple(self._width(parts, column) for column in self.features)
-        self._whole = self.target is not None and all(self._is_whole(part) for part in parts)
+        self.feature_widths = tuple(parquet_columns.width_of(parts[0], column) for column in self.features)
+        self._whole = self.target is not None and all(
+            parquet_columns.is_whole(part.types[self.target]) for part in parts
+        )
         self._range = self._range_of_target(parts) if self._whole else None
         self.num_classes = self._range[1] + 1 if self._range is not None and self._range[1] >= 0 else None
         self._begin_process_state()
@@ -122,7 +124,7 @@ class ParquetRows(ProcessLocal):
 
     def stats(self) -> dict[str, int]:
         """Return what was read so far."""
-        return {name: int(self.traffic.total(name)) for name in ("bytes", "requests", "retries")}
+        return {name: getattr(self.traffic, name) for name in ("bytes", "requests", "retries")}
 
     def close(self) -> None:
         """End all waiting for retries."""
@@ -130,14 +132,10 @@ class ParquetRows(ProcessLocal):
 
     def described(self) -> str:
         """Return what the features and the target are, for the header of a run."""
-        names = ", ".join(self.features[:8]) + (f" … ({len(self.features)})" if self._many else "")
+        names = ", ".join(self.features[:8]) + (f" … ({len(self.features)})" if len(self.features) > 8 else "")
         text = names if self.target is None else f"{names} -> {self.target}"
         left = ", ".join(name or "a column without a name" for name in self.left_out)
         return f"{text}; left out: {left}, an index" if self.left_out else text
-
-    @property
-    def _many(self) -> bool:
-        return len(self.features) > 8
 
     def check_classes(self, num_classes: int | None, ignored: int | None = None) -> None:
         """Refuse targets that can't be class numbers.
@@ -153,8 +151,9 @@ class ParquetRows(ProcessLocal):
             return
         name, where = self.target, self._groups[0][0].name
         if self._range is None:
+            kinds = " and ".join(sorted({str(part.types[name]) for part, _, _ in self._groups}))
             raise ConfigError(
-                f"the target {name} of {where} holds {self._groups_type()}, and classes are whole numbers from 0: "
+                f"the target {name} of {where} holds {kinds}, and classes are whole numbers from 0: "
                 f"write df[{name!r}].astype('int64'), or type task=regression or another loss"
             )
         smallest, largest = self._range
@@ -181,64 +180,33 @@ class ParquetRows(ProcessLocal):
     def _others(self, parts: Sequence[PartFile]) -> list[str]:
         found: list[list[str]] = []
         for part in parts:
-            schema = part.file.schema_arrow
-            index = parquet_columns.index_columns(schema)
-            self.left_out += [name for name in schema.names if name in index and name not in self.left_out]
-            names = [name for name in schema.names if name not in index]
-            names += [name for name in part.partition if name not in schema.names]
-            found.append([name for name in names if name != self.target])
+            index = parquet_columns.index_columns(part.file.schema_arrow) - {self.target}
+            self.left_out += [name for name in part.types if name in index and name not in self.left_out]
+            found.append([name for name in part.types if name not in index and name != self.target])
             if other := set(found[-1]) ^ set(found[0]):
                 has, lacks = (part, parts[0]) if other & set(found[-1]) else (parts[0], part)
                 raise ValueError(
                     f"{has.name} has the column {', '.join(sorted(other))}, and {lacks.name} has not: name the "
                     "features with data.features=[...]"
                 )
-        self.left_out = [name for name in self.left_out if name != self.target]
         return found[0]
 
     def _check(self, part: PartFile, wanted: Sequence[str]) -> None:
-        schema = part.file.schema_arrow
-        there = [*schema.names, *(name for name in part.partition if name not in schema.names)]
-        if missing := [column for column in wanted if column not in there]:
-            raise ValueError(
-                f"{part.name} has no column {', '.join(missing)}, only {', '.join(there)}: type data.target=... or "
-                "data.features=[...]"
-            )
+        if missing := [column for column in wanted if column not in part.types]:
+            names = f"{', '.join(missing)}, only {', '.join(part.types)}"
+            raise ValueError(f"{part.name} has no column {names}: type data.target=... or data.features=[...]")
         for column in wanted:
-            if schema.names.count(column) > 1:
+            if part.file.schema_arrow.names.count(column) > 1:
                 raise ValueError(f"{part.name} has several columns {column}: write them with different names")
-            kind = self._type(part, column)
-            inner = kind.value_type if kind is not None and parquet_columns.is_vector(kind) else kind
-            if inner is None:
-                if isinstance(part.partition[column], str):
-                    raise ValueError(
-                        f"{part.name}: the folders of {column} hold no numbers ({part.partition[column]}): name other "
-                        "columns with data.features=[...], or write them as numbers"
-                    )
-            elif not parquet_columns.is_number(inner) or (inner is not kind and column == self.target):
-                what = "the target" if column == self.target else "the column"
-                others = "" if column == self.target else "name others with data.features=[...], or "
+            kind, is_target = part.types[column], column == self.target
+            inner = kind.value_type if parquet_columns.is_vector(kind) and not is_target else kind
+            if not parquet_columns.is_number(inner):
+                what = "the target" if is_target else "the column"
+                others = "" if is_target else "name others with data.features=[...], or "
                 advice = parquet_columns.advice(kind).replace("df[c]", f"df[{column!r}]")
-                raise ValueError(f"{part.name}: {what} {column} holds no numbers ({kind}): {others}{advice}")
-
-    def _type(self, part: PartFile, column: str) -> Any:
-        # Return the pyarrow type of a column; None of one that the folders give.
-        schema = part.file.schema_arrow
-        return schema.field(column).type if column in schema.names else None
-
-    def _is_whole(self, part: PartFile) -> bool:
-        kind = self._type(part, str(self.target))
-        if kind is None:
-            return isinstance(part.partition[str(self.target)], int)
-        return parquet_columns.is_whole(kind)
-
-    def _groups_type(self) -> str:
-        kinds = {str(self._type(part, str(self.target)) or "fractions") for part, _, _ in self._groups}
-        return " and ".join(sorted(kinds))
-
-    def _width(self, parts: Sequence[PartFile], column: str) -> int:
-        kind = self._type(parts[0], column)
-        return 1 if kind is None else parquet_columns.width_of(parts[0], column, kind)
+                raise ValueError(
+                    f"{part.name}: {what} {column} holds no numbers ({kind}): {others}write them as numbers{advice}"
+                )
 
     def _take_up(self, part: PartFile) -> None:
         row = 0
@@ -252,12 +220,9 @@ class ParquetRows(ProcessLocal):
     def _range_of_target(self, parts: Sequence[PartFile]) -> tuple[int, int]:
         found: list[int] = []
         for part in parts:
-            if self._type(part, str(self.target)) is None:
-                found.append(part.partition[str(self.target)])
-                continue
             groups = [group for other, group, _ in self._groups if other is part]
             found += parquet_columns.range_of(part, str(self.target), groups)
-        return min(found), max(found)
+        return min(found, default=0), max(found, default=0)
 
     def _read(self, group: int) -> tuple[np.ndarray, np.ndarray | None]:
         # Return a row group: its features, (rows, features), and its targets, (rows,).
@@ -266,39 +231,19 @@ class ParquetRows(ProcessLocal):
                 self._cache.move_to_end(group)
                 return self._cache[group]
             part, number, first = self._groups[group]
-            columns = [*self.features, *([self.target] if self.target is not None else [])]
-            stored = [column for column in columns if column not in part.partition or self._type(part, column)]
-            table = part.file.read_row_group(number, columns=stored)
-            rows = self.shard_lengths[group]
-            x = np.concatenate(
-                [
-                    self._feature(part, table, column, width, first, rows)
-                    for column, width in zip(self.features, self.feature_widths, strict=True)
-                ],
-                axis=1,
+            table = part.read(number, self._columns)
+            features = (
+                parquet_columns.numbers(table.column(name), name, width, self.fill, part.name, first)
+                for name, width in zip(self.features, self.feature_widths, strict=True)
             )
-            y = self._targets(part, table, first, rows) if self.target is not None else None
+            x, y = np.concatenate([*features], axis=1), None
+            if self.target is not None:
+                values = table.column(self.target)
+                y = parquet_columns.targets(values, self.target, self._whole, part.name, first)
             self._cache[group] = x, y
             while len(self._cache) > 1 and sum(map(n_bytes, self._cache.values())) > self.cache_mb * 2**20:
                 self._cache.popitem(last=False)
             return x, y
-
-    def _feature(self, part: PartFile, table: Any, name: str, width: int, first: int, rows: int) -> np.ndarray:
-        if name in table.column_names:
-            return parquet_columns.numbers(table.column(name), name, width, self.fill, part.name, first)
-        value = part.partition[name] if part.partition[name] is not None else self.fill
-        if value is None:
-            raise DataError(f"{part.name}: the folder of {name} has no value: give data.fill=0")
-        return np.full((rows, 1), value, np.float32)
-
-    def _targets(self, part: PartFile, table: Any, first: int, rows: int) -> np.ndarray:
-        name = str(self.target)
-        if name in table.column_names:
-            return parquet_columns.targets(table.column(name), name, self._whole, part.name, first)
-        value = part.partition[name]
-        if value is None:
-            raise DataError(f"{part.name}: the folder of the target {name} has no value: leave these files out")
-        return np.full(rows, value, np.int64 if self._whole else np.float32)
 
 
 def n_bytes(parts: tuple[np.ndarray, np.ndarray | None]) -> int:
