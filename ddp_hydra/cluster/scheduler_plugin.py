@@ -31,6 +31,8 @@ CONFIRM_S = 15.0
 """Seconds that a silent client is watched before: a scheduler that was suspended has to read its heartbeats first."""
 ADAPTED_S = 30.0
 """A cluster that has asked for its target within this many seconds adapts its size."""
+RETIRE_S = 30.0
+"""Seconds that ranks may take to save before their worker is retired."""
 FRONT = 2
 """How many gangs of the queue are woken when workers become free; those behind them ask now and then."""
 PLANNED = ("worker-close-gracefully", "retire-workers")
@@ -218,7 +220,29 @@ class ReservationPlugin(SchedulerPlugin):
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
+        self.scheduler, self.retire = scheduler, scheduler.retire_workers
+
+    async def retire_workers(
+        self, *args: Any, stimulus_id: str | None = None, close_workers: bool = False, remove: bool = True, **which: Any
+    ) -> dict[str, Any]:
+        """Retire workers as Dask does, but after their gangs have saved; the workers take no new tasks meanwhile."""
+        stimulus_id = stimulus_id or f"retire-workers-{scheduler_time()}"
+        retired: dict[str, Any] = await self.retire(*args, **which, stimulus_id=stimulus_id, remove=False)
+        until, topics = time.monotonic() + RETIRE_S, []
+        for entry in _reservations(self.scheduler).values():
+            for worker in retired.keys() & set(entry["workers"]):
+                topics.append(entry["topic"])
+                self.scheduler.log_event(entry["topic"], {"action": "retire-worker", "worker": worker, "planned": True})
+
+        def are_used() -> bool:
+            workers = [self.scheduler.workers[worker] for worker in retired if worker in self.scheduler.workers]
+            tasks = [task for worker in workers for task in (*worker.processing, *worker.has_what)]
+            return any(str(task.key).startswith(tuple(topics)) for task in tasks)
+
+        while are_used() and time.monotonic() < until:
+            await asyncio.sleep(0.05)
+        more = {"stimulus_id": stimulus_id, "close_workers": close_workers, "remove": remove}
+        return dict(await self.retire(list(retired), **more))
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Drop a record that was sent to the client, and a topic that a late record has created once more.
@@ -259,7 +283,9 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
 
         if own_target is not None:
             scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
-        scheduler.add_plugin(ReservationPlugin(scheduler), name="ddp_hydra")
+        plugin = ReservationPlugin(scheduler)
+        scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
+        scheduler.add_plugin(plugin, name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 
 

@@ -71,6 +71,7 @@ class Attempt:
         self.futures, self.waiting = self.workers.futures, dict(waiting)
         self.values: dict[int, Any] = {}
         self.leaving = set[str]()
+        self.retiring: RankSpec | None = None
         self.is_stopping = False
         self.begun_at, self.checked_at = time.monotonic(), 0.0
         self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
@@ -95,6 +96,9 @@ class Attempt:
             with self.submitted(job):
                 try:
                     self.watch()
+                    if self.retiring is not None and self.settings.max_restarts and not self.interrupts.wanted:
+                        self.rank_states.fail(self.retiring, "lost", PLANNED.format(worker=self.retiring.worker))
+                        raise self.rank_states.error()
                 except RankFailed as failed:
                     self.read_rest(failed)
                     raise
@@ -244,13 +248,22 @@ class Attempt:
         if isinstance(message, bytes):
             for line in message.split(b"\n"):
                 self.on_record(Record.decode(line), len(line))
-        elif isinstance(message, dict) and message.get("action") == "remove-worker":
+        elif isinstance(message, dict) and message.get("action") in ("remove-worker", "retire-worker"):
             address = message["worker"]
             if message.get("planned"):
                 self.leaving.add(address)
-            left = PLANNED if address in self.leaving else watchdog.LEFT
-            self.watchdog.lose_worker(address, left.format(worker=address))
+            if message["action"] == "remove-worker" or not self.save_before_end(address):
+                left = PLANNED if address in self.leaving else watchdog.LEFT
+                self.watchdog.lose_worker(address, left.format(worker=address))
         return True
+
+    def save_before_end(self, worker: str) -> bool:
+        """Have the ranks save before a worker is retired, to go on in another attempt; return whether they can."""
+        leaving = [spec for spec in self.specs if spec.worker == worker and spec.rank in self.rank_states.running]
+        if leaving and self.health.in_loop(self.rank_states.running):
+            self.retiring = leaving[0]
+            self.workers.send({"preempted": True}, [self.retiring.rank])
+        return self.retiring is not None
 
     def on_record(self, record: Record, size: int) -> None:
         """Act on a record of a worker's task; queue all other records for their reader."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +123,33 @@ def test_a_lost_worker_is_told_to_the_gang_that_holds_it(reason, planned):
     scheduler.remove("a:2", reason)
     scheduler.remove("a:3", reason)
     assert told == [("topic of two", {"action": "remove-worker", "worker": "a:2", "planned": planned})]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_worker_is_retired_when_its_gang_has_saved_or_its_time_is_up(saves, monkeypatch):
+    monkeypatch.setattr(scheduler_plugin, "RETIRE_S", 0.2)
+    scheduler = Scheduler("a:1", "a:2")
+    task, other = SimpleNamespace(key="topic of one-rank-0"), SimpleNamespace(key="of somebody else")
+    scheduler.workers["a:1"].has_what, scheduler.workers["a:1"].processing = [other], [task]
+    calls: list[Any] = []
+
+    async def retire(workers: list[str], **more: Any) -> dict[str, Any]:
+        calls.append((workers, more["remove"], more.get("close_workers"), task in scheduler.workers["a:1"].processing))
+        return dict.fromkeys(workers)
+
+    def on_event(topic: str, message: Any) -> None:
+        told.append((topic, message))
+        if saves:
+            scheduler.workers["a:1"].processing.clear()
+
+    scheduler.retire_workers = retire
+    scheduler.reserve("one", 1)
+    scheduler.reserve("two", 1)
+    told: list[tuple[str, Any]] = []
+    scheduler.log_event = on_event
+    assert asyncio.run(scheduler.handlers["retire_workers"](["a:1"], close_workers=True)) == {"a:1": None}
+    assert told == [("topic of one", {"action": "retire-worker", "worker": "a:1", "planned": True})]
+    assert calls == [(["a:1"], False, None, True), (["a:1"], True, True, not saves)]
 
 
 def test_records_do_not_pile_up_in_the_topics_of_gangs_and_those_of_others_stay():

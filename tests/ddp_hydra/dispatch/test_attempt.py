@@ -237,6 +237,35 @@ def test_a_worker_that_is_retired_was_planned_and_says_so(make, caplog):
     assert gang.restarts.used == 0
 
 
+RETIRED = {"action": "retire-worker", "worker": "tcp://h:1", "planned": True}
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_ranks_save_before_a_worker_is_retired_and_go_on_elsewhere_if_they_may(restarts, make):
+    one = make(beat(0, "load"), beat(1, "load"), RETIRED)
+    change(one, max_restarts=restarts)
+
+    def on_sent(rank: int, message: dict[str, Any]) -> None:
+        for record in (Record(Preempted(), 1), end(1), end(0)) if "preempted" in message else ():
+            one.client.publish(record)
+
+    one.client.on_sent = on_sent
+    if restarts:
+        with pytest.raises(RankFailed, match="tcp://h:1 was shut down as planned") as caught:
+            one.run(b"")
+        assert one.was_planned(caught.value.failure)
+    else:
+        assert one.run(b"") == ["done", "done"]
+    assert (one.client.sent_to("preempted"), one.client.sent_to("stop")) == ([1], [])
+
+
+def test_ranks_that_have_nothing_to_save_end_at_once_where_a_worker_is_retired(make):
+    one = make(RETIRED)
+    with pytest.raises(RankFailed, match="tcp://h:1 was shut down as planned"):
+        one.run(b"")
+    assert one.client.sent_to("preempted") == []
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_that_its_worker_has_stopped_is_lost_with_it(ranks, make):
     one = make(end(ranks - 1, "stopped"), ranks=ranks)
