@@ -22,7 +22,14 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.job_config import RankBatch, changed_settings, describe_change, gang_settings, redistribute
+from ddp_hydra.job.job_config import (
+    RankBatch,
+    changed_settings,
+    describe_change,
+    gang_settings,
+    ranks_per_worker,
+    redistribute,
+)
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection, torchrun
@@ -109,9 +116,10 @@ class Job:
         self.first_world_size = 0
         self.first_step = 0
         self.steps_before: list[int] = []  # done by the attempt before, in another process
-        if self.earlier_attempts and torchrun.is_again(self.run_dir):
-            self.steps_before = [self.earlier_attempts[-1].steps_done]
-            self.first_world_size = self.earlier_attempts[-1].world_size or 0
+        _, hosts, run_dir = torchrun.read_memory()
+        if run_dir == str(self.run_dir.absolute()):  # torchrun may have started it before, with more hosts
+            self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
+            self.first_world_size = self.cfg.dispatch.ranks or hosts * int(ranks_per_worker(self.cfg))
         self.saved = False
 
     @contextmanager

@@ -250,26 +250,38 @@ class Hosts:
 # -- a start after another one ---------------------------------------------------------------------------
 
 
-def remember(run_dir: str) -> None:
-    """Note the run directory on each host, for the case that torchrun starts all again."""
-    Hosts.say(run_dir=run_dir)
+def remember(run_dir: str, hosts: int = 0) -> None:
+    """Note the run directory on each host, for the case that torchrun starts all again.
+
+    Args:
+        run_dir: of the job.
+        hosts: how many the job began with; 0 for what is noted, or for all that are there.
+    """
+    place = find_place()
+    hosts = hosts or read_memory()[1] or (place.hosts if place else 1)
+    Hosts.say(run_dir=run_dir, hosts=hosts)
     if (file := memory()) is not None:
         with contextlib.suppress(OSError):  # then a restart begins anew
-            file.write_text(f"{os.getpid()} {run_dir}")
+            file.write_text(f"{os.getpid()} {hosts} {run_dir}")
 
 
 def remembered() -> Path | None:
     """Return the run directory of the processes that torchrun had started before; None if these are the first."""
-    file = memory()
-    with contextlib.suppress(OSError, UnicodeError):
-        writer, _, run_dir = file.read_text().partition(" ") if file is not None else ("", "", "")
-        if run_dir and writer != str(os.getpid()):
-            return Path(run_dir)
-    return None
+    writer, _, run_dir = read_memory()
+    return Path(run_dir) if writer not in (0, os.getpid()) else None
 
 
 def is_again(run_dir: Path) -> bool:
     return remembered() == run_dir.absolute()
+
+
+def read_memory() -> tuple[int, int, str]:
+    """Return the process that has noted the run directory, the hosts that the job began with, and the directory."""
+    with contextlib.suppress(OSError, ValueError):
+        if (file := memory()) is not None:
+            writer, hosts, run_dir = file.read_text().split(" ", 2)
+            return int(writer), int(hosts), run_dir
+    return 0, 0, ""
 
 
 def memory() -> Path | None:

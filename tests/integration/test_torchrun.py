@@ -201,6 +201,43 @@ def test_a_killed_first_process_is_started_again_where_it_was(cli, wait_for):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+def test_a_job_goes_on_with_one_torchrun_of_two(cli, wait_for, number):
+    """From a checkpoint of the last step, with the same global batch; nothing is left running."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meet = ("--rdzv-backend=c10d", "--rdzv-id=t", f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}")
+    own = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", *meet, "--rdzv-conf=last_call_timeout=10")
+    slow = (
+        "data.delay_s=0.05",
+        "trainer.epochs=15",
+        "trainer.checkpoint_every_steps=1000",
+        "dispatch.restart_wait_s=1",
+    )
+    job = ("-m", "ddp_hydra", "cluster=torchrun", "cluster.trust_network=true", *TINY, *slow, "hydra.run.dir=run")
+    agents = []
+    try:
+        for _ in range(2):
+            agents.append(cli.start(*own, *job, module="torch.distributed.run", **apart(cli)))
+            wait_for(lambda: psutil.Process(agents[0].pid).net_connections(), "the store of the first torchrun")
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a first step")
+        started = [child for agent in agents for child in psutil.Process(agent.pid).children(recursive=True)]
+        agents[1].send_signal(number)
+        stdout, stderr = agents[0].communicate()
+        agents[1].communicate()
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.communicate()
+    assert agents[0].returncode == 0, stderr
+    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert "  resumed   at step " in stdout
+    summary = summary_of(cli.folder / "run")
+    assert (summary["status"], summary["world_size"], summary["steps"], summary["steps_lost"]) == ("done", 1, 90, 0)
+    assert summary["samples"] == 90 * 16
+
+
+@pytest.mark.slow
 def test_all_commands_run_on_the_ranks_of_torchrun(cli):
     """Once, whatever the number of processes: a sweep, and an evaluation of its first job."""
     job = ("-m", "cluster=torchrun", *TINY, "trainer.epochs=1", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=sweep")

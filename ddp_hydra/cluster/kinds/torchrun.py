@@ -138,7 +138,7 @@ def work_on_host(place: ProcessPlace, compose: Callable[[], DictConfig]) -> int:
         if "exit" in line:
             return int(line["exit"])
         if "run_dir" in line:
-            torchrun.remember(str(line["run_dir"]))
+            torchrun.remember(str(line["run_dir"]), int(line["hosts"]))
         elif "scheduler" in line:
             if manager is None:
                 manager = Torchrun(compose())

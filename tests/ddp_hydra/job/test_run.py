@@ -38,6 +38,7 @@ from ddp_hydra.job.job_config import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import explain, read_result, summarised
+from ddp_hydra.rank import torchrun
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Best, Summary, encode
@@ -143,6 +144,13 @@ def test_the_global_batch_stays_what_it_was_where_it_divides(now, size, parts, t
 
 
 # -- what an attempt runs ----------------------------------------------------------------------------------
+
+
+def test_the_global_batch_stays_where_torchrun_starts_a_job_again_on_fewer_hosts(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(torchrun, "read_memory", lambda: (1, 4, str(tmp_path)))
+    cfg = config(cluster___target_="ddp_hydra.cluster.kinds.torchrun.Torchrun")
+    again = Job(tmp_path, cfg, resolved(cfg), {}, Summary(status="failed")).call(0, 2).args[0]
+    assert (again["data"]["batch_size"], again["trainer"]["gradient_accumulation_steps"]) == (8, 2)
 
 
 def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):

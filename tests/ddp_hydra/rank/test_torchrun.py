@@ -153,6 +153,13 @@ def test_a_restart_goes_on_in_the_same_run_directory(agent):
     assert overrides.with_run_dir_before(["-m", *typed]) == ["-m", *typed]
 
 
+def test_the_number_of_hosts_at_first_is_kept_where_there_are_fewer(agent, started):
+    error_file = os.environ["TORCHELASTIC_ERROR_FILE"]
+    started(0, WORLD_SIZE=2, TORCHELASTIC_ERROR_FILE=error_file)
+    torchrun.remember(str(agent))
+    assert torchrun.read_memory() == (os.getpid(), 2, str(agent))
+
+
 def test_without_an_agent_nothing_is_noted(started):
     started(0)
     torchrun.remember("/nowhere")
