@@ -1,11 +1,11 @@
 """Runs a function on all ranks of a gang: `dispatch.run(client, fn, …)`.
 
-    gang            starts the ranks together, and again after failures (restarts)
+    gang            starts the ranks together, and again after failures
     call            the function and its arguments; a script in its place
     background      a gang in a thread, with futures
     attempt         one start of a gang, from its tasks to their ends
     placement       which worker gets which rank; workers: what is asked of them
-    watchdog        notices failed tasks, silent hosts and hangs; health decides
+    watchdog        notices failed tasks, silent hosts and hangs; health decides, also on restarts
     record_queue    records on their way to the handler; file_transfer: files
     run_dir         the run directory of a user's own function
     inline          the only rank, in this process

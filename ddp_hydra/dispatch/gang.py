@@ -31,8 +31,8 @@ from ddp_hydra.dispatch import placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
+from ddp_hydra.dispatch.health import Restarts
 from ddp_hydra.dispatch.record_queue import UnreadRecords
-from ddp_hydra.dispatch.restarts import Restarts
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import File, Metrics, Notice, Record

@@ -138,4 +138,4 @@ def _dry_run(config: dict[str, Any]) -> None:
         if isinstance(record.data, Start):
             print("\n".join(record.data.lines))  # noqa: T201
 
-    inline.run("ddp_hydra.training.dry_run:dry_run", config, on_record=show)
+    inline.run("ddp_hydra.training.loop:dry_run", config, on_record=show)

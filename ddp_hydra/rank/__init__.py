@@ -1,20 +1,17 @@
 """Runs on the worker's host: starts, watches and ends the processes of ranks.
 
 task            the Dask task that runs a worker's ranks
-rank_process    watches one of them: starts its process, says how it ended
-launcher        has the fork server start the process
+rank_process    one of them: has its process started, watches it, says how it ended
 record_relay    passes the ranks' records and output on to the client
 process         the rank itself: joins the process group (process_group) and calls the function
 fork_server     imports torch once (fork_preload, which puts off its compiler); each rank is a fork of it
-fork_caller     one connection to it
-spare_forks     forks that wait for the next ranks
+spare_forks     its connections, and forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
-inbox           messages of the client to a worker's task
+inbox           messages of the client to a worker's task; lets ranks finish when their worker is shut down
 outbox          files on their way from ranks to the client; checkpoints that stay, for ranks that resume there
-preemption      lets ranks finish when their worker is shut down
 device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose
-environment network gpus processes               of this host; processes that a rank leaves behind
+environment network processes         of this host, with its GPUs; processes that a rank leaves behind
 dask_preload    loaded by workers of a local cluster: they do not react to Ctrl-C
 torchrun        the processes that torchrun starts, and their end; torchrun_store: their way between hosts
 spec return_values                    data that goes to the rank and comes back

@@ -1,12 +1,17 @@
-"""Computes the environment variables and the cores of a rank and of its fork server, and which ranks share a server."""
+"""Computes the environment variables and the cores of a rank and of its fork server, and which ranks share a server.
+
+GPUs have names here that mean the same to all programs of this host.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import resource
 import sys
@@ -14,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ddp_hydra
-from ddp_hydra.rank import gpus
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 
 
@@ -67,7 +71,7 @@ def is_placed() -> bool:
 
 def seen_gpus() -> list[str]:
     """Return the GPUs that this worker's ranks can share among them; [] if each worker has its own already."""
-    return [] if is_placed() else gpus.identities(os.environ)
+    return [] if is_placed() else gpu_identities(os.environ)
 
 
 def threads(total: int, ranks: int) -> int:
@@ -98,7 +102,7 @@ def cores() -> list[int]:
 
 def own_gpu_first(variables: Mapping[str, str], local_rank: int) -> dict[str, str]:
     """Return the variable with which each local rank sees its own GPU first; a negative number undoes it."""
-    if not (seen := gpus.visible(variables)):
+    if not (seen := visible_gpus(variables)):
         return {}
     first = local_rank % len(seen)
     return {"CUDA_VISIBLE_DEVICES": ",".join(seen[first:] + seen[:first])}
@@ -208,3 +212,49 @@ def _confinement() -> list[str]:
         with contextlib.suppress(OSError):
             found.append(str(Path("/proc/self/ns", name).readlink()))
     return found
+
+
+UUID_BYTES = 96
+
+
+def visible_gpus(variables: Mapping[str, str]) -> list[str]:
+    if "CUDA_VISIBLE_DEVICES" in variables:
+        names = [gpu.strip() for gpu in variables["CUDA_VISIBLE_DEVICES"].split(",") if gpu.strip()]
+        return list(itertools.takewhile(lambda name: not name.startswith("-"), names))  # as CUDA does
+    return [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+
+
+def gpu_identities(variables: Mapping[str, str]) -> list[str]:
+    """Return the UUIDs of the visible GPUs; their names if the driver tells no UUIDs."""
+    names = visible_gpus(variables)
+    known = gpu_uuids() if names else []
+    return [_uuid(name, known) for name in names]
+
+
+def _uuid(name: str, known: list[str]) -> str:
+    if name.isdigit():
+        return known[int(name)] if int(name) < len(known) else name
+    return next((uuid for uuid in known if uuid.startswith(name)), name)  # CUDA, too, takes the beginning of a UUID
+
+
+@functools.cache
+def gpu_uuids() -> list[str]:
+    """Return the UUID of each GPU; its number where the driver does not tell it. No torch is imported."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")  # NVIDIA's management library
+    except OSError:
+        return []
+    if nvml.nvmlInit_v2() != 0:
+        return []
+    try:
+        gpus = ctypes.c_uint(0)
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(gpus))
+        return [_uuid_of(nvml, number) for number in range(gpus.value)]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _uuid_of(nvml: ctypes.CDLL, number: int) -> str:
+    handle, text = ctypes.c_void_p(), ctypes.create_string_buffer(UUID_BYTES)
+    is_known = nvml.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(handle)) == 0
+    return text.value.decode() if is_known and nvml.nvmlDeviceGetUUID(handle, text, UUID_BYTES) == 0 else str(number)

@@ -42,7 +42,6 @@ from typing import Any, NoReturn
 
 from ddp_hydra.console.signals import open_standard_files
 from ddp_hydra.rank import environment
-from ddp_hydra.rank.fork_caller import REQUEST_S, Caller
 from ddp_hydra.rank.fork_preload import import_if_wanted, preload
 from ddp_hydra.rank.processes import (
     LEFT_S,
@@ -54,7 +53,7 @@ from ddp_hydra.rank.processes import (
     kill_group,
     user_of,
 )
-from ddp_hydra.rank.spare_forks import SpareForks, become_rank
+from ddp_hydra.rank.spare_forks import REQUEST_S, Caller, SpareForks, become_rank
 
 MODULE = "ddp_hydra.rank.fork_server"
 SPARES_S = 1.0

@@ -31,7 +31,7 @@ from ddp_hydra.console import tracebacks
 from ddp_hydra.console.signals import own_handler
 from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import DdpHydraError, Failure
-from ddp_hydra.rank import fault_injection, gpus, return_values
+from ddp_hydra.rank import environment, fault_injection, return_values
 from ddp_hydra.rank.process_group import meet, process_group
 from ddp_hydra.rank.spec import RankLaunch
 from ddp_hydra.record import End, Record
@@ -94,7 +94,7 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
 
 def take_helper(data_workers: int | None) -> None:
     """Fork the process that will fork workers, if this rank may have some; it shares this rank's heartbeat."""
-    if data_workers or (data_workers is None and gpus.visible(os.environ)):
+    if data_workers or (data_workers is None and environment.visible_gpus(os.environ)):
         from ddp_hydra.data import workers  # a script needs none of it
 
         workers.take_helper()

@@ -1,4 +1,4 @@
-"""Watches one rank from its worker's task: starts its process, passes its records on, and says how it ended.
+"""Watches one rank from its worker's task: has its process forked, passes its records on, and says how it ended.
 
 The rank shares only a socket, a pipe and a page of memory with the worker. So whatever happens to it (a crash, the
 out-of-memory killer, a hanging collective), the worker and its other ranks stay whole.
@@ -12,22 +12,28 @@ import math
 import os
 import selectors
 import signal
+import socket
+import sys
+import tempfile
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+import msgspec
 import psutil
+from distributed import Worker
 from msgspec.structs import replace
 
 from ddp_hydra import results
+from ddp_hydra.config.project import Project
 from ddp_hydra.errors import Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
-from ddp_hydra.rank import inbox, return_values
-from ddp_hydra.rank.launcher import Launcher, RankContext
-from ddp_hydra.rank.record_relay import RecordRelay
-from ddp_hydra.rank.spec import RankSpec
-from ddp_hydra.record import Beat, End, Preempted, Stack
+from ddp_hydra.rank import dask_preload, device_leases, environment, fork_client, inbox, network, outbox, return_values
+from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
+from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
+from ddp_hydra.record import Beat, End, Preempted, Stack, Up
 
 TICK_S = 0.1
 """Seconds between two looks at a rank that starts or ends."""
@@ -43,6 +49,28 @@ DRAIN_S = 1.0
 open for ever."""
 
 
+class RankContext:
+    """What the ranks of one worker share.
+
+    Args:
+        worker: the Dask worker.
+        job: of its ranks, and of other workers'.
+        is_cancelled: returns whether the client is gone, or gave up.
+
+    Attributes:
+        sender: of the ranks' records.
+        selector: waits for what they, and the client, send.
+        project: folder of the unpacked project space; None without one.
+    """
+
+    selector: selectors.BaseSelector
+    project: Path | None = None
+
+    def __init__(self, worker: Worker, job: JobSpec, is_cancelled: Callable[[], bool]) -> None:
+        self.worker, self.job, self.is_cancelled = worker, job, is_cancelled
+        self.sender = RecordSender(worker, job.topic, job.attempt)
+
+
 class RankProcess:
     """Stands between one rank's process and the client.
 
@@ -53,9 +81,9 @@ class RankProcess:
 
     def __init__(self, context: RankContext, spec: RankSpec) -> None:
         self.context, self.spec, self.selector = context, spec, context.selector
-        self.stack = ExitStack()
+        self.worker, self.job, self.stack = context.worker, context.job, ExitStack()
         self.relay = RecordRelay(context.sender, spec, context.selector)
-        self.launcher = Launcher(context, spec, self.stack, self.relay)
+        self.outbox = outbox.path(self.worker.local_directory, self.job.topic, spec.rank)
         self.shared_status, self.shared_status_fd = SharedStatus.create()
         self.stack.callback(self.shared_status.close)
         self.stack.callback(os.close, self.shared_status_fd)
@@ -69,10 +97,32 @@ class RankProcess:
         self.drain_until: float | None = None
 
     def start(self) -> None:
-        self.launcher.start(self.shared_status_fd)
+        self.control, theirs = (self.stack.enter_context(end) for end in socket.socketpair())
+        output, their_end = os.pipe()
+        self.stack.callback(os.close, output)
+        their_output = self.stack.enter_context(os.fdopen(their_end, "wb", buffering=0))
+        share = self.share()
+        launch_file = self.write_launch_file(share)
+        fds = [theirs.fileno(), their_output.fileno(), self.shared_status_fd, launch_file.fileno()]
+        if self.spec.rank == 0:
+            interface = self.job.settings.interface
+            host = network.address_of(interface) if interface else self.spec.host
+            listener = self.stack.enter_context(network.bind(host, self.job.settings.port_range))
+            fds.append(listener.fileno())
+            rendezvous = host, listener.getsockname()[1]
+            self.send({"rendezvous": rendezvous})
+            self.context.sender.say(0, Up(rendezvous))
+            self.context.sender.flush(at_once=True)  # the others wait for it; what follows may take seconds
+        else:
+            self.context.sender.say(self.spec.rank, Up())
+        fork_client.hold()
+        inbox.prepare(self.worker)
+        self.server = self.stack.enter_context(fork_client.connect())
+        socket.send_fds(self.server, [json.dumps(self.request(share)).encode() + b"\n"], fds)
+        for end in (theirs, their_output, launch_file):
+            end.close()
         self.stack.callback(self.relay.close)
-        self.server = self.launcher.server
-        self.relay.start(self.launcher.control, self.launcher.output)
+        self.relay.start(self.control, output)
         self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
         self.stack.callback(self.leave_server)
 
@@ -91,6 +141,90 @@ class RankProcess:
 
     def close(self) -> None:
         self.stack.close()
+
+    # -- the start -----------------------------------------------------------------------------------------
+
+    def send(self, message: inbox.Message) -> None:
+        self.control.sendall(json.dumps(message).encode() + b"\n")
+
+    def request(self, share: device_leases.Share) -> dict[str, Any]:
+        spec, job, settings = self.spec, self.job, self.job.settings
+        project = self.context.project
+        return {
+            "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {job.topic}",
+            "environment": environment.of_rank(
+                job, spec, self.interface(), str(self.outbox.with_name("error.json")), share.position
+            ),
+            "cwd": self.working_folder(),
+            "path": [*([str(project)] if project else []), *(str(Path(entry).absolute()) for entry in sys.path)],
+            "affinity": environment.cores(),
+            "keep_warm_s": settings.keep_warm_s or 0.0,
+        }
+
+    def working_folder(self) -> str:
+        """Return the client's folder, where this host has it; else the worker's, which is removed with the worker."""
+        cwd, local = self.job.settings.cwd, self.worker.local_directory
+        if os.access(f"{cwd}/", os.X_OK):
+            return cwd
+        if self.job.is_script and self.spec.local_rank == 0:
+            self.context.sender.warn(
+                self.spec.rank,
+                f"host {socket.gethostname()} has no folder {cwd}, so the script works in {local}, which is "
+                "removed with its worker: have it write to a folder of that host, or send files: results.submit",
+            )
+        return local
+
+    def interface(self) -> str | None:
+        if self.job.settings.interface:
+            network.address_of(self.job.settings.interface)  # raises, with the known interfaces, if it is unknown
+            return self.job.settings.interface
+        # An address that is not of this machine leads here through a port mapping.
+        host = self.spec.host
+        return network.interface_of(host) or network.interface_towards(self.worker.scheduler.addr)
+
+    def share(self) -> device_leases.Share:
+        spec, seen = self.spec, environment.gpu_identities(os.environ)
+        wanted = environment.preferred_gpu(spec)
+        if environment.is_placed():
+            seen = seen[:1]
+        share = self.stack.enter_context(
+            device_leases.acquire(self.job.gang, spec.local_world_size, self.cores(), seen, wanted)
+        )
+        if share.others_on_gpu and share.position is not None:
+            self.relay.log_sentence(
+                f"GPU {seen[share.position]} is shared with {share.others_on_gpu} ranks of other jobs: none is free"
+            )
+        return share
+
+    def cores(self) -> list[int]:
+        return environment.shared_cores(os.getppid() if self.worker.nanny else None)
+
+    def launch(self, share: device_leases.Share) -> RankLaunch:
+        spec, job = self.spec, self.job
+        ranks = max(spec.local_world_size + share.other_ranks, job.ranks_on_host.get(spec.host, 0))
+        threads = job.settings.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks)
+        own = replace(
+            job,
+            ranks=(spec,),
+            project=job.project and Project(job.project.sha256, b""),
+            settings=replace(job.settings, threads=threads),
+        )
+        return RankLaunch(
+            job=own,
+            outbox=str(self.outbox),
+            worker_pid=0 if dask_preload.in_client else os.getpid(),
+            nanny_pid=os.getppid() if self.worker.nanny and not dask_preload.is_local else 0,
+        )
+
+    def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
+        file: IO[bytes]
+        if hasattr(os, "memfd_create"):
+            file = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-launch"), "w+b"))
+        else:
+            file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        file.write(msgspec.msgpack.encode(self.launch(share)))
+        file.flush()
+        return file
 
     # -- events --------------------------------------------------------------------------------------------
 
@@ -127,7 +261,7 @@ class RankProcess:
             self.context.sender.say(self.spec.rank, Preempted())
         elif "rendezvous" not in message or self.spec.rank:  # rank 0 knows where it listens
             with contextlib.suppress(OSError):  # a rank that has ended does not read it
-                self.launcher.send(message)
+                self.send(message)
 
     @property
     def pause_s(self) -> float:

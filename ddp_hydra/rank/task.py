@@ -20,8 +20,7 @@ from distributed import Worker, get_worker
 
 from ddp_hydra.errors import ConfigError, DiskFull, Failure
 from ddp_hydra.rank import inbox, outbox
-from ddp_hydra.rank.launcher import RankContext
-from ddp_hydra.rank.rank_process import TICK_S, RankProcess
+from ddp_hydra.rank.rank_process import TICK_S, RankContext, RankProcess
 from ddp_hydra.rank.record_relay import FLUSH_S
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.record import Beat, End

@@ -251,7 +251,7 @@ class JobQueue:
             job.fail(error)
         if job.is_dry:
             # It imports torch: do that once, before the processes of the jobs are forked.
-            importlib.import_module("ddp_hydra.training.dry_run")
+            importlib.import_module("ddp_hydra.training.loop")
         return job.row.state != JobState.failed
 
     def compose_ahead(self) -> bool:

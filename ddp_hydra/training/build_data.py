@@ -26,7 +26,7 @@ A data set has these methods and attributes:
     bad_counts                        optional: {name: number} of samples, if a name stands for several
     skipped                           optional: {extension: number} of files that it left out
     max_bad_fraction                  optional: the largest share of bad samples that is allowed over all ranks
-    stats() -> {name: number}         optional: the cost of reading so far; see `data_stats.py`
+    stats() -> {name: number}         optional: the cost of reading so far; see `monitor.py`
     close()                           optional: called at the end
 
 An iterable data set has `__iter__`, and no `__getitem__` or the base class `IterableDataset`. These are optional:

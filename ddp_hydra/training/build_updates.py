@@ -17,8 +17,7 @@ from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
 from ddp_hydra.training.parallel import broadcast
 from ddp_hydra.training.train_step import TrainStep, trained_loss
-from ddp_hydra.training.update import OptimizerStep, Update, check_updates
-from ddp_hydra.training.weighing import Weighing
+from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
 
 UPDATES_REPEAT = 1000
 """Number of first steps in whose updates the names that a task updates are looked for."""

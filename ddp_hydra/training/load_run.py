@@ -1,8 +1,13 @@
-"""Loads a trained model from its checkpoint, for `evaluate`, `predict`, `generate`, `export` and notebooks."""
+"""Loads a checkpoint: its model, for `evaluate`, `predict`, `generate`, `export` and notebooks; or all, into a run.
+
+The config of the run may have changed since: the new config wins.
+"""
 
 from __future__ import annotations
 
+import copy
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,14 +17,18 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
-from ddp_hydra.config import checkpoint_config, project
+from ddp_hydra.config import checkpoint_config, objective, project
+from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, plain_state, resume
+from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription
-from ddp_hydra.training.state import load_weights
+from ddp_hydra.training.lr_schedules import FactorLR
+from ddp_hydra.training.state import ByName, TrainingState, each, load_weights
 
 
 @dataclass
@@ -68,7 +77,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), sp
         content = needed(read(RunRef.named(run).checkpoint(which, Path(folder))))
     content["config"] = OmegaConf.to_container(checkpoint_config.changed(content["config"], overrides))
     split = split if split is not None and (content["config"].get("data") or {}).get(split) else None
-    return restore(content, checkpoint_config.composed(content["config"], overrides, split=split))
+    return restore_model(content, checkpoint_config.composed(content["config"], overrides, split=split))
 
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +86,7 @@ def needed(content: dict[str, Any]) -> dict[str, Any]:
     return {**kept, "model": weights["model"]}
 
 
-def restore(content: dict[str, Any], cfg: DictConfig) -> TrainedModel:
+def restore_model(content: dict[str, Any], cfg: DictConfig) -> TrainedModel:
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     model = builders.model(cfg, data).to(device)
     channels_last = builders.channels_last(cfg, model)
@@ -91,5 +100,172 @@ def restore(content: dict[str, Any], cfg: DictConfig) -> TrainedModel:
 def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
     if (loss := builders.loss_state(task)) is not None:
         before = OmegaConf.to_container(OmegaConf.create(content["config"]).loss, resolve=True)
-        saved = resume.fitting_loss(loss, content["loss"], before, OmegaConf.to_container(cfg.loss))
+        saved = fitting_loss(loss, content["loss"], before, OmegaConf.to_container(cfg.loss))
         loss.load_state_dict(plain_state.decode(saved) if saved else loss.state_dict())
+
+
+SHOWN = 8
+_PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "threshold_mode", "mode_worse", "min_lrs"}
+"""Attributes of ReduceLROnPlateau that are its arguments."""
+
+
+def restore(state: TrainingState, content: dict[str, Any]) -> str:
+    before, now = content["config"], state.config
+    schedulers = dict(each(state.scheduler))
+    settings = [
+        OptimizerSettings(name, optimizer, schedulers[name], before, now) for name, optimizer in each(state.optimizer)
+    ]
+    if any(before.get(part) != now.get(part) for part in ("task", "loss")):
+        content = {**content, "epoch_means": None}  # sums of what another task has counted
+    if (loss := state.extras.get("loss")) is not None:
+        content = {**content, "loss": fitting_loss(loss, content.get("loss"), before.get("loss"), now.get("loss"))}
+    progress = state.extras.get("progress")
+    if progress is not None and progress.total != (content.get("progress") or {}).get("total"):
+        for one in settings:  # what a schedule of torch was told of the run's length is in its state
+            one.is_other_schedule |= one.depends_on_length
+    if any(one.is_other_schedule for one in settings):
+        for one in settings:
+            one.is_other_schedule = True
+        # The new schedule starts at 0, and is moved to the run's position later.
+        fresh = plain_state.encode(state.scheduler.state_dict(), "scheduler")
+        content = {**content, "scheduler": _with_plateaus(fresh, content["scheduler"], state.scheduler)}
+        content["progress"] = {**(content.get("progress") or {}), "taken": 0}
+    state.restore(content)
+    for one in settings:
+        one.put_back()
+    if (ema := state.extras.get("ema")) is not None and not content.get("ema"):
+        # The checkpoint has no average: start from its weights.
+        ema.model.load_state_dict(state.model.state_dict())
+    if before != now and _objective(before) != _objective(now):
+        state.best = None
+        if (early_stopping := state.extras.get("early_stopping")) is not None:
+            early_stopping.load_state_dict({"best": None, "validations_without_progress": 0})
+    changes = checkpoint_config.changes(before, now)
+    more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
+    return ", ".join(changes[:SHOWN]) + more
+
+
+def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
+    if not saved or (before or {}).get("_target_") != (now or {}).get("_target_"):
+        return None
+    if before == now:
+        return saved
+    trained = {name for name, _ in loss.named_parameters(remove_duplicate=False)}
+    own = plain_state.encode(loss.state_dict(), "loss")
+    return {name: saved[name] if name in trained and name in saved else value for name, value in own.items()}
+
+
+def _with_plateaus(fresh: Any, saved: Any, scheduler: Any) -> Any:
+    if isinstance(scheduler, ByName):
+        return {name: _with_plateaus(fresh[name], saved.get(name), part) for name, part in scheduler.items()}
+    return saved if isinstance(scheduler, ReduceLROnPlateau) and "num_bad_epochs" in (saved or {}) else fresh
+
+
+class OptimizerSettings:
+    """The settings that the new config gives an optimizer and its schedule.
+
+    Args:
+        name: of the update; "" for the only one.
+        optimizer: as the new config builds it.
+        scheduler: as the new config builds it.
+        before: the checkpoint's config.
+        now: the new config.
+    """
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, scheduler: Any, before: Mapping[str, Any], now: Mapping[str, Any]
+    ) -> None:
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        ]
+        changed = _changed_keys(before, now, "scheduler", name)
+        self.schedule = {key: vars(scheduler)[key] for key in changed if key in vars(scheduler)}
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        is_torchs = not isinstance(scheduler, (FactorLR, ReduceLROnPlateau))
+        # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
+        derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - vars(scheduler).keys()
+        self.is_other_schedule = "_target_" in changed or (is_torchs and bool(changed) and bool(derived))
+        node = now.get("scheduler") or {}
+        self.depends_on_length = is_torchs and builders.depends_on_length(
+            node if "_target_" in node else node.get(name)
+        )
+        if is_plateau and not self.is_other_schedule:
+            self.schedule = {key: vars(scheduler)[key] for key in _PLATEAU & vars(scheduler).keys() if changed}
+        self.changed = _changed_keys(before, now, "optimizer", name)
+        self.is_other_optimizer = "_target_" in self.changed
+        # If trainer.base_batch_size is set, the learning rate depends on the global batch.
+        by_batch = any((config.get("trainer") or {}).get("base_batch_size") for config in (before, now))
+        node = now.get("optimizer") or {}
+        node = node if "_target_" in node else node.get(name) or {}
+        # A function that makes parameter groups may take its arguments for anything.
+        makes_groups = bool(self.changed) and builders.makes_groups(str(node.get("_target_")))
+        self.is_other_optimizer |= makes_groups
+        self.has_other_rates = "lr" in self.changed or by_batch or makes_groups
+
+    def put_back(self) -> None:
+        for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
+            changed = self.optimizer.defaults.keys() if self.is_other_optimizer else self.changed
+            group.update({key: new[key] for key in changed if key in new and key != "lr"})
+            if self.is_other_optimizer:
+                for key in group.keys() - new.keys() - {"params", "initial_lr"}:
+                    del group[key]
+            if self.is_other_schedule:  # torch's schedules keep some of their settings there, and cycle others
+                group.update({key: value for key, value in new.items() if key not in self.optimizer.defaults})
+                cycled = ("momentum", "betas") if "max_momentum" in new else ()
+                group.update({key: new[key] for key in ("lr", "initial_lr", *cycled) if key in new})
+        if self.has_other_rates and not self.is_other_schedule:
+            self._set_rates()
+        vars(self.scheduler).update(self.schedule)
+        if self.changed - {"lr"}:
+            self._try_step()
+
+    @torch.no_grad()
+    def _try_step(self) -> None:
+        kept = self.optimizer.state
+        known = [(one, group) for group in self.optimizer.param_groups for one in group["params"] if kept.get(one)]
+        if not known:
+            return
+        parameter, group = min(known, key=lambda pair: pair[0].numel())
+        trial, stand_in = copy.copy(self.optimizer), torch.zeros_like(parameter)
+        stand_in.grad = torch.zeros_like(parameter)
+        trial.param_groups = [{**group, "params": [stand_in]}]
+        trial.state = defaultdict(dict, {stand_in: copy.deepcopy(kept[parameter])})
+        try:
+            type(trial).step(trial)
+        except Exception as error:
+            raise CheckpointError(
+                f"the checkpoint's optimizer has kept {', '.join(map(str, kept[parameter]))}, with which "
+                f"{type(trial).__name__} with its new settings can't go on ({type(error).__name__}: {error!s:.100}): "
+                "resume with the optimizer's former settings, or begin anew from the weights with model.weights=<run>"
+            ) from error
+
+    def _set_rates(self) -> None:
+        for number, (group, new) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
+            old_lr, new_lr = group.get("initial_lr", group["lr"]), new.get("initial_lr", new["lr"])
+            if new_lr == old_lr:
+                continue
+            group["lr"] = group["lr"] * new_lr / old_lr if old_lr else new_lr
+            group["initial_lr"] = new_lr
+            if hasattr(self.scheduler, "base_lrs"):
+                self.scheduler.base_lrs[number] = new_lr
+
+
+def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
+    # A value that interpolates another key may have changed. The update called `name` may have a node of its own in the
+    # section.
+    old, new = (config.get(section) or {} for config in (before, now))
+    old, new = (node.get(name) or {} if name and "_target_" not in node else node for node in (old, new))
+    absent = object()
+    return {
+        key
+        for key in {**old, **new}
+        if old.get(key, absent) != new.get(key, absent) or (isinstance(new.get(key), str) and "${" in new[key])
+    }
+
+
+def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    try:
+        return objective.metric_and_direction(OmegaConf.create(dict(config)))
+    except ConfigError:
+        return None

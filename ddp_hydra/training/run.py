@@ -17,20 +17,19 @@ from ddp_hydra.data import draws
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.training import build_data, builders, memory, parameter_groups, resume, setup
+from ddp_hydra.training import build_data, builders, load_run, memory, parameter_groups, setup
 from ddp_hydra.training.build_updates import UpdateBuilder
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, RunView
 from ddp_hydra.training.checkpoint import CheckpointSaver, read
 from ddp_hydra.training.consensus import StopSignal, from_rank_0
 from ddp_hydra.training.data_description import DataDescription
-from ddp_hydra.training.ema import Ema
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.metrics import EpochMeans, named
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
 from ddp_hydra.training.profiler import Profiler
-from ddp_hydra.training.state import Position, TrainingState, together
+from ddp_hydra.training.state import Ema, Position, TrainingState, together
 from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
@@ -94,7 +93,7 @@ class TrainingRun:
         self.updates = self.builder.first(progress, saved.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
         self._build_state(dict(kept or checkpoint_config.stored_config(cfg)), description)
-        changed = resume.restore(self.state, saved) if saved else ""
+        changed = load_run.restore(self.state, saved) if saved else ""
         if saved:
             progress.move(self.state.scheduler)
         self.state.check()

@@ -24,8 +24,8 @@ from ddp_hydra.training.callbacks import check_names
 from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription, length
-from ddp_hydra.training.data_stats import skipped_by
 from ddp_hydra.training.lr_schedules import planned_steps, steps_in_epoch
+from ddp_hydra.training.monitor import skipped_by
 from ddp_hydra.training.state import Position
 from ddp_hydra.training.train_step import trained_loss
 

@@ -33,7 +33,7 @@ def test_each_worker_has_its_own_gpu_first_and_no_memory_limit(monkeypatch):
     from tests.ddp_hydra.cluster.test_connect import manager
 
     chosen = manager("local_cuda", "cluster.CUDA_VISIBLE_DEVICES=[0,1]")
-    monkeypatch.setattr("ddp_hydra.rank.gpus.count", lambda: 2)
+    monkeypatch.setattr("ddp_hydra.rank.environment.count", lambda: 2)
     chosen.check()
 
     def look(dask_worker):

@@ -41,7 +41,7 @@ def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training.ema import Ema
+    from ddp_hydra.training.state import Ema
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

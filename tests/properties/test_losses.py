@@ -19,7 +19,7 @@ from ddp_hydra.tasks.counting import Counting
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.metrics import Meter, count
 from ddp_hydra.training.train_step import TrainStep, as_step
-from ddp_hydra.training.weighing import Weighing
+from ddp_hydra.training.update import Weighing
 
 SAMPLES, CLASSES, TIME = 36, 3, 4
 SPLITS = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3]), st.integers(1, 4))

@@ -29,7 +29,7 @@ from ddp_hydra.cluster.connection import (
 from ddp_hydra.cluster.kinds.base import Manager
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.rank import gpus
+from ddp_hydra.rank import environment
 
 
 class Local(Manager):
@@ -78,7 +78,7 @@ class LocalCuda(Local):
     def check(self) -> None:
         if isinstance(given := self.arguments.get("CUDA_VISIBLE_DEVICES"), int):  # Hydra makes a number of 1
             self.arguments["CUDA_VISIBLE_DEVICES"] = [given]
-        there = len(visible) if (visible := self.visible()) is not None else gpus.count()
+        there = len(visible) if (visible := self.visible()) is not None else len(environment.gpu_uuids())
         if not there:
             raise ClusterError(
                 "cluster=local_cuda needs a GPU of NVIDIA's, and there is none here that its driver shows: look at "
@@ -98,7 +98,8 @@ class LocalCuda(Local):
         given = os.environ.get("CUDA_VISIBLE_DEVICES") if given is None else given
         if given is None:
             return None
-        return gpus.visible({"CUDA_VISIBLE_DEVICES": given if isinstance(given, str) else ",".join(map(str, given))})
+        text = given if isinstance(given, str) else ",".join(map(str, given))
+        return environment.visible_gpus({"CUDA_VISIBLE_DEVICES": text})
 
 
 def _kill_starting_workers(loop: Any) -> None:

@@ -28,7 +28,7 @@ from ddp_hydra.cluster.kinds.local import LocalCuda
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.schema import register
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.rank import gpus as gpus_of_host
+from ddp_hydra.rank import environment
 
 CONF = Path(__file__).parents[3] / "conf"
 OPTIONS = sorted(path.stem for path in (CONF / "cluster").glob("*.yaml"))
@@ -65,7 +65,7 @@ def refused(name: str, *overrides: str) -> str:
 def gpus(monkeypatch):
     """Two GPUs, and a dask_cuda that only takes arguments."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus_of_host, "count", lambda: 2)
+    monkeypatch.setattr(environment, "gpu_uuids", lambda: ["0", "1"])
     package = types.ModuleType("dask_cuda")
     package.__spec__ = importlib.util.spec_from_loader("dask_cuda", None)
     package.LocalCUDACluster = StandIn
@@ -223,7 +223,7 @@ def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(giv
 @pytest.mark.medium
 def test_local_cuda_without_a_gpu(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(gpus_of_host, "count", lambda: 0)
+    monkeypatch.setattr(environment, "gpu_uuids", list)
     said = refused("local_cuda")
     assert "cluster=local_cuda needs a GPU" in said
     assert "train on the CPU with cluster=local" in said
@@ -282,7 +282,7 @@ def test_dask_cuda_takes_what_local_cuda_gives(gpus):
 def test_gpus_are_counted_without_torch():
     import subprocess
 
-    script = "import sys; from ddp_hydra.rank import gpus; print(gpus.count() >= 0, 'torch' in sys.modules)"
+    script = "import sys; from ddp_hydra.rank import environment; print(len(environment.gpu_uuids()) >= 0, 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert told.stdout.split() == ["True", "False"]
 

@@ -24,7 +24,7 @@ from ddp_hydra.dispatch import attempt as module
 from ddp_hydra.dispatch import file_transfer, placement, watchdog
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.file_transfer import WorkerSilent
-from ddp_hydra.dispatch.restarts import Restarts
+from ddp_hydra.dispatch.health import Restarts
 from ddp_hydra.errors import ClusterError, ConfigError, Failure, RankFailed, RecordError
 from ddp_hydra.rank import inbox, return_values
 from ddp_hydra.rank.spec import GangSettings, JobSpec

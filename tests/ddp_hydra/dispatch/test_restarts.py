@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.dispatch.restarts import OWN_FAULT, Restarts, repeated
+from ddp_hydra.dispatch.health import OWN_FAULT, Restarts, repeated
 from ddp_hydra.errors import Failure
 from ddp_hydra.run_state import AttemptEntry, FailureEntry
 

@@ -15,7 +15,7 @@ from ddp_hydra.job import predictions
 from ddp_hydra.job.predictions import Parts
 from ddp_hydra.rank import return_values
 from ddp_hydra.record import File, Record, Rows
-from ddp_hydra.training import predictions as outputs
+from ddp_hydra.training import inference as outputs
 
 SCORES = np.array([0.1, 0.25, -3e-8, 1.0, 0.3], np.float32)
 NAMES = ["a", 'b "quoted", with a comma', "", "ü", "longest of all"]

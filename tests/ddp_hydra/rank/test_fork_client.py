@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 import ddp_hydra
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import environment, fork_client, gpus, processes
+from ddp_hydra.rank import environment, fork_client, processes
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -65,7 +65,7 @@ def test_a_users_own_choice_of_interface_stays(monkeypatch):
     [({"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]), ({"CUDA_VISIBLE_DEVICES": ""}, [])],
 )
 def test_the_gpus_of_a_worker_are_those_it_sees(variables, seen):
-    assert gpus.visible(variables) == seen
+    assert environment.visible_gpus(variables) == seen
 
 
 def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
@@ -86,9 +86,9 @@ def test_a_script_finds_the_gpu_that_was_taken_for_it_at_its_local_rank(monkeypa
 
 
 def test_gpus_are_known_by_uuids_however_they_are_named(monkeypatch):
-    monkeypatch.setattr(gpus, "uuids", lambda: ["GPU-aa11", "GPU-bb22"])
+    monkeypatch.setattr(environment, "gpu_uuids", lambda: ["GPU-aa11", "GPU-bb22"])
     for names, found in (("1,0", ["GPU-bb22", "GPU-aa11"]), ("GPU-bb", ["GPU-bb22"]), ("MIG-x,7", ["MIG-x", "7"])):
-        assert gpus.identities({"CUDA_VISIBLE_DEVICES": names}) == found
+        assert environment.gpu_identities({"CUDA_VISIBLE_DEVICES": names}) == found
 
 
 def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypatch):

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ddp_hydra.rank import fork_caller
 from ddp_hydra.rank import fork_server as module
+from ddp_hydra.rank import spare_forks
 from ddp_hydra.rank.fork_server import ForkServer
 
 NOBODY = b'{"signal": 0}\n'
@@ -54,7 +54,7 @@ def test_half_a_line_blocks_nobody_and_is_not_waited_for_for_ever(server, monkey
         server.receive(first)
         server.drop_slow()
         assert first.partial_line == b'{"signal": 0}'
-        monkeypatch.setattr(fork_caller, "REQUEST_S", 0.0)
+        monkeypatch.setattr(spare_forks, "REQUEST_S", 0.0)
         server.drop_slow()
         assert len(server.callers) == 1
         assert slow.recv(10) == b""
@@ -121,7 +121,7 @@ def test_it_waits_for_a_first_caller_from_the_end_of_the_imports_on(server):
 
 
 def test_a_line_has_a_bound(server, monkeypatch):
-    monkeypatch.setattr(fork_caller, "MAX_REQUEST", 100)
+    monkeypatch.setattr(spare_forks, "MAX_REQUEST", 100)
     with call(server, b"x" * 101) as caller:
         assert caller.recv(10) == b""
     assert not server.callers
@@ -157,7 +157,7 @@ def test_another_user_is_not_served(server, monkeypatch):
 def test_in_a_batch_job_it_stays_for_nobody(server, monkeypatch):
     monkeypatch.setattr(os, "fork", lambda: os.getpid())
     monkeypatch.setattr(module, "kill_group", lambda pid: None)
-    monkeypatch.setattr(fork_caller.Caller, "kill", lambda *_: None)
+    monkeypatch.setattr(spare_forks.Caller, "kill", lambda *_: None)
     for variable, kept in ((None, 60.0), ("SLURM_JOB_ID", 0.0)):
         if variable:
             monkeypatch.setenv(variable, "7")
@@ -208,7 +208,7 @@ def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, m
 def rank(server, monkeypatch) -> Iterator[socket.socket]:
     """The caller of a rank whose process is made up, and has the id 10."""
     monkeypatch.setattr(os, "fork", lambda: 10)
-    monkeypatch.setattr(fork_caller.Caller, "kill", lambda *_: None)
+    monkeypatch.setattr(spare_forks.Caller, "kill", lambda *_: None)
     with call(server, RANK) as caller:
         yield caller
     server.ranks.clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hydra.rank import gpus
+from ddp_hydra.rank import environment
 
 UUIDS = ["GPU-aaaa-1", "GPU-bbbb-2"]
 ERROR = 999
@@ -49,26 +49,26 @@ def driver(monkeypatch):
         nvmlShutdown=shutdown,
     )
     monkeypatch.setattr(ctypes, "CDLL", lambda name: nvml)
-    gpus.uuids.cache_clear()
+    environment.gpu_uuids.cache_clear()
     yield state
-    gpus.uuids.cache_clear()
+    environment.gpu_uuids.cache_clear()
 
 
 def test_all_gpus_are_listed_in_their_order(driver):
-    assert (gpus.count(), gpus.uuids()) == (2, UUIDS)
+    assert (len(environment.gpu_uuids()), environment.gpu_uuids()) == (2, UUIDS)
     assert driver.shutdowns == 1
 
 
 @pytest.mark.parametrize("failing", ["handle", "uuid"])
 def test_a_driver_that_tells_no_uuids_leaves_names(failing, driver):
     driver.failing = {failing}
-    assert gpus.uuids() == ["0", "1"]
-    assert gpus.identities({"CUDA_VISIBLE_DEVICES": "1,0"}) == ["1", "0"]
+    assert environment.gpu_uuids() == ["0", "1"]
+    assert environment.gpu_identities({"CUDA_VISIBLE_DEVICES": "1,0"}) == ["1", "0"]
 
 
 def test_a_library_that_does_not_start_shows_no_gpu(driver):
     driver.failing = {"init"}
-    assert (gpus.count(), gpus.uuids(), driver.shutdowns) == (0, [], 0)
+    assert (len(environment.gpu_uuids()), environment.gpu_uuids(), driver.shutdowns) == (0, [], 0)
 
 
 @pytest.mark.parametrize(
@@ -84,4 +84,4 @@ def test_a_library_that_does_not_start_shows_no_gpu(driver):
     ],
 )
 def test_visible_gpus_get_names_that_mean_the_same_everywhere(visible, expected, driver):
-    assert gpus.identities({"CUDA_VISIBLE_DEVICES": visible}) == expected
+    assert environment.gpu_identities({"CUDA_VISIBLE_DEVICES": visible}) == expected

@@ -21,10 +21,8 @@ from ddp_hydra.rank import (
     environment,
     fork_client,
     inbox,
-    launcher,
     network,
     outbox,
-    preemption,
     rank_process,
     record_relay,
     task,
@@ -69,7 +67,7 @@ def worker(tmp_path, monkeypatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(task, "get_worker", lambda: made)
     monkeypatch.setattr(fork_client, "hold", lambda: None)
-    monkeypatch.setattr(preemption, "prepare", lambda worker: None)
+    monkeypatch.setattr(inbox, "prepare", lambda worker: None)
     return made
 
 
@@ -79,7 +77,7 @@ def fail(*_: object, **__: object) -> None:
 
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the page": lambda patch: patch.setattr(rank_process.SharedStatus, "create", fail),
-    "the pipe": lambda patch: patch.setattr(launcher.os, "pipe", fail),
+    "the pipe": lambda patch: patch.setattr(rank_process.os, "pipe", fail),
     "the rendezvous": lambda patch: patch.setattr(network, "bind", fail),
     "the fork server": lambda patch: patch.setattr(fork_client, "connect", fail),
     "the environment": lambda patch: (
@@ -182,7 +180,7 @@ def rank_of(
 
 
 def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_under(one, tmp_path):
-    with one.launcher.write_launch_file(device_leases.Share(None, 0, 0)) as launch_file:
+    with one.write_launch_file(device_leases.Share(None, 0, 0)) as launch_file:
         launch_file.seek(0)
         launch = msgspec.msgpack.decode(launch_file.read(), type=RankLaunch)
         assert os.fstat(launch_file.fileno()).st_nlink == 0
@@ -195,9 +193,9 @@ def test_a_rank_works_in_the_folder_of_the_client_where_it_can_be_entered(can_en
     folder = tmp_path / "of the client"
     folder.mkdir()
     if not can_enter:
-        monkeypatch.setattr(launcher.os, "access", lambda path, mode: False)
+        monkeypatch.setattr(rank_process.os, "access", lambda path, mode: False)
     with rank_of(worker, cwd=str(folder)) as one:
-        request = one.launcher.request(device_leases.Share(None, 0, 0))
+        request = one.request(device_leases.Share(None, 0, 0))
     assert request["cwd"] == str(folder if can_enter else tmp_path)
 
 
@@ -210,7 +208,7 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
                 stack.enter_context(device_leases.acquire("other", 4, range(12), [], 0))
             stack.enter_context(device_leases.acquire("mine", 2, range(12), [], 0))  # of the attempt before
             one = stack.enter_context(rank_of(worker, gang="mine", attempt=1))
-            threads.append(one.launcher.launch(one.launcher.share()).job.settings.threads)
+            threads.append(one.launch(one.share()).job.settings.threads)
     assert threads == [6, 2]
 
 

@@ -10,7 +10,7 @@ from ddp_hydra.tasks import Segmentation
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.metrics import Meter, count
 from ddp_hydra.training.train_step import as_step
-from ddp_hydra.training.weighing import Weighing
+from ddp_hydra.training.update import Weighing
 
 
 def test_a_batch_without_a_pixel_that_counts_counts_nothing_and_breaks_nothing():

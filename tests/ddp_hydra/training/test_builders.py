@@ -70,5 +70,5 @@ def test_arguments_of_a_loss_and_a_task_may_refer_to_other_parts_of_the_config()
     target = "ddp_hydra.tasks.losses.CrossEntropy"
     assert criterion(_target_=target, label_smoothing="${share}", weight=[1, 2]).label_smoothing == 0.25
     cfg = config()
-    cfg.task = {"_target_": "ddp_hydra.tasks.language_model.LanguageModel", "ignore": "${seed}"}
+    cfg.task = {"_target_": "ddp_hydra.tasks.classification.LanguageModel", "ignore": "${seed}"}
     assert builders.task(cfg, Numbers(3), torch.device("cpu")).ignore == cfg.seed

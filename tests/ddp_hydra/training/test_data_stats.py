@@ -8,7 +8,7 @@ import torch
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
 from ddp_hydra.job.summary import describe_data, describe_straggler
-from ddp_hydra.training.data_stats import DataStats, bad_of_all_ranks, count_bad, skipped_by
+from ddp_hydra.training.monitor import DataStats, bad_of_all_ranks, count_bad, skipped_by
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset
 
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.training.dry_run import first_step
+from ddp_hydra.training.loop import first_step
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 pytestmark = pytest.mark.usefixtures("group")

@@ -15,7 +15,7 @@ from ddp_hydra.tasks import Classification, Task
 from ddp_hydra.training import parallel
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.weighing import Weighing
+from ddp_hydra.training.update import Weighing
 
 OPTIONS: dict[str, dict[str, bool]] = {
     "plain": {},

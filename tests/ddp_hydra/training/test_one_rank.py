@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import builders, parallel
-from ddp_hydra.training.dry_run import first_step
+from ddp_hydra.training.loop import first_step
 from ddp_hydra.training.train_step import TrainStep
 from tests.ddp_hydra.training.loop_runs import Numbers, config, weights
 

@@ -10,24 +10,24 @@ import torch
 from PIL import Image
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import predictions
+from ddp_hydra.training import inference
 from ddp_hydra.training.inference import part_length
 
 
 def test_tensors_become_columns_and_wide_ones_several():
-    found = predictions.columns(
+    found = inference.columns(
         {"x": torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16), "y": [1, 2]}, 2, "table"
     )
     assert list(found) == ["x_0", "x_1", "y"]
     assert found["x_1"].dtype == np.float32
     assert found["x_1"].tolist() == [2, 4]
-    assert predictions.columns(torch.ones(2, 1), 2, "table")["prediction"].shape == (2,)
-    assert predictions.columns(torch.ones(2, 5, 4), 2, "arrays")["prediction"].shape == (2, 5, 4)
+    assert inference.columns(torch.ones(2, 1), 2, "table")["prediction"].shape == (2,)
+    assert inference.columns(torch.ones(2, 5, 4), 2, "arrays")["prediction"].shape == (2, 5, 4)
 
 
 def test_what_differs_in_length_becomes_json():
     boxes = [[torch.tensor([1, 2])], []]
-    assert predictions.columns({"boxes": boxes}, 2, "table") == {"boxes": ["[[1,2]]", "[]"]}
+    assert inference.columns({"boxes": boxes}, 2, "table") == {"boxes": ["[[1,2]]", "[]"]}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_what_differs_in_length_becomes_json():
 )
 def test_what_does_not_fit_is_said(prediction, kind, said):
     with pytest.raises(ConfigError, match=said):
-        predictions.columns(prediction, 2, kind)
+        inference.columns(prediction, 2, kind)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_said(prediction, kind, said):
     ],
 )
 def test_pictures_become_pngs(picture, wanted):
-    (png,) = predictions.columns(picture[None], 1, "pictures")["prediction"]
+    (png,) = inference.columns(picture[None], 1, "pictures")["prediction"]
     assert np.asarray(Image.open(io.BytesIO(png))).tolist() == wanted
 
 
@@ -84,5 +84,5 @@ def test_parts_are_whole_batches(n_samples, batch_size, length):
     ],
 )
 def test_what_is_true_stands_beside_what_is_predicted(batch, wanted):
-    found = predictions.targets(batch, 2, ("cat", "dog"))
+    found = inference.targets(batch, 2, ("cat", "dog"))
     assert {name: getattr(part, "tolist", lambda part=part: part)() for name, part in found.items()} == wanted

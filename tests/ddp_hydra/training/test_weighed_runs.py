@@ -13,7 +13,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.weighing import Weighing
+from ddp_hydra.training.update import Weighing
 from tests.ddp_hydra.training.loop_runs import flat, weights
 
 

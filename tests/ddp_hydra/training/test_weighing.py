@@ -14,8 +14,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.train_step import TrainStep, as_step
-from ddp_hydra.training.update import OptimizerStep, Update
-from ddp_hydra.training.weighing import Weighing
+from ddp_hydra.training.update import OptimizerStep, Update, Weighing
 
 
 class Masked(nn.Module):
