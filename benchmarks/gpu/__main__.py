@@ -13,7 +13,7 @@ from benchmarks import commands, report
 from benchmarks.gpu import card, page
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.parts import PARTS, Part, measure
-from ddp_hydra.rank import gpus
+from ddp_hydra.rank import environment
 
 WARM_S = 120.0
 """How long a fork server stays for the next job of the report."""
@@ -38,7 +38,7 @@ def main() -> None:
         return
     arguments.repeats = arguments.repeats or (3 if arguments.device == "cuda" else 1)
     report.check_options(parser, arguments)
-    if arguments.device == "cuda" and not gpus.count():
+    if arguments.device == "cuda" and not environment.gpu_uuids():
         sys.exit("NVIDIA's driver shows no GPU here: type make gpu-report DEVICE=cpu to rehearse the report")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is under way ends as with Ctrl-C
     chosen = [part for part in PARTS if not arguments.only or part.name in arguments.only]
