@@ -18,10 +18,8 @@ from msgspec import structs
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, printable, shorten
 from ddp_hydra.dispatch import placement, watchdog
-from ddp_hydra.dispatch.health import HealthMonitor, RankStates
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.record_queue import RecordQueue
-from ddp_hydra.dispatch.workers import WorkerClient
 from ddp_hydra.errors import Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
@@ -40,13 +38,11 @@ PLANNED = "its worker {worker} was shut down as planned (dask worker --lifetime,
 ACKNOWLEDGE_BYTES = record_relay.WINDOW_BYTES // 4
 
 
-class Attempt:
+class Attempt(watchdog.Watchdog):
     """One start of a gang, as the client sees it.
 
     Args:
-        client: of the Dask cluster.
-        job: what the workers are sent, without the call.
-        interrupts: says whether the user wants to end.
+        client, job, interrupts: see `Watchdog`.
         read: called with this attempt and each record that is not for it, on another thread.
         stop: asks a gang that runs in the background to end.
         on_give_up: called when the user ends the job at once.
@@ -63,20 +59,15 @@ class Attempt:
         on_give_up: Callable[[], None],
         waiting: Mapping[str, Future],
     ) -> None:
-        self.job, self.settings, self.specs = job, job.settings, list(job.ranks)
-        self.number, self.name = job.attempt, job.topic
-        self.client, self.interrupts, self.stop_event, self.on_give_up = client, interrupts, stop, on_give_up
-        self.workers, settings = WorkerClient(client, job), job.settings
+        super().__init__(client, job, interrupts)
+        self.number, self.name, self.stop_event, self.on_give_up = job.attempt, job.topic, stop, on_give_up
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.futures, self.waiting = self.workers.futures, dict(waiting)
         self.values: dict[int, Any] = {}
         self.leaving = set[str]()
         self.retiring: RankSpec | None = None
         self.is_stopping = False
-        self.begun_at, self.checked_at = time.monotonic(), 0.0
-        self.health = HealthMonitor(settings.hang_timeout_s, settings.first_step_timeout_s, settings.start_timeout_s)
-        self.rank_states = RankStates(self.specs, job.attempt, self.health)
-        self.watchdog = watchdog.Watchdog(self.workers, self.rank_states, interrupts, self.handle_next)
+        self.checked_at = 0.0
         self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
         wake_up = lambda: self.events.put(None)  # noqa: E731
         self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, wake_up)
@@ -185,9 +176,9 @@ class Attempt:
             self.handle_next(watchdog.CHECK_S)
             if time.monotonic() - self.checked_at > watchdog.CHECK_S:
                 self.interrupts.wanted |= self.stop_event.is_set()
-                self.watchdog.check(self.records)
+                self.check()
                 if self.events.empty():  # events that still wait may change the picture
-                    self.watchdog.check_progress()
+                    self.check_progress()
                 self.checked_at = time.monotonic()
             if self.rank_states.failures:
                 self.settle()
@@ -200,7 +191,7 @@ class Attempt:
         # A dead host reports nothing, and ranks that communicated with it report first.
         self.drain(
             begin + self.settings.lost_timeout_s + 1,
-            enough=lambda: self.rank_states.cause_is_known or not self.watchdog.overdue(),
+            enough=lambda: self.rank_states.cause_is_known or not self.overdue(),
         )
         self.stop(finish_checkpoint=all(failure.kind != "hung" for failure in self.rank_states.failures))
         end = time.monotonic() + END_S + self.job.stop_s
@@ -229,14 +220,13 @@ class Attempt:
 
     def check_reading(self) -> None:
         """Raise the error of a record; after the ranks' end, the first Ctrl-C ends the wait for a full disk."""
-        self.watchdog.check_records(self.records)
+        self.check_records()
         if self.interrupts.wanted:
             self.on_give_up()
 
     # -- events --------------------------------------------------------------------------------------------
 
     def handle_next(self, timeout_s: float) -> bool:
-        """Handle the next event; return False if none came in time."""
         try:
             event = self.events.get(timeout=timeout_s)
         except queue.Empty:
@@ -254,7 +244,7 @@ class Attempt:
                 self.leaving.add(address)
             if message["action"] == "remove-worker" or not self.save_before_end(address):
                 left = PLANNED if address in self.leaving else watchdog.LEFT
-                self.watchdog.lose_worker(address, left.format(worker=address))
+                self.lose_worker(address, left.format(worker=address))
         return True
 
     def save_before_end(self, worker: str) -> bool:
@@ -278,7 +268,7 @@ class Attempt:
             case Beat() as beat:
                 self.health.note_heartbeat(record.rank, beat, time.monotonic())
             case Stack(text):
-                self.watchdog.stacks[record.rank] = printable(text)
+                self.stacks[record.rank] = printable(text)
             case Preempted():
                 self.leaving.add(self.specs[record.rank].worker)
                 self.workers.finish(self.rank_states.running, "preemption")
@@ -327,5 +317,5 @@ class Attempt:
         """Note that a worker does not answer; raise the error if it is one of a file, here or there."""
         if error.errno is not None:
             raise error
-        self.watchdog.silent.add(spec.worker)
+        self.silent.add(spec.worker)
         self.rank_states.fail(spec, "lost", f"its worker {spec.worker} {what}: {error}")

@@ -240,7 +240,7 @@ class Gang:
                 try:
                     return self.run_attempt(self.attempt, call_of(job.attempt, len(job.ranks)))
                 except RankFailed as error:
-                    silent = self.attempt.watchdog.silent
+                    silent = self.attempt.silent
                     self.decide_restart(error, goes_on)
                     self.attempt.workers.clear()
                     job = structs.replace(job, attempt=job.attempt + 1)

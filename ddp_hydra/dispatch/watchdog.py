@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+
+from distributed import Client
 
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS
 from ddp_hydra.dispatch.file_transfer import WorkerSilent
-from ddp_hydra.dispatch.health import Hang, RankStates, waits
+from ddp_hydra.dispatch.health import Hang, HealthMonitor, RankStates, waits
 from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
 from ddp_hydra.errors import ConfigError, SchedulerLost
 from ddp_hydra.rank import rank_process
+from ddp_hydra.rank.spec import JobSpec
 from ddp_hydra.record import Record
 
 log = logging.getLogger(__name__)
@@ -33,30 +35,23 @@ class Watchdog:
     """Checks the ranks of one attempt every now and then.
 
     Args:
-        workers: of the attempt.
-        rank_states: of the attempt.
+        client: of the Dask cluster.
+        job: what the workers are sent, without the call.
         interrupts: says whether the user wants to end.
-        handle_next: handles the next event; takes the seconds to wait for it.
 
     Attributes:
         silent: addresses of workers that went silent.
         stacks: the stacks that ranks have printed.
     """
 
-    def __init__(
-        self,
-        workers: WorkerClient,
-        rank_states: RankStates,
-        interrupts: Interrupts,
-        handle_next: Callable[[float], bool],
-    ) -> None:
-        self.workers, self.rank_states, self.interrupts, self.handle_next = (
-            workers,
-            rank_states,
-            interrupts,
-            handle_next,
-        )
-        self.settings, self.health, self.specs = workers.settings, rank_states.health, rank_states.specs
+    records: RecordQueue
+
+    def __init__(self, client: Client, job: JobSpec, interrupts: Interrupts) -> None:
+        self.client, self.job, self.settings, self.specs = client, job, job.settings, list(job.ranks)
+        self.interrupts, self.workers = interrupts, WorkerClient(client, job)
+        timeouts = (getattr(job.settings, f"{name}_timeout_s") for name in ("hang", "first_step", "start"))
+        self.health = HealthMonitor(*timeouts)
+        self.rank_states = RankStates(self.specs, job.attempt, self.health)
         self.silent: set[str] = set()
         self.stacks: dict[int, str] = {}
         self.begun_at = self.asked_at = time.monotonic()
@@ -64,7 +59,11 @@ class Watchdog:
         self.finish_by: float | None = None
         self.slow_record: Record | None = None
 
-    def check(self, records: RecordQueue) -> None:
+    def handle_next(self, timeout_s: float) -> bool:
+        """Handle the next event; return False if none came in time."""
+        raise NotImplementedError
+
+    def check(self) -> None:
         """Check the records, the tasks, and whether the user wants to end.
 
         Raises:
@@ -72,7 +71,7 @@ class Watchdog:
             KeyboardInterrupt: the user wants to end, and nothing can be saved, or no longer.
         """
         self.health.look(time.monotonic())
-        self.check_records(records)
+        self.check_records()
         self.check_interrupt()
         self.check_tasks()
 
@@ -83,10 +82,11 @@ class Watchdog:
         if hang is not None:
             self.report_hang(hang)
 
-    def check_records(self, records: RecordQueue) -> None:
+    def check_records(self) -> None:
         """Raise the error of a record that could not be read, unless it was about a file of a lost host."""
+        records = self.records
         if records.error is None:
-            self.check_reader(records)
+            self.check_reader()
             return
         failed = records.failed
         if failed is not None and failed.kind == "file":
@@ -102,10 +102,10 @@ class Watchdog:
                 return
         raise records.error
 
-    def check_reader(self, records: RecordQueue) -> None:
+    def check_reader(self) -> None:
         """Excuse ranks that may be waiting for this process to read their records; warn if it takes long."""
         now = time.monotonic()
-        record, since = records.busy or (None, now)
+        record, since = self.records.busy or (None, now)
         if record is None or now - since < CHECK_S:
             return
         self.health.excuse(now)

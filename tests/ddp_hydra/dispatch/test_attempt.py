@@ -122,7 +122,7 @@ def attempt_of(gang: Gang, number: int, specs: list[Any]) -> Attempt:
 
 
 def change(one: Attempt, **settings: Any) -> None:
-    one.settings = one.watchdog.settings = structs.replace(one.settings, **settings)
+    one.settings = structs.replace(one.settings, **settings)
 
 
 @pytest.fixture
@@ -438,7 +438,7 @@ def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):
     with pytest.raises(RankFailed, match="nothing was heard from its worker") as caught:
         one.run(b"")
     assert caught.value.failure.kind == "lost"
-    assert one.watchdog.silent == {"tcp://h:0", "tcp://h:1"}
+    assert one.silent == {"tcp://h:0", "tcp://h:1"}
 
 
 def test_a_scheduler_that_is_silent_too_is_named_instead(make):
@@ -450,7 +450,7 @@ def test_a_scheduler_that_is_silent_too_is_named_instead(make):
     one.client.scheduler.identity = fail
     with pytest.raises(ClusterError, match="the scheduler tcp://s:1 was not heard"):
         one.run(b"")
-    assert one.watchdog.silent == set()
+    assert one.silent == set()
 
 
 def test_a_hang_is_told_with_the_stack_of_the_rank_that_holds_up_the_others(make):
@@ -496,7 +496,7 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost_and_the_gang
     gang.attempt, gang.restarts = one, Restarts(1)
     with pytest.raises(RankFailed, match="could not be given its files: Timed out") as caught:
         gang.run_attempt(one, dispatch.Call("m:f", files={"resume": tmp_path / "a.pt"}))
-    assert (caught.value.failure.kind, one.watchdog.silent) == ("lost", {"tcp://h:0"})
+    assert (caught.value.failure.kind, one.silent) == ("lost", {"tcp://h:0"})
     gang.decide_restart(caught.value, lambda done: "")
     assert "restart 1 of 1: rank 0 on h: " in caplog.text
 
@@ -514,7 +514,7 @@ def test_a_worker_that_is_gone_with_what_its_rank_returned_is_lost(error, make, 
     else:
         with pytest.raises(RankFailed, match="could not send what it returned: it does not answer") as caught:
             one.run(b"")
-        assert (caught.value.failure.kind, one.watchdog.silent) == ("lost", {"tcp://h:1"})
+        assert (caught.value.failure.kind, one.silent) == ("lost", {"tcp://h:1"})
     assert is_cleared_up(one)
 
 
@@ -529,8 +529,9 @@ def test_a_worker_that_does_not_send_a_file_is_lost_and_not_the_job(make, monkey
     error = RecordError("file 'a' cannot be fetched")
     error.__cause__ = WorkerSilent("worker tcp://h:1 does not answer for 60 s")
     record = Record(File("a", 1, "", source="a"), 1)
-    one.watchdog.check_records(SimpleNamespace(error=error, failed=record, skip_failed=lambda: skipped.append(record)))
-    assert (skipped, one.watchdog.silent) == ([record], {"tcp://h:1"})
+    one.records = SimpleNamespace(error=error, failed=record, skip_failed=lambda: skipped.append(record))
+    one.check_records()
+    assert (skipped, one.silent) == ([record], {"tcp://h:1"})
     assert [(failure.kind, failure.rank) for failure in one.rank_states.failures] == [("lost", 1)]
 
 
