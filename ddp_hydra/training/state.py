@@ -18,7 +18,7 @@ from torch import nn
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.consensus import world_size
-from ddp_hydra.training.finite import STATISTICS, is_finite
+from ddp_hydra.training.plain_state import STATISTICS, is_finite
 
 FORMAT = 3
 
@@ -64,7 +64,7 @@ class TrainingState:
         best: the objective's best value so far.
         validations: validations of the run so far; without a validation set, how many were due.
         validation_due: an epoch has ended, but its validation is still to come.
-        unfrozen: parameters that are trained though they were frozen when the run began; see `build_updates.Stage`.
+        unfrozen: parameters that are trained though they were frozen when the run began; see `setup.Stage`.
     """
 
     model: nn.Module

@@ -8,7 +8,7 @@ from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_updates, parameter_groups
+from ddp_hydra.training import parameter_groups, setup
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.state import Position
@@ -20,7 +20,7 @@ def test_what_the_model_has_frozen_itself_is_not_unfrozen():
     model[0].bias.requires_grad_(False)
     parameter_groups.freeze(model, cfg.trainer.freeze)
     optimizer = torch.optim.SGD(parameter_groups.parameters(model.parameters(), decay_all=True), lr=0.1)
-    build_updates.unfreeze(cfg, model, [(model, optimizer)], {"patterns": ["*"], "lr": None})
+    setup.unfreeze(cfg, model, [(model, optimizer)], {"patterns": ["*"], "lr": None})
     assert [name for name, part in model.named_parameters() if not part.requires_grad] == ["0.bias"]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
 
@@ -48,7 +48,7 @@ def rank(number: int, folder: str) -> None:
     torch.manual_seed(number)
     model, task, sampler = Parts(), Adversaries(), Distributed(8, 2, number, 2)
     model.third.running_mean += number
-    builder = build_updates.UpdateBuilder(config(), model, task, StepConsensus(), 4, torch.device("cpu"))
+    builder = setup.UpdateBuilder(config(), model, task, StepConsensus(), 4, torch.device("cpu"))
     builder.first(ScheduleProgress(1, None, sampler, Position()), [])
     torch.save({**model.state_dict(), "judge": task.judge.weight}, f"{folder}/{number}.pt")
     dist.destroy_process_group()
