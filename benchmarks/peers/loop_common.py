@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from torch import Tensor, nn
 
 from benchmarks.peers import loop_photos
 from benchmarks.workloads import Crops, Images, Windows
+
+AHEAD = 4
+"""Batches that threads make ahead for a GPU."""
 
 
 def arguments() -> argparse.Namespace:
@@ -115,14 +119,13 @@ class Work:
             yield (x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x), y
 
     def to_gpu(self, data: Any, mine: list[Tensor]) -> Iterator[list[Tensor]]:
-        """Copy batches from pinned memory; the next one is made in a thread while the model computes."""
-        with ThreadPoolExecutor(1) as pool:
-            pinned = lambda indices: [part.pin_memory() for part in picked(data, indices)]  # noqa: E731
-            coming = pool.submit(pinned, mine[0])
-            for indices in [*mine[1:], None]:
-                batch = coming.result()
-                if indices is not None:
-                    coming = pool.submit(pinned, indices)
+        """Copy batches from pinned memory; the next ones are made in threads while the model computes."""
+        pinned = lambda indices: [part.pin_memory() for part in picked(data, indices)]  # noqa: E731
+        with ThreadPoolExecutor(AHEAD) as pool:
+            coming = deque(pool.submit(pinned, indices) for indices in mine[:AHEAD])
+            for number in range(len(mine)):
+                batch = coming.popleft().result()
+                coming.extend(pool.submit(pinned, indices) for indices in mine[number + AHEAD : number + AHEAD + 1])
                 yield [part.to(self.device, non_blocking=True) for part in batch]
 
 

@@ -80,7 +80,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         *,
         transform: Callable[..., Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
-        threads: int = 32,
+        threads: int = 64,
         decoders: int | None = None,
         memory_mb: float = 256,
         cache_mb: float = 64,
@@ -335,7 +335,8 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
             processes: that make batches of this data set for one rank.
         """
         self.threads = -(-self.threads // processes)
-        self.decoders = max(1, (self.decoders or cores_per_rank()) // processes)
+        spare = processes if processes > 1 else 0  # a core of each process for what it does beside decoding
+        self.decoders = max(1, (self.decoders or cores_per_rank() - spare) // processes)
         self.memory_mb /= processes
         self.cache_mb /= processes
         self._set_process_state()
