@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.support.s3_server import session_s3 as session_s3
-from tests.support.warm_server import ranks_alive, warm_server  # noqa: F401  fixtures
+from tests.support.warm_server import client2, on_two_ranks, ranks_alive, warm_server  # noqa: F401  fixtures
 
 for profile, examples in (("few", 10), ("some", 40), ("many", 200)):  # --hypothesis-profile=
     settings.register_profile(

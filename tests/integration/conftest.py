@@ -66,12 +66,6 @@ def functions_travel_by_value(request) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def client2(warm_server) -> Iterator[Client]:
-    with local_client(2) as client:
-        yield client
-
-
-@pytest.fixture(scope="session")
 def client4(warm_server) -> Iterator[Client]:
     with local_client(4) as client:
         yield client

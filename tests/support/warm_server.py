@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -103,3 +104,21 @@ def local_client(n_workers: int) -> Iterator[Client]:
         Client(cluster) as client,
     ):
         yield client
+
+
+@pytest.fixture(scope="session")
+def client2(warm_server) -> Iterator[Client]:
+    with local_client(2) as client:
+        yield client
+
+
+@pytest.fixture
+def on_two_ranks(client2, request) -> Iterator[Callable[..., list[Any]]]:
+    """Run a function of the test's module on two ranks, and return what each of them returns."""
+    import cloudpickle
+
+    from ddp_hydra import dispatch
+
+    cloudpickle.register_pickle_by_value(request.module)
+    yield partial(dispatch.run, client2)
+    cloudpickle.unregister_pickle_by_value(request.module)

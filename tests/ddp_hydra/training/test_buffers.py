@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from ddp_hydra.tasks.classification import Classification
@@ -59,8 +57,8 @@ def test_what_can_be_sent(name):
         assert buffers.can_be_sent(torch.ones(2, 3, dtype=kind).T)
 
 
-def rank(number: int, store: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=number, world_size=2)
+def first_step() -> None:
+    number = dist.get_rank()
     model: Any = Odd()
     if number == 1:
         for name in ("int16", "uint16", "one", "turned", "table"):
@@ -77,8 +75,8 @@ def rank(number: int, store: str) -> None:
     model.int16.fill_(number)
     buffers.broadcast(model.buffers())
     assert model.int16.tolist() == [0, 0]
-    dist.destroy_process_group()
 
 
-def test_two_ranks_begin_with_those_of_rank_0(tmp_path: Path):
-    mp.spawn(rank, (str(tmp_path / "store"),), nprocs=2)
+@pytest.mark.integration
+def test_two_ranks_begin_with_those_of_rank_0(on_two_ranks):
+    on_two_ranks(first_step)

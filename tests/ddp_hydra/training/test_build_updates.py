@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
@@ -43,21 +42,19 @@ class Parts(nn.Module):
         self.scale = nn.Parameter(torch.randn(2))
 
 
-def rank(number: int, folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=number, world_size=2)
+def first_state() -> dict[str, torch.Tensor]:
+    number = dist.get_rank()
     torch.manual_seed(number)
     model, task, sampler = Parts(), Adversaries(), Distributed(8, 2, number, 2)
     model.third.running_mean += number
     builder = setup.UpdateBuilder(config(), model, task, StepConsensus(), 4, torch.device("cpu"))
     builder.first(ScheduleProgress(1, None, sampler, Position()), [])
-    torch.save({**model.state_dict(), "judge": task.judge.weight}, f"{folder}/{number}.pt")
-    dist.destroy_process_group()
+    return {**model.state_dict(), "judge": task.judge.weight.detach()}
 
 
-@pytest.mark.medium
-def test_parts_that_no_update_trains_begin_with_those_of_rank_0(tmp_path):
-    mp.spawn(rank, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{number}.pt") for number in range(2))
+@pytest.mark.integration
+def test_parts_that_no_update_trains_begin_with_those_of_rank_0(on_two_ranks):
+    first, second = on_two_ranks(first_state)
     assert [name for name, value in first.items() if not torch.equal(value, second[name])] == []
     torch.manual_seed(0)
     assert torch.equal(second["noise"], Parts().noise)

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Classification, Step, Task
@@ -70,24 +69,20 @@ class Kept(torchmetrics.Metric):
         return {"kept": torch.stack(self.kept).sum() / self.n, "added": torch.as_tensor(added) / self.n}
 
 
-def rank(number: int, folder: str) -> None:
+def results_of_shares() -> list[dict[str, Any]]:
     import warnings
 
     warnings.simplefilter("ignore")  # torchmetrics warns of a rank without samples
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=number, world_size=2)
-    shares = {"one without samples": [(0, 12), (12, 12)], "uneven": [(0, 3), (3, 12)]}
-    torch.save({name: results_of(*parts[number]) for name, parts in shares.items()}, f"{folder}/{number}.pt")
-    dist.destroy_process_group()
+    without_samples, uneven = [(0, 12), (12, 12)], [(0, 3), (3, 12)]
+    return [results_of(*shares[dist.get_rank()]) for shares in (without_samples, uneven)]
 
 
-@pytest.mark.medium
-def test_two_ranks_give_the_numbers_of_one_also_where_one_has_no_samples(tmp_path):
-    mp.spawn(rank, (str(tmp_path),), nprocs=2)
+@pytest.mark.integration
+def test_two_ranks_give_the_numbers_of_one_also_where_one_has_no_samples(on_two_ranks):
     alone = results_of(0, 12)
     assert len(alone) == 13
-    for number in range(2):
-        for found in torch.load(tmp_path / f"{number}.pt").values():
+    for of_rank in on_two_ranks(results_of_shares):
+        for found in of_rank:
             assert found.keys() == alone.keys()
             for name, value in alone.items():
                 assert torch.allclose(torch.tensor(found[name]), torch.tensor(value), atol=1e-6), name

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
@@ -40,8 +39,8 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [part.grad.to_dense().clone() for part in model.parameters() if part.grad is not None]
 
 
-def rank(number: int, folder: str) -> None:
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=number, world_size=2)
+def weighed_gradients() -> dict[str, list[torch.Tensor]]:
+    number = dist.get_rank()
     found: dict[str, Any] = {}
     for sparse in (False, True):
         for name, options in OPTIONS.items():
@@ -57,16 +56,13 @@ def rank(number: int, folder: str) -> None:
                 n: list[Any] = [None, None]
                 dist.all_gather_object(n, float(weighing.n))
                 found[f"{sparse} {name} {step}"] = [one * weighing.factor(n) for one in gradients(model)]
-    torch.save(found, f"{folder}/{number}.pt")
-    dist.destroy_process_group()
+    return found
 
 
-@pytest.mark.slow
-@pytest.mark.medium
-def test_a_rank_of_which_nothing_counts_adds_nothing(tmp_path):
-    mp.spawn(rank, (str(tmp_path),), nprocs=2)
-    for number in range(2):
-        for name, found in torch.load(tmp_path / f"{number}.pt").items():
+@pytest.mark.integration
+def test_a_rank_of_which_nothing_counts_adds_nothing(on_two_ranks):
+    for of_rank in on_two_ranks(weighed_gradients):
+        for name, found in of_rank.items():
             step, model = int(name[-1]), Words(sparse=False)
             x, y = torch.tensor([[0, step + 1], [1, step + 1]]), torch.tensor(STEPS[step])
             F.cross_entropy(model(x.flatten()), y.flatten()).backward()
