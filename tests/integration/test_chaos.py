@@ -445,16 +445,16 @@ def test_the_command_line_says_130_at_a_time_limit_and_resumes_to_the_same_end(c
 
 
 @pytest.fixture(scope="module")
-def four_machines(warm_server, tmp_path_factory) -> Iterator[tuple[Dask, Client]]:
+def three_machines(warm_server, tmp_path_factory) -> Iterator[tuple[Dask, Client]]:
     """Each worker with a nanny of its own, as `dask worker` starts them; what ends does not come back by itself."""
-    with dask(tmp_path_factory.mktemp("machines"), 4) as (cluster, client):
+    with dask(tmp_path_factory.mktemp("machines"), 3) as (cluster, client):
         yield cluster, client
 
 
 @pytest.fixture
-def machines(four_machines) -> tuple[Dask, Client]:
+def machines(three_machines) -> tuple[Dask, Client]:
     """All of them there."""
-    cluster, client = four_machines
+    cluster, client = three_machines
     cluster.heal(client)
     return cluster, client
 
@@ -468,19 +468,19 @@ def program_of(machines: tuple[Dask, Client], story: Story, rank: int) -> psutil
 def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients, uninterrupted, caplog):
     """The global batch stays 24, and the samples come in the same order."""
     _, client = machines
-    settings = ("data.batch_size=6", "model.tell=true")
+    settings = ("data.batch_size=8", "model.tell=true")
     fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5")
-    whole = uninterrupted(clients[4], 4, *settings, "model.dropout=0", *SLOW)
+    whole = uninterrupted(clients[4], 3, *settings, "model.dropout=0", *SLOW)
 
     def kill(record: Record) -> None:
         if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
             signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
 
     overrides = (*settings, "model.dropout=0", *fewer, *SLOW)
-    story = chaos.done(client, "hang,rank=2,step=7", ranks=4, on_record=kill, overrides=overrides)
+    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=overrides)
     assert [(failure.kind, failure.rank) for failure in story.failures] == [("lost", 2)]
-    assert story.summary["world_size"] == 3
-    changed = "data.batch_size=4 trainer.gradient_accumulation_steps=2"
+    assert story.summary["world_size"] == 2
+    changed = "data.batch_size=6 trainer.gradient_accumulation_steps=2"
     assert changed in caplog.text
     samples = story.samples(accumulate={1: 2})
     assert len(samples) == 12
@@ -512,12 +512,12 @@ def test_fewer_ranks_than_allowed_end_the_job_with_what_to_do(chaos, machines):
 
     def kill(record: Record) -> None:
         if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
-            signal_all(program_of(machines, chaos.stories[-1], 3), signal.SIGKILL)
+            signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
 
     overrides = (*SLOW, "dispatch.restart_wait_s=0.5")
-    story = chaos(client, "hang,rank=3,step=7", ranks=4, on_record=kill, overrides=overrides)
+    story = chaos(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=overrides)
     assert isinstance(story.error, RankFailed)
-    assert "3 of 4 workers are there, and the job shall not go on with fewer than 4" in str(story.error)
+    assert "2 of 3 workers are there, and the job shall not go on with fewer than 3" in str(story.error)
 
 
 @pytest.mark.slow
@@ -533,7 +533,7 @@ def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("step", "place", "ranks"), [(9, "forward", 2), slow(8, "save", 4), slow(12, "validate", 2)])
+@pytest.mark.parametrize(("step", "place", "ranks"), [(9, "forward", 2), slow(8, "save", 2), slow(12, "validate", 2)])
 def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, clients, uninterrupted, step, place, ranks):
     """Sent to the nanny, as by a batch system that ends a job step."""
     cluster, client = machines

@@ -40,7 +40,7 @@ def test_a_run_comes_to_the_same_bits_whatever_happens_to_it(run):
     @settings(
         derandomize=True,
         phases=[Phase.generate],
-        max_examples=max(2, settings().max_examples // 20),
+        max_examples=max(1, settings().max_examples // 40),
         suppress_health_check=[HealthCheck.too_slow],
     )
     @given(how=events)

@@ -1,7 +1,8 @@
 """Any split of the same samples gives the weights, losses and metrics of a plain loop of torch over whole batches.
 
-A split is a number of ranks, of micro-batches and of samples in each. A run may stop anywhere and go on with another
-split, or lose a rank. Models have no batch statistics and no dropout; all is in float64.
+So does `evaluate` of the last checkpoint. A split is a number of ranks, of micro-batches and of samples in each. A run
+may stop anywhere and go on with another split, or lose a rank. Models have no batch statistics and no dropout; all is
+in float64.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+
+import ddp_hydra
 
 pytestmark = pytest.mark.integration
 
@@ -145,6 +148,8 @@ CASES = {
     "user's plain": Case(("task=plain",), "classes", plain),
     "user's of two parts": Case(("task=parts", "model.kind=two parts"), "classes", two_parts, ("one", "other")),
 }
+QUICK = ("classification", "trained loss", "segmentation", "language model", "user's of two parts")
+"""Of the others, test_losses.py holds to the gradients and losses, in one process."""
 
 
 @dataclass
@@ -211,7 +216,13 @@ def ways(number: int) -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES.values())), ids=CASES)
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [
+        pytest.param(number, case, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for number, (name, case) in enumerate(CASES.items())
+    ],
+)
 def test_any_split_of_the_same_samples_comes_to_what_plain_torch_does(number, case, run, by_hand):
     @settings(
         derandomize=True,
@@ -227,6 +238,10 @@ def test_any_split_of_the_same_samples_comes_to_what_plain_torch_does(number, ca
             assert torch.allclose(found["weights"][name], value, rtol=1e-9, atol=1e-9), (name, how)
         for name, value in wanted.val.items():
             assert math.isclose(found["metrics"][f"val/{name}"], value, rel_tol=1e-9, abs_tol=1e-9), (name, how)
+        evaluated = ddp_hydra.Run(found["dir"]).evaluate("dispatch.ranks=3", "data.batch_size=2", which="last")
+        for name, value in found["metrics"].items():
+            if name.startswith("val/"):
+                assert math.isclose(evaluated[name], value, rel_tol=1e-9, abs_tol=1e-9), (name, how)
         means, whole = found["epoch_means"]["last"], found["whole"]
         assert means.keys() == whole.keys() >= {"loss"} or len(case.parts) > 1
         for name, value in whole.items():  # of the last epoch, amid which most runs were resumed
@@ -249,7 +264,7 @@ def trained(case: Case, run: Any, how: Mapping[str, Any]) -> dict[str, Any]:
     assert content["position"]["step"] == STEPS
     whole = torch.load(folder / "last.pt", weights_only=True)["epoch_means"]["last"]
     weights = content["model"] | {f"loss.{name}": value for name, value in content.get("loss", {}).items()}
-    return content | {"weights": weights, "metrics": last.summary["metrics"], "whole": whole}
+    return content | {"weights": weights, "metrics": last.summary["metrics"], "whole": whole, "dir": last.dir}
 
 
 def split(how: tuple[int, int, int]) -> tuple[str, ...]:
