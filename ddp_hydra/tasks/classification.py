@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task, inputs, pair
-from ddp_hydra.tasks.counting import IGNORED, Counting
+from ddp_hydra.tasks.counting import IGNORED, Counting, update_perplexity
 
 
 class Classification(Task):
@@ -26,7 +26,7 @@ class Classification(Task):
         criterion: (prediction, target) -> mean loss, see `Counting`. Its attribute `for_validation`, if it has one,
             replaces it there.
         mix: (x, y) -> (x, y): mixes the samples of a micro-batch in training, as mixup does; None: no mixing.
-        class_axis: axis of the prediction that holds the classes; see `classes`.
+        class_axis: axis of the prediction that holds the classes, if the criterion does not tell; see `classes`.
         names: of the classes; predictions name them.
     """
 
@@ -37,9 +37,11 @@ class Classification(Task):
         class_axis: int | None = -1,
         names: tuple[str, ...] = (),
     ) -> None:
-        self.criterion, self.mix, self.class_axis, self.names = criterion, mix, class_axis, names
+        self.criterion, self.mix, self.names = criterion, mix, names
         self.validation_criterion = getattr(criterion, "for_validation", criterion)
         self.counting, self.validation_counting = Counting(criterion), Counting(self.validation_criterion)
+        own_axis = self.counting.class_axis
+        self.class_axis = class_axis if own_axis is None else own_axis
         self.note = self.counting.note
         weights = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.head_sizes = {
@@ -99,7 +101,7 @@ class Classification(Task):
             )
         scores = step.prediction.float().movedim(axis, -1)
         if type(metric).__name__ == "Perplexity":
-            metric.update(scores, step.target)
+            update_perplexity(metric, scores, step.target, self.counting.ignore)
         elif is_samplewise(metric):
             metric.update(scores.movedim(-1, 1), step.target)
         elif step.target.shape == step.prediction.shape:
@@ -201,16 +203,15 @@ class LanguageModel(Task):
     """
 
     def __init__(self, ignore: int | None = None) -> None:
-        self.ignore = ignore
+        self.ignore = IGNORED if ignore is None else ignore
 
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and count the tokens."""
         x, y = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else pair(batch)
         logits, y = model(x), y.long()
-        ignore = IGNORED if self.ignore is None else self.ignore
-        loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=ignore)
+        loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=self.ignore)
         with torch.no_grad():
-            counted = y != ignore
+            counted = y != self.ignore
             right = (logits.argmax(-1) == y) & counted
         return Step(loss, counted.sum(), {"accuracy": right.sum()}, logits, y)
 
@@ -223,7 +224,10 @@ class LanguageModel(Task):
 
     def update_metric(self, metric: Any, step: Step) -> None:
         """Give a metric scores (batch, time, tokens) and tokens (batch, time)."""
-        metric.update(step.prediction.float(), step.target)
+        if type(metric).__name__ == "Perplexity":
+            update_perplexity(metric, step.prediction.float(), step.target, self.ignore)
+        else:
+            metric.update(step.prediction.float(), step.target)
 
     def predict(self, model: Any, batch: Any) -> dict[str, Tensor]:
         """Return the likeliest token after the last one, and its probability."""

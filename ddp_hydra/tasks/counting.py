@@ -88,6 +88,12 @@ class Counting:
         found = self._option("weight", None) if self.kind == "classes" else None
         return found if isinstance(found, Tensor) else None
 
+    @property
+    def class_axis(self) -> int | None:
+        """The axis of the prediction that holds the classes; None for a criterion that doesn't tell."""
+        of_torch = isinstance(self.criterion, tuple(_CLASSES)) or self.criterion in _CLASSES.values()
+        return getattr(self.criterion, "class_axis", 1 if of_torch else None)
+
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
         """Return the loss of a batch.
 
@@ -116,9 +122,11 @@ class Counting:
             return f"{found}: both must have the same shape{how}"
         if self.kind != "classes":
             return ""
-        axis = getattr(self.criterion, "class_axis", 1)
-        n_classes, wanted = prediction.shape[axis], list(prediction.shape)
-        del wanted[axis]
+        axis = self.class_axis or 1
+        n_classes, wanted, as_torch = prediction.shape[axis], list(prediction.shape), list(prediction.shape)
+        del wanted[axis], as_torch[1]
+        if list(target.shape) == as_torch != wanted:
+            return f"{found}: its classes are the last axis; for axis 1, type loss._target_=torch.nn.CrossEntropyLoss"
         are_shares = target.is_floating_point() and target.shape == prediction.shape
         if are_shares and self.ignore >= 0:
             return (
@@ -152,7 +160,7 @@ class Counting:
             return found
         if self.kind == "classes":
             if target.is_floating_point():
-                axis = min(int(getattr(self.criterion, "class_axis", 1)), target.ndim - 1)
+                axis = min(self.class_axis or 1, target.ndim - 1)
                 return target.numel() // target.shape[axis]
             weights = self.place_weights(target)
             return self.counted(target) if weights is None else weights.sum()
@@ -173,6 +181,12 @@ class Counting:
             return None
         counted = target != self.ignore
         return weight.double()[target.long().where(counted, 0)].where(counted, 0.0)
+
+
+def update_perplexity(metric: Any, scores: Tensor, target: Tensor, ignore: int) -> None:
+    """Give a metric (1, places, classes) scores and (1, places) targets: torchmetrics takes -100 for a class."""
+    counted = target != ignore
+    metric.update(scores[counted][None], target[counted][None])
 
 
 def takes_class_numbers(criterion: Any) -> bool:

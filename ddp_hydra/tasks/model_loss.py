@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task
-from ddp_hydra.tasks.counting import IGNORED
+from ddp_hydra.tasks.counting import IGNORED, update_perplexity
 
 _SHIFTS = re.compile(
     r"ForCausalLM$|ForCausalImageModeling$|LMHeadModel$|DoubleHeadsModel$|^Blip(ForConditionalGeneration|ForQuestionAns)"
@@ -195,7 +195,7 @@ class ModelLoss(Task):
         if labels.is_floating_point() or scores.shape[:-1] != labels.shape:
             metric.update(scores.reshape(labels.shape) if scores.numel() == labels.numel() else scores, labels)
         elif type(metric).__name__ == "Perplexity":
-            metric.update(scores, labels)
+            update_perplexity(metric, scores, labels, IGNORED)
         else:
             counted = labels != IGNORED
             metric.update(scores[counted], labels[counted])

@@ -178,7 +178,8 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
                     f"give metrics.{name}.top_k=<n>, or ~metrics.{name}"
                 )
             continue
-        metrics[str(name)] = make(filled).to(device)
+        built = make(filled)
+        metrics[str(name)] = built.to(device) if hasattr(built, "to") else built
     return EvalMetrics(metrics, DataDescription.of(data).classes)
 
 

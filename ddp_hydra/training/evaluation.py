@@ -151,6 +151,12 @@ class EvalMetrics:
         self.are_complete = True
         for name, metric in self.metrics.items():
             if world_size() > 1:
+                if not with_states(metric):
+                    raise ConfigError(
+                        f"metrics.{name} ({type(metric).__name__}) has no states by torchmetrics' add_state, so what "
+                        "several ranks have counted can't be put together: write it as a torchmetrics.Metric, or give "
+                        "dispatch.ranks=1"
+                    )
                 synchronise(metric)
             try:
                 found = metric.compute()

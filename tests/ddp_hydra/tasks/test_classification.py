@@ -74,6 +74,24 @@ def test_classes_may_be_on_the_axis_of_the_loss(axis, class_axis):
     assert found["accuracy"] == pytest.approx(1 - 1 / 60)
 
 
+class OfAUser(nn.CrossEntropyLoss):
+    """The name does not say what it is."""
+
+
+@pytest.mark.parametrize("criterion", [OfAUser(), nn.CrossEntropyLoss(), functools.partial(F.cross_entropy)], ids=repr)
+@pytest.mark.parametrize("class_axis", [-1, None])
+def test_torchs_cross_entropy_has_the_classes_on_axis_1_also_in_a_subclass(criterion, class_axis):
+    output = torch.rand(2, 4, 4)  # as many places as classes
+    target = output.argmax(1)
+    assert measured(task(class_axis, criterion), (output, target))["accuracy"] == 1
+    assert task(class_axis, criterion).predict(lambda x: x, output)["class"].tolist() == target.tolist()
+
+
+def test_classes_on_axis_1_are_named_where_the_last_one_is_meant():
+    with pytest.raises(ConfigError, match=r"for axis 1, type loss\._target_=torch\.nn\.CrossEntropyLoss"):
+        task().step(lambda x: x, (torch.rand(2, 4, 12), torch.ones(2, 12, dtype=torch.long)))
+
+
 def test_samples_are_mixed_in_training_only_and_smoothing_too():
     mixed = Classification(CrossEntropy(label_smoothing=0.5), lambda x, y: (x.flip(0), y))
     batch = torch.tensor(LOGITS), torch.tensor(TARGET)
@@ -111,7 +129,7 @@ class Noted:
 def test_metrics_are_given_the_scores_of_an_answer_in_a_row(axis, prediction, target, given):
     metric = Noted()
     step = Step(torch.zeros(()), prediction=torch.tensor(prediction), target=torch.tensor(target))
-    task(axis).update_metric(metric, step)
+    task(axis, nn.CrossEntropyLoss() if axis == 1 else None).update_metric(metric, step)
     assert metric.given == list(given)
 
 

@@ -69,6 +69,24 @@ class Kept(torchmetrics.Metric):
         return {"kept": torch.stack(self.kept).sum() / self.n, "added": torch.as_tensor(added) / self.n}
 
 
+class Counted:
+    """A metric of a user's, without torchmetrics: each rank has the numbers of its own samples."""
+
+    def update(self, prediction: torch.Tensor, target: torch.Tensor) -> None: ...
+
+    def compute(self) -> float:
+        return 0.5
+
+    def reset(self) -> None: ...
+
+
+def test_a_metric_without_states_is_refused_where_several_ranks_count(monkeypatch):
+    assert EvalMetrics({"mine": Counted()}).result() == {"val/mine": 0.5}
+    monkeypatch.setattr("ddp_hydra.training.evaluation.world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"metrics\.mine \(Counted\) has no states by torchmetrics' add_state"):
+        EvalMetrics({"mine": Counted()}).result()
+
+
 def results_of_shares() -> list[dict[str, Any]]:
     import warnings
 
@@ -233,7 +251,7 @@ def test_a_metric_for_each_sample_is_logged_as_the_mean_over_the_samples():
     for sizes in ([6], [1, 5], [2, 2, 2]):
         metrics = EvalMetrics({"each": zoo.MulticlassAccuracy(**given)})
         for x, y in zip(scores.split(sizes), target.split(sizes), strict=True):
-            metrics.add(task, Step(torch.zeros(()), None, {}, x, y))
+            metrics.add(task, Step(torch.zeros(()), None, {}, x.movedim(-1, 1), y))
         expected = (scores.argmax(-1) == target).double().mean()
         assert metrics.result() == {"val/each": pytest.approx(float(expected))}
 

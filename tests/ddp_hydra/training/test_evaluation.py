@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks import LanguageModel, Step
+from ddp_hydra.tasks import Classification, LanguageModel, Step
+from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.evaluation import EvalMetrics
 
 
@@ -20,6 +21,19 @@ def test_perplexity_is_that_of_all_places_whatever_the_batches():
     assert scores.result() == {"val/perplexity": pytest.approx(loss.exp().item())}
     scores.add(LanguageModel(), Step(torch.zeros(()), prediction=torch.zeros(1, 2, 4), target=target[:1, :2]))  # anew
     assert scores.result() == {"val/perplexity": pytest.approx(4)}
+
+
+@pytest.mark.parametrize("task", [LanguageModel(), Classification(CrossEntropy())], ids=["tokens", "classes"])
+def test_perplexity_leaves_out_the_targets_that_the_loss_leaves_out(task):
+    text = pytest.importorskip("torchmetrics.text")
+    torch.manual_seed(0)
+    logits, target = torch.randn(3, 5, 120), torch.randint(120, (3, 5))  # of so many that -100 would be one of them
+    target[0, :2], target[1] = -100, -100
+    scores = EvalMetrics({"perplexity": text.Perplexity()})
+    for row, goal in zip(logits.split(1), target.split(1), strict=True):
+        scores.add(task, task.validation_step(lambda _, row=row: row, (row, goal)))
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+    assert scores.result() == {"val/perplexity": pytest.approx(loss.exp().item())}
 
 
 class Computes:
