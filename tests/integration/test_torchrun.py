@@ -207,7 +207,7 @@ def test_a_job_goes_on_with_one_torchrun_of_two(cli, wait_for, number):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meet = ("--rdzv-backend=c10d", "--rdzv-id=t", f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}")
-    own = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", *meet, "--rdzv-conf=last_call_timeout=10")
+    own = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", *meet)
     slow = (
         "data.delay_s=0.05",
         "trainer.epochs=15",
@@ -217,10 +217,10 @@ def test_a_job_goes_on_with_one_torchrun_of_two(cli, wait_for, number):
     job = ("-m", "ddp_hydra", "cluster=torchrun", "cluster.trust_network=true", *TINY, *slow, "hydra.run.dir=run")
     agents = []
     try:
-        for _ in range(2):
-            agents.append(cli.start(*own, *job, module="torch.distributed.run", **apart(cli)))
-            wait_for(lambda: psutil.Process(agents[0].pid).net_connections(), "the store of the first torchrun")
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a first step")
+        for node in range(2):
+            conf = f"--rdzv-conf=is_host={1 - node},last_call_timeout=20"
+            agents.append(cli.start(*own, conf, *job, module="torch.distributed.run", **apart(cli)))
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a first step", timeout_s=200)
         started = [child for agent in agents for child in psutil.Process(agent.pid).children(recursive=True)]
         agents[1].send_signal(number)
         stdout, stderr = agents[0].communicate()

@@ -55,7 +55,7 @@ class Torchrun(Local):
         if self.n_workers not in (None, place.hosts):
             raise ClusterError(
                 f"cluster.n_workers={self.n_workers}, but torchrun has started one worker on each of {place.hosts} "
-                "hosts: leave it out, and give torchrun --nnodes"
+                "hosts: leave it out, or give null where an experiment= has it, and give torchrun --nnodes"
             )
         super().check()
         self.n_workers, self.hosts = 1, place.hosts
@@ -105,7 +105,7 @@ class Torchrun(Local):
 
 
 NEEDS = (
-    "a certificate and its key in files that all hosts have, by cluster.security.tls_ca_file=… or in Dask's own config "
+    "a certificate and its key in files that all hosts have, by 'cluster.security={tls_ca_file: …}' or in Dask's own config "
     "(docs/clusters.md#torchrun); or, in a network of your own, cluster.trust_network=true"
 )
 
