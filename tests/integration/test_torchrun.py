@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.integration.project.models.reporter import LARGE
+from tests.integration.support.certificates import Authority
 from tests.integration.support.hosts import PLUMBING, Host, needs_hosts, network
 from tests.integration.support.training import CLOCKS, train
 
@@ -286,6 +287,38 @@ def test_any_launcher_that_sets_the_variables_will_do(cli):
     assert summary_of(run_directory(cli))["status"] == "done"
     assert ended[1] == ("", "")
     assert "printed by rank 1" in (run_directory(cli) / "logs" / "rank-1.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["mine", "other"])
+def test_hosts_meet_with_certificates_from_the_environment_or_say_why_not(cli, other):
+    """In Dask's own variables; a host that has those of another authority ends."""
+    certificates = {name: Authority(cli.folder / name, name) for name in ("mine", "other")}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    processes = []
+    for rank, authority in enumerate([certificates["mine"], certificates[other]]):
+        cert, key = authority.issue(f"host-{rank}")
+        tls = {"TLS__CA_FILE": authority.ca, "REQUIRE_ENCRYPTION": True}
+        for role in ("SCHEDULER", "WORKER", "CLIENT"):
+            tls |= {f"TLS__{role}__CERT": cert, f"TLS__{role}__KEY": key}
+        variables = {f"DASK_DISTRIBUTED__COMM__{name}": str(value) for name, value in tls.items()}
+        variables |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+        words = ("cluster=torchrun", "cluster.wait_timeout_s=60", *TINY, "trainer.epochs=1", "hydra.run.dir=run")
+        processes.append(cli.start(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **variables, **apart(cli)))
+    try:
+        (_, first), (_, second) = [process.communicate() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    if other == "mine":
+        assert [process.returncode for process in processes] == [0, 0], (first, second)
+        assert summary_of(cli.folder / "run")["world_size"] == 2
+    else:
+        assert "of 2 workers came in" in first
+        assert "is not signed by cluster.security.tls_ca_file=" in second
 
 
 @contextlib.contextmanager

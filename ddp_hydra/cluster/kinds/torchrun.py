@@ -18,8 +18,8 @@ from typing import Any
 import dask
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster.connection import QUIET, load
-from ddp_hydra.cluster.kinds.local import Local, make_security
+from ddp_hydra.cluster.connection import QUIET, await_scheduler, load
+from ddp_hydra.cluster.kinds.local import CONNECT_S, Local, make_security
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import network, torchrun
 from ddp_hydra.rank.torchrun import Hosts, ProcessPlace
@@ -105,8 +105,8 @@ class Torchrun(Local):
 
 
 NEEDS = (
-    "a certificate and its key in files that all hosts have, by 'cluster.security={tls_ca_file: …}' or in Dask's own config "
-    "(docs/clusters.md#torchrun); or, in a network of your own, cluster.trust_network=true"
+    "a certificate and its key in files that all hosts have, by 'cluster.security={tls_ca_file: …}' or in Dask's own "
+    "config (docs/clusters.md#torchrun); or, in a network of your own, cluster.trust_network=true"
 )
 
 
@@ -152,15 +152,15 @@ async def work(scheduler: str, arguments: Any) -> bool:
     """Be a worker until the scheduler closes it; return whether a signal has ended it.
 
     Raises:
-        ClusterError: the store names a scheduler of the wrong kind.
+        ClusterError: the store names a scheduler of the wrong kind, or one that does not take this host's certificate.
     """
     if not scheduler.startswith(arguments["protocol"]):
         raise ClusterError(f"torchrun's store names the scheduler {scheduler}, not one of {arguments['protocol']}")
     from distributed import Worker
 
-    was_told = asyncio.Event()
+    security, was_told = arguments.get("security"), asyncio.Event()
+    await_scheduler(scheduler, security, CONNECT_S)  # a worker would wait for ever
     with dask.config.set(QUIET):
-        security = arguments.get("security")
         async with Worker(scheduler, nthreads=1, memory_limit=0, security=security, dashboard=False) as worker:
 
             def on_signal() -> None:
