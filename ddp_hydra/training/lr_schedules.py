@@ -104,7 +104,7 @@ def step(
         milestones: fractions of the run, 0 to 1.
         gamma: the factor.
     """
-    limits = [milestone * total_steps for milestone in milestones]
+    limits = [_share("milestones", milestone) * total_steps for milestone in milestones]
 
     def factor(step: float, share: float) -> float:
         return gamma ** sum(step >= limit for limit in limits)
@@ -129,6 +129,7 @@ def one_cycle(
         first_factor: factor at the first step.
         min_factor: factor at the last step.
     """
+    _share("rise", rise)
 
     def factor(step: float, share: float) -> float:
         if share < rise:
@@ -136,6 +137,12 @@ def one_cycle(
         return _half_cosine(1.0, min_factor, (share - rise) / (1 - rise) if rise < 1 else 1.0)
 
     return _schedule(optimizer, factor, total_steps, epoch_steps)
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"scheduler.{name} has {value}: give shares of the run, 0 to 1")
+    return value
 
 
 def _half_cosine(begin: float, end: float, done: float) -> float:
@@ -153,6 +160,8 @@ def _schedule(
 ) -> FactorLR:
     if by not in ("step", "epoch"):
         raise ValueError(f"by={by!r}: give scheduler.by=step or scheduler.by=epoch")
+    if warmup_steps < 0 or warmup_epochs < 0:
+        raise ValueError("scheduler.warmup_steps and scheduler.warmup_epochs are 0 or more")
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
     length = max(1, total_steps - warmup)
 

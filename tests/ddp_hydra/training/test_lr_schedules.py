@@ -77,6 +77,20 @@ def test_other_steps_than_steps_and_epochs_are_refused():
         rates(lr_schedules.cosine, 4, by="week")
 
 
+@pytest.mark.parametrize(
+    ("schedule", "options", "said"),
+    [
+        ("step", {"milestones": [5, 10]}, r"scheduler\.milestones has 5: give shares of the run, 0 to 1"),
+        ("one_cycle", {"rise": 30}, r"scheduler\.rise has 30"),
+        ("cosine", {"warmup_steps": -2}, r"scheduler\.warmup_steps and scheduler\.warmup_epochs are 0 or more"),
+        ("linear", {"warmup_epochs": -0.5}, r"are 0 or more"),
+    ],
+)
+def test_numbers_that_can_not_be_meant_are_refused(schedule, options, said):
+    with pytest.raises(ValueError, match=said):
+        rates(getattr(lr_schedules, schedule), 4, **options)
+
+
 def test_each_group_keeps_its_own_rate():
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (1.0, 0.1)]
     optimizer = torch.optim.SGD(groups)
