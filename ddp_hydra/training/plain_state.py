@@ -226,7 +226,7 @@ STATISTICS = ("running_mean", "running_var")
 
 
 class GradientNorms:
-    """The norm of each parameter's gradient in one step. On a GPU it arrives later.
+    """The norm of each parameter's gradient in one step. On a GPU it arrives later, when the gradients may be gone.
 
     Args:
         named: (name, parameter) pairs; those without a gradient are left out.
@@ -238,12 +238,14 @@ class GradientNorms:
 
     @torch.no_grad()
     def __init__(self, named: Iterable[tuple[str, Tensor]], loss: Callable[[], float] = float) -> None:
-        found = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
-        self.found, self._loss = found, loss
-        self.tensors = [gradient for _, gradient in found]
-        self.sparse = any(gradient.is_sparse for gradient in self.tensors)
-        norms = torch._foreach_norm([_dense(gradient) for gradient in self.tensors]) if found else [torch.zeros(())]
-        if len({norm.dtype for norm in norms}) > 1:
+        found = [(name, gradient) for name, parameter in named if (gradient := parameter.grad) is not None]
+        self.names, gradients = [name for name, _ in found], [gradient for _, gradient in found]
+        kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
+        self.sparse, self._loss = any(layout != torch.strided for layout, _ in kinds), loss
+        if self.sparse or torch.float16 in {dtype for _, dtype in kinds}:
+            gradients = list(map(_dense, gradients))
+        norms = torch._foreach_norm(gradients) if found else [torch.zeros(())]
+        if len(kinds) > 1 and len({norm.dtype for norm in norms}) > 1:
             norms = [norm.double() for norm in norms]
         self.norms = torch.stack(norms)
         self._on_cpu = begin_copy(self.norms)
@@ -252,15 +254,15 @@ class GradientNorms:
     def total_norm(self) -> Tensor:
         return torch.linalg.vector_norm(self.norms)
 
-    def clip(self, max_norm: float) -> None:
-        torch._foreach_mul_(self.tensors, torch.clamp(max_norm / (self.total_norm + 1e-6), max=1.0))
+    def clip(self, gradients: list[Tensor], max_norm: float) -> None:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (self.total_norm + 1e-6), max=1.0))
 
     def nonfinite_names(self) -> list[str]:
         # On a GPU, wait for the backward pass.
         norms = self._on_cpu()
         if math.isfinite(norms.sum()):
             return []
-        return [name for (name, _), good in zip(self.found, norms.isfinite().tolist(), strict=True) if not good]
+        return [name for name, good in zip(self.names, norms.isfinite().tolist(), strict=True) if not good]
 
     @property
     def loss(self) -> float:

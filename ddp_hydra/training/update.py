@@ -177,7 +177,7 @@ class OptimizerStep:
     def apply(self) -> None:
         if self.clip_norm is not None and self.gradients is not None and not self.gradients.sparse:
             self.grad_norm = self.gradients.total_norm
-            self.gradients.clip(self.clip_norm)
+            self.gradients.clip([one.grad for _, one in self.trained if one.grad is not None], self.clip_norm)
         elif self.clip_norm is not None:
             if not self.is_unscaled:
                 self.scaler.unscale_(self.optimizer)

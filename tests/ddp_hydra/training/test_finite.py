@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -58,12 +59,21 @@ def test_parameters_without_a_gradient_of_other_types_and_with_sparse_ones_are_l
     assert GradientNorms([idle]).nonfinite_names() == []
 
 
+def test_gradients_that_are_checked_late_are_not_kept():
+    made, model = update(late=True)
+    gradient = weakref.ref(model.weight.grad)
+    assert made.find_nonfinite(vote(made, 1.0), [torch.tensor(1.0)]) is None
+    made.optimizer_step.apply()
+    made.begin()
+    assert (made.unchecked is not None, gradient()) == (True, None)
+
+
 @pytest.mark.parametrize("longest", [0.05, 1e9])
 def test_gradients_are_clipped_as_torch_clips_them_to_the_bit(longest):
     made = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (7, 1000, 3)]
     ours, theirs = named(*[one.clone() for one in made]), named(*[one.clone() for one in made])
     gradients = GradientNorms(ours)
-    gradients.clip(longest)
+    gradients.clip([part.grad for _, part in ours], longest)
     total = nn.utils.clip_grad_norm_([part for _, part in theirs], longest)
     assert torch.equal(gradients.total_norm, total)
     assert all(torch.equal(a.grad, b.grad) for (_, a), (_, b) in zip(ours, theirs, strict=True))
