@@ -7,12 +7,11 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
+from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.storage.files import write_atomic, writing
-from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, Entries, encode_manifest, read_manifest
+from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, encode_manifest, read_manifest
 from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, sort_key, typed
 from ddp_hydra.writers.run_dir import locked
@@ -74,26 +73,11 @@ def _by_generation(rows: Sequence[JobRow]) -> tuple[list[JobRow], list[JobRow]]:
     return surpassed, latest
 
 
-@dataclass(frozen=True)
-class StoredRun:
-    """The checkpoints of a job in a store.
-
-    Args:
-        number: of the job.
-        url: of its run there.
-        own: entries of its manifest; None: all that are there are its own.
-    """
-
-    number: int
-    url: str
-    own: Entries | None
-
-
 class Pruning:
     """Removes the checkpoints of losers while a sweep runs.
 
     Checkpoints in a store go first: until then, the run directory says which of them are the job's. A forked process
-    removes them, because a store may hang, and its client has threads, which must not be where jobs are forked.
+    removes all, because a store may hang, and its client has threads, which must not be where jobs are forked.
 
     Args:
         folder: of the sweep.
@@ -110,36 +94,24 @@ class Pruning:
         self.reason = f"hydra.launcher.keep={keep}"
         self.note = f"its checkpoints were removed: {self.reason}"
         self.process: ForkedProcess | None = None
-        self.asked: list[StoredRun] = []
+        self.asked: list[int] = []
         self.tried: set[int] = set()
         if self.most and objective.maximize is None:
             raise ConfigError(
-                f"{self.reason}: it is not known whether a higher {objective.metric} is better: give "
-                "objective.direction=maximize or minimize, too"
+                f"{self.reason} needs to know what is better: give objective.direction=maximize or minimize"
             )
 
     def update(self, rows: Sequence[JobRow]) -> None:
-        """Remove the checkpoints of the jobs that are losers by now; their rows say so."""
+        """Have the checkpoints of the jobs that are losers by now removed; their rows say so once they are."""
         if self.most is None:
             return
         self._take_results(rows)
-        stored = []
-        for row in losers(rows, self.objective, self.most):
-            if "its checkpoints were removed" in row.message or row.number in self.tried:
-                continue
-            try:
-                run = stored_run(row, self.folder / row.folder, self.mirror)
-            except CheckpointError as error:
-                log.warning("the checkpoints of job %d stay: %s", row.number, error)
-                self.tried.add(row.number)
-                continue
-            if run is not None:
-                stored.append(run)
-            elif remove(self.folder / row.folder, self.reason):
-                self._note(row)
-        if stored and self.process is None:
-            self.asked = stored
-            self.process = ForkedProcess(lambda pipe: remove_stored(stored, self.reason))
+        found = [row for row in losers(rows, self.objective, self.most) if row.number not in self.tried]
+        found = [row for row in found if "its checkpoints were removed" not in row.message]
+        if found and self.process is None:
+            self.asked = [row.number for row in found]
+            self.tried.update(self.asked)
+            self.process = ForkedProcess(lambda pipe: {row.number: self._remove(row) for row in found})
 
     def finish(self, rows: Sequence[JobRow], timeout_s: float = FINISH_S) -> None:
         """Wait until the checkpoints of all losers are removed, but not longer than the timeout for a store."""
@@ -154,70 +126,51 @@ class Pruning:
             self.update(rows)
 
     def _take_results(self, rows: Sequence[JobRow]) -> None:
-        """Once checkpoints are removed from stores, remove them from run directories, too."""
         process = self.process
         if process is None or process.receive():
             return
         self.process = None
-        if process.messages:
-            results: dict[int, str] = process.messages[-1]
-        else:
-            results = {run.number: f"the process that removes them {process.describe_end()}" for run in self.asked}
+        results: dict[int, str | None] = dict.fromkeys(
+            self.asked, f"the process that removes them {process.describe_end()}"
+        )
+        results |= process.messages[-1] if process.messages else {}
         process.end()
-        self.tried |= results.keys()
         for row in rows:
             if why := results.get(row.number):
                 log.warning("the checkpoints of job %d stay: %s", row.number, why)
-            elif row.number in results:
-                run_dir = self.folder / row.folder
-                if not (run_dir / FOLDER).is_dir() or remove(run_dir, self.reason):
-                    self._note(row)
+            elif results.get(row.number) is not None:
+                row.message = "; ".join(filter(None, [row.message, self.note]))
 
-    def _note(self, row: JobRow) -> None:
-        row.message = "; ".join(filter(None, [row.message, self.note]))
+    def _remove(self, row: JobRow) -> str | None:
+        """Remove the checkpoints of a job; return why they stay, "" if they don't, None if there are none."""
+        from ddp_hydra.storage.run_ref import RunRef, remove_checkpoints
 
-
-def remove_stored(runs: Sequence[StoredRun], reason: str) -> dict[int, str]:
-    from ddp_hydra.storage.run_ref import remove_checkpoints
-
-    found = {}
-    for run in runs:
+        run_dir = self.folder / row.folder
+        mirror = typed(row).get("results.mirror", self.mirror).strip("'\"").rstrip("/")
         try:
-            remove_checkpoints(run.url, reason, run.own)
-            found[run.number] = ""
+            is_stored = (results := RunRef.named(run_dir)) != RunRef.own(run_dir)  # of results.handler=cluster
+            if is_stored:
+                remove_checkpoints(results.place, self.reason)
+            elif mirror not in ("", "null") and (own := read_manifest(run_dir / FOLDER)):
+                remove_checkpoints(f"{mirror}/{row.number}", self.reason, own)
+            return "" if remove(run_dir, self.reason) or is_stored else None
         except (DdpHydraError, OSError) as error:
-            found[run.number] = str(error)
-    return found
+            return str(error)
 
 
 def remove(run_dir: Path, reason: str) -> bool:
-    """Remove the checkpoints of a run that no process writes; return whether there are none any more.
+    """Remove the checkpoints of a run that no process writes; return whether it had a folder for them.
 
     The manifest names no file before the first one is removed, so that nothing ever points to a missing one.
     """
     folder = run_dir / FOLDER
     if not folder.is_dir() or folder.is_symlink():
         return False
-    try:
-        with locked(run_dir):
-            read_manifest(folder)  # not one that we don't understand
-            write_atomic(folder / NAME, encode_manifest({}, removed=reason))
-            for path in folder.iterdir():
-                if path.name in ALIASES or STEP_FILE.fullmatch(path.name):
-                    with writing(path), contextlib.suppress(FileNotFoundError):
-                        path.unlink()
-    except (CheckpointError, ConfigError, RecordError, OSError) as error:
-        log.warning("the checkpoints in %s stay: %s", folder, error)
-        return False
+    with locked(run_dir):
+        read_manifest(folder)  # not one that we don't understand
+        write_atomic(folder / NAME, encode_manifest({}, removed=reason))
+        for path in folder.iterdir():
+            if path.name in ALIASES or STEP_FILE.fullmatch(path.name):
+                with writing(path), contextlib.suppress(FileNotFoundError):
+                    path.unlink()
     return True
-
-
-def stored_run(row: JobRow, run_dir: Path, mirror: str) -> StoredRun | None:
-    """Return the checkpoints of a job in a store; None if they are in its run directory only."""
-    from ddp_hydra.storage.run_ref import RunRef
-
-    if (results := RunRef.named(run_dir)) != RunRef.own(run_dir):  # of results.handler=cluster
-        return StoredRun(row.number, results.place, None)
-    mirror = typed(row).get("results.mirror", mirror).strip("'\"").rstrip("/")
-    own = read_manifest(run_dir / FOLDER) if mirror not in ("", "null") else {}
-    return StoredRun(row.number, f"{mirror}/{row.number}", own) if own else None

@@ -101,10 +101,10 @@ def test_checkpoints_go_as_soon_as_a_job_is_a_loser(tmp_path):
     folders = [with_checkpoints(tmp_path / str(n)) for n in range(4)]
     pruning = Pruning(tmp_path, "best:1", ACCURACY)
     for number, value in ((2, 0.5), (0, 0.7), (1, 0.6)):
-        pruning.update(rows)
+        pruning.finish(rows)
         rows[number].state, rows[number].objective = JobState.done, value
     rows[3].state, rows[3].objective = JobState.failed, 0.1
-    pruning.update(rows)
+    pruning.finish(rows)
     assert [(folder / "last.pt").exists() for folder in folders] == [True, False, False, True]
     assert [one.message for one in rows[1:3]] == ["its checkpoints were removed: hydra.launcher.keep=best:1"] * 2
     assert rows[0].message == rows[3].message == ""
@@ -115,7 +115,7 @@ def test_checkpoints_go_as_soon_as_a_job_is_a_loser(tmp_path):
             with pytest.raises(CheckpointError, match=r"were removed: hydra\.launcher\.keep=best:1"):
                 find_checkpoint(folder.parent, which)
     assert find_checkpoint(tmp_path / "0").name == "last.pt"
-    pruning.update(rows)
+    pruning.finish(rows)
     assert rows[1].message.count("removed") == 1
 
 
@@ -124,7 +124,7 @@ def test_a_sweep_that_was_killed_while_it_removed_goes_on_with_it(tmp_path):
     folder = with_checkpoints(tmp_path / "0")
     (folder / "manifest.json").write_bytes(encode_manifest({}, removed="hydra.launcher.keep=best:1"))
     (folder / "best.pt").unlink()
-    Pruning(tmp_path, "best:1", ACCURACY).update(rows)
+    Pruning(tmp_path, "best:1", ACCURACY).finish(rows)
     assert not list(folder.glob("*.pt"))
     assert "removed" in rows[0].message
 
@@ -135,26 +135,28 @@ def test_a_run_that_somebody_writes_or_whose_manifest_is_odd_is_left_alone(tmp_p
     (odd / "manifest.json").write_text("[]")
     pruning = Pruning(tmp_path, "best:1", ACCURACY)
     with locked(tmp_path / "0"):
-        pruning.update(rows)
+        pruning.finish(rows)
     assert (folder / "last.pt").is_file()
     assert (odd / "last.pt").is_file()
     assert [one.message for one in rows] == [""] * 4
     assert len(caplog.messages) == 2
-    pruning.update(rows)
-    assert not (folder / "last.pt").exists()
+    pruning.finish(rows)
+    assert len(caplog.messages) == 2
+    Pruning(tmp_path, "best:1", ACCURACY).finish(rows)
+    assert not (folder / "last.pt").exists(), "when the sweep is resumed"
 
 
 @pytest.mark.parametrize(("keep", "most"), [("all", None), (None, None), ("none", 0), ("best:12", 12)])
 def test_what_is_kept(keep, most, tmp_path):
     assert number_kept(keep) == most
     folder = with_checkpoints(tmp_path / "0")
-    Pruning(tmp_path, keep, SweepObjective("m", True)).update([row(0, 0.1)])
+    Pruning(tmp_path, keep, SweepObjective("m", True)).finish([row(0, 0.1)])
     assert (folder / "last.pt").exists() == (most != 0)
 
 
 def test_the_best_of_an_unknown_direction_is_refused(tmp_path):
     unknown = SweepObjective("value", None)
-    with pytest.raises(ConfigError, match=r"keep=best:5: it is not known whether a higher value is better: give"):
+    with pytest.raises(ConfigError, match=r"keep=best:5 needs to know what is better: give"):
         Pruning(tmp_path, "best:5", unknown)
     Pruning(tmp_path, "none", unknown)
 
