@@ -81,9 +81,7 @@ class Run:
         try:
             import pandas as pd
         except ModuleNotFoundError:
-            raise ConfigError(
-                "a table needs pandas: type pip install 'ddp-hydra[notebook]', or use records()"
-            ) from None
+            raise ConfigError("a table needs pandas: pip install 'ddp-hydra[notebook]', or use records()") from None
         rows: dict[Any, dict[str, Any]] = {}
         for number, record in enumerate(self.records()):
             step = record.get("step")

@@ -83,10 +83,7 @@ def write_project(folder: Path, minimal: bool = False) -> None:
     else:
         files = _template(folder.resolve().name)
     if there := [name for name in files if (folder / name).exists()]:
-        raise ConfigError(
-            f"{folder} has {', '.join(there[:3])}{' …' if there[3:] else ''} already, and nothing is overwritten: name "
-            "another folder, ddp-hydra init <folder>"
-        )
+        raise ConfigError(f"{folder} has {', '.join(there[:3])} already: name another folder, ddp-hydra init <folder>")
     try:
         for name, text in files.items():
             path = folder / name

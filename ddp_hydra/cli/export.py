@@ -90,14 +90,9 @@ class GenerateOptions:
 def generate(words: Sequence[str]) -> None:
     options, overrides = parse(GenerateOptions, words, GENERATE_USAGE)
     if options.n < 1 or options.temperature <= 0:
-        raise ConfigError(
-            f"n={options.n}, temperature={options.temperature}: n must be at least 1, temperature above 0"
-        )
+        raise ConfigError(f"n={options.n}, temperature={options.temperature}: give n >= 1, and a temperature above 0")
     run = load_run.load(options.run, options.which, overrides)
     if not hasattr(run.train_set, "sample"):
-        raise ConfigError(
-            f"{type(run.train_set).__name__} has no sample(model, n, temperature, seed), so this run can't generate; "
-            "experiment=pet_names makes one that can"
-        )
+        raise ConfigError(f"{type(run.train_set).__name__} has no sample(model, n, temperature, seed) to generate by")
     for line in run.train_set.sample(run.model, options.n, options.temperature, options.seed):
         print(line)  # noqa: T201

@@ -55,8 +55,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:
     if names := [word.partition("=")[0] for word in words if HIDDEN in word]:
         raise ConfigError(
-            f"{what} was given {', '.join(names)}, which looks like a secret and is kept nowhere: type "
-            f"{names[0]}=<value> again{beside}, or {names[0]}='${{oc.env:NAME}}', which is kept as it is"
+            f"{what} was given {', '.join(names)}, a secret, which is kept nowhere: type {names[0]}=<value>{beside}"
         )
 
 
@@ -128,9 +127,7 @@ def with_params(arguments: list[str]) -> list[str]:
             continue
         found = parse_override(word).value()
         if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
-            raise ConfigError(
-                f"{word}: give hydra.sweeper.params={{optimizer.lr: '0.1,0.01'}}, or optimizer.lr=0.1,0.01"
-            )
+            raise ConfigError(f"{word}: give {{optimizer.lr: '0.1,0.01'}}, or type optimizer.lr=0.1,0.01")
         words += [f"{key}={value}" for key, value in found.items()]
     return words
 

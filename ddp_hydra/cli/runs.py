@@ -197,9 +197,7 @@ def reproduce(words: Sequence[str]) -> None:
         print(shown(" ".join([*variable, shlex.join(["ddp-hydra", *again.words])])))  # noqa: T201
         return
     if again.hidden:
-        raise ConfigError(
-            f"{shown(again.hidden[0])} looks like a secret, so the run does not keep it: type the command"
-        )
+        raise ConfigError(f"{shown(again.hidden[0])} is a secret, which the run does not keep: type the command")
     sys.stdout.flush()
     variables = {**os.environ, **({project.VARIABLE: again.kept} if again.kept else {})}
     os.execve(sys.executable, [sys.executable, "-m", "ddp_hydra", *again.words], variables)  # noqa: S606

@@ -35,8 +35,7 @@ def check_requirements(texts: Iterable[Any]) -> list[str]:
         except InvalidRequirement as error:
             reason = str(error).partition("\n")[0]
             raise ConfigError(
-                f"cluster.pip names {text!r}, which is not a requirement ({reason}): write it as for pip install, e.g. "
-                "cluster.pip=['timm>=1.0']"
+                f"cluster.pip names {text!r}, which is no requirement ({reason}): give ['timm>=1.0']"
             ) from None
     return list(map(str, texts))
 
@@ -136,9 +135,7 @@ def check_network(found: Probes, interface: str | None) -> None:
         values = {there["variables"].get(name) for there in found.values()}
         if len(values) > 1 or (interface and values - {None, interface, f"={interface}"}):
             texts = {address: there["variables"].get(name, "not set") for address, there in found.items()}
-            log.warning(
-                "%s of the workers' environment overrides dispatch.interface:\n%s", name, "\n".join(_grouped(texts))
-            )
+            log.warning("%s of the workers overrides dispatch.interface:\n%s", name, "\n".join(_grouped(texts)))
 
 
 def _refused(title: str, texts: Mapping[str, str], *advice: str) -> ClusterError:

@@ -117,9 +117,8 @@ class Reservation:
                 return answer["workers"]
             if late:
                 raise ClusterError(
-                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.wanted} workers are there, "
-                    f"and the job shall not go on with fewer than {least}: bring up workers and give resume=<run dir>, "
-                    f"or allow fewer with dispatch.min_ranks={max(1, answer['free']) * self.slots}"
+                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.wanted} workers are there: "
+                    f"resume=<run dir> once others are; or dispatch.min_ranks={max(1, answer['free']) * self.slots}"
                 )
             if not is_logged and time.monotonic() - begin > 1:
                 log.warning("waiting for workers: %d of %d are there", answer["free"], self.wanted)
@@ -152,7 +151,7 @@ class Reservation:
         except (OSError, TimeoutError) as error:
             reason = str(error) or f"nothing was heard for {answer_s:g} s"
             raise ClusterError(
-                f"the scheduler {self.address} does not answer: {reason}. Go on with resume=<run dir> once it is back"
+                f"the scheduler {self.address} does not answer: {reason}. Go on with resume=<run dir>"
             ) from error
 
     def _answering(self, silent: Collection[str]) -> set[str]:

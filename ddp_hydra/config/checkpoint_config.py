@@ -109,8 +109,8 @@ def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
         cfg.data.train = {**kept, **{key: val[key] for key in keys if key in val}}
     elif given := [key for key in keys if OmegaConf.select(cfg, f"data.train.{key}") not in (None, False, 0)]:
         raise ConfigError(
-            f"split=train: data.train.{given[0]} is for training, and there is no data.val of the same class whose "
-            f"{given[0]} could take its place: give it, +data.train.{given[0]}=null or a node with a _target_"
+            f"split=train: data.train.{given[0]} is for training, and no data.val of this class has another one: give "
+            f"+data.train.{given[0]}=null or a node with a _target_"
         )
 
 

@@ -39,8 +39,7 @@ def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], rep
         if key not in given and _options(found) != _options(value):
             raise ConfigError(
                 f"{by} chooses {key}={as_typed(value)}, and `override {key}: {as_typed(found)}` of the main config "
-                "wins over it in Hydra: move that line with its values into a file of conf/experiment, and name this "
-                f"one in the main config, `- experiment: <name>`; or type {key}={as_typed(value)}, too"
+                f"wins over it: move that line into a file of conf/experiment, or type {key}={as_typed(value)}, too"
             )
     set_by_hand = [word for word in given if word not in choices]
     _check_values(cfg, {key: pair for key, pair in values.items() if not any(_meet(key, word) for word in set_by_hand)})
@@ -61,9 +60,8 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
             continue
         if _plain(part, key) != before:
             raise ConfigError(
-                f"{by} sets {key}={as_typed(value)}, and {key}={as_typed(before)} of the main config wins over it: in "
-                "Hydra the later one of a defaults list does, and a file without `_self_` in its list is last. Write "
-                f"`- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
+                f"{by} sets {key}={as_typed(value)}, and {key}={as_typed(before)} of the main config wins over it: "
+                f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
             )
 
 

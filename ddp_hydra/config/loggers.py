@@ -31,8 +31,7 @@ def nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         else:
             hint = meant(entry, NAMES) if isinstance(entry, str) else ""
             raise ConfigError(
-                f"results.loggers has {entry!r}{hint}{'' if hint else ':'} give names ({', '.join(NAMES)}) or nodes "
-                "with a _target_, e.g. results.loggers=[mlflow] or results.loggers=[{_target_: models.mine.MyWriter}]"
+                f"results.loggers has {entry!r}{hint}{'' if hint else ':'} give {', '.join(NAMES)} or a _target_"
             )
         if name in found:
             raise ConfigError(f"results.loggers names {name} more than once: leave one out")
@@ -51,10 +50,7 @@ def check_installed(cfg: DictConfig) -> None:
     """Refuse loggers whose package this process does not have."""
     for name in nodes(cfg):
         if name in NAMES and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"results.loggers=[{name}] needs the package {name}, which is not installed here: "
-                f"pip install 'ddp-hydra[{name}]'"
-            )
+            raise ConfigError(f"results.loggers=[{name}] needs a package: pip install 'ddp-hydra[{name}]'")
 
 
 def parameters(cfg: DictConfig) -> dict[str, Any]:

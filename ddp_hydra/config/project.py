@@ -82,10 +82,7 @@ def find() -> Path:
     if is_project(folder):
         return folder
     if named:
-        raise ConfigError(
-            f"{VARIABLE}={named}: {folder} holds no project: it has no conf/**.yaml, models/*.py or data/*.py. Name "
-            f"the folder that has them, or unset {VARIABLE}"
-        )
+        raise ConfigError(f"{VARIABLE}={named}: {folder} has no conf/**.yaml, models/*.py or data/*.py")
     return starter()
 
 
@@ -117,9 +114,8 @@ def pack(*roots: Path) -> Project:
     if total > MAX_BYTES:
         largest = max(files, key=lambda name: files[name].stat().st_size)
         raise ConfigError(
-            f"the project space {roots[0]} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, more than the "
-            f"{MAX_BYTES // 2**20} MiB that are shipped with each job; the largest is {largest}: keep data sets "
-            "elsewhere"
+            f"the project space {roots[0]} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, and "
+            f"{MAX_BYTES // 2**20} MiB can be shipped with a job; the largest is {largest}: keep data sets elsewhere"
         )
     return _pack(tuple((name, path, _stamp(path)) for name, path in files.items()))
 

@@ -56,10 +56,7 @@ class Sources:
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
             if installed_here and not is_installed(parts[0]):
-                raise ConfigError(
-                    f"there is no package {parts[0]}{_hint(parts[0], PACKAGES)}: install it, or name something in "
-                    f"{' or '.join(f'{name}/' for name in PACKAGES)}"
-                )
+                raise ConfigError(f"there is no package {parts[0]}{_hint(parts[0], PACKAGES)}: install it")
             return
         size = 0
         while size < len(parts) and (self.find(parts[: size + 1]) or self.is_folder(parts[: size + 1])):

@@ -35,10 +35,7 @@ def check(cfg: DictConfig) -> None:
     _check_bucket(cfg)
     for key in ("validate_every_steps", "validate_first"):
         if trainer[key] and OmegaConf.select(cfg, "data.val") is None:
-            raise ConfigError(
-                f"trainer.{key}={str(trainer[key]).lower()}: there is no validation set (data.val is null): give a "
-                f"set, or trainer.{key}={'0' if key == 'validate_every_steps' else 'false'}"
-            )
+            raise ConfigError(f"trainer.{key}={str(trainer[key]).lower()}: there is no validation set: give data.val")
     check_training(cfg)
     _check_results(cfg)
     objective.metric_and_direction(cfg)
@@ -93,13 +90,10 @@ def _check_results(cfg: DictConfig) -> None:
                 raise ConfigError(f"{typed} is only for results.handler=cluster: give that with results.root, too")
     elif not results.root:
         raise ConfigError(
-            "results.handler=cluster needs a place that the workers can write: give results.root=s3://bucket/runs, or "
-            "a folder of a disk that all hosts share"
+            "results.handler=cluster needs a place that workers can write: give results.root=s3://bucket/runs"
         )
     elif results.mirror:
-        raise ConfigError(
-            f"results.mirror={results.mirror}: leave it out, results.handler=cluster has all in its store"
-        )
+        raise ConfigError(f"results.mirror={results.mirror}: leave it out, as results.handler=cluster has a store")
 
 
 CLOSURES = ("LBFGS",)
@@ -111,27 +105,19 @@ def check_training(cfg: DictConfig) -> None:
         check_static_graph(cfg)
     backend, device = (getattr(one, "name", one) for one in (cfg.dispatch.backend, cfg.trainer.device))
     if (backend, device) == ("nccl", "cpu"):
-        raise ConfigError(
-            "dispatch.backend=nccl does not go with trainer.device=cpu, whose tensors NCCL does not take: give "
-            "dispatch.backend=auto"
-        )
+        raise ConfigError("dispatch.backend=nccl does not go with trainer.device=cpu: give dispatch.backend=auto")
     classes = cfg.trainer.activation_checkpointing
     if classes and str(OmegaConf.select(cfg, "parallel._target_")).endswith(".parallel.dp"):
         raise ConfigError(
-            f"trainer.activation_checkpointing={list(classes)} does not go with parallel=dp, whose copies of the model "
-            "would compute with the first GPU's modules: give parallel=ddp, or trainer.activation_checkpointing=[]"
+            f"trainer.activation_checkpointing={list(classes)} does not go with parallel=dp: give parallel=ddp"
         )
     loss = str(OmegaConf.select(cfg, "loss._target_") or "")
     if loss.startswith("torch.nn.") and OmegaConf.select(cfg, "loss.reduction") == "none":
-        raise ConfigError(
-            f"loss.reduction=none of {loss.rpartition('.')[2]} gives a loss for each sample: give loss.reduction=mean "
-            "or sum"
-        )
+        raise ConfigError(f"loss.reduction=none of {loss.rpartition('.')[2]}: give loss.reduction=mean or sum")
     ignored = OmegaConf.select(cfg, "loss.ignore_index")
     if isinstance(ignored, int) and ignored >= 0 and OmegaConf.select(cfg, "mix._target_"):
         raise ConfigError(
-            f"loss.ignore_index={ignored} does not go with {OmegaConf.select(cfg, 'mix._target_')}, which makes shares "
-            "of classes of the targets: type mix=none, or '~loss.ignore_index'"
+            f"loss.ignore_index={ignored} does not go with mixed targets: type mix=none, or '~loss.ignore_index'"
         )
     for target in _targets(OmegaConf.select(cfg, "optimizer")):
         if target.rpartition(".")[2] in CLOSURES:
@@ -150,8 +136,7 @@ def check_static_graph(cfg: DictConfig) -> None:
     if micro_batches > 1 and OmegaConf.select(cfg, "parallel.static_graph"):
         raise ConfigError(
             f"parallel.static_graph=true does not go with trainer.gradient_accumulation_steps={micro_batches} on "
-            "several ranks: give parallel.static_graph=false, and parallel.find_unused_parameters=true if steps leave "
-            "parameters out; or trainer.gradient_accumulation_steps=1"
+            "several ranks: give parallel.static_graph=false, or trainer.gradient_accumulation_steps=1"
         )
 
 

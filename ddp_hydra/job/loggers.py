@@ -6,12 +6,12 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,45 +54,29 @@ KINDS = ("start", "metrics", "text", "image", "file", "log")
 log = logging.getLogger(__name__)
 
 
-class RecordBuffer:
-    """Holds messages for one reader, up to a limit: beyond it the oldest are dropped. `put` never waits.
+class RecordBuffer(queue.Queue[bytes | str | None]):
+    """Holds messages for one reader, up to a limit: beyond it the oldest are dropped. `put` never waits; None ends it.
 
     Attributes:
         dropped: how many messages were too many.
     """
 
     def __init__(self, max_messages: int = MAX_RECORDS, max_bytes: int = MAX_BYTES) -> None:
+        super().__init__()
         self.max_messages, self.max_bytes = max_messages, max_bytes
-        self.dropped = 0
-        self._messages: deque[bytes | str] = deque()
-        self._bytes = 0
-        self._changed = threading.Condition()
-        self._is_closed = False
+        self.dropped = self._bytes = 0
 
-    def put(self, message: bytes | str) -> None:
-        with self._changed:
-            if self._is_closed:
-                return
-            self._messages.append(message)
-            self._bytes += len(message)
-            while len(self._messages) > self.max_messages or self._bytes > self.max_bytes:
-                self._bytes -= len(self._messages.popleft())
-                self.dropped += 1
-            self._changed.notify()
+    def _put(self, item: bytes | str | None) -> None:
+        self.queue.append(item)
+        self._bytes += len(item or b"")
+        while len(self.queue) > self.max_messages or self._bytes > self.max_bytes:
+            self._get()
+            self.dropped += 1
 
-    def take(self) -> bytes | str | None:
-        """Wait for the oldest message and return it; None once the buffer is closed and empty."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._messages or self._is_closed)
-            if not self._messages:
-                return None
-            self._bytes -= len(self._messages[0])
-            return self._messages.popleft()
-
-    def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify()
+    def _get(self) -> bytes | str | None:
+        item = self.queue.popleft()
+        self._bytes -= len(item or b"")
+        return item
 
 
 class LoggerProcess:
@@ -148,7 +132,7 @@ class LoggerProcess:
     def finish(self, status: str) -> None:
         """Tell the logger how the job ended, without waiting for it."""
         self.buffer.put(status)
-        self.buffer.close()
+        self.buffer.put(None)
 
     def has_ended(self, until: float) -> bool:
         """Wait for the process; return whether it has ended by a time of the monotonic clock."""
@@ -181,7 +165,7 @@ class LoggerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
-        self.buffer.close()
+        self.buffer.put(None)
         for thread in self._threads:
             thread.join(JOIN_S)
         with contextlib.suppress(OSError):
@@ -194,7 +178,7 @@ class LoggerProcess:
         with contextlib.suppress(OSError):
             while message is not None:
                 self._connection.send(message)
-                message = self.buffer.take()
+                message = self.buffer.get()
 
     def _receive(self) -> None:
         with contextlib.suppress(EOFError, OSError), self._connection:
@@ -345,8 +329,7 @@ def end(senders: list[LoggerProcess], status: str, timeout_s: float) -> None:
                 pass
             if missing := sender.wait(limit(sender)):
                 log.warning(
-                    "%s has not all records of this job: %s. The run directory has them; more time is given with "
-                    "results.loggers_timeout_s=<seconds>",
+                    "%s lacks records of this job: %s. More time is given with results.loggers_timeout_s",
                     sender.name,
                     missing,
                 )

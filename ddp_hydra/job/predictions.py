@@ -88,10 +88,7 @@ class Parts:
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{file} can't be read ({error!s:.200}): {drop}") from None
         if (found.format, found.plan) != (1, self.plan):
-            raise ConfigError(
-                f"{self.folder} holds a part of another prediction, with another checkpoint, data set, config or code: "
-                f"{drop}"
-            )
+            raise ConfigError(f"{self.folder} is of another prediction (checkpoint, data set, config or code): {drop}")
         return found
 
     @property
@@ -122,8 +119,8 @@ class Parts:
         samples = self.samples if samples is None else samples
         if self.samples is not None and (samples, length) != (self.samples, self.length):
             raise ConfigError(
-                f"the data set has {samples:,} samples in batches that make parts of {length}, and {self.samples:,} in "
-                f"parts of {self.length} when {self.folder} was begun: give overwrite=true to begin again"
+                f"the data set has {samples:,} samples in parts of {length}, and had {self.samples:,} in parts of "
+                f"{self.length} when {self.folder} was begun: give overwrite=true"
             )
         self.samples, self.length = samples, length
         content = to_builtins(PredictionPlan(self.plan, samples, length))
@@ -150,13 +147,10 @@ class Parts:
                 names = names or list(columns)
                 if list(columns) != names:
                     raise RecordError(
-                        f"the predictions of row {begin} have the columns {', '.join(columns)}, and those before "
-                        f"{', '.join(names)}: predict must return the same ones for each batch"
+                        f"the columns of row {begin} are {', '.join(columns)}, not {', '.join(names)} as before"
                     )
                 if len(lengths) != 1 or begin + (size := lengths.pop()) > end or "index" in columns:
-                    raise RecordError(
-                        f"{self.path(part)} does not hold rows {begin} to {end}: remove it, and try again"
-                    )
+                    raise RecordError(f"{self.path(part)} does not hold rows {begin} to {end}: remove it")
                 yield {"index": np.arange(begin, begin + size), **columns}
                 begin += size
             if begin != end:
@@ -186,7 +180,7 @@ def pyarrow() -> Any:
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise ConfigError(
-            "Parquet needs pyarrow: type pip install 'ddp-hydra[parquet]', or give out=predictions.csv"
+            "Parquet needs pyarrow: pip install 'ddp-hydra[parquet]', or give out=predictions.csv"
         ) from None
     return pyarrow
 
@@ -261,8 +255,7 @@ def _write_npz(path: Path, chunks: Chunks, samples: int) -> None:
                 found[name] = np.promote_types(dtype, array.dtype), shape
             elif (array.dtype, array.shape[1:]) != (dtype, shape):
                 raise ConfigError(
-                    f"the task predicts arrays {array.dtype} {array.shape[1:]} and {dtype} {shape}, which fit in no "
-                    "common array: return the same for each batch"
+                    f"the task predicts arrays {array.dtype} {array.shape[1:]} and {dtype} {shape}: return one kind"
                 )
     with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
         for name, (dtype, shape) in found.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Sequence
@@ -57,10 +56,7 @@ def run_job(
         _dry_run(config)
         return None
     if remote is None and torchrun.is_here() and not connect.is_torchrun(cfg.cluster):
-        raise ConfigError(
-            f"torchrun has started this process and {os.environ['WORLD_SIZE']} in all, but cluster "
-            f"{cfg.cluster.get('_target_')} starts ranks itself: give cluster=torchrun, or type it without torchrun"
-        )
+        raise ConfigError("torchrun has started this process: give cluster=torchrun, or type it without torchrun")
     with locked(run_dir):
         if remote is None:
             refuse_restart(run_dir)

@@ -45,8 +45,7 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
     is_done = summary is not None and summary.status == "done"
     if (checkpoints or is_done) and not is_resumed(run_dir, resume):
         raise ConfigError(
-            f"{run_dir} holds another run, and its results would be mixed with this one's: give another folder with "
-            f"hydra.run.dir=<folder>, or go on with that run by resume={run_dir}"
+            f"{run_dir} holds another run: give hydra.run.dir=<folder>, or go on with it by resume={run_dir}"
         )
 
 

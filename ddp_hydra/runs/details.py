@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from ddp_hydra.config import project, redact
+from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import FailureEntry, Summary
@@ -87,18 +87,8 @@ def checkpoints(files: RunFiles) -> dict[str, Any]:
 
 def config(files: RunFiles) -> dict[str, Any]:
     """Return the config of a run as it was composed, by dotted key; {} if the run has none."""
-    return dict(leaves(yaml_value(files.read(".hydra/config.yaml"))))
-
-
-def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted key and the value of each leaf of a config."""
-    if not isinstance(node, dict):
-        return
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    found = yaml_value(files.read(".hydra/config.yaml"))
+    return dict(leaves(found)) if isinstance(found, dict) else {}
 
 
 def between(*runs: RunFiles) -> dict[str, Any]:

@@ -71,8 +71,7 @@ def removable(run: str) -> list[Path]:
         return [Path(name) for name, _ in run_dirs(str(folder))]
     if not is_run(names):
         raise ConfigError(
-            f"{run} is not a run directory, nor the folder of a sweep: it has no .hydra, status.json, summary.json or "
-            f"{SWEEP}; ddp-hydra runs ls {run} lists the runs below it"
+            f"{run} is not a run directory, nor the folder of a sweep; ddp-hydra runs ls {run} lists runs below it"
         )
     inner = [name for name, _ in run_dirs(str(folder)) if name != os.path.normpath(folder)]
     if inner:

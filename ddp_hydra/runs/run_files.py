@@ -171,18 +171,13 @@ def open_run(run: str) -> RunFiles:
     if ref.is_stored:
         stored = StoredRunFiles(ref.store())
         if not any(stored.read(name) for name in ("status.json", "summary.json", ".hydra/config.yaml")):
-            raise ConfigError(
-                f"{place} holds no run: give the URL that a run has printed; ddp-hydra runs ls <URL> lists"
-            )
+            raise ConfigError(f"{place} holds no run: ddp-hydra runs ls <URL> lists the runs below one")
         return stored
     folder = Path(place)
     if not folder.is_dir():
         raise ConfigError(f"{place}: there is no such folder; ddp-hydra runs ls lists the runs of outputs and multirun")
     if not is_run(set(os.listdir(folder))):  # noqa: PTH208
-        raise ConfigError(
-            f"{place} is not a run directory: it has no .hydra, status.json or summary.json; "
-            f"ddp-hydra runs ls {place} lists the runs below it"
-        )
+        raise ConfigError(f"{place} is not a run directory; ddp-hydra runs ls {place} lists the runs below it")
     return LocalRunFiles(place)
 
 
@@ -224,9 +219,7 @@ def read_tags(files: RunFiles, of_config: object) -> list[str]:
 def change_tags(files: RunFiles, of_config: object, words: Sequence[str]) -> list[str]:
     for word in words:
         if word[:1] not in ("+", "-") or not _TAG.fullmatch(word[1:]):
-            raise ConfigError(
-                f"{word!r}: +good adds a tag, -old removes one; a tag has letters, digits and . _ : / @ -, 64 at most"
-            )
+            raise ConfigError(f"{word!r}: give +good or -old, of at most 64 letters, digits and . _ : / @ -")
     if isinstance(files, StoredRunFiles):
         return _change_stored_tags(files, of_config, words)
     with _tags_locked(Path(files.place)):

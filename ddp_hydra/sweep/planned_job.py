@@ -205,8 +205,7 @@ def take_over_folder(planned: PlannedJob) -> None:
     overrides = redact.without(OmegaConf.to_container(OmegaConf.load(saved)))  # other apps save theirs as typed
     if overrides != planned.row.overrides:
         raise ConfigError(
-            f"{planned.folder} holds the results of another job ({' '.join(overrides)}), which would be written over: "
-            "give another hydra.sweep.dir, or leave it out"
+            f"{planned.folder} has results of another job ({' '.join(overrides)}): give another hydra.sweep.dir"
         )
     resume(planned, 0.0)
 

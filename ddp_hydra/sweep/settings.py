@@ -102,9 +102,8 @@ def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
         ]
         if found is not None and typed != [right]:
             raise ConfigError(
-                f"hydra.sweeper.{key}={','.join(typed)}, but a job returns one value, of the objective {metric}, and "
-                f"{'more' if better == 'maximize' else 'less'} of it is better: give hydra.sweeper.{key}={right}, or "
-                "another objective.direction"
+                f"hydra.sweeper.{key}={','.join(typed)}, but the objective {metric} goes by {better}: "
+                f"give hydra.sweeper.{key}={right}, or another objective.direction"
             )
 
 
@@ -131,9 +130,7 @@ def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks
         return ReportPolicy(_pruner(options, objective.maximize))
     name = options.pop("rule", None)
     if name not in RULES:
-        raise ConfigError(
-            f"{STOP}: there is no rule {name!r}: give {', '.join(RULES)}, or a pruner of Optuna by _target_"
-        )
+        raise ConfigError(f"{STOP}: there is no rule {name!r}: give {', '.join(RULES)}, or a _target_ of Optuna")
     if name in REPORT_RULES or not is_ours(config):
         if name == "hyperband":
             raise ConfigError(f"{STOP}=hyperband needs jobs that can pause, and jobs of other apps can't: give asha")
@@ -146,22 +143,13 @@ def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks
 
 def check_objective(objective: SweepObjective, config: DictConfig, ranks: int | None) -> None:
     if objective.maximize is None:
-        raise ConfigError(
-            f"{STOP} needs to know whether a higher {objective.metric} is better: give "
-            "hydra.launcher.direction=maximize or minimize"
-        )
+        raise ConfigError(f"{STOP} needs to know what is better: give hydra.launcher.direction=maximize or minimize")
     if not is_ours(config):
         if ranks is None:
-            raise ConfigError(
-                f"{STOP} reads what tasks report by ddp_hydra.results.log, for which they need a rank: give "
-                "hydra.launcher.ranks=1"
-            )
+            raise ConfigError(f"{STOP} goes by what ranks report: give hydra.launcher.ranks=1")
         return
     if objective.metric.startswith("train/"):
-        raise ConfigError(
-            f"{STOP} goes by validations, and {objective.metric} is reported between them, too: give data.val and an "
-            "objective.metric of the validation, as val/loss"
-        )
+        raise ConfigError(f"{STOP} goes by validations: give data.val, and an objective.metric such as val/loss")
     handler = config.results.handler
     if getattr(handler, "value", handler) == "cluster":
         raise ConfigError(f"{STOP} reads the results of jobs here: give results.handler=client")

@@ -253,10 +253,7 @@ class OptunaRule:
         except ImportError:
             raise ConfigError("pruners need Optuna: pip install 'ddp-hydra[optuna]'") from None
         if not isinstance(pruner, optuna.pruners.BasePruner):
-            raise ConfigError(
-                f"hydra.launcher.stop._target_ makes a {type(pruner).__name__}, not a pruner of Optuna: give one of "
-                "optuna.pruners, or a class of yours that is derived from optuna.pruners.BasePruner"
-            )
+            raise ConfigError(f"hydra.launcher.stop._target_ makes a {type(pruner).__name__}, not a pruner of Optuna")
         self.optuna, self.pruner = optuna, pruner
         self.direction = "maximize" if maximize else "minimize"
         self.studies: list[Any] = []

@@ -278,10 +278,7 @@ def entries_in(store: Store) -> Entries:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ConfigError(
-            f"{store.url}/{FOLDER}/{NAME} is not the manifest of checkpoints ({error}): give another folder with "
-            "results.mirror=s3://bucket/folder"
-        ) from None
+        raise ConfigError(f"{store.url}/{FOLDER}/{NAME} is not the manifest of checkpoints ({error})") from None
 
 
 def _steps(folder: Path) -> Entries:

@@ -148,16 +148,11 @@ def _verify(file: File, name: str, part: Path) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise RecordError(f"{name} is not a plain file")
     if found.st_size != file.size:
-        raise RecordError(
-            f"{name} did not arrive whole: {found.st_size} bytes of {file.size}; what was there before is kept"
-        )
+        raise RecordError(f"{name} did not arrive whole: {found.st_size} bytes of {file.size}; the one before is kept")
     with part.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
     if digest != file.sha256.lower():
-        raise RecordError(
-            f"{name} was changed on its way: sha256 {digest[:12]}… instead of {file.sha256[:12]!a}…; what was there "
-            "before is kept"
-        )
+        raise RecordError(f"{name} was changed on its way: its sha256 is {digest[:12]}…; the one before is kept")
 
 
 class FileWriter:
@@ -179,9 +174,8 @@ class FileWriter:
         # On some file systems, Checkpoints and checkpoints are the same name.
         if len(path.parts) < 2 or path.parts[0].casefold() in RESERVED:
             raise RecordError(
-                f"rank {record.rank} submitted {record.data.path!r}; a submitted file goes into a folder of its "
-                f"own, for example 'samples/epoch-3.txt': {', '.join(RESERVED)} and what lies beside them belong to "
-                "the run"
+                f"rank {record.rank} submitted {record.data.path!r}: give a folder of its own, 'samples/a.txt', and "
+                f"none of {', '.join(RESERVED)}"
             )
         self._receiver.receive(record, prepared_path(self._run_dir, path))
 
@@ -268,7 +262,5 @@ def _step_name(path: str, step: int, rank: int) -> str:
     pure = check_path(path)
     match = STEP_FILE.fullmatch(pure.name)
     if pure.parts[:-1] != (FOLDER,) or match is None or match[2] or int(match[1]) != step:
-        raise RecordError(
-            f"rank {rank} sent a checkpoint of step {step} as {path!r}; it must be called '{FOLDER}/step-{step:06d}.pt'"
-        )
+        raise RecordError(f"rank {rank} sent step {step} as {path!r}, and not as '{FOLDER}/step-{step:06d}.pt'")
     return pure.name

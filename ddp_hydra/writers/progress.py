@@ -74,7 +74,7 @@ class ProgressWriter:
 
     def close(self) -> None:
         try:
-            step = self._state.step
+            step = self._state.now.step
             is_missing = step not in (None, self._line_step) and self._reported != self._state.mark()
             if not self._is_closed and is_missing and self._state.numbers(validation=True):
                 self._permanent_line()
@@ -98,7 +98,7 @@ class ProgressWriter:
         self._printed_at = self._clock()
 
     def _metrics(self, record: Record, logged: Metrics) -> None:
-        before = self._state.epoch
+        before = self._state.now.epoch
         if before is not None and self._reported != before != self._state.epoch_of(logged):
             self._permanent_line()
         self._state.update(record)
@@ -117,7 +117,7 @@ class ProgressWriter:
         where = state.epoch_text() if is_epoch else state.where()
         self._print(f"{where}  {state.numbers(validation=True, epoch=has_means)}")
         self._reported = state.mark() if is_epoch else self._reported
-        self._line_step = state.step
+        self._line_step = state.now.step
         state.forget_validation()
 
     def _print(self, line: str) -> None:
@@ -125,7 +125,7 @@ class ProgressWriter:
         self._printed_at = self._clock()
 
     def _move_bar(self) -> None:
-        step, where = self._state.step or 0, self._state.where()
+        step, where = self._state.now.step or 0, self._state.where()
         numbers = "  ".join(filter(None, (self._state.numbers(), self._state.eta())))
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=where, numbers=numbers)
@@ -138,7 +138,7 @@ class ProgressWriter:
             transient=True,
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task(where, total=self._state.total_steps, completed=step, numbers=numbers)
+        self._task = self._bar.add_task(where, total=self._state.now.total_steps, completed=step, numbers=numbers)
         self._bar.start()
 
     def _stop_bar(self) -> None:

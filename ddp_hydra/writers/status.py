@@ -37,100 +37,75 @@ class JobStatus:
         base: what is known of the job before it begins.
 
     Attributes:
-        state: starting, then running; a remote job's driver sets further ones.
-        start: the start record of the newest attempt; world_size: its number of ranks.
-        stopped_early: why the run is done before its last step; "" if it is not.
+        now: the fields of status.json; its state is starting, then running; a remote job's driver sets further ones.
+        start: the start record of the newest attempt.
         metrics: the last value of each metric.
         epoch_means: "train/loss" and so on as means over the last epoch that has ended.
-        eta_s: seconds to the end, at the last record; None while that is not known.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:
-        self._clock, self._base = clock, base or Status()
-        self.state = "starting"
+        self._clock = clock
+        self.now = replace(base or Status(), host=socket.gethostname(), pid=os.getpid(), stopped_early="")
         self.start: Record | None = None
-        self.world_size = 0
-        self.stopped_early = ""
-        self.step: int | None = None
-        self.epoch: float | None = None
-        self.total_steps: int | None = None
-        self.epochs: float | None = None
         self.metrics: dict[str, float] = {}
         self.epoch_means: dict[str, float] = {}
-        self.eta_s: float | None = None
         self._first: tuple[float, int] = (clock(), 0)
 
     def update(self, record: Record) -> bool:
         """Take a record; return whether it says something new."""
-        data = record.data
+        data, now = record.data, self.now
         if record.rank != 0:
             return False
         if isinstance(data, Text) and data.name == STOPPED_EARLY:
-            self.stopped_early = data.text
+            now.stopped_early = data.text
             return True
         if isinstance(data, Start):
-            self.start, self.world_size = record, data.world_size
-            self.step = self.epoch = None
-            self.metrics, self.epoch_means = {}, {}
-            self.total_steps, self.epochs = data.total_steps, data.epochs
+            self.start, self.metrics, self.epoch_means = record, {}, {}
+            now.attempt, now.world_size, now.step, now.epoch = record.attempt, data.world_size, None, None
+            now.total_steps, now.epochs = data.total_steps, data.epochs
             self._first = (self._clock(), record.step or 0)
         elif isinstance(data, Metrics):
-            self.epoch = self.epoch_of(data)
-            if self.epochs is not None and self.epoch is not None and self.epoch > self.epochs:
-                self.epochs = None  # a stream has fewer samples than it says, and the run more epochs
+            now.epoch = self.epoch_of(data)
+            if now.epochs is not None and now.epoch is not None and now.epoch > now.epochs:
+                now.epochs = None  # a stream has fewer samples than it says, and the run more epochs
             for name, value in data.metrics.items():
                 if name.startswith(EPOCH):
                     self.epoch_means[name.replace(EPOCH, "train/", 1)] = value
                 else:
                     self.metrics[name] = value
-            self.step = record.step if record.step is not None else self.step or 0
+            now.step = record.step if record.step is not None else now.step or 0
         else:
             return False
-        self.state = "running"
+        now.state = "running"
         began, first = self._first
-        step, total = self.step or 0, self.total_steps or 0
-        self.eta_s = (self._clock() - began) / (step - first) * (total - step) if first < step < total else None
+        step, total = now.step or 0, now.total_steps or 0
+        now.eta_s = (self._clock() - began) / (step - first) * (total - step) if first < step < total else None
         return True
 
     def content(self) -> Status:
-        start = self.start
-        return replace(
-            self._base,
-            state=self.state,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            attempt=start.attempt if start else 0,
-            world_size=self.world_size,
-            step=self.step,
-            total_steps=self.total_steps,
-            epoch=self.epoch,
-            epochs=self.epochs,
-            eta_s=self.eta_s,
-            stopped_early=self.stopped_early,
-            metrics=finite({**self.metrics, **self.epoch_means}),
-        )
+        return replace(self.now, metrics=finite({**self.metrics, **self.epoch_means}))
 
     def epoch_of(self, logged: Metrics) -> float | None:
         """Return the epoch that metrics belong to, counted from 1; without one, the epoch of the metrics before."""
-        return self.epoch if logged.epoch is None else logged.epoch
+        return self.now.epoch if logged.epoch is None else logged.epoch
 
     def forget_validation(self) -> None:
         self.metrics = {n: value for n, value in self.metrics.items() if not n.startswith("val/")}
 
     def mark(self) -> float | None:
         """Return the epoch, or the step if there are no epochs, that a permanent line stands for."""
-        return self.step if self.epoch is None else self.epoch
+        return self.now.step if self.now.epoch is None else self.now.epoch
 
     def where(self) -> str:
         """Return for example 'epoch 3/5  step 120/500'."""
-        step = f"step {_of(self.step or 0, self.total_steps)}"
-        return step if self.epoch is None else f"{self.epoch_text()}  {step}"
+        step = f"step {_of(self.now.step or 0, self.now.total_steps)}"
+        return step if self.now.epoch is None else f"{self.epoch_text()}  {step}"
 
     def epoch_text(self) -> str:
         """Return for example 'epoch 3/5', or the step if there are no epochs."""
-        if self.epoch is None:
+        if self.now.epoch is None:
             return self.where()
-        return f"epoch {_of(self.epoch, self.epochs)}"
+        return f"epoch {_of(self.now.epoch, self.now.epochs)}"
 
     def numbers(self, validation: bool = False, epoch: bool = False) -> str:
         """Return losses and accuracies, of the last validation or as means over the epoch, and samples/s."""
@@ -147,7 +122,7 @@ class JobStatus:
 
     def eta(self) -> str:
         """Return for example "ETA 1:32 min", or "" while it is not known."""
-        return "" if self.eta_s is None else f"ETA {duration(self.eta_s)}"
+        return "" if self.now.eta_s is None else f"ETA {duration(self.now.eta_s)}"
 
 
 def _rank_of_name(item: tuple[str, float]) -> tuple[bool, bool, str]:

@@ -86,7 +86,7 @@ def test_an_interrupted_job_is_a_killed_run(cli, tmp_path, wait_for):
     [
         pytest.param(
             "blocks",
-            "Tracker has not all records of this job: it had not taken everything when the job ended.",
+            "Tracker lacks records of this job: it had not taken everything when the job ended.",
             marks=pytest.mark.slow,
         ),
         ("fails", r"Tracker does not answer \(ConnectionError: nobody there\): the job goes on, and its records wait"),

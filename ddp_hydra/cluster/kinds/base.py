@@ -85,9 +85,8 @@ class Manager:
                 raise ClusterError(f"{self.name} needs the package {package}, which is not installed here: {install}")
         if self.keep and not self.can_keep:
             raise ClusterError(
-                f"cluster.keep=true: the scheduler of a {self.name} ends with the process that started it. To keep "
-                "workers for the next job, start `dask scheduler` and `dask worker` yourself and give cluster=remote "
-                "cluster.address=tcp://<host>:8786; a sweep (-m) has one cluster for all its jobs anyway"
+                f"cluster.keep=true: the scheduler of a {self.name} ends with the process that started it: start "
+                "Dask yourself, and give cluster=remote cluster.address=tcp://<host>:8786"
             )
 
     @property

@@ -10,10 +10,9 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import dask
 
@@ -81,13 +80,11 @@ class LocalCuda(Local):
         there = len(visible) if (visible := self.visible()) is not None else len(environment.gpu_uuids())
         if not there:
             raise ClusterError(
-                "cluster=local_cuda needs a GPU of NVIDIA's, and there is none here that its driver shows: look at "
-                "nvidia-smi and CUDA_VISIBLE_DEVICES, or train on the CPU with cluster=local"
+                "cluster=local_cuda: no NVIDIA GPU is visible: look at nvidia-smi, or give cluster=local"
             )
         if self.n_workers is not None and self.n_workers > there:
             raise ClusterError(
-                f"cluster.n_workers={self.n_workers}, but there are {there} GPUs here, and each worker has one: give "
-                f"cluster.n_workers={there} or less, or null for all"
+                f"cluster.n_workers={self.n_workers}, and there are {there} GPUs here: give less, or null for all"
             )
         super().check()
         self.n_workers = self.n_workers or there
@@ -133,15 +130,13 @@ class Ssh(Manager):
         hosts = self.arguments.get("hosts")
         if not isinstance(hosts, list) or len(hosts) < 2:
             raise ClusterError(
-                f"cluster.hosts={hosts}: give at least two, [a,a,b]: the first one gets the scheduler, each other one "
-                "a worker; a host may be named more than once"
+                f"cluster.hosts={hosts}: give two or more, [a,a,b]: the first gets the scheduler, the others workers"
             )
         each = (self.arguments.get("worker_options") or {}).get("n_workers", 1)
         there = each * (len(hosts) - 1)
         if self.n_workers not in (None, there):
             raise ClusterError(
-                f"cluster.n_workers={self.n_workers}, but cluster.hosts={hosts} make {there} workers: leave n_workers "
-                "out, and name a host as often as it shall have workers"
+                f"cluster.n_workers={self.n_workers}: cluster.hosts={hosts} make {there} workers: leave it out"
             )
         self.n_workers = there
 
@@ -205,54 +200,38 @@ CONNECT_S = 10.0
 """Seconds that the scheduler may take to answer, and its file to appear."""
 
 
-@dataclass(eq=False, repr=False)
-class Remote:
-    """`cluster=remote`: a scheduler that was started by somebody else, and that stays after the job.
+class Remote(Manager):
+    """`cluster=remote`: a scheduler that was started by somebody else, and that stays after the job."""
 
-    Args:
-        address: tcp://host:8786, or tls://host:8786.
-        scheduler_file: instead of the address, the file that `dask scheduler --scheduler-file` wrote.
-        security: tls_ca_file, tls_client_cert, tls_client_key and other arguments of `distributed.Security`; None for
-            the settings of Dask's own config.
-    """
+    needs_idle_shutdown = False
+    can_keep = True
+    keys = ("address", "scheduler_file", "security")
 
-    address: str | None = None
-    scheduler_file: str | None = None
-    security: Mapping[str, Any] | None = None
+    def check(self) -> None:
+        super().check()
+        if unknown := [key for key in self.arguments if key not in self.keys]:
+            raise ClusterError(f"cluster.{unknown[0]}: cluster=remote takes {', '.join(self.keys)}")
+        if bool(self.arguments.get("address")) == bool(self.arguments.get("scheduler_file")):
+            raise ClusterError(
+                "cluster=remote: give cluster.address=tcp://<host>:8786, or cluster.scheduler_file=<file>"
+            )
 
-    def __enter__(self) -> Self:
-        return self
+    def open(self) -> Any:
+        return contextlib.nullcontext()
 
-    def __exit__(self, *_: object) -> None: ...
-
-    def get_client(self) -> Any:
-        """Connect; clusters of Dask have a method of this name, too.
+    def client(self, cluster: Any) -> Any:
+        """Connect.
 
         Raises:
             ClusterError: there is no such scheduler, or it refuses the connection.
         """
         load()
-        address = self.address or read_address(Path(str(self.scheduler_file)))
-        security = make_security(self.security)
+        address = self.arguments.get("address") or read_address(Path(self.arguments["scheduler_file"]))
+        security = make_security(self.arguments.get("security"))
         if address.startswith("tls://"):
             check_certificates(security)
         await_scheduler(address, security, CONNECT_S)
         return Scheduler(address, security, timeout_s=CONNECT_S).client()
-
-
-class RemoteManager(Manager):
-    """Connects to a `Remote`."""
-
-    needs_idle_shutdown = False
-    can_keep = True
-
-    def check(self) -> None:
-        super().check()
-        if bool(self.arguments.get("address")) == bool(self.arguments.get("scheduler_file")):
-            raise ClusterError(
-                "cluster=remote: give cluster.address=tcp://<host>:8786, as `dask scheduler` prints it, or "
-                "cluster.scheduler_file=<file>, as `dask scheduler --scheduler-file <file>` writes it"
-            )
 
     def scale(self, cluster: Any, workers: int) -> None:
         """Leave the number of workers as it is."""
@@ -278,8 +257,6 @@ def read_address(file: Path) -> str:
         except (OSError, KeyError, TypeError, ValueError):
             if time.monotonic() > deadline:
                 raise ClusterError(
-                    f"cluster.scheduler_file={file}: no scheduler has written such a file: start one with `dask "
-                    f"scheduler --scheduler-file {file}`, in a folder that this machine sees, too; or give "
-                    "cluster.address=tcp://<host>:8786"
+                    f"cluster.scheduler_file={file}: `dask scheduler --scheduler-file` has not written it"
                 ) from None
         time.sleep(POLL_S)

@@ -29,8 +29,7 @@ class Ray(Manager):
         super().check()
         if self.keep and self.arguments.get("address") is None:
             raise ClusterError(
-                "cluster.keep=true: a Ray that this command starts ends with it. Start one with `ray start --head` and "
-                "give cluster.address=auto"
+                "cluster.keep=true: give the address of a Ray that stays: `ray start --head`, cluster.address=auto"
             )
 
     def open(self) -> Any:

@@ -32,8 +32,7 @@ class Slurm(Manager):
         super().check()
         if shutil.which("sbatch") is None:
             raise ClusterError(
-                "cluster=slurm: there is no sbatch here: type it on a login node of the cluster, or use cluster=remote "
-                "with a scheduler that runs there"
+                "cluster=slurm: there is no sbatch here: type it on a login node, or give cluster=remote"
             )
 
     def open(self) -> Any:
@@ -240,8 +239,7 @@ class Saturn(Manager):
         missing = [name for name in ("SATURN_BASE_URL", "SATURN_TOKEN") if not os.environ.get(name)]
         if missing:
             raise ClusterError(
-                f"cluster=saturn: {' and '.join(missing)} are not set in the environment: copy both from Saturn Cloud "
-                "(a resource's page, Connect Externally), and export them"
+                f"cluster=saturn: set {' and '.join(missing)}, as Saturn Cloud shows them (Connect Externally)"
             )
 
     def client(self, cluster: Any) -> Any:

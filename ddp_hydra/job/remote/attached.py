@@ -50,10 +50,7 @@ class Attached:
     def begin(self) -> None:
         found = read(self.store)
         if found is None:
-            raise ConfigError(
-                f"there is no run in {self.store.url}: it has no {NAME} (a run of results.handler=client is "
-                "shown where it was typed)"
-            )
+            raise ConfigError(f"there is no run of results.handler=cluster in {self.store.url}: it has no {NAME}")
         self.status = found
         if found.state == "starting":
             log.info("the run is starting, or waits for workers")
@@ -86,7 +83,7 @@ class Attached:
         raise RunFailed(
             printable(
                 f"the run's driver, process {self.status.pid} on {self.status.host}, has not updated its status for "
-                f"{timeout_s:g} s: it was killed, or its host is gone. Go on from the last checkpoint with {again}"
+                f"{timeout_s:g} s: go on with {again}"
             )
         )
 

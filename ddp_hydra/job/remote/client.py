@@ -132,10 +132,7 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("results.handler=cluster needs a cluster, and cluster=inline is none: leave one of them out")
     stays = cfg.cluster.get("keep") or connect.is_remote(cfg.cluster)
     if cfg.detach and (connect.is_local(cfg.cluster) or not stays):
-        raise ConfigError(
-            f"detach=true: the cluster {cfg.cluster.get('_target_')} ends with this command, and the run would end "
-            "with it: give a cluster that stays, cluster=remote cluster.address=tcp://host:8786, or leave detach out"
-        )
+        raise ConfigError("detach=true needs a cluster that stays: give cluster=remote cluster.address=tcp://host:8786")
 
 
 def _choose_worker(client: Any) -> str:
@@ -170,8 +167,7 @@ def _start(client: Any, worker: str, spec: DriverSpec) -> StartedDriver:
         raise ClusterError(f"worker {worker} did not start the run: {str(error) or type(error).__name__}") from None
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"worker {worker} does not support results.handler=cluster ({error}): install there the "
-            "version of ddp-hydra that this machine has"
+            f"worker {worker}: {error}: install the version of ddp-hydra there that this machine has"
         ) from None
     if "error" in answer:
         raise ConfigError(f"on worker {worker}: {printable(str(answer['error']))}")
@@ -220,14 +216,12 @@ class Follower:
             except queue.Empty:
                 if self.client.status != "running":
                     raise ClusterError(
-                        "the connection to the scheduler is lost, and the run ends: go on with "
-                        f"resume={self.driver.spec.url} once it is back"
+                        f"the connection to the scheduler is lost: go on with resume={self.driver.spec.url}"
                     ) from None
                 continue
             if message is None:
                 raise ClusterError(
-                    f"the run's driver, started by worker {self.driver.worker}, is gone (killed, out of memory, or its "
-                    f"host is gone): go on with resume={self.driver.spec.url}"
+                    f"the run's driver, of {self.driver.worker}, is gone: go on with resume={self.driver.spec.url}"
                 )
             if (end := self._handle(message)) is not None:
                 return end

@@ -28,7 +28,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, load
-from ddp_hydra.errors import CheckpointError, DdpHydraError, SchedulerLost
+from ddp_hydra.errors import DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec, supervise
 from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
@@ -122,24 +122,6 @@ class RemoteJobRunner:
     def take_over(self) -> None:
         if resume_run(self.store, self.status, self.run_dir):
             self.spec = replace(self.spec, resume=self.spec.url)
-        elif self.is_sent() and not Path(self.spec.resume).exists():
-            self.fail(
-                "the checkpoint that the run was to resume from was sent to the host of its first driver, which is "
-                "lost, and it had saved none of its own yet: type the command again"
-            )
-            raise AlreadyEnded
-
-    def fail(self, message: str) -> None:
-        """End the run before its job begins, so that no other driver follows."""
-        from ddp_hydra.job.summary import summarised
-
-        cfg = OmegaConf.create(self.spec.config)
-        with contextlib.suppress(CheckpointError), summarised(self.run_dir, cfg, self.spec.url) as summary:
-            summary.attempts = self.status.attempts
-            raise CheckpointError(message)
-        self.uploader.start()
-        if missing := self.uploader.finish_run(cfg.results.retry_s, "failed", message):
-            raise ConnectionError(missing)
 
     def run(self) -> None:
         self.redirect_output()
@@ -196,14 +178,13 @@ class RemoteJobRunner:
         results = {**config["results"], "handler": "client", "root": None, "mirror": None}
         return OmegaConf.create({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
 
-    def is_sent(self) -> bool:
-        """Return whether the checkpoint to resume from is a file that the command has sent to a worker."""
-        return f"/{self.spec.name}/" in self.spec.resume
-
     def resume_from(self) -> str:
         """Return the checkpoint to resume from; one that the command has sent is moved into the run directory."""
         given = self.spec.resume
-        if not self.is_sent():
+        if f"/{self.spec.name}/" not in given:  # where files are that the command has sent to a worker
+            return given
+        if not Path(given).exists():
+            log.warning("the checkpoint to resume from was on the host of the first driver, which is lost")
             return given
         target = self.run_dir / ".resume" / Path(given).name
         target.parent.mkdir()

@@ -82,9 +82,7 @@ class FencedStore(Store):
         """Log that the store does not enforce that only its owner writes, if it doesn't."""
         if not self._conditional:
             log.warning(
-                "%s takes no conditional writes (If-Match, If-None-Match): that only one driver writes there is looked "
-                "up before each write, but not enforced by the store",
-                self.url,
+                "%s takes no conditional writes: that one driver writes is looked up, but not enforced", self.url
             )
 
     def check(self) -> None:

@@ -41,19 +41,15 @@ class DriverStatus(JobStatus):
         more: further fields of `Status`.
 
     Attributes:
-        state: starting, running, ending, and at last `LOST` or one of `ENDED`.
-        message: the driver's last message.
+        now: its state is starting, running, ending, and at last `LOST` or one of `ENDED`.
         files: names of the uploaded files.
-        attempts: the attempts that have failed, as in summary.json.
     """
 
     def __init__(self, scheduler: str, project: str, max_restarts: int = 0, **more: Any) -> None:
         version, now = ddp_hydra.__version__, time.time()
         fixed = {"ddp_hydra": version, "scheduler": scheduler, "project": project, "started": now, **more}
         super().__init__(base=Status(**fixed, max_restarts=max_restarts))
-        self.message = ""
         self.files: list[str] = []
-        self.attempts: list[AttemptEntry] = []
         self._lock = threading.Lock()
         self._written: Status | None = None
         self._written_at = 0.0
@@ -64,21 +60,15 @@ class DriverStatus(JobStatus):
 
     def note_attempts(self, attempts: list[AttemptEntry]) -> None:
         with self._lock:
-            self.attempts = attempts
+            self.now.attempts = attempts
 
     def close(self) -> None:
         """Note that the job writes no more; the uploader still uploads what is there."""
-        self.state = "ending"
+        self.now.state = "ending"
 
     def content(self) -> Status:
         with self._lock:
-            return replace(
-                super().content(),
-                message=self.message,
-                files=self.files,
-                attempts=self.attempts,
-                start=self.start,
-            )
+            return replace(super().content(), files=self.files, start=self.start)
 
     def next_update(self) -> bytes | None:
         """Return the status to write now; None if it has not changed and no heartbeat is due."""

@@ -79,7 +79,7 @@ class Uploader(Repeater):
         if missing := self.checkpoints.missing():
             raise ConnectionError(f"its newest checkpoint, {missing[0]}, is not there")
         self.store.delete(STOP)
-        self.status.state, self.status.message = state, message
+        self.status.now.state, self.status.now.message = state, message
         self.store.put(NAME, encode(self.status.content()))
         if state != LOST:
             self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
@@ -140,17 +140,11 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
     """Begin a run in a store. Its first objects show that the store can be written."""
     owner = store.owner()
     if is_active(store):
-        raise ConfigError(
-            f"another run is active in {store.url}: end it with ddp-hydra attach run={store.url} stop=true, "
-            "or give another hydra.run.dir"
-        )
+        raise ConfigError(f"another run is active in {store.url}: end it: ddp-hydra attach run={store.url} stop=true")
     try:
         store.acquire(owner)
     except TakenOver:
-        raise ConfigError(
-            f"another run has just begun in {store.url}: look at it with ddp-hydra attach run={store.url}, "
-            "or give another hydra.run.dir"
-        ) from None
+        raise ConfigError(f"another run has just begun in {store.url}: give another hydra.run.dir") from None
     entries_in(store)  # raises if the manifest is none
     for name in (SUMMARY, STOP):
         store.delete(name)
@@ -193,8 +187,8 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
     """Take over the run of a lost driver: download what it has uploaded. Return whether it has a checkpoint."""
     store.acquire(store.owner())
     before = read(store) or Status()
-    status.attempts, status.files = failed_attempts(before), before.files
-    write_summary(run_dir, Summary(status="failed", attempts=status.attempts))  # the job adds its own attempts
+    status.now.attempts, status.files = failed_attempts(before), before.files
+    write_summary(run_dir, Summary(status="failed", attempts=status.now.attempts))  # the job adds its own attempts
     for name in status.files:
         path = prepared_path(run_dir, check_path(name))
         size = store.size_or_none(name) or 0

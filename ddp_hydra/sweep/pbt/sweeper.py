@@ -58,8 +58,7 @@ class PopulationSweeper(Sweeper):
         self.objective = objective_of(config)
         if self.objective.maximize is None:
             raise ConfigError(
-                f"hydra/sweeper=pbt: it is not known whether a higher {self.objective.metric} is better: give "
-                "objective.direction=maximize or minimize, too"
+                "hydra/sweeper=pbt needs to know what is better: give objective.direction=maximize or minimize"
             )
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
@@ -97,8 +96,7 @@ class PopulationSweeper(Sweeper):
         fixed, searched = space.parse(words, self.hydra_context.config_loader)
         if not searched:
             raise ConfigError(
-                "hydra/sweeper=pbt has no keys to search: give optimizer.lr='tag(log, interval(1e-4, 1e-1))', or "
-                "hydra.sweeper.params in a config"
+                "hydra/sweeper=pbt has no keys to search: give optimizer.lr='tag(log, interval(1e-4, 1e-1))'"
             )
         if own := [key for key in (*searched, *(word.partition("=")[0] for word in fixed)) if key.strip("+") == PAUSE]:
             raise ConfigError(f"{own[0]} is set by hydra/sweeper=pbt: give hydra.sweeper.validations instead")

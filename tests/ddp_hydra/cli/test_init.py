@@ -40,7 +40,7 @@ def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").write_text("mine")
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(ConfigError, match=r"has README.md, data/__init__.py already, and nothing is overwritten"):
+    with pytest.raises(ConfigError, match=r"has README.md, data/__init__.py already: name another"):
         commands.write_project(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "data", "README.md"}
     commands.write_project(tmp_path, minimal=True)

@@ -62,7 +62,7 @@ def test_a_secret_that_is_kept_nowhere_is_typed_again_to_resume(run):
     saved = run / ".hydra" / "overrides.yaml"
     saved.write_text("- optimizer.lr=0.1\n- +tracker.password=***\n- data.key='${oc.env:KEY}'\n")
     with pytest.raises(
-        ConfigError, match=r"given \+tracker\.password, which looks.*type \+tracker\.password=<value> again"
+        ConfigError, match=r"given \+tracker\.password, a secret.*type \+tracker\.password=<value> again"
     ):
         typed.with_resumed_overrides([f"resume={run}"])
     again = [f"resume={run}", "+tracker.password=new"]

@@ -118,7 +118,7 @@ def test_training_data_are_read_as_validation_data_are():
 
 @pytest.mark.parametrize("val", [None, {"_target_": "another.Set", "prefix": "val"}])
 def test_a_transform_of_training_that_nothing_can_take_the_place_of_is_refused_unless_it_is_typed(val):
-    with pytest.raises(ConfigError, match=r"split=train: data\.train\.transform is for training, and there is no data"):
+    with pytest.raises(ConfigError, match=r"split=train: data\.train\.transform is for training, and no data"):
         split(AUGMENTED, val)
     assert split(AUGMENTED, val, "+data.train.transform=null").train.transform is None
     assert split(AUGMENTED | {"transform": None}, val).train.transform is None

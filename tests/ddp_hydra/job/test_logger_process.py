@@ -160,24 +160,17 @@ def test_a_full_buffer_drops_the_oldest_and_counts_them():
     buffer = RecordBuffer(max_messages=3, max_bytes=1000)
     for number in range(5):
         buffer.put(b"%d" % number)
-    buffer.close()
-    assert [buffer.take() for _ in range(4)] == [b"2", b"3", b"4", None]
-    assert buffer.dropped == 2
+    buffer.put(None)
+    assert [buffer.get() for _ in range(3)] == [b"3", b"4", None]
+    assert buffer.dropped == 3
 
 
 def test_a_buffer_is_bounded_in_bytes_too():
     buffer = RecordBuffer(max_messages=100, max_bytes=10)
     for line in (b"123456", b"1234", b"12"):
         buffer.put(line)
-    buffer.close()
-    assert [buffer.take(), buffer.take(), buffer.take()] == [b"1234", b"12", None]
-
-
-def test_a_closed_buffer_takes_nothing():
-    buffer = RecordBuffer()
-    buffer.close()
-    buffer.put(b"late")
-    assert buffer.take() is None
+    buffer.put(None)
+    assert [buffer.get(), buffer.get(), buffer.get()] == [b"1234", b"12", None]
 
 
 # -- what a logger gets ------------------------------------------------------------------------------------
@@ -317,14 +310,21 @@ def test_a_logger_that_cannot_be_imported(started, caplog):
 
 @pytest.mark.integration
 def test_records_that_were_too_many_are_counted(started, folder):
-    buffer = RecordBuffer(max_messages=10)
-    lock = buffer._changed
-    with lock:  # the thread that sends takes nothing meanwhile; a condition's lock is reentrant
-        sender = started(buffer=buffer)
-        for step in range(15):
-            sender.write(metrics(step))
-        sender.finish("finished")
-    assert sender.wait(time.monotonic() + LONG_S) == "it was too slow, and 6 records were left out"
+    has_all = threading.Event()
+
+    class Held(RecordBuffer):
+        """Gives nothing before all is there."""
+
+        def get(self, block=True, timeout=None):
+            has_all.wait()
+            return super().get(block, timeout)
+
+    sender = started(buffer=Held(max_messages=10))
+    for step in range(15):
+        sender.write(metrics(step))
+    sender.finish("finished")
+    has_all.set()
+    assert sender.wait(time.monotonic() + LONG_S) == "it was too slow, and 7 records were left out"
 
 
 @pytest.mark.integration

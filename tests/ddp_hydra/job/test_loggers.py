@@ -96,7 +96,7 @@ def test_the_wait_is_short_too_where_it_shows_only_at_the_end_that_a_service_is_
 
 def test_what_is_missing_is_said(caplog):
     loggers.end([Sender("it was slow")], "finished", 1)
-    assert "mine has not all records of this job: it was slow. The run directory has them;" in caplog.text
+    assert "mine lacks records of this job: it was slow. More time" in caplog.text
 
 
 def test_ctrl_c_ends_the_wait_and_all_loggers():

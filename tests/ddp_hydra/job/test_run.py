@@ -566,7 +566,7 @@ def gang_after(*ended: AttemptEntry) -> SimpleNamespace:
 def test_a_second_run_does_not_get_into_the_folder_of_the_first(returned, tmp_path):
     checkpoint(tmp_path, 10)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(ConfigError, match=rf"holds another run.* go on with that run by resume={tmp_path}"):
+    with pytest.raises(ConfigError, match=rf"holds another run.* go on with it by resume={tmp_path}"):
         run_job(config(), tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
     run_job(config(resume=str(tmp_path)), tmp_path)

@@ -165,7 +165,11 @@ def test_a_pruner_of_optuna_is_given_by_its_class():
 @pytest.mark.parametrize(
     ("given", "arguments", "words"),
     [
-        ("ascha", {}, "there is no rule 'ascha': give asha, hyperband, median, patient, threshold, or a pruner"),
+        (
+            "ascha",
+            {},
+            "there is no rule 'ascha': give asha, hyperband, median, patient, threshold, or a _target_ of Optuna",
+        ),
         ({"first": 1}, {}, "there is no rule None"),
         (3, {}, r"hydra.launcher.stop=3: give asha, .* or \{rule: asha, reduction: 3\}"),
         ({"rule": "asha", "warmup": 1}, {}, "asha has no option 'warmup': there are first, reduction$"),
@@ -183,7 +187,7 @@ def test_a_pruner_of_optuna_is_given_by_its_class():
         ("asha", {"maximize": None, "ours": False, "ranks": 1}, "give hydra.launcher.direction=maximize or minimize"),
         ("asha", {"ours": False}, "give hydra.launcher.ranks=1"),
         ("hyperband", {"ours": False, "ranks": 1}, "jobs of other apps can't: give asha"),
-        ("asha", {"metric": "train/loss"}, "train/loss is reported between them, too"),
+        ("asha", {"metric": "train/loss"}, "goes by validations"),
         ("asha", {"results": {"handler": "cluster"}}, "give results.handler=client"),
     ],
 )

@@ -44,7 +44,7 @@ class Run:
         self.store.put("status.json", encode(self.status.content()))
 
     def end(self, state, message):
-        self.status.state, self.status.message = state, message
+        self.status.now.state, self.status.now.message = state, message
         self.beat()
         self.store.put("summary.json", b"{}")
 

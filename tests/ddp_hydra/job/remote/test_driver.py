@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +11,11 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.config.project import Project
 from ddp_hydra.config.schema import Config
-from ddp_hydra.errors import ClusterError, SchedulerLost
+from ddp_hydra.errors import CheckpointError, ClusterError, SchedulerLost
+from ddp_hydra.job.job_config import find_resume
 from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
-from ddp_hydra.job.remote.driver import SCRATCH, AlreadyEnded, RemoteJobRunner, _client_security
+from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus
@@ -94,29 +94,21 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
     assert runner.spec.resume == spec.url
 
 
-def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_ends(runner, spec, tmp_path):
-    store = results_root.open_folder(spec.url)
+def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_fails_for_want_of_it(runner, spec, tmp_path, caplog):
     sent = outbox.path(str(tmp_path / "worker"), spec.name, 0, "in") / "step-000005.pt"
-    runner.spec = replace(spec, resume=str(sent), config={**PLAIN, "tags": []}, is_restart=True)
-    store.put("status.json", encode(DriverStatus("tcp://scheduler:8786", "abc").content()))
-    with pytest.raises(AlreadyEnded):
-        runner.take_over()
-    assert has_ended(store, 100)  # so no other driver tries again
-    summary = json.loads(store.get("summary.json"))
-    assert summary["status"] == "failed"
-    assert summary["failure"]["message"].endswith("type the command again")
-    assert json.loads(store.get("status.json"))["message"] == summary["failure"]["message"]
-    sent.parent.mkdir(parents=True)
-    sent.write_bytes(b"weights")  # the first driver was lost before it took it
+    runner.spec = replace(spec, resume=str(sent), is_restart=True)
     runner.take_over()
-    assert runner.spec.resume == str(sent)
+    assert runner.resume_from() == str(sent)
+    assert "was on the host of the first driver" in caplog.text
+    with pytest.raises(CheckpointError, match="step-000005"):
+        find_resume(OmegaConf.create({"resume": str(sent), "results": {"retry_s": 0}}), tmp_path)
 
 
 def test_a_run_that_has_ended_or_was_removed_needs_no_other_driver(spec):
     store = results_root.open_folder(spec.url)
     assert has_ended(store, 100)
     status = DriverStatus("tcp://scheduler:8786", "abc")
-    status.state = "done"
+    status.now.state = "done"
     store.put("status.json", encode(status.content()))
     assert has_ended(store, 100)
 

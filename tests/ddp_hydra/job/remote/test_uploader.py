@@ -219,7 +219,7 @@ def test_who_is_taken_over_stops_and_writes_nothing_more(there, run_dir, status,
     wait_until(lambda: {"logs/rank-0.log", "metrics.jsonl"} <= set(there.order))
     other.acquire(other.owner())
     other.put("metrics.jsonl", b"of the other")
-    status.state = "running"  # news
+    status.now.state = "running"  # news
     wait_until(lambda: said)
     (run_dir / "metrics.jsonl").write_text("more of mine")
     assert "another driver has taken over" in one.finish_run(60, "done", "")
