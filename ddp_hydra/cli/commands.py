@@ -14,6 +14,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import project
+from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.remote.status import LOST_S
 from ddp_hydra.rank import fork_client
@@ -41,9 +42,7 @@ def attach(words: Sequence[str]) -> None:
     from ddp_hydra.job.remote.attached import Attached  # the other commands start without it
 
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
-    options, others = parse(AttachOptions, words, ATTACH_USAGE)
-    if others:
-        raise ConfigError(f"{others[0]!r}: the keys are run, stop, lost_timeout_s; usage:\n{ATTACH_USAGE}")
+    options = parse_all(AttachOptions, words, ATTACH_USAGE)
     store = RunRef.named(options.run).store()
     attached = Attached(store, options.lost_timeout_s)
     try:
@@ -136,10 +135,8 @@ def describe_server(status: dict[str, Any]) -> str:
     ends_in_s = status["ends_in_s"]
     ranks = f"{status['ranks']} rank{'s' * (status['ranks'] != 1)}"
     use = f"in use, {ranks}" if ends_in_s is None else f"idle, ends in {ends_in_s:.0f} s"
-    return (
-        f"process {status['pid']}: {use}, {status['age_s']:.0f} s old, {status['memory'] / 2**20:.0f} MiB, "
-        f"{status['python']}"
-    )
+    size = f"{status['memory'] / 2**20:.0f} MiB"
+    return f"process {status['pid']}: {use}, {status['age_s']:.0f} s old, {size}, {status['python']}"
 
 
 def stop_server(address: Path) -> str:
@@ -195,3 +192,12 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
             and_groups = f", and the run's {', '.join(groups)}" if groups else ""
             raise ConfigError(f"{word!r}: the keys are {', '.join(keys)}{and_groups}; usage:\n{usage}")
     return cast("T", found), others
+
+
+def parse_all(options: type[T], arguments: Sequence[str], usage: str) -> T:
+    """Return the options of a command that takes no other words."""
+    found, others = parse(options, arguments, usage)
+    if others:
+        keys = ", ".join(vars(found))
+        raise ConfigError(f"{printable(others[0])!r}: the keys are {keys}; usage:\n{usage}")
+    return found

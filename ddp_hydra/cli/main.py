@@ -148,16 +148,12 @@ def error_message(error: Exception) -> str:
             near = unknown_keys.meant(name, error.options, f"{group}=")
             return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
         if group:  # of a list of options
-            return (
-                f"{group}={name} is not an option: there is no {group}/{name}.yaml. ddp-hydra --help lists the options"
-            )
+            return f"{group}={name} is not an option; ddp-hydra --help lists the options"
     if type(error) is ValueError and str(error).startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and _is_of_run_dir(error):
-        return (
-            f"the run directory can't be made ({error.strerror}: {error.filename}): give another with "
-            "hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
-        )
+        advice = "give another with hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
+        return f"the run directory can't be made ({error.strerror}: {error.filename}): {advice}"
     return explain(error)
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec.structs import asdict
 
 from ddp_hydra.cli import runs_text
-from ddp_hydra.cli.commands import parse
+from ddp_hydra.cli.commands import parse_all
 from ddp_hydra.cli.runs_text import shown
 from ddp_hydra.errors import ConfigError, Interrupted
 
@@ -30,7 +30,6 @@ ddp-hydra runs tag <run> +<tag> ... -<tag> ...
 ddp-hydra runs reproduce <run> [run=true]
 A run is a run directory, outputs/<date>/<time>, or the URL of its results."""
 LIMIT = 100
-T = TypeVar("T")
 
 
 @dataclass
@@ -93,7 +92,7 @@ def ls(words: Sequence[str]) -> None:
 
     roots, rest = split(words)
     compared = {word: found for word in rest if (found := select.comparison(word)) is not None}
-    options = options_of(ListOptions, [word for word in rest if word not in compared])
+    options = parse_all(ListOptions, [word for word in rest if word not in compared], USAGE)
     chosen = select.Filter(
         options.status, options.tag, options.model, options.data, options.since, tuple(compared.values())
     )
@@ -135,7 +134,7 @@ def rm(words: Sequence[str]) -> None:
     from ddp_hydra.storage.run_ref import RunRef
 
     runs, rest = split(words)
-    options = options_of(RemoveOptions, rest)
+    options = parse_all(RemoveOptions, rest, USAGE)
     if not runs:
         raise ConfigError(f"rm needs a run; usage:\n{USAGE}")
     count = sum(disk.count(run) for run in runs)
@@ -160,7 +159,7 @@ def du(words: Sequence[str]) -> None:
     from ddp_hydra.runs import disk, find
 
     roots, rest = split(words)
-    options = options_of(PrintOptions, rest)
+    options = parse_all(PrintOptions, rest, USAGE)
     found = disk.usage(roots or [name for name in find.DEFAULT_ROOTS if Path(name).is_dir()])
     if options.json:
         for run, kinds in found.items():
@@ -216,17 +215,9 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return places, [word for word in words if word not in places]
 
 
-def options_of(kind: type[T], words: Sequence[str]) -> T:
-    options, others = parse(kind, words, USAGE)
-    if others:
-        keys = ", ".join(vars(kind()))
-        raise ConfigError(f"{shown(others[0])!r}: the keys are {keys}; usage:\n{USAGE}")
-    return options
-
-
-def runs_and_options(words: Sequence[str], kind: type[T], count: int, command: str) -> tuple[list[str], Any]:
+def runs_and_options(words: Sequence[str], kind: type[Any], count: int, command: str) -> tuple[list[str], Any]:
     runs, rest = split(words)
-    options = options_of(kind, rest)
+    options = parse_all(kind, rest, USAGE)
     if len(runs) != count:
         what = "one run" if count == 1 else f"{count} runs"
         raise ConfigError(f"{command} takes {what}, not {len(runs)}; usage:\n{USAGE}")

@@ -220,11 +220,9 @@ def wait_for_workers(
     others = [f"{count} more {state}" for state, count in (states or {}).items() if state != "running"]
     reasons = ["the scheduler does not answer any more"] if states is None else []
     reasons += [*others, *filter(None, [_call_within(ANSWER_S, status)])]
-    raise ClusterError(
-        f"{came} of {n_workers} workers came in {waited_s:.0f} s: "
-        f"{'; '.join(reasons) or hint or 'the logs of the cluster may say why'}. Ask for fewer with "
-        f"cluster.n_workers={came or 1}, or wait longer with cluster.wait_timeout_s={max(60, round(3 * timeout_s))}"
-    )
+    why = "; ".join(reasons) or hint or "the logs of the cluster may say why"
+    advice = f"cluster.n_workers={came or 1}, or cluster.wait_timeout_s={max(60, round(3 * timeout_s))}"
+    raise ClusterError(f"{came} of {n_workers} workers came in {waited_s:.0f} s: {why}. Give {advice}")
 
 
 def count(client: Any) -> int:

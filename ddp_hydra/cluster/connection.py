@@ -41,9 +41,7 @@ watching itself. The last one keeps nannies: Dask would close a nanny whose work
 even if that worker came back and was lost again."""
 REFUSED = "nobody listens there"
 NO_SCHEDULER = "what listens there is no Dask scheduler, or one that is too busy to answer"
-GIVE_ADDRESS = (
-    "give the address that `dask scheduler` prints, cluster.address=tcp://<host>:<port> or tls://<host>:<port>"
-)
+GIVE_ADDRESS = "give the address that `dask scheduler` prints, tcp://<host>:<port> or tls://<host>:<port>"
 POLL_S = 0.1
 PROBE_S = 3.0
 """Seconds that one connection of the diagnosis may take."""
@@ -160,25 +158,18 @@ def diagnose(address: str, security: Any) -> str:
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")
-    if scheme not in ("tcp", "tls"):
-        known = scheme in ("gateway", "inproc", "ws", "wss", "ucx", "ucxx")
-        return "" if rest and known else f"cluster.address={address}: {GIVE_ADDRESS}"
-    if not host or not port.isdigit():
+    if rest and scheme in ("gateway", "inproc", "ws", "wss", "ucx", "ucxx"):
+        return ""
+    if scheme not in ("tcp", "tls") or not host or not port.isdigit():
         return f"cluster.address={address}: {GIVE_ADDRESS}"
     try:
         return _diagnose_listener(scheme, host.strip("[]"), int(port), security)
     except socket.gaierror:
         return f"cluster.address={address}: no host of this name is known here"
     except ConnectionRefusedError:
-        return (
-            f"cluster.address={address}: {REFUSED}. Is the scheduler up, and is this its port? `dask scheduler` prints "
-            "the address to give"
-        )
+        return f"cluster.address={address}: {REFUSED}: {GIVE_ADDRESS}"
     except OSError as error:
-        return (
-            f"cluster.address={address}: no answer ({error}). Is there a firewall between? "
-            "The client has to reach the scheduler's port, and nothing else"
-        )
+        return f"cluster.address={address}: no answer ({error}). Is there a firewall between this port and the client?"
 
 
 def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
@@ -209,17 +200,12 @@ def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
     if isinstance(error, TimeoutError):
         return no_scheduler
     if isinstance(error, ssl.SSLCertVerificationError):
-        return (
-            f"the certificate of the scheduler at {where} is not signed by cluster.security.tls_ca_file="
-            f"{files.get('ca_file')} ({error.verify_message}): give the CA's certificate that the scheduler was "
-            "started with (--tls-ca-file)"
-        )
+        given_ca = f"cluster.security.tls_ca_file={files.get('ca_file')} ({error.verify_message})"
+        return f"the certificate of the scheduler at {where} is not signed by {given_ca}: give its --tls-ca-file"
     if isinstance(error, ssl.SSLError) and "ALERT" not in reason:
         return f"the scheduler at {where} does not speak TLS: give cluster.address=tcp://{where}"
-    return (
-        f"the scheduler at {where} does not accept cluster.security.tls_client_cert={files.get('cert')} "
-        f"({reason}): give a certificate, with its key, that its CA has signed and that is still valid"
-    )
+    given_cert = f"cluster.security.tls_client_cert={files.get('cert')} ({reason})"
+    return f"the scheduler at {where} does not accept {given_cert}: give one that its CA has signed, and its key"
 
 
 def _is_greeted(host: str, port: int, context: ssl.SSLContext | None = None) -> OSError | None:

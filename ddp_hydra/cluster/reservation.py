@@ -172,11 +172,9 @@ def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float, 
     asked = f"{wanted} workers of {slots} ranks are wanted" if slots > 1 else f"dispatch.ranks={wanted}"
     if not enough:
         return (
-            f"{asked}, but the cluster has {total} workers: give cluster.n_workers={wanted} or "
-            f"dispatch.ranks={total * slots}"
+            f"{asked}, but there are {total} workers: give cluster.n_workers={wanted} or dispatch.ranks={total * slots}"
         )
-    return (
-        f"{wanted} workers were wanted, {free} of {total} are free after {waited_s:.0f} s: the rest are held by other "
-        f"jobs. Give dispatch.ranks={max(1, free) * slots} or less, add workers, or wait longer with "
-        "dispatch.queue_timeout_s"
+    held = (
+        f"{wanted} workers were wanted, {free} of {total} are free after {waited_s:.0f} s, the rest held by other jobs"
     )
+    return f"{held}. Give dispatch.ranks={max(1, free) * slots} or less, or a longer dispatch.queue_timeout_s"

@@ -12,9 +12,7 @@ import os
 import platform
 import socket
 import sys
-from functools import cache
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -55,24 +53,10 @@ def version(name: str) -> str | None:
             return str(importlib.import_module(name).__version__)
         except ImportError:
             return None
-    return _installed(name, tuple(map(_changed, sys.path)))
-
-
-@cache
-def _installed(name: str, changed: tuple[int, ...]) -> str | None:
-    """Read the metadata of a package, once until something is installed: torch's takes 10 ms."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _changed(folder: str) -> int:
-    """Return when the names in a folder changed, in nanoseconds; 0 if it is not a folder."""
-    try:
-        return Path(folder or ".").stat().st_mtime_ns
-    except OSError:
-        return 0
 
 
 def missing(text: str, extra: str = "", seen: tuple[str, ...] = ()) -> list[list[str]]:

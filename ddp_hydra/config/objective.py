@@ -72,8 +72,7 @@ def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:
 def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> ConfigError:
     known = sorted(name for name in metrics if name.startswith(("train/", "val/")))
     nearest = max(known, key=lambda name: difflib.SequenceMatcher(None, metric, name).ratio())
-    resume = "The run is saved: go on with resume=<its run directory>" if saved else "Give"
-    return ConfigError(
-        f"objective.metric={metric}: this run has no such metric; there are {', '.join(known)}. {resume} "
-        f"objective.metric={nearest}"
+    give = (
+        f"{'The run is saved: go on with resume=<its run directory>' if saved else 'Give'} objective.metric={nearest}"
     )
+    return ConfigError(f"objective.metric={metric}: this run has no such metric, but {', '.join(known)}. {give}")

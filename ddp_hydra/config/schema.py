@@ -6,6 +6,7 @@ The comments in conf/ document each key. Groups that hold the arguments of a `_t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import EnumType, StrEnum
@@ -181,6 +182,7 @@ def check_limits(prefix: str, values: Mapping[str, Any], limits: Mapping[str, An
             msgspec.convert(value := values[key], limits[key])
         except msgspec.ValidationError:
             shown = f"{value:.12g}" if isinstance(value, float) else value
+            shown = json.dumps(value) if value is None or isinstance(value, bool) else shown
             raise ConfigError(f"{prefix}{key}={shown}: give {_described(limits[key])}") from None
 
 

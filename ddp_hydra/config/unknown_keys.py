@@ -120,7 +120,7 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
 def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any], repository: Any) -> None:
     """Refuse typed words that give a text where the group's own file has a number or a boolean."""
     for word in typed:
-        key = word.partition("=")[0]
+        key = word.partition("=")[0].lstrip("+")
         group, _, name = key.partition(".")
         # a cluster's number may become a text: memory_limit=4GB
         if not name or group in SCHEMAS or group == "cluster" or not choices.get(group):

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import objective
-from ddp_hydra.config.schema import SCHEMAS, AtLeast1, Handler, check_limits, limits_of
+from ddp_hydra.config.schema import SCHEMAS, AtLeast0, AtLeast1, Handler, check_limits, limits_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.urls import root_of
+
+RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole number of at least 1, or auto")]
 
 
 def check(cfg: DictConfig) -> None:
@@ -29,9 +32,6 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
     if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
         raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
-    workers = OmegaConf.select(cfg, "data.workers")
-    if workers is not None and (type(workers) is not int or workers < 0):
-        raise ConfigError(f"data.workers={workers}: give a whole number from 0 on, or null")
     _check_bucket(cfg)
     for key in ("validate_every_steps", "validate_first"):
         if trainer[key] and OmegaConf.select(cfg, "data.val") is None:
@@ -39,10 +39,6 @@ def check(cfg: DictConfig) -> None:
     check_training(cfg)
     _check_results(cfg)
     objective.metric_and_direction(cfg)
-    each = cfg.dispatch.ranks_per_worker
-    if each != "auto" and (type(each) is not int or each < 1):
-        typed = "null" if each is None else str(each).lower()
-        raise ConfigError(f"dispatch.ranks_per_worker={typed}: give a whole number of at least 1, or auto")
     ranks, least = cfg.dispatch.ranks, cfg.dispatch.min_ranks
     if ranks is not None and least is not None and least > ranks:
         raise ConfigError(f"dispatch.min_ranks={least} is more than dispatch.ranks={ranks}: give {ranks} or less")
@@ -65,7 +61,9 @@ def check_number(key: str, value: object) -> None:
 @cache
 def _limits() -> dict[str, dict[str, Any]]:
     limits = {name: limits_of(schema) for name, schema in SCHEMAS.items()}
-    return limits | {"cluster": {"n_workers": AtLeast1 | None}, "data": {"batch_size": AtLeast1 | None}}
+    limits["dispatch"]["ranks_per_worker"] = RanksPerWorker
+    data = {"batch_size": AtLeast1 | None, "workers": AtLeast0 | None}
+    return limits | {"cluster": {"n_workers": AtLeast1 | None}, "data": data}
 
 
 def _check_bucket(cfg: DictConfig) -> None:
@@ -142,8 +140,7 @@ def check_static_graph(cfg: DictConfig) -> None:
 
 def needs_closure(target: str, needed: str) -> ConfigError:
     return ConfigError(
-        f"optimizer._target_={target}: its step() needs {needed}, but each step computes the loss of its batch once "
-        "and calls step() without an argument: give another optimizer, such as optimizer=sgd or optimizer=adamw"
+        f"optimizer._target_={target}: its step() needs {needed}, and gets nothing: give optimizer=adamw"
     )
 
 

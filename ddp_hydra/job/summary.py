@@ -135,9 +135,9 @@ def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str
     share = total["wait"]
     parts = []
     if steps >= ENOUGH_STEPS and train_s >= ENOUGH_S:
+        bound = "data" if share >= DATA_BOUND_SHARE else "compute"
         parts.append(
-            f"bound by {'data' if share >= DATA_BOUND_SHARE else 'compute'}: a rank waited {total['wait_s']:.1f} of "
-            f"{train_s:.1f} s ({share:.0%}) for batches"
+            f"bound by {bound}: a rank waited {total['wait_s']:.1f} of {train_s:.1f} s ({share:.0%}) for batches"
         )
     if "bytes" in total:
         parts.append(f"{total['bytes'] / 1e6:,.1f} MB read, {total['bytes'] / 1e6 / max(train_s, 1e-9):,.1f} MB/s")
@@ -152,10 +152,8 @@ def describe_straggler(slowest: Mapping[str, int | float | None], train_s: float
     times = slowest.get("times")
     if times is None or times < SLOW_RATIO or steps < ENOUGH_STEPS or train_s < ENOUGH_S:
         return None
-    return (
-        f"slow: rank {slowest['rank']} took {times:.2f} times as long as the median rank for its own part of a "
-        "step (waiting for data, and the forward pass); the others waited for it"
-    )
+    part = "for its own part of a step (waiting for data, and the forward pass); the others waited for it"
+    return f"slow: rank {slowest['rank']} took {times:.2f} times as long as the median rank {part}"
 
 
 def why_stopped(reason: str, steps: int) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hydra.core.utils import JobStatus, run_job
 from hydra.types import HydraContext, TaskFunction
 
-from ddp_hydra.cluster import connect, worker_probe
+from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project
 from ddp_hydra.console.text import traceback_of
@@ -57,9 +57,7 @@ def preload(is_ours: bool) -> None:
 
     for name in PRELOAD if is_ours else ():
         importlib.import_module(name)
-    # Each job asks for these, which are remembered.
-    get_versions()
-    worker_probe.version("torch")
+    get_versions()  # each job asks for these, which are remembered
     if is_ours:
         with contextlib.suppress(ConfigError, OSError):  # then each job says so
             project.pack(*project.layers())

@@ -67,7 +67,7 @@ class CachingConfigLoader:
         if not self.has_started and planned_job.is_ours(self.last):
             unknown_keys.check_texts(self.last, texts, self.last.hydra.runtime.choices, self.loader.repository)
             for key, _, number in (word.partition("=") for word in new if word not in texts):
-                validate.check_number(key, int(number) if number.lstrip("+-").isdigit() else float(number))
+                validate.check_number(key.lstrip("+"), int(number) if number.lstrip("+-").isdigit() else float(number))
         return self.last
 
     def take(self, master_config: DictConfig, sweep_overrides: Sequence[str]) -> DictConfig:

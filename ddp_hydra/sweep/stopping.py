@@ -33,10 +33,7 @@ from ddp_hydra.writers.run_dir import read_summary, write_summary
 
 log = logging.getLogger(__name__)
 WAITS = "ended; the jobs before it have to come as far, to decide whether it counts to its end"
-PAUSES_ITSELF = (
-    "hydra.launcher.stop=asha and hyperband pause jobs themselves: leave out trainer.pause_after_validations and "
-    "hydra/sweeper=pbt, or give another rule"
-)
+PAUSES_ITSELF = "asha and hyperband pause jobs: leave out trainer.pause_after_validations and hydra/sweeper=pbt"
 _ENDS = {JobState.done: "done", JobState.failed: "failed", JobState.interrupted: "failed", JobState.stopped: "stopped"}
 """The end of a job, in the words of the policies."""
 

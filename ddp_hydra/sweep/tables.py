@@ -202,8 +202,7 @@ def _order_of(rows: Sequence[JobRow], objective: SweepObjective) -> str:
     metric = _markup(objective.metric)
     if objective.maximize is None:
         return (
-            f"Ordered by number, because it is not known whether a higher {metric} is better. "
-            "Set `hydra.launcher.direction=maximize` (or `minimize`)."
+            f"Ordered by number: is a higher {metric} better? Set `hydra.launcher.direction=maximize` (or `minimize`)."
         )
     groups = group_of(rows)
     if len(set(groups.values())) < 2:

@@ -170,10 +170,10 @@ class Ssh(Manager):
     def explain(self, error: BaseException) -> str:
         reason = super().explain(error)
         output = f". It said: {' | '.join(self.last_lines.lines)}" if self.last_lines.lines else ""
-        return (
-            f"{reason}{output}. `ssh <host>` has to work without a password (keys and users: cluster.connect_options), "
-            "and cluster.remote_python has to be a Python with ddp_hydra on every host"
+        advice = (
+            "`ssh <host>` has to work without a password, and cluster.remote_python to have ddp_hydra on every host"
         )
+        return f"{reason}{output}. {advice}"
 
 
 class LastLines(logging.Handler):

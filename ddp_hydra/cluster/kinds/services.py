@@ -56,12 +56,9 @@ class Slurm(Manager):
     def refusal(self, cluster: Any) -> str:
         if not self.refusals or len(cluster.workers) < len(cluster.worker_spec):
             return ""
-        reasons = " / ".join(dict.fromkeys(self.refusals))
-        return (
-            f"sbatch refused {len(self.refusals)} batch job{'s' * (len(self.refusals) > 1)}: {reasons}. Each is asked "
-            "for with cluster.queue, account, walltime, cores, memory and job_extra_directives; `sinfo` "
-            "shows what there is"
-        )
+        reasons, jobs = " / ".join(dict.fromkeys(self.refusals)), f"job{'s' * (len(self.refusals) > 1)}"
+        advice = "look at cluster.queue, account, walltime, cores, memory and job_extra_directives, and at `sinfo`"
+        return f"sbatch refused {len(self.refusals)} batch {jobs}: {reasons}: {advice}"
 
     def status(self, cluster: Any) -> str:
         jobs = [str(job.job_id) for job in cluster.workers.values() if getattr(job, "job_id", None)]

@@ -80,12 +80,8 @@ class Attached:
         again = f"resume={self.store.url}"
         if self.status.state == LOST:
             raise RunFailed(printable(f"{self.status.message}\nno other driver has followed; {again} goes on"))
-        raise RunFailed(
-            printable(
-                f"the run's driver, process {self.status.pid} on {self.status.host}, has not updated its status for "
-                f"{timeout_s:g} s: go on with {again}"
-            )
-        )
+        silent = f"process {self.status.pid} on {self.status.host}, has not updated its status for {timeout_s:g} s"
+        raise RunFailed(printable(f"the run's driver, {silent}: go on with {again}"))
 
     def read_status(self) -> None:
         status = read(self.store)

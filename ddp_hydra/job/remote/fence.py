@@ -99,10 +99,7 @@ class FencedStore(Store):
 
     def _taken_over(self) -> TakenOver:
         self.lost = True
-        return TakenOver(
-            f"another driver has taken over {self.url}, or the run was removed: this one ends, and writes nothing more "
-            f"there; see ddp-hydra attach run={self.url}"
-        )
+        return TakenOver(f"another driver has taken over {self.url}, or the run was removed: this one ends")
 
     def put(self, key: str, content: Any, size: int = 0) -> None:
         if self.lost or not isinstance(content, bytes) or not self._conditional:
