@@ -181,15 +181,14 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
     faults = [word for word in words if overrides.key_of(word) == "faults"]
     words = [word for word in words if word not in faults]
     saved = saved_config(run)
-    of_cluster = {overrides.key_of(word) for word in words if overrides.key_of(word).partition(".")[0] == "cluster"}
     target = str((saved.get("cluster") or {}).get("_target_") if saved else "")
-    if of_cluster and "cluster" not in of_cluster and target.endswith((".Inline", ".Torchrun")):
+    typed = {overrides.key_of(word) for word in words if group_of(word) == "cluster"}
+    if typed and "cluster" not in typed and target.endswith((".Inline", ".Torchrun")):
         words = ["cluster=local", *words]  # the keys that are typed belong to a cluster, and the run had none
-    chosen = [overrides.key_of(word) for word in words if "." not in overrides.key_of(word)]
-    parts = {} if saved else dict.fromkeys((*OF_THE_COMMAND, "trainer"))
-    composed = [word for word in words if overrides.key_of(word).partition(".")[0] in {*chosen, *parts}]
+    chosen = [group_of(word) for word in words if "." not in overrides.key_of(word)]
+    composed = [word for word in words if group_of(word) in {*chosen, *(() if saved else (*OF_THE_COMMAND, "trainer"))}]
     fresh = compose(composed) if chosen or saved is None else None
-    changes = [word for word in words if word not in composed or overrides.key_of(word).partition(".")[0] not in chosen]
+    changes = [word for word in words if word not in composed or group_of(word) not in chosen]
     groups = {name: OmegaConf.to_container(fresh[name], enum_to_str=True) for name in chosen} if fresh else {}
     if saved is None:
         assert fresh is not None
@@ -200,15 +199,18 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
     for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):
         raise ConfigError(f"{secret} looks like a secret, so the run does not keep it: give {secret}=<value>")
-    named = any(overrides.key_of(word).partition(".")[0] in ("cluster", "dispatch") for word in words)
     return InferenceJob(
-        on_ranks(cfg, named),
+        on_ranks(cfg, any(group_of(word) in ("cluster", "dispatch") for word in words)),
         checkpoint,
-        [word for word in changes if overrides.key_of(word).partition(".")[0] not in OF_THE_COMMAND],
+        [word for word in changes if group_of(word) not in OF_THE_COMMAND],
         {name: node for name, node in groups.items() if name not in OF_THE_COMMAND},
         split,
         tuple(OmegaConf.from_dotlist(faults).faults) if faults else (),
     )
+
+
+def group_of(word: str) -> str:
+    return overrides.key_of(word).partition(".")[0]
 
 
 def saved_config(run: str) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -47,31 +48,22 @@ def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], rep
 
 def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:
     """Refuse values of experiments that differ from the config's, which has types."""
+    values = {key: pair for key, pair in values.items() if pair[0] not in ("???", {}) and key not in _OF_A_SWEEP}
     tops = {key.partition(".")[0] for key in values} - {"hydra"}
     part = OmegaConf.masked_copy(cfg, [key for key in cfg if key in tops])
     OmegaConf.set_struct(part, False)
+    before: Any = OmegaConf.to_container(part, enum_to_str=True)
+    for key, (value, _) in values.items():
+        if key.partition(".")[0] in tops:
+            with suppress(OmegaConfBaseException):  # a node that is text, as an interpolation is
+                OmegaConf.update(part, key, value, merge=True)
+    old, new = dict(leaves(before)), dict(leaves(OmegaConf.to_container(part, enum_to_str=True)))  # type: ignore[arg-type]
     for key, (value, by) in values.items():
-        if key.partition(".")[0] not in tops or value in ("???", {}) or key in _OF_A_SWEEP:
-            continue
-        before = _plain(part, key)
-        try:
-            OmegaConf.update(part, key, value, merge=True)
-        except OmegaConfBaseException:  # a node that is text, as an interpolation is
-            continue
-        if _plain(part, key) != before:
+        if key in new and old.get(key) != new[key]:
             raise ConfigError(
-                f"{by} sets {key}={as_typed(value)}, and {key}={as_typed(before)} of the main config wins over it: "
+                f"{by} sets {key}={as_typed(value)}, and {as_typed(old.get(key))} of the main config wins over it: "
                 f"write `- job`, `- _self_` and `- experiment: …` in this order; or type {key}={as_typed(value)}, too"
             )
-
-
-def _plain(cfg: DictConfig, key: str) -> Any:
-    node: Any = cfg
-    for name in key.split("."):
-        node = node._get_node(name) if isinstance(node, DictConfig) and not node._is_none() else None
-        if node is None or (OmegaConf.is_config(node) and node._is_interpolation()):
-            return None
-    return OmegaConf.to_container(node, enum_to_str=True) if OmegaConf.is_config(node) else node._value()
 
 
 def _read(repository: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -94,10 +94,6 @@ def _check_results(cfg: DictConfig) -> None:
         raise ConfigError(f"results.mirror={results.mirror}: leave it out, as results.handler=cluster has a store")
 
 
-CLOSURES = ("LBFGS",)
-"""Classes of optimizers whose step calls a function that computes the loss again."""
-
-
 def check_training(cfg: DictConfig) -> None:
     if expected_ranks(cfg) > 1:
         check_static_graph(cfg)
@@ -117,9 +113,6 @@ def check_training(cfg: DictConfig) -> None:
         raise ConfigError(
             f"loss.ignore_index={ignored} does not go with mixed targets: type mix=none, or '~loss.ignore_index'"
         )
-    for target in _targets(OmegaConf.select(cfg, "optimizer")):
-        if target.rpartition(".")[2] in CLOSURES:
-            raise needs_closure(target, "closure")
 
 
 def expected_ranks(cfg: DictConfig) -> int:
@@ -136,16 +129,3 @@ def check_static_graph(cfg: DictConfig) -> None:
             f"parallel.static_graph=true does not go with trainer.gradient_accumulation_steps={micro_batches} on "
             "several ranks: give parallel.static_graph=false, or trainer.gradient_accumulation_steps=1"
         )
-
-
-def needs_closure(target: str, needed: str) -> ConfigError:
-    return ConfigError(
-        f"optimizer._target_={target}: its step() needs {needed}, and gets nothing: give optimizer=adamw"
-    )
-
-
-def _targets(node: Any) -> list[str]:
-    if not OmegaConf.is_dict(node):
-        return []
-    nodes = [node] if "_target_" in node else [one for one in node.values() if OmegaConf.is_dict(one)]
-    return [str(one.get("_target_")) for one in nodes]

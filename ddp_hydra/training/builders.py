@@ -209,7 +209,8 @@ def optimizer(
         groups = parameter_groups.parameters(weights, decay_all=cfg.trainer.decay_all)
         built = make(node, groups, **fused(node, weights))
     if needed := needed_arguments(built.step):
-        raise validate.needs_closure(str(node["_target_"]), ", ".join(needed))
+        wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
+        raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
     return built
 
 

@@ -79,10 +79,10 @@ def test_an_experiment_wins_over_values_that_the_main_config_sets_before_it(comp
 @pytest.mark.parametrize(
     ("config", "experiment", "said"),
     [
-        (main(*AFTER, values=OWN), "mine", r"experiment=mine sets optimizer\.lr=0\.01, and optimizer\.lr=0\.5 of"),
-        (main(*AFTER, "_self_", values="model: {width: 9}"), "mine", r"sets model\.width=5, and model\.width=9 of"),
-        (main(*AFTER, values="trainer: {precision: fp32}"), "mine", r"sets trainer\.precision=bf16, and .*=fp32 of"),
-        (main("_self_", "experiment: null", "job"), "plain", r"optimizer\.lr=0\.01, and optimizer\.lr=0\.05 of"),
+        (main(*AFTER, values=OWN), "mine", r"experiment=mine sets optimizer\.lr=0\.01, and 0\.5 of"),
+        (main(*AFTER, "_self_", values="model: {width: 9}"), "mine", r"sets model\.width=5, and 9 of"),
+        (main(*AFTER, values="trainer: {precision: fp32}"), "mine", r"sets trainer\.precision=bf16, and fp32 of"),
+        (main("_self_", "experiment: null", "job"), "plain", r"optimizer\.lr=0\.01, and 0\.05 of"),
         (
             main(*RIGHT, "override transform@data.train.transform: eval"),
             "mine",

@@ -40,7 +40,7 @@ class Asks(torch.optim.SGD):
 def test_an_optimizer_whose_step_needs_arguments_is_refused():
     cfg = config()
     cfg.optimizer = {"_target_": f"{__name__}.Asks", "lr": 0.1}
-    with pytest.raises(ConfigError, match=r"Asks: its step\(\) needs closure, batch.*such as optimizer=sgd"):
+    with pytest.raises(ConfigError, match=r"Asks: its step\(\) needs closure, batch.*or optimizer=sgd"):
         builders.optimizer(cfg, torch.nn.Linear(1, 1))
 
 
