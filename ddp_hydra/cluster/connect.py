@@ -141,14 +141,7 @@ def start(
         while cause.__cause__ is not None:  # Hydra and Dask wrap the first error
             cause = cause.__cause__
         raise ClusterError(manager.explain(cause)) from error
-    wait_for_workers(
-        client,
-        manager.expected,
-        manager.wait_timeout_s,
-        lambda: manager.status(cluster),
-        manager.hint,
-        lambda: manager.refusal(cluster),
-    )
+    wait_for_workers(client, manager, cluster)
     _arrange_end(manager, cluster, client, stack, notify)
     return client
 
@@ -181,25 +174,13 @@ def _keep_for_other_jobs(cluster: Any, client: Any) -> None:
             cluster.shutdown_on_close = False
 
 
-def wait_for_workers(
-    client: Any,
-    n_workers: int,
-    timeout_s: float,
-    status: Callable[[], str] = lambda: "",
-    hint: str = "",
-    refusal: Callable[[], str] = lambda: "",
-) -> None:
-    """Wait until enough workers run at the same time.
-
-    Args:
-        n_workers: how many; workers that are paused or closing do not count.
-        status: returns what the cluster knows of workers that do not come; called when the time is up.
-        refusal: returns why the workers will never come, or ""; called again and again.
+def wait_for_workers(client: Any, manager: Manager, cluster: Any) -> None:
+    """Wait until as many workers as are expected run at the same time; those that pause or close do not count.
 
     Raises:
         ClusterError: says how many came, why not all, and what to type; or that they were refused.
     """
-    begin, is_asked = time.monotonic(), False
+    begin, is_asked, n_workers, timeout_s = time.monotonic(), False, manager.expected, manager.wait_timeout_s
     while True:
         states = _states(client)
         if states is not None and states["running"] >= n_workers:
@@ -210,7 +191,7 @@ def wait_for_workers(
             is_asked = True
             with suppress(OSError, TimeoutError):
                 client.run_on_scheduler(BySource(scheduler_plugin.ask_for_workers), client.id, n_workers)
-        if reason := refusal():
+        if reason := manager.refusal(cluster):
             raise ClusterError(reason)
         if client.status == "closed" or time.monotonic() - begin > timeout_s:
             break
@@ -219,8 +200,8 @@ def wait_for_workers(
     came = states["running"] if states else 0
     others = [f"{count} more {state}" for state, count in (states or {}).items() if state != "running"]
     reasons = ["the scheduler does not answer any more"] if states is None else []
-    reasons += [*others, *filter(None, [_call_within(ANSWER_S, status)])]
-    why = "; ".join(reasons) or hint or "the logs of the cluster may say why"
+    reasons += [*others, *filter(None, [_call_within(ANSWER_S, lambda: manager.status(cluster))])]
+    why = "; ".join(reasons) or manager.hint or "the logs of the cluster may say why"
     advice = f"cluster.n_workers={came or 1}, or cluster.wait_timeout_s={max(60, round(3 * timeout_s))}"
     raise ClusterError(f"{came} of {n_workers} workers came in {waited_s:.0f} s: {why}. Give {advice}")
 

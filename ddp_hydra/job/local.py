@@ -121,20 +121,19 @@ class Job:
             self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
             self.first_world_size = self.cfg.dispatch.ranks or hosts * int(ranks_per_worker(self.cfg))
         self.saved = False
+        known = {"objective": self.summary.objective, "tags": self.summary.tags}
+        self.status = Status(attempts=self.earlier_attempts, **known)
 
     @contextmanager
-    def handler(self, fetch: Any, attempts: Callable[[], list[AttemptEntry]] = list) -> Iterator[ResultsHandler]:
+    def handler(self, fetch: Any) -> Iterator[ResultsHandler]:
         """Open the writers of this job.
 
         An interrupt inside the block also ends their waiting for a full disk or a bucket that does not answer.
         """
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
-        status = Status(objective=self.summary.objective, tags=self.summary.tags)
         keep, mirror = results.keep_checkpoints, results.mirror
-        writers = default_writers(
-            self.run_dir, fetch, keep=keep, mirror=mirror, attempts=attempts, status=status, **settings
-        )
+        writers = default_writers(self.run_dir, fetch, keep=keep, mirror=mirror, status=self.status, **settings)
         if faults := [fault for fault in fault_injection.parse(self.cfg.faults) if fault.kind == "interrupt"]:
             writers.append(InterruptWriter(faults))
         writers += self.remote.writers if self.remote else ()
@@ -191,7 +190,7 @@ class Job:
             cwd = self.remote.spec.cwd if self.remote else ""
             settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd)
             gang = Gang(client, project=packed, stop=stop, settings=settings)
-            with self.handler(gang.fetch, lambda: self.attempts(gang)) as handler:
+            with self.handler(gang.fetch) as handler:
                 return self.watch(
                     gang, handler, lambda: gang.attempt.number - self.first_attempt if gang.attempt else 0
                 )
@@ -250,12 +249,14 @@ class Job:
         return new
 
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
+        if isinstance(record.data, Start):
+            self.status.attempts = self.attempts(gang)
+            if self.remote:
+                self.remote.note_attempts(self.status.attempts)
         handler.handle(record)
         self.saved |= record.checkpoint is not None
         if not isinstance(record.data, Start):
             return
-        if self.remote:
-            self.remote.note_attempts(self.attempts(gang))
         self.summary.from_step = begin = record.step or 0
         before = [attempt.steps_done for attempt in gang.restarts.ended[-1:]] or self.steps_before
         if before:

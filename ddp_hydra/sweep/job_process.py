@@ -24,12 +24,9 @@ PRELOAD = (
     "ddp_hydra.job.run",
     "ddp_hydra.dispatch.gang",
     "ddp_hydra.writers.files",
-    "ddp_hydra.writers.handler",
     "ddp_hydra.writers.hparams",
     "ddp_hydra.writers.text_files",
     "ddp_hydra.writers.progress",
-    "ddp_hydra.writers.status",
-    "ddp_hydra.writers.tensorboard",
     "tornado.platform.asyncio",
 )
 """Modules that every job needs; imported once, before the processes of the jobs are forked."""

@@ -1,25 +1,20 @@
-"""Draws sweep.png, the objective over the swept values, in a process of its own: nothing waits for it."""
+"""Draws sweep.png, the objective over the swept values."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import math
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra import forked
 from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import write_atomic
-from ddp_hydra.sweep.forked_process import ForkedProcess
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, best_first, comparable, describe_counts, swept
 from ddp_hydra.sweep.summary_files import read
 from ddp_hydra.sweep.tables import SeedSummary, is_seed, repeated
@@ -31,8 +26,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 DRAW_S = 30.0
 """How long a picture may take."""
-NICE = 10
-"""Niceness of the process that imports matplotlib: jobs go first."""
 HUGE = 1e30
 """Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
 _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _LOG_FROM = 12, 3, 8, 100
@@ -46,39 +39,9 @@ STYLE: dict[Any, Any] = {
 }  # fmt: skip
 
 
-class Plotter:
-    """Has sweep.json drawn when the sweep is over."""
-
-    def __init__(self, folder: Path, objective: SweepObjective) -> None:
-        self.folder, self.objective = folder, objective
-        self.process: ForkedProcess | None = None
-
-    def prepare(self) -> None:
-        """Start the process that will draw. It imports matplotlib while the first jobs wait for the import of torch."""
-        self.process = self.process or ForkedProcess(self._draw_at_end)
-
-    def draw(self) -> None:
-        """Have the picture drawn, while the cluster closes."""
-        self.prepare()
-        assert self.process is not None
-        with contextlib.suppress(OSError):  # it has ended
-            self.process.pipe.send(None)
-
-    def finish(self) -> None:
-        if self.process is not None:
-            self.process.process.join(DRAW_S)
-            self.process.end()
-
-    def _draw_at_end(self, pipe: Connection) -> None:
-        os.nice(NICE)
-        forked.pause_garbage()
-        with contextlib.suppress(Exception):  # `draw` says what is wrong
-            for name in ("figure", "backends.backend_agg"):
-                importlib.import_module(f"matplotlib.{name}")
-        forked.resume_garbage()
-        pipe.recv()
-        with contextlib.suppress(ConfigError):  # the disk is full, and the sweep has said so
-            draw(read(self.folder), self.objective, self.folder)
+def draw_saved(folder: Path, objective: SweepObjective) -> None:
+    with contextlib.suppress(ConfigError):  # the disk is full, and the sweep has said so
+        draw(read(folder), objective, folder)
 
 
 def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> bool:

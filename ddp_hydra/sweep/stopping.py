@@ -6,7 +6,6 @@ A job reports by the lines of its metrics.jsonl that have the metric of the obje
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
-from omegaconf import DictConfig, open_dict
+from omegaconf import open_dict
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import saved_step
@@ -29,7 +28,7 @@ from ddp_hydra.sweep.row_content import as_number
 from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
-from ddp_hydra.writers.run_dir import read_summary, write_summary
+from ddp_hydra.writers.run_dir import json_object, read_summary, write_summary
 
 log = logging.getLogger(__name__)
 WAITS = "ended; the jobs before it have to come as far, to decide whether it counts to its end"
@@ -100,14 +99,12 @@ class ReportFile:
         return len(self.reports) > before
 
     def _take(self, line: bytes, last_step: int | None) -> None:
+        found = json_object(line)
         try:
-            found: dict[str, Any] = json.loads(line)
-            if "rank" in found:  # of another rank than 0
-                return
             step, epoch = as_number(found.get("step"), int), as_number(found.get("epoch"))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, OverflowError):
             return
-        if self.is_ours and step == 0:  # trainer.validate_first
+        if "rank" in found or (self.is_ours and step == 0):  # of another rank than 0, or by trainer.validate_first
             return
         if last_step is not None and step is not None and step > last_step:
             return
@@ -131,7 +128,6 @@ class JobStopper:
         queue: of the sweep; jobs that go on are put at its front.
         running: the jobs that have started.
         objective: of the sweep.
-        config: of the sweep, without the swept overrides.
 
     Attributes:
         state_at_end: of a job that has ended well, before anything is decided about it.
@@ -143,18 +139,14 @@ class JobStopper:
     """
 
     def __init__(
-        self,
-        policy: StopPolicy | None,
-        queue: JobQueue,
-        running: Sequence[RunningJob],
-        objective: SweepObjective,
-        config: DictConfig,
+        self, policy: StopPolicy | None, queue: JobQueue, running: Sequence[RunningJob], objective: SweepObjective
     ) -> None:
-        self.policy, self.queue, self.running, self.objective, self.config = policy, queue, running, objective, config
+        self.policy, self.queue, self.running, self.objective = policy, queue, running, objective
+        self.config = queue.config
         self.pauses = policy is not None and policy.pauses
-        if self.pauses and config.trainer.pause_after_validations is not None:
+        if self.pauses and self.config.trainer.pause_after_validations is not None:
             raise ConfigError(PAUSES_ITSELF)
-        self.is_ours = planned_job.is_ours(config)
+        self.is_ours = planned_job.is_ours(self.config)
         self.state_at_end = JobState.done if policy is None or self.pauses else JobState.paused
         self.jobs: dict[int, PlannedJob] = {}
         self.reports: dict[int, list[Report]] = {}

@@ -26,7 +26,7 @@ from ddp_hydra.sweep import planned_job, row_content
 from ddp_hydra.sweep.forked_process import ForkedProcess, lock, unlock, wait_for_message
 from ddp_hydra.sweep.job_process import preload, run_planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob, with_trace
-from ddp_hydra.sweep.plot import Plotter
+from ddp_hydra.sweep.plot import DRAW_S, draw_saved
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
 from ddp_hydra.sweep.rows import JobState, describe_counts
@@ -78,7 +78,7 @@ class Sweep:
         mirror = str((config.get("results") or {}).get("mirror") or "")
         self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
         policy = stop_policy(settings.stop, self.objective, config, settings.ranks)
-        self.stopping = JobStopper(policy, self.queue, self.running, self.objective, config)
+        self.stopping = JobStopper(policy, self.queue, self.running, self.objective)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.rows = earlier or []
         for row in self.rows:
@@ -86,7 +86,6 @@ class Sweep:
                 row.state = JobState.interrupted
                 row_content.take_end(row, folder / row.folder, self.objective)
                 row.state = self.stopping.state_at_end if row.state == JobState.done else row.state
-        self.plotter = Plotter(folder, self.objective)
         self.stop_reason = ""
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
@@ -100,9 +99,8 @@ class Sweep:
         """Start what takes long while Hydra checks the jobs; of a sweep that is resumed, all jobs may be done."""
         connection.load()  # before the cluster's process is forked, which needs it, too
         if is_first:
-            with held_back(SIGNALS):  # until `close` knows the processes
+            with held_back(SIGNALS):  # until `close` knows the process
                 self.scheduler.bring_up(planned_job.first_need(self.queue.config).cluster or own_cluster)
-                self.plotter.prepare()
         fork_client.release()  # the cluster's process has it; if there is none, it is not needed yet
         preload(planned_job.is_ours(self.queue.config))
 
@@ -235,9 +233,10 @@ class Sweep:
     def close(self) -> None:
         """End all, also the cluster, which is kept up between batches."""
         self.end_all()
-        self.plotter.draw()
+        picture = ForkedProcess(lambda pipe: draw_saved(self.folder, self.objective))
         self.scheduler.close_cluster()
-        self.plotter.finish()
+        picture.process.join(DRAW_S)
+        picture.end()
         unlock(self.lock)
 
     # -- results -------------------------------------------------------------------------------------------

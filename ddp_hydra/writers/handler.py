@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record
-from ddp_hydra.run_state import AttemptEntry, Status
+from ddp_hydra.run_state import Status
 from ddp_hydra.storage.files import cannot_write, passing
 from ddp_hydra.storage.retry import Backoff
 
@@ -149,7 +149,6 @@ def default_writers(
     give_up: threading.Event | None = None,
     tensorboard: bool = True,
     progress: bool = True,
-    attempts: Callable[[], list[AttemptEntry]] = list,
     status: Status | None = None,
 ) -> list[Writer]:
     """Return the writers of a run directory, which is made if it is missing.
@@ -160,8 +159,7 @@ def default_writers(
         mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
         retry_s: how long to retry a failing bucket.
         give_up: an event that ends all waiting for the bucket at once.
-        attempts: returns the attempts that have failed, for status.json.
-        status: what status.json says from the beginning.
+        status: what status.json says from the beginning; it is kept up to date.
     """
     from ddp_hydra.storage.files import open_run_dir
     from ddp_hydra.writers.files import CheckpointWriter, FileWriter
@@ -184,7 +182,7 @@ def default_writers(
         writers.append(TensorBoardWriter(folder))
     from ddp_hydra.writers.status import StatusWriter
 
-    writers.append(StatusWriter(folder, attempts=attempts, base=status))
+    writers.append(StatusWriter(folder, base=status))
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter
 

@@ -16,7 +16,7 @@ from ddp_hydra.console.text import duration, printable
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record, Start, Text
 from ddp_hydra.results import finite
-from ddp_hydra.run_state import AttemptEntry, Status
+from ddp_hydra.run_state import Status
 from ddp_hydra.storage.files import write_atomic
 
 EPOCH = "train_epoch/"
@@ -45,7 +45,8 @@ class JobStatus:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:
         self._clock = clock
-        self.now = replace(base or Status(), host=socket.gethostname(), pid=os.getpid(), stopped_early="")
+        self.now = base or Status()
+        self.now.host, self.now.pid, self.now.stopped_early = socket.gethostname(), os.getpid(), ""
         self.start: Record | None = None
         self.metrics: dict[str, float] = {}
         self.epoch_means: dict[str, float] = {}
@@ -147,19 +148,11 @@ class StatusWriter:
     Args:
         run_dir: the job's run directory.
         clock: a monotonic clock, in seconds.
-        attempts: returns the attempts that have failed, as in summary.json.
-        base: what is known of the job before it begins.
+        base: what is known of the job apart from its records; others may change it.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        clock: Callable[[], float] = time.monotonic,
-        attempts: Callable[[], list[AttemptEntry]] = list,
-        base: Status | None = None,
-    ) -> None:
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:
         self._path = run_dir / NAME
-        self._attempts = attempts
         self._clock = clock
         self._status = JobStatus(clock, base)
         self._written = -INTERVAL_S
@@ -178,5 +171,4 @@ class StatusWriter:
 
     def _save(self) -> None:
         with contextlib.suppress(RecordError):
-            content = replace(self._status.content(), attempts=self._attempts())
-            write_atomic(self._path, encode(content), durable=False)
+            write_atomic(self._path, encode(self._status.content()), durable=False)

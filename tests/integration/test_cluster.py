@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from omegaconf import OmegaConf
 
 from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect, scheduler_plugin
-from ddp_hydra.cluster.connect import wait_for_workers
 from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.dispatch.inline import variables_restored
@@ -26,6 +26,11 @@ from tests.integration.support.hosts import ROOT
 from tests.integration.support.pool import Pool
 
 pytestmark = pytest.mark.integration
+
+
+def wait_for_workers(client, n, timeout_s, status=lambda: "", hint=""):
+    said = {"status": lambda _: status(), "hint": hint, "refusal": lambda _: ""}
+    connect.wait_for_workers(client, SimpleNamespace(expected=n, wait_timeout_s=timeout_s, **said), None)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ddp_hydra.sweep import plot
-from ddp_hydra.sweep.plot import Plotter, draw, positions, short_text
+from ddp_hydra.sweep.plot import draw, draw_saved, positions, short_text
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, swept
 from ddp_hydra.sweep.summary_files import json_text
 
@@ -243,43 +243,10 @@ def test_numbers_lie_where_they_are_and_texts_side_by_side(given, places, labels
     assert short_text("key") == "key"
 
 
-@pytest.fixture
-def pictures(tmp_path, monkeypatch):
-    """A folder, in which each drawing appends a line instead: how many rows it shows."""
-
-    def append(rows, objective, folder):
-        with (folder / "drawn").open("a") as file:
-            file.write(f"{len(rows)}\n")
-
-    monkeypatch.setattr(plot, "draw", append)
-    return tmp_path
-
-
-def save(folder, count: int) -> None:
-    (folder / "sweep.json").write_text(json_text(grid(float, a=list(range(count))), ACCURACY))
-
-
-@pytest.mark.medium
-def test_a_process_that_was_prepared_draws_what_is_saved_later(pictures):
-    plotter = Plotter(pictures, ACCURACY)
-    plotter.prepare()
-    process = plotter.process
-    save(pictures, 3)
-    plotter.draw()
-    plotter.finish()
-    assert plotter.process is process
-    assert (pictures / "drawn").read_text() == "3\n"
-    assert not process.process.is_alive()
-
-
-@pytest.mark.medium
-def test_a_process_that_was_killed_ends_silently(pictures, capfd):
-    plotter = Plotter(pictures, ACCURACY)
-    plotter.prepare()
-    plotter.process.process.kill()
-    plotter.process.process.join()
-    plotter.draw()
-    plotter.finish()
-    assert not plotter.process.process.is_alive()
-    assert not (pictures / "drawn").exists()
-    assert capfd.readouterr() == ("", "")
+def test_what_was_saved_is_drawn_and_a_broken_file_is_not(tmp_path):
+    (tmp_path / "sweep.json").write_text(json_text(grid(float, a=[1, 2, 3]), ACCURACY))
+    draw_saved(tmp_path, ACCURACY)
+    (tmp_path / "sweep.png").unlink()
+    (tmp_path / "sweep.json").write_text("{")
+    draw_saved(tmp_path, ACCURACY)
+    assert not (tmp_path / "sweep.png").exists()

@@ -46,7 +46,7 @@ class Sweep:
         config = OmegaConf.create(OURS if ours else {"lr": 1})
         self.folder, self.running = folder, []
         self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
-        self.stopping = JobStopper(ReportPolicy(rule), self.queue, self.running, LOSS, config)
+        self.stopping = JobStopper(ReportPolicy(rule), self.queue, self.running, LOSS)
         self.ours = ours
 
     def add(self, count: int) -> list[PlannedJob]:
@@ -243,7 +243,7 @@ class RungSweep:
     def __init__(self, folder: Path, earlier: list[JobRow] | None = None) -> None:
         self.folder, config = folder, OmegaConf.create(PAUSING)
         self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
-        self.stopping = JobStopper(Rungs(maximize=False), self.queue, [], LOSS, config)
+        self.stopping = JobStopper(Rungs(maximize=False), self.queue, [], LOSS)
 
     def add(self, *lrs: float) -> list[PlannedJob]:
         jobs = [self.queue.add([f"optimizer.lr={lr}"], number) for number, lr in enumerate(lrs)]
@@ -334,11 +334,12 @@ def test_a_job_that_was_promoted_when_the_sweep_was_killed_is_promoted_again(tmp
 def test_jobs_that_pause_by_themselves_are_refused(tmp_path):
     sweep = RungSweep(tmp_path)
     job = sweep.queue.add(["trainer.pause_after_validations=2"], 0)
-    with pytest.raises(ConfigError, match="asha and hyperband pause jobs themselves"):
+    with pytest.raises(ConfigError, match="asha and hyperband pause jobs"):
         sweep.stopping.add([job])
     config = OmegaConf.create({**PAUSING, "trainer": {**NINE_EPOCHS, "pause_after_validations": 2}})
-    with pytest.raises(ConfigError, match="asha and hyperband pause jobs themselves"):
-        JobStopper(Rungs(maximize=False), sweep.queue, [], LOSS, config)
+    sweep.queue.config = config
+    with pytest.raises(ConfigError, match="asha and hyperband pause jobs"):
+        JobStopper(Rungs(maximize=False), sweep.queue, [], LOSS)
 
 
 def line(step: int | None, **metrics: Any) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 from ddp_hydra.record import Record, Start
+from ddp_hydra.run_state import AttemptEntry, Status
 from ddp_hydra.writers.status import StatusWriter
 
 
@@ -29,18 +29,18 @@ def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics
 
 def test_it_is_written_no_more_than_twice_a_second_but_a_new_attempt_shows_at_once(tmp_path, metrics_record):
     now = [0.0]
-    failed: list[dict[str, Any]] = []
-    writer = StatusWriter(tmp_path, lambda: now[0], lambda: failed)
+    base = Status()
+    writer = StatusWriter(tmp_path, lambda: now[0], base)
     writer.write(metrics_record(1, loss=1.0))
     assert read(tmp_path)["attempts"] == []
-    failed.append({"attempt": 0})
+    base.attempts = [AttemptEntry(attempt=3)]
     now[0] = 0.4
     writer.write(metrics_record(2, loss=1.0))
     writer.write(metrics_record(2, rank=1, loss=1.0))
     assert read(tmp_path)["step"] == 1
     writer.write(Record(Start(world_size=1), step=1, attempt=1))
     assert (read(tmp_path)["attempt"], read(tmp_path)["world_size"]) == (1, 1)
-    assert read(tmp_path)["attempts"] == failed
+    assert [one["attempt"] for one in read(tmp_path)["attempts"]] == [3]
     now[0] = 0.9
     writer.write(metrics_record(3, attempt=1, loss=float("nan")))
     assert (read(tmp_path)["step"], read(tmp_path)["metrics"]["loss"]) == (3, None)
