@@ -121,8 +121,7 @@ class Job:
             self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
             self.first_world_size = self.cfg.dispatch.ranks or hosts * int(ranks_per_worker(self.cfg))
         self.saved = False
-        known = {"objective": self.summary.objective, "tags": self.summary.tags}
-        self.status = Status(attempts=self.earlier_attempts, **known)
+        self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)
 
     @contextmanager
     def handler(self, fetch: Any) -> Iterator[ResultsHandler]:
