@@ -102,7 +102,7 @@ def begin_of(text: str) -> float:
     try:
         return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
-        raise ConfigError(f"since={text}: give 2026-11-01, 2026-11-01T10:30, 7d, 12h or 30m") from None
+        raise ConfigError(f"since={text}: give a date, 2026-11-01 or 2026-11-01T10:30, or 7d, 12h, 30m") from None
 
 
 def value_of(row: RunRow, metric: str) -> float | None:

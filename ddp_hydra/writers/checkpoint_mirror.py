@@ -278,7 +278,9 @@ def entries_in(store: Store) -> Entries:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ConfigError(f"{store.url}/{FOLDER}/{NAME} is not the manifest of checkpoints ({error})") from None
+        raise ConfigError(
+            f"{store.url}/{FOLDER}/{NAME} is no manifest ({error}): give another results.mirror"
+        ) from None
 
 
 def _steps(folder: Path) -> Entries:

@@ -61,9 +61,7 @@ def test_a_run_whose_results_were_elsewhere_may_go_on_here(run):
 def test_a_secret_that_is_kept_nowhere_is_typed_again_to_resume(run):
     saved = run / ".hydra" / "overrides.yaml"
     saved.write_text("- optimizer.lr=0.1\n- +tracker.password=***\n- data.key='${oc.env:KEY}'\n")
-    with pytest.raises(
-        ConfigError, match=r"given \+tracker\.password, a secret.*type \+tracker\.password=<value> again"
-    ):
+    with pytest.raises(ConfigError, match=r"given \+tracker\.password, a secret.*type \+tracker\.password=<value>"):
         typed.with_resumed_overrides([f"resume={run}"])
     again = [f"resume={run}", "+tracker.password=new"]
     assert typed.with_resumed_overrides(again) == ["optimizer.lr=0.1", "data.key='${oc.env:KEY}'", *again]
@@ -97,7 +95,7 @@ def test_a_secret_of_a_sweep_is_typed_again_too(sweep):
     saved = sweep / "multirun.yaml"
     saved.write_text(saved.read_text().replace("data=tiny", "cluster.password=***"))
     folder = f"hydra.sweep.dir={sweep}"
-    with pytest.raises(ConfigError, match=r"given cluster\.password, .*type cluster\.password=<value> again with"):
+    with pytest.raises(ConfigError, match=r"given cluster\.password, .*type cluster\.password=<value> with"):
         typed.with_resumed_sweep(["-m", folder])
     again = ["-m", "optimizer.lr=0.1,0.01", "cluster.password=new"]
     assert typed.with_resumed_sweep([*again, folder]) == [*again, f"hydra.sweep.dir='{sweep}'"]
@@ -175,5 +173,5 @@ def test_keys_to_search_may_be_given_as_a_dict():
     arguments = ["-m", "hydra.sweeper.params={optimizer.lr: 'choice(0.1,0.2)', seed: 3}", "seed=1"]
     assert typed.with_params(arguments) == ["-m", "optimizer.lr=choice(0.1,0.2)", "seed=3", "seed=1"]
     for wrong in ("{optimizer: {lr: 1}}", "3"):
-        with pytest.raises(ConfigError, match=r"give hydra\.sweeper\.params=\{optimizer\.lr: '0\.1,0\.01'\}"):
+        with pytest.raises(ConfigError, match=r"give \{optimizer\.lr: '0\.1,0\.01'\}"):
             typed.with_params(["-m", f"hydra.sweeper.params={wrong}"])

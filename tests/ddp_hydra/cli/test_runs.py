@@ -209,7 +209,7 @@ def test_secrets_and_options_are_not_repeated(three, tmp_path, monkeypatch, caps
     saved.write_text("- +cluster.password=***\n")
     runs.main(["reproduce", "outputs/a"])
     assert "fill in +cluster.password" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="looks like a secret"):
+    with pytest.raises(ConfigError, match="is a secret"):
         runs.main(["reproduce", "outputs/a", "run=true"])
     saved.write_text("- --config-dir=/tmp/evil\n")
     with pytest.raises(ConfigError, match="which is not an override"):

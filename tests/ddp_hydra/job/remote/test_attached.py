@@ -169,7 +169,7 @@ def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
 
 
 def test_where_there_is_no_run(run):
-    with pytest.raises(ConfigError, match=r"there is no run in .*: it has no status.json"):
+    with pytest.raises(ConfigError, match=r"there is no run of .*: it has no status.json"):
         Attached(run.store, 1).begin()
 
 

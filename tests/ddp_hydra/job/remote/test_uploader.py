@@ -191,7 +191,7 @@ def test_a_run_acquires_its_place(there, status):
     acquire_run(FencedStore(there), status, {"config.yaml": b"a: 1\n"})
     assert (there.size_or_none("summary.json"), there.size_or_none("stop")) == (None, None)
     assert there.get(".hydra/config.yaml") == b"a: 1\n"
-    with pytest.raises(ConfigError, match=r"another run is active in .*/store .*stop=true, or give another"):
+    with pytest.raises(ConfigError, match=r"another run is active in .*/store .*stop=true"):
         acquire_run(FencedStore(there), DriverStatus("tcp://scheduler:8786", "abc"), {})
 
 
