@@ -117,8 +117,8 @@ class Reservation:
                 return answer["workers"]
             if late:
                 raise ClusterError(
-                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.wanted} workers are there: "
-                    f"resume=<run dir> once others are; or dispatch.min_ranks={max(1, answer['free']) * self.slots}"
+                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.wanted} workers are there, fewer "
+                    f"than {least}: give resume=<run dir> later, or dispatch.min_ranks={max(1, answer['free']) * self.slots}"
                 )
             if not is_logged and time.monotonic() - begin > 1:
                 log.warning("waiting for workers: %d of %d are there", answer["free"], self.wanted)

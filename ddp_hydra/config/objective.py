@@ -43,7 +43,7 @@ def metric_and_direction(cfg: Any) -> tuple[str, str]:
         metric, of_task = _of_task(cfg, validates)
         direction = direction or of_task
     elif metric.startswith("val/") and not validates:
-        raise ConfigError(f"objective.metric={metric}: there is no validation set: give data.val, or train/loss")
+        raise ConfigError(f"objective.metric={metric}: there is no validation set: give data.val, or metric=train/loss")
     return metric, direction or direction_of(metric)
 
 
@@ -62,7 +62,7 @@ def direction_of(metric: str) -> str:
         return "minimize"
     if _MORE_IS_BETTER.search(metric):
         return "maximize"
-    raise ConfigError(f"objective.metric={metric}: is more of it better? Give objective.direction=maximize or minimize")
+    raise ConfigError(f"objective.metric={metric} does not tell: give objective.direction=maximize or minimize, too")
 
 
 def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:

@@ -82,7 +82,7 @@ def find() -> Path:
     if is_project(folder):
         return folder
     if named:
-        raise ConfigError(f"{VARIABLE}={named}: {folder} has no conf/**.yaml, models/*.py or data/*.py")
+        raise ConfigError(f"{VARIABLE}={named}: {folder} holds no project, with conf/, models/ or data/: unset it")
     return starter()
 
 

@@ -80,7 +80,7 @@ class LocalCuda(Local):
         there = len(visible) if (visible := self.visible()) is not None else len(environment.gpu_uuids())
         if not there:
             raise ClusterError(
-                "cluster=local_cuda: no NVIDIA GPU is visible: look at nvidia-smi, or give cluster=local"
+                "cluster=local_cuda: no GPU here: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or give cluster=local"
             )
         if self.n_workers is not None and self.n_workers > there:
             raise ClusterError(

@@ -53,9 +53,9 @@ def test_a_node_is_a_logger_by_the_name_of_its_class():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["results.loggers=[mlfow]"], "results.loggers has 'mlfow': did you mean mlflow? give names (mlflow, wandb,"),
-        (["results.loggers=[tensorboard]"], "results.loggers has 'tensorboard': give names (mlflow, wandb,"),
-        (["results.loggers=[{path:x}]"], "results.loggers has {'path': 'x'}: give names"),
+        (["results.loggers=[mlfow]"], "results.loggers has 'mlfow': did you mean mlflow? give mlflow, wandb,"),
+        (["results.loggers=[tensorboard]"], "results.loggers has 'tensorboard': give mlflow, wandb,"),
+        (["results.loggers=[{path:x}]"], "results.loggers has {'path': 'x'}: give mlflow"),
         (["results.loggers=[wandb,wandb]"], "results.loggers names wandb more than once: leave one out"),
         (
             ["results.loggers=[wandb]", "results.wandb.checkpoints=last"],
@@ -81,7 +81,7 @@ def test_a_writer_of_the_project_that_does_not_exist_is_found_before_the_cluster
 @pytest.mark.parametrize("name", loggers.NAMES)
 def test_a_missing_package_is_said_with_what_to_type(name, monkeypatch):
     monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None if package == name else 1)
-    with pytest.raises(ConfigError, match=rf"needs the package {name}, .* pip install 'ddp-hydra\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"needs a package: pip install 'ddp-hydra\[{name}\]'"):
         loggers.check_installed(composed(f"results.loggers=[{name}]"))
 
 

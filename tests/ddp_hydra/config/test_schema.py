@@ -234,11 +234,11 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
         ({"trainer.log_growth": 0.5}, "trainer.log_growth=0.5: give 1 or more"),
         ({"results.retry_s": -1.0}, "results.retry_s=-1: give seconds, 0 or more"),
         ({"results.retry_s": float("nan")}, "results.retry_s=nan: give seconds, 0 or more"),
-        ({"results.handler": "cluster"}, "results.handler=cluster needs a place that the workers can write"),
+        ({"results.handler": "cluster"}, "results.handler=cluster needs a place that workers can write"),
         ({"results.root": "s3://a/b"}, "results.root=s3://a/b is only for results.handler=cluster: give"),
         (
             {"results.handler": "cluster", "results.root": "s3://a/b", "results.mirror": "s3://a/c"},
-            "results.mirror=s3://a/c: leave it out, results.handler=cluster has all in its store",
+            "results.mirror=s3://a/c: leave it out, as results.handler=cluster has a store",
         ),
         ({"detach": True}, "detach=true is only for results.handler=cluster: give that with results.root, too"),
         ({"trainer.epochs": None}, "trainer.epochs and trainer.max_steps are both null, so the job would never end"),
