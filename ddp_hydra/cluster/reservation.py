@@ -116,10 +116,9 @@ class Reservation:
             if "workers" in answer:
                 return answer["workers"]
             if late:
-                raise ClusterError(
-                    f"after dispatch.restart_wait_s={wait_s:g} s, {answer['free']} of {self.wanted} workers are there, fewer "
-                    f"than {least}: give resume=<run dir> later, or dispatch.min_ranks={max(1, answer['free']) * self.slots}"
-                )
+                there = f"{answer['free']} of {self.wanted} workers are there, fewer than {least}"
+                advice = f"resume=<run dir> later, or dispatch.min_ranks={max(1, answer['free']) * self.slots}"
+                raise ClusterError(f"after dispatch.restart_wait_s={wait_s:g} s, {there}: give {advice}")
             if not is_logged and time.monotonic() - begin > 1:
                 log.warning("waiting for workers: %d of %d are there", answer["free"], self.wanted)
                 is_logged = True
