@@ -162,7 +162,7 @@ def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypat
         wait_for_workers(client2, 3, 0.1, ask, "look there")
     assert re.match(r"2 of 3 workers came in \d+ s: ", str(caught.value))
     assert said in str(caught.value)
-    assert "cluster.n_workers=2, or wait longer with cluster.wait_timeout_s=60" in str(caught.value)
+    assert "cluster.n_workers=2, or cluster.wait_timeout_s=60" in str(caught.value)
 
 
 def test_a_scheduler_that_is_gone_while_one_waits(warm_server, tmp_path):

@@ -109,7 +109,7 @@ def test_fewer_workers_than_were_asked_for(cli, saturn, login):
 @pytest.mark.parametrize(
     ("changed", "variables", "said"),
     [
-        ((), {"SATURN_TOKEN": ""}, "SATURN_TOKEN are not set in the environment"),
+        ((), {"SATURN_TOKEN": ""}, "set SATURN_TOKEN, as"),
         pytest.param((), {"SATURN_TOKEN": "wrong"}, "Invalid token", marks=pytest.mark.slow),
         (("cluster.worker_size=huge",), {}, "worker_size: huge is not a valid option. Options are: ['medium'"),
         pytest.param((), {"SATURN_BASE_URL": "http://127.0.0.1:1/"}, "could not be started", marks=pytest.mark.slow),

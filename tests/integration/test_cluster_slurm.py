@@ -84,7 +84,7 @@ def test_a_refusal_of_sbatch_ends_the_wait_at_once_in_its_words(cli, queue):
     assert ended.returncode == 1
     assert ended.stderr.startswith(
         "ddp_hydra: sbatch refused 2 batch jobs: invalid partition specified: gpu; Batch job submission failed: bad "
-        "name. Each is asked for with cluster.queue, account, "
+        "name: look at cluster.queue, account, "
     ), ended.stderr
     assert ended.stderr.count("\n") == 1
 

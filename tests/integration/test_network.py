@@ -199,4 +199,4 @@ def test_a_choice_in_the_environment_of_the_workers_goes_first_with_a_warning(cl
     finally:
         client2.run(choose, "")
     assert interfaces == ["lo", "lo"]
-    assert "GLOO_SOCKET_IFNAME of the workers' environment overrides dispatch.interface:" in caplog.text
+    assert "GLOO_SOCKET_IFNAME of the workers overrides dispatch.interface:" in caplog.text

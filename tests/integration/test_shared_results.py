@@ -449,7 +449,7 @@ def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
     assert json.loads((tmp_path / "shared/a/b/summary.json").read_text())["steps"] == 12
     refused = cli.run(*elsewhere, "detach=true")
     assert refused.returncode == 1
-    assert "the cluster distributed.LocalCluster ends with this command" in refused.stderr
+    assert "detach=true needs a cluster that stays" in refused.stderr
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ def raising(error: BaseException):
         (
             MissingConfigException("a page of search path", "metrics/r2"),
             1,
-            "ddp_hydra: metrics=r2 is not an option: there is no metrics/r2.yaml. ddp-hydra --help lists the options\n",
+            "ddp_hydra: metrics=r2 is not an option; ddp-hydra --help lists the options\n",
         ),
         (
             MissingConfigException("no such model", "model/resnet19", ["lstm", "resnet18"]),
