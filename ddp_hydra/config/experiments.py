@@ -29,12 +29,12 @@ def check(cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], rep
     values: dict[str, tuple[Any, str]] = {}
     for group in GROUPS:
         for option in _options(choices.get(group)):
-            groups, content = _read(repository, f"{group}/{option}")
+            groups, content = read(repository, f"{group}/{option}", "_global_")
             chosen |= {key: (value, f"{group}={option}") for key, value in groups.items()}
             own = dict(leaves(content))
             values = {key: pair for key, pair in values.items() if not any(_meet(key, other) for other in own)}
             values |= {key: (value, f"{group}={option}") for key, value in own.items()}
-    lists = _read(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
+    lists = read(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
     for key, (value, by) in chosen.items():
         found = choices.get(key, lists.get(key, value))
         if key not in given and _options(found) != _options(value):
@@ -66,31 +66,29 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
             )
 
 
-def _read(repository: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def read(repository: Any, path: str, package: str | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the groups that an option chooses and the values that it sets, with those that it is based on."""
     found = repository.load_config(path)
     if found is None:
         return {}, {}
-    own: Any = found.config if found.header.get("package") == "_global_" else {}
+    own: Any = found.config if found.header.get("package") == package else {}
     groups: dict[str, Any] = {}
-    merged: Any = OmegaConf.create({})
+    parts: list[Any] = [OmegaConf.create({})]
     is_in = False
     for entry in found.defaults_list:
+        is_here = entry.package == "" and hasattr(entry, "group")  # as "base@_here_: images"
+        option = f"{entry.group}/{entry.value}" if is_here else getattr(entry, "path", None)
         if entry.is_self():
-            merged, is_in = OmegaConf.merge(merged, own), True
-        elif not entry.is_override():
-            option = getattr(entry, "path", None)
-            if option is None and is_in:  # its values win over this file's, wherever they are
-                own, merged = {}, OmegaConf.create({})
-            elif isinstance(option, str):
-                base = option[1:] if option.startswith("/") else f"{path.rpartition('/')[0]}/{option}".lstrip("/")
-                of_base, content = _read(repository, base)
-                groups |= of_base
-                merged = OmegaConf.merge(merged, content)
-    for entry in found.defaults_list:
-        if entry.is_override():
+            parts, is_in = [*parts, own], True
+        elif entry.is_override():
             groups[f"{entry.group.lstrip('/')}{f'@{entry.package}' if entry.package else ''}"] = entry.value
-    values: Any = OmegaConf.to_container(merged if is_in else OmegaConf.merge(merged, own))
+        elif isinstance(option, str):
+            base = option[1:] if option.startswith("/") else f"{path.rpartition('/')[0]}/{option}".lstrip("/")
+            of_base, content = read(repository, base, package)
+            groups, parts = groups | of_base, [*parts, content]
+        elif is_in:  # the values of a group that follows win over this file's, wherever they are
+            own, parts = {}, parts[:1]
+    values: Any = OmegaConf.to_container(OmegaConf.merge(*parts, {} if is_in else own))
     return groups, values
 
 

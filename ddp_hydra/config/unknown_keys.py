@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ValidationError
 
 from ddp_hydra.config import experiments
+from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.schema import SCHEMAS, Config, allowed
 from ddp_hydra.errors import ConfigError
 
@@ -128,7 +129,7 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         value = OmegaConf.select(cfg, key, throw_on_missing=False)
         if not isinstance(value, str):
             continue
-        usual = _usual(repository, f"{group}/{choices[group]}", name)
+        usual = dict(leaves(experiments.read(repository, f"{group}/{choices[group]}")[1])).get(name)
         if isinstance(usual, bool | int | float):
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
@@ -145,18 +146,3 @@ def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
         if not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]
             log.warning("%s: nothing reads it%s", key, meant(name, others, f"{group}."))
-
-
-def _usual(repository: Any, path: str, name: str) -> Any:
-    """Return a key's value in a file of the search path, or in a file that it is based on; None if there is none."""
-    found = repository.load_config(path)
-    if found is None:
-        return None
-    value = OmegaConf.select(found.config, name, throw_on_resolution_failure=False)
-    folder = path.rpartition("/")[0]
-    for base in found.defaults_list if value is None else ():
-        option = "/".join(str(part) for part in (getattr(base, "group", None), getattr(base, "value", None)) if part)
-        inner = getattr(base, "path", None) or option
-        if inner and inner != "_self_" and (value := _usual(repository, f"{folder}/{inner}", name)) is not None:
-            break
-    return value
