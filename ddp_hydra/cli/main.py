@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -122,7 +123,7 @@ def compose_and_run() -> None:
 
 
 def report(run: Callable[[], None]) -> int:
-    with signals.lasting(), signals.raised(), errors_raised() as traceback_wanted:
+    with signals.lasting(), signals.handled(signal.default_int_handler), errors_raised() as traceback_wanted:
         try:
             run()
         except KeyboardInterrupt as error:

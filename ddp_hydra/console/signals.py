@@ -108,13 +108,6 @@ def handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def raised() -> Iterator[None]:
-    """Have each of the signals raise KeyboardInterrupt inside the block, if it is in the main thread."""
-    with handled(signal.default_int_handler):
-        yield
-
-
-@contextmanager
 def held_back(signals: Collection[signal.Signals] = OF_TERMINALS) -> Iterator[None]:
     """Deliver signals after the block, where an exception would do harm.
 

@@ -29,6 +29,7 @@ DRAW_S = 30.0
 HUGE = 1e30
 """Larger numbers, and numbers closer to 0 than its inverse, break matplotlib's axes."""
 _MAX_PANELS, _PANELS_A_ROW, _MAX_TICKS, _LOG_FROM = 12, 3, 8, 100
+_OVER = (JobState.failed, JobState.done)
 _MAX_LINE, _MAX_LETTERS, _MAX_LABEL = 12, 40, 18
 JOB, BEST, FAILED, GREY = "#2f6db3", "#f2a900", "#c8372d", "#5c6570"
 STYLE: dict[Any, Any] = {
@@ -144,7 +145,7 @@ def _panel(
     if objective.ranks(rows):
         style = {"marker": "*", "s": 200, "color": BEST, "edgecolor": "#5a3f00", "linewidth": 0.8}
         axes.scatter(*next(iter(bests.items())), zorder=4, label="the best", **style)
-    if failed := [at[row.number] for row in rows if _is_lost(row)]:
+    if failed := [at[row.number] for row in rows if row.state in _OVER and not _has_value(row)]:
         style = {"marker": "x", "s": 34, "color": FAILED, "linewidth": 1.6, "clip_on": False}
         bottom = axes.get_xaxis_transform()
         axes.scatter(failed, [0.025] * len(failed), transform=bottom, zorder=3, label="failed", **style)
@@ -183,10 +184,6 @@ def _good(rows: Sequence[JobRow], objective: SweepObjective) -> list[JobRow]:
 
 def _has_value(row: JobRow) -> bool:
     return row.state != JobState.failed and row.objective is not None and abs(row.objective) < HUGE
-
-
-def _is_lost(row: JobRow) -> bool:
-    return row.state == JobState.failed or (row.state == JobState.done and not _has_value(row))
 
 
 def _value(row: JobRow) -> float:

@@ -20,7 +20,7 @@ from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
-from ddp_hydra.sweep.row_content import fill_row, fill_row_from_folder
+from ddp_hydra.sweep.row_content import fill_row
 from ddp_hydra.sweep.rows import JobRow, JobState, comparable, typed
 
 CHECKED = 64
@@ -205,11 +205,6 @@ class JobQueue:
         assert job.earlier is not None
         job.row, job.folder = job.earlier, self.folder / job.earlier.folder
         job.is_ours = planned_job.is_ours(self.config)
-
-    def fill_started(self, rows: Sequence[JobRow]) -> None:
-        for row in rows:
-            if row.state != JobState.queued:
-                fill_row_from_folder(row, self.keys, self.folder / row.folder)
 
     def first(self, cluster: str | None) -> PlannedJob | None:
         """Return the next job that runs on a cluster, or on any, composed; it stays in the queue."""

@@ -112,8 +112,9 @@ class Sweep:
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
         for job, own in zip(jobs, labels, strict=False):
             job.row.labels = own
-        if len(self.queue.keys) > known:
-            self.queue.fill_started(self.rows)
+        for row in self.rows if len(self.queue.keys) > known else ():
+            if row.state != JobState.queued:
+                row_content.fill_row_from_folder(row, self.queue.keys, self.folder / row.folder)
         self.stopping.add(jobs)
         replaced = [id(job.earlier) for job in jobs]
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]

@@ -118,7 +118,7 @@ class ProgressWriter:
         self._print(f"{where}  {state.numbers(validation=True, epoch=has_means)}")
         self._reported = state.mark() if is_epoch else self._reported
         self._line_step = state.now.step
-        state.forget_validation()
+        state.metrics = {name: value for name, value in state.metrics.items() if not name.startswith("val/")}
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

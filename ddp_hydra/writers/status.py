@@ -90,9 +90,6 @@ class JobStatus:
         """Return the epoch that metrics belong to, counted from 1; without one, the epoch of the metrics before."""
         return self.now.epoch if logged.epoch is None else logged.epoch
 
-    def forget_validation(self) -> None:
-        self.metrics = {n: value for n, value in self.metrics.items() if not n.startswith("val/")}
-
     def mark(self) -> float | None:
         """Return the epoch, or the step if there are no epochs, that a permanent line stands for."""
         return self.now.step if self.now.epoch is None else self.now.epoch

@@ -100,9 +100,10 @@ def next_generation(
             found.append(Member(member.values, place))
             continue
         parent = rng.choice(best)
-        values = {
-            key: _explored(dimension, members[parent].values[key], rng, settings) for key, dimension in space.items()
-        }
+        values = {}
+        for key, dimension in space.items():
+            is_new, value = rng.random() < settings.resample_probability, members[parent].values[key]
+            values[key] = dimension.draw(rng) if is_new else dimension.change(value, rng, settings.factors)
         found.append(Member(values, parent))
     return found
 
@@ -114,9 +115,3 @@ def ranked(scores: Sequence[float | None], maximize: bool) -> list[int]:
 
 def _is_good(score: float | None) -> bool:
     return score is not None and math.isfinite(score)
-
-
-def _explored(dimension: Dimension, value: str, rng: random.Random, settings: PopulationSettings) -> str:
-    if rng.random() < settings.resample_probability:
-        return dimension.draw(rng)
-    return dimension.change(value, rng, settings.factors)

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from ddp_hydra import heartbeat
-from ddp_hydra.console.signals import SIGNALS, Interrupts, held_back, raised
+from ddp_hydra.console.signals import SIGNALS, Interrupts, held_back, handled
 from ddp_hydra.dispatch import inline
 
 
@@ -43,7 +43,7 @@ def test_the_first_signal_is_answered_in_a_sentence_at_once(number, name, capfd)
 def test_nohup_keeps_what_it_wants():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with raised(), Interrupts().caught():
+        with handled(signal.default_int_handler), Interrupts().caught():
             strike(signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
@@ -53,7 +53,7 @@ def test_nohup_keeps_what_it_wants():
 @pytest.mark.parametrize("number", SIGNALS)
 def test_outside_a_job_each_signal_is_an_exception_that_tidies_up(number):
     before = handlers()
-    with pytest.raises(KeyboardInterrupt), raised():
+    with pytest.raises(KeyboardInterrupt), handled(signal.default_int_handler):
         strike(number)
     assert handlers() == before
 
@@ -67,7 +67,7 @@ def test_a_signal_that_is_held_back_comes_later():
             reached.append("the end of the block")
         reached.append("what follows")
 
-    with raised(), pytest.raises(KeyboardInterrupt):
+    with handled(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
         run()
     assert reached == ["the end of the block"]
 
