@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from ddp_hydra import heartbeat
-from ddp_hydra.console.signals import SIGNALS, Interrupts, held_back, handled
+from ddp_hydra.console.signals import SIGNALS, Interrupts, handled, held_back
 from ddp_hydra.dispatch import inline
 
 
