@@ -188,7 +188,7 @@ def test_any_file_of_its_own_makes_a_project_and_the_starter_stays_behind_it(own
 
 def test_a_name_without_a_project_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
-    with pytest.raises(ConfigError, match=rf"^DDP_HYDRA_PROJECT={tmp_path}: .* holds no project: .*unset"):
+    with pytest.raises(ConfigError, match=rf"^DDP_HYDRA_PROJECT={tmp_path}: .* holds no project, .*unset"):
         find()
 
 
