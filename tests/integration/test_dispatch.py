@@ -308,7 +308,7 @@ def test_a_job_that_waited_too_long_says_who_holds_the_workers(client2, gang, tm
 
 
 def test_more_ranks_than_workers_are_refused_with_what_to_give(client2, gang):
-    with pytest.raises(ClusterError, match=r"dispatch\.ranks=9, but the cluster has 2 workers.*n_workers=9"):
+    with pytest.raises(ClusterError, match=r"dispatch\.ranks=9, but there are 2 workers.*n_workers=9"):
         gang(client2, ranks=9, queue_timeout_s=0.3).run(who_am_i)
 
 

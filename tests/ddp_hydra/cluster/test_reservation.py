@@ -153,7 +153,7 @@ def test_a_gang_that_waited_too_long_says_what_was_free(scheduler, client, clock
     with (
         Reservation(client, "one", 2) as held,
         pytest.raises(
-            ClusterError, match=r"2 workers were wanted, 1 of 4 are free after 5 s: .*dispatch.ranks=1 or less"
+            ClusterError, match=r"2 workers were wanted, 1 of 4 are free after 5 s, .*dispatch.ranks=1 or less"
         ),
     ):
         held.reserve("t", 5.0)
@@ -166,7 +166,7 @@ def test_a_cluster_that_is_too_small_may_grow_but_not_for_long(scheduler, client
         assert len(held.reserve("t", 1e6)) == 5
     with (
         Reservation(client, "one", 6) as held,
-        pytest.raises(ClusterError, match=r"dispatch.ranks=6, but the cluster has 5 workers"),
+        pytest.raises(ClusterError, match=r"dispatch.ranks=6, but there are 5 workers"),
     ):
         held.reserve("t", 1e6)
     assert clock.now < 60
