@@ -214,7 +214,7 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
     ("values", "sentence"),
     [
         *(
-            ({key: value}, f"{key}={value}: give a whole number of at least 1")
+            ({key: value}, f"{key}={str(value).lower()}: give a whole number of at least 1")
             for key in ("cluster.n_workers", "data.batch_size")
             for value in (0, -1, 1.5, "two", "2", True, [2])
         ),
