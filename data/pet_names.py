@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from ddp_hydra.data.limits import check_range
 from ddp_hydra.data.names import check, is_of
 from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.storage import Access, is_remote
@@ -74,8 +75,7 @@ class PetNames(Dataset):
         region: str | None = None,
         anon: bool = False,
     ) -> None:
-        if window < 1:
-            raise ValueError(f"window is {window}, and must be at least 1 character: type data.window=8")
+        check_range("window", window, 1, example=8)
         check(holdout, split)
         self.window = window
         access = {"endpoint_url": endpoint_url, "region": region, "anon": anon}
@@ -240,9 +240,8 @@ def _parse(content: bytes | bytearray, source: str) -> list[str]:
     bad = [f"{name!r} (number {index})" for index, name in enumerate(names) if not _is_name(name, allowed)]
     if bad:
         raise ValueError(
-            f"{len(bad)} of the {len(names)} names in {source} are not text of the characters "
-            f"{ALPHABET[2:]!r}: {', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}. Write them in lower "
-            "case"
+            f"{len(bad)} of the {len(names)} names in {source} are not text of the characters {ALPHABET[2:]!r}: "
+            f"{', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}. Write them in lower case"
         )
     return names
 

@@ -60,9 +60,7 @@ def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: 
         except (RuntimeError, TypeError, KeyError, ValueError) as error:
             reason = unlike(samples) or f"torch says: {error}"
             raise DataError(
-                f"the samples of {name_of(dataset)} make no batch, as {reason}. Change them in "
-                "__getitem__, or give the data set a method collate(self, samples) that returns a batch, as a "
-                "collate_fn does"
+                f"the samples of {name_of(dataset)} make no batch, as {reason}: give it a method collate(self, samples)"
             ) from error
     progress()
     return batch
@@ -72,8 +70,7 @@ def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:
     how = "calls sys.exit()" if isinstance(error, SystemExit) else "raises StopIteration"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return DataError(
-        f"{name_of(dataset)} {how} where it is asked for {what} ({frame.filename}, line {frame.lineno}, "
-        f"in {frame.name}): return it, or raise an error that says what is wrong"
+        f"{name_of(dataset)} {how} where it is asked for {what} ({frame.filename}, line {frame.lineno}): return it"
     )
 
 
@@ -87,11 +84,8 @@ def unlike(samples: Any, what: str = "a sample") -> str:
         shapes = list(dict.fromkeys(tuple(sample.shape) for sample in samples))
         if len(shapes) > 1:
             return f"{what} has the shape {shapes[0]} in one and {shapes[1]} in another"
-        return (
-            f"{what} is an array of {first.dtype}"
-            if isinstance(first, np.ndarray) and first.dtype.kind in "OSU"
-            else ""
-        )
+        is_text = isinstance(first, np.ndarray) and first.dtype.kind in "OSU"
+        return f"{what} is an array of {first.dtype}" if is_text else ""
     if isinstance(first, Mapping):
         for name in first:
             if any(name not in sample for sample in samples):
@@ -155,13 +149,14 @@ def n_bytes(batch: Any) -> int:
 
 
 def tensors(batch: Any) -> list[Tensor]:
-    if isinstance(batch, Tensor):
-        return [batch]
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        batch = vars(batch)
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    return [tensor for part in batch for tensor in tensors(part)] if isinstance(batch, (list, tuple)) else []
+    found: list[Tensor] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    mapped(note, batch)
+    return found
 
 
 def described(batch: Any) -> str:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
 
 from ddp_hydra.data import seaweed
 
@@ -27,20 +26,12 @@ _OR_A_BUCKET = "or give a bucket or folder with data.bucket=..."
 _PUTS = 16  # beside each other
 
 
-class Endpoint(NamedTuple):
-    """Locates the store and names its credentials: key and secret."""
-
-    url: str
-    credentials: tuple[str, str]
-
-
 _lock = threading.Lock()
 _server: seaweed.Seaweed | None = None
 _users = 0
 
 
-def acquire() -> Endpoint:
-    # Returns: Its URL, e.g. "http://127.0.0.1:40123", with access key and secret key.
+def acquire() -> seaweed.Seaweed:
     global _server, _users
     with _lock:
         if _server is not None and not _server.is_running():
@@ -49,7 +40,7 @@ def acquire() -> Endpoint:
         if _server is None:
             _server = _start()
         _users += 1
-        return Endpoint(_server.endpoint_url, _server.credentials)
+        return _server
 
 
 def release() -> None:
@@ -65,8 +56,7 @@ def _start() -> seaweed.Seaweed:
     packages = [package for name, package in _NEEDED.items() if importlib.util.find_spec(name) is None]
     if packages:
         raise ModuleNotFoundError(
-            f"the embedded digits need {', '.join(packages)}, which is not installed: type "
-            f'`pip install "ddp-hydra[demo]"`, {_OR_A_BUCKET}'
+            f'the embedded digits need {", ".join(packages)}: type `pip install "ddp-hydra[demo]"`, {_OR_A_BUCKET}'
         )
     if missing := seaweed.missing():
         raise ModuleNotFoundError(f"the embedded digits need {missing}, {_OR_A_BUCKET}")

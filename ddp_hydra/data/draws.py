@@ -69,39 +69,30 @@ class Indices(list[int]):
         indices: of the samples.
         epoch: of the training; `EVALUATION` for any other pass.
         positions: of the samples in the order of the epoch, over all ranks; None: their indices.
-
-    Attributes:
         seed: of the run.
     """
 
-    def __init__(self, indices: Iterable[int], epoch: int = EVALUATION, positions: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, indices: Iterable[int], epoch: int = EVALUATION, positions: Sequence[int] | None = None, seed: int = 0
+    ) -> None:
         super().__init__(indices)
-        self.epoch = epoch
+        self.epoch, self.seed = epoch, seed
         self.positions: Sequence[int] = self if positions is None else positions
-        self.seed = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (list(self), self.epoch, list(self.positions), self.seed)
+        return Indices, (list(self), self.epoch, list(self.positions), self.seed)
 
     def part(self, begin: int, end: int) -> Indices:
         return self.of(self[begin:end], self.positions[begin:end])
 
     def of(self, indices: Iterable[int], positions: Sequence[int] | None = None) -> Indices:
-        other = Indices(indices, self.epoch, self.positions if positions is None else positions)
-        other.seed = self.seed
-        return other
+        return Indices(indices, self.epoch, self.positions if positions is None else positions, self.seed)
 
     def seed_sample(self, place: int) -> None:
         seed_by(self.seed, self.epoch, self.positions[place])
 
     def seed_batch(self) -> None:
         seed_by(self.seed, self.epoch, self.positions[0] if self.positions else 0, _OF_A_BATCH)
-
-
-def _restored(indices: list[int], epoch: int, positions: list[int], seed: int) -> Indices:
-    found = Indices(indices, epoch, positions)
-    found.seed = seed
-    return found
 
 
 def placed(batch: Iterable[int], seed: int) -> Indices:

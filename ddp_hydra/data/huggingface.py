@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
+from ddp_hydra.data.batch import unlike
 from ddp_hydra.errors import DataError
 
 FILES = ("parquet", "json", "csv", "text", "arrow", "webdataset")
@@ -95,37 +96,21 @@ def collate_columns(samples: list[Mapping[str, Any]]) -> Any:
     try:
         batch = default_collate(samples)
     except (RuntimeError, TypeError, KeyError, ValueError):
-        for name in samples[0]:
-            values = [sample.get(name) for sample in samples]
-            if reason := _unlike(values):
-                raise DataError(_no_batch(name, reason)) from None
+        if reason := unlike(samples):
+            raise _no_batch(reason) from None
         raise
     for name, values in batch.items() if isinstance(batch, dict) else ():
         is_row = isinstance(values, torch.Tensor) and values.ndim == 1 and values.is_floating_point()
         if is_row and values.isnan().any():  # an empty cell of numbers becomes NaN
-            raise DataError(_no_batch(name, "has empty cells or NaN"))
+            raise _no_batch(f"{name!r} has empty cells or NaN")
     return batch
 
 
-def _no_batch(name: str, reason: str) -> str:
-    return (
-        f"the column {name} {reason}, so it makes no batch: leave it out with data.columns=[...], change it with "
+def _no_batch(reason: str) -> DataError:
+    return DataError(
+        f"{reason}, so the samples make no batch: leave the column out with data.columns=[...], change it with "
         "data.transform (images: .convert('RGB') and one size), or stack it with data.collate"
     )
-
-
-def _unlike(values: list[Any]) -> str:
-    # Return why the values of a column can't be stacked; "" if they can.
-    if any(value is None for value in values):
-        return "has empty cells"
-    shapes = list(dict.fromkeys(tuple(value.shape) for value in values if isinstance(value, torch.Tensor)))
-    if len(shapes) > 1:
-        return f"has tensors of the shapes {shapes[0]} and {shapes[1]}"
-    try:
-        default_collate(values)
-    except (RuntimeError, TypeError, KeyError, ValueError):
-        return f"has values that differ ({', '.join(dict.fromkeys(type(value).__name__ for value in values))})"
-    return ""
 
 
 def _fingerprint(data: Any, transform: Callable[..., Any]) -> str:

@@ -14,14 +14,12 @@ import numpy as np
 
 from ddp_hydra.data import demo_server
 from ddp_hydra.data.images.dataset import StoredImages
-from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.images.listing import Listing, StringArray, kinds_of, known_size, list_images_once
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
 from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import LocalFolder, Store
 
 _LOG = logging.getLogger(__name__)
-_ARCHIVES = {".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".7z", ".rar"}
 
 
 class S3ImageFolder(StoredImages):
@@ -104,10 +102,10 @@ class S3ImageFolder(StoredImages):
     def _embedded(self) -> Store:
         if (endpoint_url := self.access.endpoint_url) is not None:
             raise ValueError(
-                f"endpoint_url is {endpoint_url!r}, and no bucket is given: type data.bucket=..., or leave "
-                "out data.endpoint_url to use the embedded digits"
+                f"endpoint_url is {endpoint_url!r}, and no bucket is given: type data.bucket=..., or leave it out"
             )
-        (self.access.endpoint_url, self.access.credentials), self.access.region = demo_server.acquire(), "us-east-1"
+        server, self.access.region = demo_server.acquire(), "us-east-1"
+        self.access.endpoint_url, self.access.credentials = server.endpoint_url, server.credentials
         self._owns_server = True
         self._embedded_on = socket.gethostname()
         return self.access.bucket(demo_server.BUCKET)
@@ -172,11 +170,9 @@ class S3ImageFolder(StoredImages):
         where = self.where()
         setting = "data.train_prefix=... or data.val_prefix=..."
         if others:
-            unpack = "unpack archives, and " if _ARCHIVES & set(others) else ""
-            kinds = ", ".join(sorted(IMAGE_EXTENSIONS - {".jpg"}))
             return (
                 f"no images in class folders under {where}, only: {kinds_of(others)}. Images are "
-                f"{where.rstrip('/')}/<class>/<file>.jpg or {kinds}: {unpack}check {setting}"
+                f"{where.rstrip('/')}/<class>/<file>.jpg or the like: unpack archives, and check {setting}"
             )
         parent = self.prefix
         folders: list[str] = []
@@ -213,8 +209,7 @@ class S3ImageFolder(StoredImages):
         except ConnectionError as error:
             if self._embedded_on not in (None, socket.gethostname()):
                 raise ConnectionError(
-                    f"the embedded S3 server runs on {self._embedded_on}, and {socket.gethostname()} can't "
-                    "reach it: give a bucket that all hosts can read, data.bucket=..."
+                    f"the embedded S3 server runs on {self._embedded_on}: give a bucket, data.bucket=..."
                 ) from None
             raise error from None
 

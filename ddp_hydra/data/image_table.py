@@ -71,13 +71,13 @@ class ImageTable(StoredImages):
             return
         (labels,) = rest
         named = labels if classes_from is None else read_columns(self.access, classes_from, (label_column,))[0]
-        _check_labels(named, bare_url(classes_from or table), label_column)
+        origin = bare_url(classes_from or table)
+        _check_labels(named, origin, label_column)
         self.classes = sorted(set(named), key=_numbers_by_value)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         if unknown := sorted(set(labels) - set(self.classes)):
             raise ValueError(
-                f"{self.where()} has labels that {bare_url(str(classes_from))} lacks: {', '.join(unknown[:10])}; "
-                "check data.table=... and data.val_table=..."
+                f"{self.where()} has labels that {origin} lacks: {', '.join(unknown[:10])}; check data.table=..."
             )
         self.targets = np.fromiter((self.class_to_idx[label] for label in labels), np.int32, len(labels))
 
@@ -142,8 +142,7 @@ def _check_labels(labels: Sequence[str], table: str, column: str) -> None:
     for label in dict.fromkeys(labels):
         if _is_number(label) and known.setdefault(float(label), label) != label:
             raise ValueError(
-                f"{table}: the column {column} has {known[float(label)]} and {label}, which are one number and would "
-                f"be two classes: write them alike, as df[{column!r}].astype(int) does"
+                f"{table}: the column {column} has {known[float(label)]} and {label}, which are one number"
             )
 
 
@@ -157,8 +156,7 @@ def _is_number(label: str) -> bool:
 def _check_slashes(paths: Sequence[str], table: str) -> None:
     if (row := next((row for row, path in enumerate(paths) if "\\" in path), None)) is not None:
         raise ValueError(
-            f"{bare_url(table)}: row {row + 1} has a path of Windows, {paths[row]}: write paths with slashes, below "
-            "data.root=<folder>, as df[c].str.replace('\\\\', '/') does"
+            f"{bare_url(table)}: row {row + 1} has a path of Windows, {paths[row]}: write paths with slashes"
         )
 
 
@@ -191,14 +189,12 @@ def _header(file: io.StringIO, columns: Sequence[str]) -> tuple[int, list[str], 
     before, start, first = 0, 0, file.readline()
     while re.match("(sep=.|#)", first, re.IGNORECASE) and not set(columns) <= set(next(csv.reader([first]))):
         before, start, first = before + 1, file.tell(), file.readline()
-    for separator in (",", ";", "\t"):
+    for separator in (",", ";", "\t", ","):  # without a separator that fits, the columns are those between commas
         file.seek(start)
         rows = csv.reader(file, delimiter=separator, strict=True)
         if set(columns) <= set(header := next(rows, [])):
-            return before, header, rows
-    file.seek(start)
-    rows = csv.reader(file, strict=True)
-    return before, next(rows, []), rows
+            break
+    return before, header, rows
 
 
 def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
@@ -225,8 +221,7 @@ def _text(value: Any) -> str:
 def _place(column: str, header: Sequence[str], table: str) -> int:
     if column not in header:
         raise ValueError(
-            f"there is no column {column!r}, only {', '.join(header) or 'none'}; type data.path_column=... or "
-            "data.label_column=..."
+            f"there is no column {column!r}, only {', '.join(header) or 'none'}: type data.path_column=..."
         )
     if list(header).count(column) > 1:
         raise ValueError(f"there are several columns {column!r}: give them different names")

@@ -48,6 +48,7 @@ class MicroBatch:
     last: bool
 
 
+@dataclass(eq=False)
 class Loader:
     """Turns batches of indices into batches on a device.
 
@@ -68,30 +69,21 @@ class Loader:
         waited_s: seconds that the loop has waited for batches.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device,
-        channels_last: bool = False,
-        prefetch: int = 3,
-        memory_mb: float = 256,
-        progress: Callable[[], None] = lambda: None,
-        seed: int = 0,
-        warn: Callable[[str], None] = print,
-    ) -> None:
-        self.dataset = dataset
-        self.device = device
-        self.channels_last = channels_last
-        self.prefetch = prefetch
-        self.memory_mb = memory_mb
-        self.progress = progress
-        self.seed = seed
-        self.in_threads = is_thread_safe(dataset)
-        self.warn = warn
-        self.source = dataset.dataset if isinstance(dataset, InWorkers) else dataset
-        self.uses_workers = isinstance(dataset, InWorkers)
+    dataset: Any
+    device: torch.device
+    channels_last: bool = False
+    prefetch: int = 3
+    memory_mb: float = 256
+    progress: Callable[[], None] = lambda: None
+    seed: int = 0
+    warn: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
+        self.in_threads = is_thread_safe(self.dataset)
+        self.uses_workers = isinstance(self.dataset, InWorkers)
+        self.source = self.dataset.dataset if self.uses_workers else self.dataset
         self.workers: Workers | None = None
-        self.prepare = getattr(dataset, "prepare", lambda batch: batch)
+        self.prepare = getattr(self.dataset, "prepare", lambda batch: batch)
         self.waited_s = 0.0
         self._made_in_s = self._quickest_s = math.inf
         self.probes = 0

@@ -88,8 +88,7 @@ def _flat(column: Any, name: str, width: int, where: str, first_row: int) -> Any
         at = int(odd.argmax())
         found = "is empty" if lengths[at] < 0 else f"has {lengths[at]} numbers"
         raise DataError(
-            f"{where}: column {name} {found} in row {first_row + at}, and {width} in others: write vectors of one "
-            "length, or leave the column out with data.features=[...]"
+            f"{where}: column {name} {found} in row {first_row + at}, and {width} in others: write one length"
         )
     return column.flatten()
 

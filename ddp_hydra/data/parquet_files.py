@@ -143,8 +143,7 @@ def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Fou
         for folder in inside.split("/")[:-1]:
             if folder in LAKES:
                 raise ValueError(
-                    f"{bare_url(url)} is a table of {LAKES[folder]}, whose files also hold rows that were deleted or "
-                    "replaced: write its rows to Parquet files of their own, and give these with data.files=..."
+                    f"{bare_url(url)} is a table of {LAKES[folder]}, whose files also hold rows that were deleted"
                 )
         if not inside.lower().endswith(SUFFIXES) or _is_left(inside):
             continue

@@ -149,31 +149,23 @@ class ParquetRows(ProcessLocal):
         """
         if self.target is None:
             return
-        name, where = self.target, self._groups[0][0].name
+        name = self.target
+        named = f"the target {name} of {self._groups[0][0].name} holds"
         if self._range is None:
             kinds = " and ".join(sorted({str(part.types[name]) for part, _, _ in self._groups}))
-            raise ConfigError(
-                f"the target {name} of {where} holds {kinds}, and classes are whole numbers from 0: "
-                f"write df[{name!r}].astype('int64'), or type task=regression or another loss"
-            )
+            raise ConfigError(f"{named} {kinds}, and classes are whole numbers: write df[{name!r}].astype('int64')")
         smallest, largest = self._range
-        shown_range = f"holds {smallest} to {largest}" if smallest < largest else f"holds {smallest} only"
+        found = f"{named} {smallest} {f'to {largest}' if smallest < largest else 'only'}"
         write = f"write the numbers of the classes from 0, as pd.factorize(df[{name!r}], sort=True)[0] gives them"
+        give = f"give model.num_classes={largest + 1}, or {write}"
         if smallest < 0 and smallest != ignored:
-            raise ConfigError(f"the target {name} of {where} {shown_range}, and classes are numbered from 0: {write}")
-        if num_classes is None:
-            if smallest == largest:
-                raise ConfigError(f"the target {name} of {where} {shown_range}: give model.num_classes=<n>, or {write}")
-            if smallest > 0:
-                raise ConfigError(
-                    f"the target {name} of {where} {shown_range}, and classes are numbered from 0: {write}, or give "
-                    f"model.num_classes={largest + 1}"
-                )
-        elif largest >= num_classes and largest != ignored:
-            raise ConfigError(
-                f"the target {name} of {where} {shown_range}, and the model has {num_classes} classes, 0 to "
-                f"{num_classes - 1}: give model.num_classes={largest + 1}, or {write}"
-            )
+            raise ConfigError(f"{found}, and classes are numbered from 0: {write}")
+        if num_classes is None and smallest == largest:
+            raise ConfigError(f"{found}: give model.num_classes=<n>, or {write}")
+        if num_classes is None and smallest > 0:
+            raise ConfigError(f"{found}, and classes are numbered from 0: {give}")
+        if num_classes is not None and largest >= num_classes and largest != ignored:
+            raise ConfigError(f"{found}, and the model has {num_classes} classes, 0 to {num_classes - 1}: {give}")
 
     # -- files -------------------------------------------------------------------------------------------------
 
@@ -186,8 +178,7 @@ class ParquetRows(ProcessLocal):
             if other := set(found[-1]) ^ set(found[0]):
                 has, lacks = (part, parts[0]) if other & set(found[-1]) else (parts[0], part)
                 raise ValueError(
-                    f"{has.name} has the column {', '.join(sorted(other))}, and {lacks.name} has not: name the "
-                    "features with data.features=[...]"
+                    f"{has.name} has the column {', '.join(sorted(other))}, and {lacks.name} has not: name the features"
                 )
         return found[0]
 

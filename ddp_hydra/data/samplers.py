@@ -208,8 +208,7 @@ class Chunked(Interleaved):
             self._lengths = np.asarray(self.shard_lengths, dtype=np.int64)
         if self._lengths.sum() != self.n_samples:
             raise ConfigError(
-                f"the shards have {self._lengths.sum()} samples and the data set {self.n_samples}: a data set's "
-                "shard_lengths must add up to its length"
+                f"the shards have {self._lengths.sum()} samples and the data set {self.n_samples} (shard_lengths)"
             )
 
     def streams(self, epoch: int) -> list[np.ndarray]:
@@ -263,8 +262,7 @@ class Weighted(Sampler):
             raise ConfigError(f"sampler.balance={self.balance}, and must be from 0 to 1: give sampler.balance=1")
         if self.targets is None or len(self.targets) != self.n_samples:
             raise ConfigError(
-                "sampler=weighted balances classes, and the data set has no `targets` with the class of each of its "
-                f"{self.n_samples} samples: give sampler=distributed"
+                "sampler=weighted needs a data set with `targets`, the class of each sample: give sampler=distributed"
             )
         _, classes, counts = np.unique(np.asarray(self.targets), return_inverse=True, return_counts=True)
         weights = (1.0 / counts)[classes] ** self.balance

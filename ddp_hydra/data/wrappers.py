@@ -200,12 +200,6 @@ class View(Dataset):
 
         return read
 
-    def _targets(self) -> np.ndarray:
-        raise NotImplementedError
-
-    def _shard_lengths(self) -> list[int]:
-        raise NotImplementedError
-
 
 class SubsetView(View):
     """A `Subset` of torch that is looked into: it offers all that its one part has."""
@@ -246,9 +240,8 @@ class ConcatView(View):
             if not is_common and not hasattr(wrapper, name):
                 names = ", ".join(dict.fromkeys(name_of(part) for part in self.parts))
                 raise ConfigError(
-                    f"the parts of this ConcatDataset ({names}) make their batches by a {name}() of their own, and a "
-                    f"batch has samples of several: give all parts the same settings, or set {name} on the "
-                    "ConcatDataset"
+                    f"the parts of this ConcatDataset ({names}) make batches by a {name}() of their own: give the same "
+                    f"settings, or set {name} on the ConcatDataset"
                 )
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -347,8 +340,6 @@ def _other_meanings(data: Any) -> list[str]:
 
 
 def _takes(method: Any, n_arguments: int) -> bool:
-    if not callable(method):
-        return False
     try:
         inspect.signature(method).bind(*range(n_arguments))
     except TypeError:

@@ -352,8 +352,7 @@ class Store(ProcessLocal):
 
     def _wrong_body(self, key: str, came: int, size: int) -> WrongBodyError:
         return WrongBodyError(
-            f"{self.public_url()}/{key} came with {came:,} bytes in place of {size:,}: try again later; where it was "
-            "changed, list it anew"
+            f"{self.public_url()}/{key} came with {came:,} bytes in place of {size:,}: try again, or list it anew"
         )
 
     def _client(self) -> Any:

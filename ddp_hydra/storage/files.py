@@ -19,9 +19,7 @@ from ddp_hydra.errors import RecordError
 _HINTS = {
     errno.ENOSPC: "free some space there, or choose another place",
     errno.EDQUOT: "free some of your quota there, or choose another place",
-    errno.EACCES: "choose a folder that you may write",
-    errno.EPERM: "choose a folder that you may write",
-    errno.EROFS: "choose a folder that you may write",
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
     errno.ELOOP: "it is a symbolic link; remove it, nothing is written through links in a run directory",
 }
 _PASSING = frozenset(
@@ -93,10 +91,7 @@ def prepared_path(run_dir: Path, path: PurePosixPath | str) -> Path:
                 folder.mkdir(exist_ok=True)
                 sync(folder.parent)
         if folder.is_symlink():
-            raise RecordError(
-                f"cannot write {run_dir / path}: {folder} is a symbolic link; remove it, nothing is "
-                "written through links in a run directory"
-            )
+            raise RecordError(f"cannot write {run_dir / path}: {folder} {_HINTS[errno.ELOOP].removeprefix('it ')}")
     return folder / parts[-1]
 
 

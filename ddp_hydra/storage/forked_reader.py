@@ -35,8 +35,7 @@ def note_use() -> None:
     global _used
     if _forked:
         raise RuntimeError(
-            "a store was used in a process that then forked this one: the client would hang here. Write in the process "
-            "that has used it first, or start processes by 'spawn' or 'forkserver'"
+            "a store was used in a process that then forked this one: write in that one, or start processes by 'spawn'"
         )
     _used = True
 

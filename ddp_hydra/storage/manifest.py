@@ -73,8 +73,7 @@ def read_manifest(folder: Path) -> Entries:
         return {}
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}); to go on without checking sizes and "
-            "sums, move it away"
+            f"{path} cannot be read ({type(error).__name__}: {error}); to go on without it, move it away"
         ) from None
 
 
@@ -157,8 +156,7 @@ def _folder_of(given: Path) -> Path:
             f"run directory {given} has no checkpoints: the run ended before its first one; found {_listing(given)}"
         )
     raise CheckpointError(
-        f"{given} is not a run directory (it has no {FOLDER}/): found {_listing(given)}; give a run "
-        "directory, for example outputs/<date>/<time>, or a checkpoint file"
+        f"{given} is not a run directory (it has no {FOLDER}/): found {_listing(given)}; give a run directory"
     )
 
 
@@ -254,16 +252,12 @@ def _warn(folder: Path, step: str, used: Path, entries: Entries, sums: Sums) -> 
 
 
 def _verify(file: Path) -> None:
-    entries = read_manifest(file.parent)
+    entries, sums = read_manifest(file.parent), Sums()
     wanted = entries.get(file.name)
-    if wanted is None:
-        return
-    sums: Sums = {}
-    reason = damage(file, wanted, sums)
-    if reason is None:
-        return
+    reason = damage(file, wanted, sums) if wanted is not None else None
     # A name may be one move ahead of its entry; it is whole if it is any file of the manifest.
-    if file.name in ALIASES and any(damage(file, entry, sums) is None for entry in entries.values()):
+    is_other = reason and file.name in ALIASES and any(damage(file, one, sums) is None for one in entries.values())
+    if wanted is None or reason is None or is_other:
         return
     raise CheckpointError(f"checkpoint {file} is damaged: {reason}; {_instead(file, wanted, entries)}")
 

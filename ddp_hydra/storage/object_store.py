@@ -116,10 +116,7 @@ class ObjectStore(Store):
                 has_more = True
                 yield found
         if not has_reached and last is not None:
-            raise TemporaryError(
-                f"the listing of {self.public_url()} broke off at {last[0]!r}, and the answers that came since do not "
-                "even have that: the store is out of order, or files are being removed; try again later"
-            )
+            raise TemporaryError(f"the listing of {self.public_url()} broke off at {last[0]!r}: try again later")
         return has_more
 
     def _get(self, client: Any, key: str, size: int | None) -> Any:
@@ -169,8 +166,7 @@ class ObjectStore(Store):
             return self._wrong_body(str(key), came_to - came_from, end - start)
         if "invalid list response" in text:
             return TemporaryError(
-                f"{self.public_url()} answered with what is not a listing: if it is an S3 store, try again later; if "
-                "not, check data.endpoint_url=..."
+                f"{self.public_url()} answered with what is no listing: try again later, or check data.endpoint_url=..."
             )
         return super()._explained(error, key)
 

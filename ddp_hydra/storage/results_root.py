@@ -11,13 +11,13 @@ import os
 import re
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.base import Store
 from ddp_hydra.storage.fsspec_store import FsspecStore, is_known
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.s3 import Bucket
+from ddp_hydra.storage.urls import local_path
 
 POINTER = "results.url"
 """In the run directory where the command was typed: the URL of the results that are elsewhere."""
@@ -40,10 +40,10 @@ def plain_path(text: str) -> str:
     """
     if not text.startswith("file://"):
         return text
-    parts = urlsplit(text)
-    if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
-        raise ConfigError(f"{text}: a folder is given as file:///shared/folder, with three slashes, or as its path")
-    return unquote(parts.path)
+    try:
+        return str(local_path(text))
+    except ValueError:
+        raise ConfigError(f"{text}: give file:///shared/folder, with three slashes, or the folder's path") from None
 
 
 def open_folder(url: str, timeout_s: float = 60.0, retry_timeout_s: float = 0.0) -> Store:
@@ -100,8 +100,7 @@ def address(root: str, run_dir: Path) -> str:
     root = plain_path(root).rstrip("/")
     if not is_url(root) and not Path(root).is_absolute():
         raise ConfigError(
-            f"results.root={root}: give s3://bucket/folder, or the whole path of a folder on a disk that all hosts "
-            "share, /shared/runs"
+            f"results.root={root}: give s3://bucket/folder, or the whole path of a folder that all hosts share"
         )
     parts = Path(os.path.relpath(run_dir)).parts
     if not parts or parts[0] == "..":

@@ -190,8 +190,7 @@ def _read_manifest(remote: Store) -> Manifest:
         return decode_manifest(remote.get(f"{FOLDER}/{NAME}"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{remote.url}/{FOLDER} has no {NAME}, so no run has put checkpoints there: give what results.mirror= was "
-            "given"
+            f"{remote.url}/{FOLDER} has no {NAME}, so no run has put checkpoints there: give its results.mirror"
         ) from None
     except ValueError as error:
         raise CheckpointError(f"{remote.url}/{FOLDER}/{NAME} is not the manifest of checkpoints ({error})") from None
@@ -220,20 +219,16 @@ def _download(remote: Store, name: str, wanted: CheckpointEntry, target: Path) -
         raise _Damaged(f"it has {found} bytes, the manifest says {size}")
     digest = hashlib.sha256()
     with writing(target), replacing(target) as part:
-        with part.open("wb") as file:
-            for piece in _pieces(remote, key, size):
-                digest.update(piece)
-                file.write(piece)
+        try:
+            with part.open("wb") as file:
+                for start in range(0, size, PIECE_BYTES):
+                    piece = remote.get_range(key, start, min(size, start + PIECE_BYTES))
+                    digest.update(piece)
+                    file.write(piece)
+        except FileNotFoundError:
+            raise _Damaged("it is missing") from None
         if digest.hexdigest() != sha256:
             raise _Damaged(f"its sha256 is {digest.hexdigest()[:12]}…, the manifest says {sha256[:12]}…")
-
-
-def _pieces(remote: Store, key: str, size: int) -> Iterator[bytes]:
-    try:
-        for start in range(0, size, PIECE_BYTES):
-            yield remote.get_range(key, start, min(size, start + PIECE_BYTES))
-    except FileNotFoundError:
-        raise _Damaged("it is missing") from None
 
 
 def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_s: float = 60.0) -> None:

@@ -83,8 +83,7 @@ def check_name(name: str, setting: str | None) -> None:
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
         raise ValueError(
-            f"{name!r} is not the name of a bucket (3 to 63 letters, digits, dots and dashes) or the path of a folder: "
-            f"check {setting}=..."
+            f"{name!r} is not the name of a bucket (3 to 63 letters, digits, .-) or a path: check {setting}=..."
         )
 
 
@@ -138,15 +137,11 @@ def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> 
         return TemporaryError(f"the store {where} is not reachable{cause(full)}: check the network and {endpoint}")
     if status:
         kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
-        return kind(
-            f"the store {where} answered {name} with {code}: if it is an S3 store, try again later; if "
-            f"not, check {endpoint}"
-        )
+        return kind(f"the store {where} answered {name} with {code}: try again later, or check {endpoint}")
     if "invalid path" in text or "parse path" in text:
         path = (re.findall(r'[Pp]ath "([^"]*)"', text) or ["?"])[0]
         return ValueError(
-            f"{name} holds an object {path!r}, which has an empty or dotted folder and can't be read: rename "
-            "it, or give a prefix without it"
+            f"{name} holds an object {path!r}, which has an empty or dotted folder: rename it, or give another prefix"
         )
     # The client's own words may be long, and a log of results repeats them.
     return OSError(f"the store {where} failed for {name}: {text if is_data else type(error).__name__}")
@@ -188,8 +183,7 @@ def _other_region(text: str, bucket: BucketAddress, where: str, endpoint: str) -
     key = "type data.region=" if bucket.setting else "set AWS_REGION="
     typed = f"{key}{there}" if there else f"{key}..., for example {key.split()[1]}us-east-2"
     return OtherRegionError(
-        f"the store {where} says that bucket {bucket.name!r} is elsewhere, in another region than {region}: {typed}; "
-        f"where the store has one address for each region, check {endpoint}, too"
+        f"bucket {bucket.name!r} {where} is in another region than {region}: {typed}; or check {endpoint}"
     )
 
 

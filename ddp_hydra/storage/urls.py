@@ -79,7 +79,7 @@ class Access:
         if parts.scheme in ("http", "https"):
             query = f"?{parts.query}" if parts.query else ""
             return self._store(f"{parts.scheme}://{parts.netloc}/{query}"), unquote(parts.path).lstrip("/")
-        path = _local_path(url)
+        path = local_path(url)
         return self._store(f"file://{path.parent}"), path.name
 
     def open_folder(self, url: str) -> tuple[Store, str]:
@@ -90,7 +90,7 @@ class Access:
         """
         if is_remote(url):
             return self.open(url)
-        return self._store(f"file://{_local_path(url)}"), ""
+        return self._store(f"file://{local_path(url)}"), ""
 
     def bucket(self, name: str) -> Store:
         """Return a whole store; raises as `root_of`.
@@ -108,24 +108,14 @@ class Access:
     def _connect(self, root: str) -> Store:
         if root.startswith("file://"):
             return LocalFolder(root.removeprefix("file://"), self.traffic, self.setting)
-        retrying: dict[str, Any] = {
-            "timeout_s": self.timeout_s,
-            "retry_timeout_s": self.retry_timeout_s,
-            "traffic": self.traffic,
-        }
+        retrying: dict[str, Any] = {name: getattr(self, name) for name in ("timeout_s", "retry_timeout_s", "traffic")}
         if root.startswith(("http://", "https://")):
             return WebServer(root, **retrying)
         scheme, _, name = root.partition("://")
         if scheme not in _BUCKETS:
             return FsspecStore(root, self.storage_options, self.setting, **retrying)
-        arguments: dict[str, Any] = {
-            "endpoint_url": self.endpoint_url,
-            "region": self.region,
-            "anon": self.anon,
-            "addressing": self.addressing,
-            "credentials": self.credentials,
-            "setting": self.setting,
-        }
+        own = ("endpoint_url", "region", "anon", "addressing", "credentials", "setting")
+        arguments: dict[str, Any] = {name: getattr(self, name) for name in own}
         if scheme == "s3" and self.client == "s3fs":
             bucket = BucketAddress(name, **arguments)
             return FsspecStore(root, self.storage_options, self.setting, bucket, **retrying)
@@ -155,7 +145,7 @@ def root_of(name: str, setting: str = "data.bucket") -> str:
     if name.startswith("file:") or (
         not is_url and ("/" in name or name.startswith(("~", "./")) or name in (".", ".."))
     ):
-        return f"file://{_local_path(name)}"
+        return f"file://{local_path(name)}"
     if is_url and scheme not in (*_BUCKETS, "http", "https"):
         _check_scheme(scheme, setting)
         return name.rstrip("/")
@@ -164,8 +154,7 @@ def root_of(name: str, setting: str = "data.bucket") -> str:
     bucket, _, prefix = rest.rstrip("/").partition("/") if is_bucket else (name, "", "")
     if prefix:
         raise ValueError(
-            f"{name!r} is a folder in a bucket: type {setting}={scheme}://{bucket}, and give folders with "
-            "data.train_prefix and data.val_prefix"
+            f"{name!r} is a folder in a bucket: type {setting}={scheme}://{bucket} data.train_prefix={prefix}"
         )
     check_name(bucket, setting)
     return f"{scheme}://{bucket}"
@@ -174,8 +163,7 @@ def root_of(name: str, setting: str = "data.bucket") -> str:
 def _check_scheme(scheme: str, setting: str) -> None:
     if scheme not in _BUCKETS and not is_known(scheme):
         raise ValueError(
-            f"{scheme}:// is not known: give s3://bucket/key, http(s)://host/path, file:///path, a path, or a URL "
-            f"that fsspec knows, as sftp:// and abfs://: {setting}=..."
+            f"{scheme}:// is not known: give s3://bucket/key, a path, or a URL of http or fsspec: {setting}=..."
         )
 
 
@@ -184,7 +172,12 @@ def is_remote(url: str) -> bool:
     return "://" in url and not url.startswith("file://")
 
 
-def _local_path(url: str) -> Path:
+def local_path(url: str) -> Path:
+    """Return the absolute path of a file:// URL or a path.
+
+    Raises:
+        ValueError: the URL names another host, or a relative path.
+    """
     if not url.startswith("file:"):
         return Path(url).expanduser().absolute()
     parts = urlsplit(url)

@@ -409,7 +409,7 @@ def test_a_driver_that_is_lost_for_good_is_missed(cli, dask, remote, root, acces
         pytest.param(("results.root=/proc/runs",), "may its user write it?", marks=pytest.mark.slow),
         pytest.param(
             ("results.root=runs",),
-            "or the whole path of a folder on a disk that all hosts share",
+            "or the whole path of a folder that all hosts share",
             marks=pytest.mark.slow,
         ),
     ],

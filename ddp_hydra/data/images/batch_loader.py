@@ -42,6 +42,21 @@ class TooManyBadSamplesError(ValueError):
     mistake = True
 
 
+def examples(reasons: dict[str, str]) -> str:
+    names = sorted(reasons)
+    return "; ".join(f"{name} ({reasons[name]})" for name in names[:3]) + ("; ..." if len(names) > 3 else "")
+
+
+def too_many(
+    count: int, n_samples: int, max_fraction: float, reasons: dict[str, str], where: str = "", advice: str = ""
+) -> TooManyBadSamplesError:
+    return TooManyBadSamplesError(
+        f"{count} of {n_samples:,} samples{where} {'is' if count == 1 else 'are'} bad, and data.max_bad_fraction="
+        f"{max_fraction:g} allows {int(max_fraction * n_samples)}: {examples(reasons)}. {advice}Remove them, or type a "
+        "larger data.max_bad_fraction=..."
+    )
+
+
 class BadSamples(ProcessLocal):
     """The samples that were found bad in this process.
 
@@ -95,18 +110,9 @@ class BadSamples(ProcessLocal):
                 self.count += 1
         allowed = self.max_fraction * self.n_samples
         if self.count > allowed:
-            are = "is" if self.count == 1 else "are"
             advice = self.missing if isinstance(error, FileNotFoundError) else ""
-            raise TooManyBadSamplesError(
-                f"{self.count} of {self.n_samples} samples of {self.where} {are} bad, and data.max_bad_fraction="
-                f"{self.max_fraction:g} allows {int(allowed)}: {self.examples()}. {advice}"
-                "Remove them, or type a larger data.max_bad_fraction=..."
-            ) from None
-
-    def examples(self) -> str:
-        with self._lock:
-            bad = sorted(self.reasons.items())
-        return "; ".join(f"{name} ({reason})" for name, reason in bad[:3]) + ("; ..." if len(bad) > 3 else "")
+            where = f" of {self.where}"
+            raise too_many(self.count, self.n_samples, self.max_fraction, self.reasons, where, advice) from None
 
 
 class Batch:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import random
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, ClassVar
@@ -24,9 +25,11 @@ from ddp_hydra.data.images.batch_loader import (
     Cache,
     PreallocatedBatch,
     TooManyBadSamplesError,
+    examples,
 )
 from ddp_hydra.data.images.decode import decode, read_jpeg_header
 from ddp_hydra.data.images.pixels import adapted, normalise
+from ddp_hydra.data.limits import check_range
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.storage import Access, TransferCounters
 from ddp_hydra.storage.base import Counters, ProcessLocal, StaleCredentialsError
@@ -34,6 +37,7 @@ from ddp_hydra.storage.base import Counters, ProcessLocal, StaleCredentialsError
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+_ACCESS = frozenset(inspect.signature(Access).parameters) - {"setting", "traffic", "credentials", "_stores"}
 _COUNTS = ("samples", "cache_hits", "cache_misses")
 _SMALL_IMAGE = 16 * 1024
 """Largest image, in bytes, that is cached decoded: that saves the decoding, and takes little more memory."""
@@ -90,12 +94,9 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         std: Sequence[float] = IMAGENET_STD,
     ) -> None:
         for name, value in {"threads": threads, "decoders": decoders}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, and must be at least 1: type data.{name}=16")
-        if not 0 <= max_bad_fraction <= 1:
-            raise ValueError(
-                f"max_bad_fraction is {max_bad_fraction}, and is a share from 0 to 1: type data.max_bad_fraction=0.01"
-            )
+            if value is not None:
+                check_range(name, value, 1, example=16)
+        check_range("max_bad_fraction", max_bad_fraction, 0, 1, example=0.01)
         self.transform = adapted(transform)
         self.target_transform = target_transform
         self.threads = threads
@@ -244,7 +245,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         bad = self._bad_samples()
         while (behind := bad.next_after(index)) is not None:
             if bad.count >= len(self):
-                raise TooManyBadSamplesError(f"no image of {self.where()} can be decoded: {bad.examples()}")
+                raise TooManyBadSamplesError(f"no image of {self.where()} can be decoded: {examples(bad.reasons)}")
             index = behind
         return index
 
@@ -269,8 +270,8 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
             raise error
         bad.add(index, self.name(index), error)
         if in_a_row >= MOST_IN_A_ROW:
-            examples = bad.examples()
-            raise TooManyBadSamplesError(f"{in_a_row} images in a row of {self.where()} can't be read: {examples}")
+            some = examples(bad.reasons)
+            raise TooManyBadSamplesError(f"{in_a_row} images in a row of {self.where()} can't be read: {some}")
 
     def cached(self, index: int) -> Any:
         """Return the image or the file of a sample from memory, or None."""
@@ -412,7 +413,7 @@ class StoredImages(ImageDataset):
         storage_options: arguments of fsspec's file system, for s3fs and for URLs that only fsspec knows.
         timeout_s: how long a connection may be silent.
         retry_timeout_s: how long a failing read is tried again.
-        images: arguments of `ImageDataset`: transform, threads, cache_mb, max_bad_fraction and more.
+        options: arguments of `ImageDataset`, too: transform, threads, cache_mb, max_bad_fraction and more.
 
     Attributes:
         access: how URLs are read.
@@ -425,26 +426,10 @@ class StoredImages(ImageDataset):
     setting: ClassVar[str] = "data.bucket"
     """The config key that holds the URL, for messages."""
 
-    def __init__(
-        self,
-        *,
-        endpoint_url: str | None = None,
-        region: str | None = None,
-        anon: bool = False,
-        addressing: str = "path",
-        client: str = "obstore",
-        storage_options: Mapping[str, Any] | None = None,
-        timeout_s: float = 10.0,
-        retry_timeout_s: float = 60.0,
-        **images: Any,
-    ) -> None:
-        super().__init__(**images)
-        self.access = Access(
-            *(endpoint_url, region, anon, addressing, self.setting, timeout_s, retry_timeout_s),
-            client=client,
-            storage_options=storage_options,
-            traffic=self.traffic,
-        )
+    def __init__(self, **options: Any) -> None:
+        own = {name: options.pop(name) for name in _ACCESS & options.keys()}
+        super().__init__(**options)
+        self.access = Access(setting=self.setting, traffic=self.traffic, **own)
 
     def close(self) -> None:
         """Stop the threads and all retries."""

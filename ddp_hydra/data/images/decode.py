@@ -19,8 +19,8 @@ IMAGE_EXTENSIONS = frozenset(
 MOST_PIXELS = 178_956_970
 """Larger images need half a gigabyte of memory each: Pillow refuses to decode them, and so does this module."""
 
-_APP1, _PIXELS = 0xE1, 0xDA
-"""Kinds of JPEG segments: EXIF or XMP, and the pixels, which come last."""
+_HEADERS_BYTES = 2**18
+"""EXIF and XMP come before the pixels, and have 64 KiB each at most."""
 _FAST_COLORS = ("YCbCr", "Gray", "RGB")
 _SHRINKS = (8, 4, 2, 1)
 _EXACT_SHRINKS = {"411": 1, "422": 4, "440": 4}
@@ -85,8 +85,7 @@ def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: boo
     height, width = (header.width, header.height) if header.orientation >= 5 else (header.height, header.width)
     if height * width > MOST_PIXELS * shrink**2:
         raise ValueError(
-            f"too large an image: {width:,} x {height:,} pixels, and at most {MOST_PIXELS:,} are decoded at a time: "
-            "make it smaller, or give a transform with a `size`, so that it is decoded at a smaller size"
+            f"too large an image: {width:,} x {height:,} pixels, more than {MOST_PIXELS:,}: give its transform a `size`"
         )
     least = {} if shrink == 1 else {"min_height": -(-height // shrink), "min_width": -(-width // shrink)}
     try:
@@ -133,21 +132,8 @@ def _decode_any(data: Any) -> np.ndarray:
 
 
 def _may_be_rotated(data: Any) -> bool:
-    view, at = memoryview(data), 2
-    while at + 4 <= len(view) and view[at] == 0xFF:
-        kind = view[at + 1]
-        if kind == _PIXELS:
-            return False
-        if kind == 0xFF:  # padding
-            at += 1
-            continue
-        end = at + 2 + (view[at + 2] << 8 | view[at + 3])
-        if kind == _APP1:
-            segment = bytes(view[at + 4 : end])
-            if segment.startswith(b"Exif\0\0") or b"tiff:Orientation" in segment:
-                return True
-        at = end
-    return True  # an unusual file that Pillow may understand
+    start = bytes(data[:_HEADERS_BYTES])
+    return b"Exif\0\0" in start or b"tiff:Orientation" in start
 
 
 def _orientation(data: Any) -> int:

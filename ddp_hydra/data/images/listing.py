@@ -8,10 +8,10 @@ import time
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from ddp_hydra.storage import Store
 from ddp_hydra.storage.files import replacing
 
 
-class StringArray(Sequence[str]):
+class StringArray:
     """A sequence of strings in two blocks of memory.
 
     A million paths need 50 MB less than in a list, and pickle to a few MB. Names of files that are not UTF-8 come back
@@ -39,15 +39,10 @@ class StringArray(Sequence[str]):
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
+    def __iter__(self) -> Iterator[str]:
+        return map(self.__getitem__, range(len(self)))
 
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(len(self))[index]]
+    def __getitem__(self, index: int) -> str:
         index = range(len(self))[index]
         return self._text[self._ends[index] : self._ends[index + 1]].decode(errors="surrogateescape")
 

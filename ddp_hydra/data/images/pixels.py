@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from ddp_hydra.data.limits import check_range
 from ddp_hydra.data.threads import is_thread_safe
 
 _GREY = torch.tensor([0.299, 0.587, 0.114])
@@ -74,11 +75,7 @@ class Jitter:
         self.hue = hue
         given = {"brightness": brightness, "contrast": contrast, "saturation": saturation, "hue": hue}
         for name, value in given.items():
-            most = 0.5 if name == "hue" else 1
-            if not 0 <= value <= most:
-                raise ValueError(
-                    f"{name} is {value}, and must be from 0 to {most}, the largest change: type data.{name}=0.1"
-                )
+            check_range(name, value, 0, 0.5 if name == "hue" else 1, example=0.1)
 
     def __bool__(self) -> bool:
         return any(self.factors) or bool(self.hue)

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.data.limits import check_range
 from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
 from ddp_hydra.data.shards.download import Prefetcher, download, is_packed
 from ddp_hydra.data.shards.index import Shard, is_local
@@ -49,7 +50,7 @@ class ShardCache(ProcessLocal):
 
     Attributes:
         held: {number: open shard}.
-        counts: downloads, bytes_downloaded, hits (the shard was on the disk when it was opened), misses, waited_s
+        counts: downloads, bytes, cache_hits (the shard was on the disk when it was opened), cache_misses, waited_s
             (time spent on opening shards).
 
     Raises:
@@ -65,10 +66,8 @@ class ShardCache(ProcessLocal):
         prefetch: int = 4,
         access: Access | None = None,
     ) -> None:
-        if budget_bytes <= 0:
-            raise ValueError(f"cache_gb is {budget_bytes / GIB:g}, and must be above 0: type data.cache_gb=50")
-        if prefetch < 0:
-            raise ValueError(f"prefetch_shards is {prefetch}, and must be 0 or more: type data.prefetch_shards=4")
+        check_range("cache_gb", budget_bytes / GIB, 0, example=50, above=True)
+        check_range("prefetch_shards", prefetch, 0, example=4)
         self.shards = tuple(shards)
         self.access = access or Access(setting="data.index")
         self._given_folder, self.budget_bytes, self._prefetch = folder, budget_bytes, prefetch
@@ -226,11 +225,11 @@ class ShardCache(ProcessLocal):
                 size = os.fstat(descriptor).st_size
                 right_size = shard.size in (None, size) or is_packed(shard.url)
                 if size and right_size and folder.is_certain(descriptor, name):
-                    self._counters.add(hits=not missing)
+                    self._counters.add(cache_hits=not missing)
                     return descriptor, False
                 folder.discard(descriptor, name)
                 os.close(descriptor)
-            self._counters.add(misses=not missing)
+            self._counters.add(cache_misses=not missing)
             missing = True
             part = folder.claim(name)
             if part is not None:
@@ -260,14 +259,13 @@ class ShardCache(ProcessLocal):
             folder.abandon(part, name)
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise OSError(
-                    f"the disk of {folder.path} on {socket.gethostname()} became full: free it, or type "
-                    "data.cache_dir=... for another one"
+                    f"{folder.path} on {socket.gethostname()} became full: free it, or type data.cache_dir=..."
                 ) from None
             raise
         self._counters.add(downloads=1)
 
     def _note_piece(self, piece: Any) -> None:
-        self._counters.add(bytes_downloaded=len(piece))
+        self._counters.add(bytes=len(piece))
         if self._closed:
             raise _ClosedError
 
@@ -275,8 +273,7 @@ class ShardCache(ProcessLocal):
         folder = self._folder()
         if with_index(n_bytes) > self.budget_bytes:
             raise OSError(
-                f"a shard takes {with_index(n_bytes) / GIB:.2f} GiB, and the cache in {folder.path} may take "
-                f"{self.budget_bytes / GIB:.2f}: type data.cache_gb={_in_gib(2 * n_bytes)}"
+                f"a shard takes {n_bytes / GIB:.2f} GiB, more than the cache: type data.cache_gb={_in_gib(2 * n_bytes)}"
             )
         started, files = time.monotonic(), frozenset(self._names)
         evict_needed = False
@@ -292,9 +289,8 @@ class ShardCache(ProcessLocal):
             waited_s = time.monotonic() - started
             if waited_s > WAIT_S:
                 raise OSError(
-                    f"no space for a shard of {n_bytes / GIB:.2f} GiB in {folder.path} on {socket.gethostname()}, "
-                    f"waited {waited_s:.0f} s: {problem}. Free the disk or type data.cache_dir=... for another one. "
-                    f"If the disk has space, type data.cache_gb={_in_gib(self.budget_bytes + 4 * n_bytes)}"
+                    f"no space for {n_bytes / GIB:.2f} GiB in {folder.path} on {socket.gethostname()}: {problem}. "
+                    f"Free it, or type data.cache_dir=... or data.cache_gb={_in_gib(self.budget_bytes + 4 * n_bytes)}"
                 )
             asks = waited_s > _ASK_AFTER_S
             self._close_others(() if asks else self._prefetcher.in_use())
@@ -332,8 +328,7 @@ class ShardCache(ProcessLocal):
                 self._disk = ShardFolder(path, self.budget_bytes)
             except OSError as error:
                 raise OSError(
-                    f"the folder for shards, {path} on {socket.gethostname()}, can't be made ({error.strerror}): type "
-                    "data.cache_dir=..."
+                    f"{path} on {socket.gethostname()} can't be made ({error.strerror}): type data.cache_dir=..."
                 ) from None
         return self._disk
 

@@ -42,8 +42,7 @@ def decode_field(extension: str, content: memoryview) -> Any:
     kind = f".{kind}"
     if kind in _PICKLES:
         raise ValueError(
-            f"{extension} holds pickled objects, and reading them could run any program: store numbers as .npy or "
-            f".json, or {_TAKE_BYTES}"
+            f"{extension} holds pickled objects, which could run any program: store .npy or .json, or {_TAKE_BYTES}"
         )
     decoder = decode if kind in IMAGE_EXTENSIONS else _DECODERS.get(kind)
     try:
@@ -94,8 +93,7 @@ def _tensors(content: Any) -> Any:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ValueError(
-            "it holds more than tensors, numbers, texts and lists or dicts of them, and reading that could run any "
-            f"program ({str(error).splitlines()[0]}): save only these, or {_TAKE_BYTES}"
+            f"it holds more than tensors and could run any program ({str(error).splitlines()[0]}): {_TAKE_BYTES}"
         ) from None
     except RuntimeError as error:
         raise ValueError(str(error).splitlines()[0]) from None

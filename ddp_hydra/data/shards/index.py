@@ -110,10 +110,10 @@ def read_index(
         PermissionError: it may not be read.
         ConnectionError: its host is not reachable.
     """
-    reader = _Reader(access or Access(setting="data.index"))
+    access = access or Access(setting="data.index")
     if isinstance(index, str):
         source = absolute(index)
-        file = reader.load(source)
+        file = _load(access, source)
     elif isinstance(index, Sequence):
         source = absolute("the list of shards")
         file = _File(shardlist=_converted([*index], list[_Entry], source), wids_version=VERSION)
@@ -121,7 +121,7 @@ def read_index(
         source, content = absolute("the open index"), index.read()
         file = _converted(content, _File, source) if isinstance(content, dict) else _parse(content, source)
     folder = None if base is None else _Folder(absolute(base).rstrip("/"), is_local(source))
-    found = list(reader.shards(file, source, folder, names=(), above=()))
+    found = list(_shards(access, file, source, folder))
     if not found:
         raise ValueError(f"the index {bare_url(source)} names no shards: {_SET_INDEX}")
     if dataset is not None:
@@ -136,82 +136,65 @@ def read_index(
     return ShardIndex(name=dataset or file.name or "", shards=tuple(shard for _, shard in found), info=info)
 
 
-class _Reader:
-    """Reads an index and the indexes that it names."""
+def _load(access: Access, source: str) -> _File:
+    try:
+        store, key = access.open(source)
+        content = bytes(store.get(key))
+    except IsADirectoryError:
+        name = bare_url(source)
+        raise FileNotFoundError(f"{name} is a folder: give the index in it, {name}/index.json; {_SET_INDEX}") from None
+    except (FileNotFoundError, NotADirectoryError) as error:
+        reason = f"there is no file {bare_url(source)}" if is_local(source) else str(error)
+        raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
+    return _parse(content, source)
 
-    def __init__(self, access: Access) -> None:
-        self.access = access
 
-    def load(self, source: str) -> _File:
-        """Read an index, and check what it holds."""
-        try:
-            store, key = self.access.open(source)
-            content = bytes(store.get(key))
-        except IsADirectoryError:
-            raise FileNotFoundError(
-                f"{bare_url(source)} is a folder: give the index in it, {bare_url(source)}/index.json; {_SET_INDEX}"
-            ) from None
-        except (FileNotFoundError, NotADirectoryError) as error:
-            reason = f"there is no file {bare_url(source)}" if is_local(source) else str(error)
-            raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
-        return _parse(content, source)
+def _shards(
+    access: Access,
+    dataset: _Dataset,
+    source: str,
+    folder: _Folder | None,
+    names: tuple[str, ...] = (),
+    above: tuple[str, ...] = (),
+) -> Iterator[tuple[tuple[str, ...], Shard]]:
+    """Yield each shard, together with the names of the data sets that it belongs to, outermost first.
 
-    def shards(
-        self, dataset: _Dataset, source: str, folder: _Folder | None, names: tuple[str, ...], above: tuple[str, ...]
-    ) -> Iterator[tuple[tuple[str, ...], Shard]]:
-        """Yield each shard, together with the names of the data sets that it belongs to, outermost first.
-
-        Args:
-            dataset: an index, or one of its sub-datasets.
-            source: URL of the index.
-            folder: folder of its shards; None: the one that it names, else its own.
-            names: of the data sets that contain it.
-            above: URLs of the indexes that led to it.
-        """
-        folder = folder or _Folder.of(source).within(dataset.base)
-        names = (*names, dataset.name) if dataset.name else names
-        for entry in dataset.shardlist or ():
-            md5 = entry.md5sum.lower() if entry.md5sum else None
-            name = names[-1] if names else None
-            yield names, Shard(folder.join(entry.url), entry.nsamples, entry.filesize, md5, name)
-        for number, inner in enumerate(dataset.datasets or ()):
-            if inner.source_url is not None:
-                yield from self._nested(_Folder.of(source).join(inner.source_url), inner, source, folder, names, above)
-            elif inner.shardlist is not None or inner.datasets is not None:
-                yield from self.shards(inner, source, folder.within(inner.base), names, above)
-            else:
-                where = f"data set {number} of the index {bare_url(source)}"
-                raise ValueError(f"{where} has neither a shardlist nor a source_url")
-
-    def _nested(
-        self,
-        nested: str,
-        named: _Dataset,
-        source: str,
-        folder: _Folder,
-        names: tuple[str, ...],
-        above: tuple[str, ...],
-    ) -> Iterator[tuple[tuple[str, ...], Shard]]:
-        above = (*above, source)
-        if nested in above:
-            raise ValueError(
-                f"the index {bare_url(source)} leads back to {bare_url(nested)}: take it out of its datasets"
-            )
-        if len(above) > DEEPEST:
-            raise ValueError(
-                f"the index {bare_url(nested)} is named {len(above)} indexes deep, and {DEEPEST} are allowed"
-            )
-        file = self.load(nested)
-        file.name = named.name or file.name
-        inner = None if named.base is None else _Folder(folder.join(named.base).rstrip("/"), is_local(nested))
-        yield from self.shards(file, nested, inner, names, above)
+    Args:
+        access: how URLs are read.
+        dataset: an index, or one of its sub-datasets.
+        source: URL of the index.
+        folder: folder of its shards; None: the one that it names, else its own.
+        names: of the data sets that contain it.
+        above: URLs of the indexes that led to it.
+    """
+    folder = folder or _Folder.of(source).within(dataset.base)
+    names = (*names, dataset.name) if dataset.name else names
+    for entry in dataset.shardlist or ():
+        md5 = entry.md5sum.lower() if entry.md5sum else None
+        yield names, Shard(folder.join(entry.url), entry.nsamples, entry.filesize, md5, names[-1] if names else None)
+    for number, inner in enumerate(dataset.datasets or ()):
+        if inner.source_url is not None:
+            nested = _Folder.of(source).join(inner.source_url)
+            if len(above) >= DEEPEST:
+                raise ValueError(
+                    f"the index {bare_url(source)} leads back, or too deep, to {bare_url(nested)} (deepest: {DEEPEST})"
+                )
+            file = _load(access, nested)
+            file.name = inner.name or file.name
+            base = None if inner.base is None else _Folder(folder.join(inner.base).rstrip("/"), is_local(nested))
+            yield from _shards(access, file, nested, base, names, (*above, source))
+        elif inner.shardlist is not None or inner.datasets is not None:
+            yield from _shards(access, inner, source, folder.within(inner.base), names, above)
+        else:
+            where = f"data set {number} of the index {bare_url(source)}"
+            raise ValueError(f"{where} has neither a shardlist nor a source_url")
 
 
 def _parse(content: bytes | str, source: str) -> _File:
     if re.search(r"\.(tar|tgz|tar\.\w+)$", bare_url(source)):
         raise ValueError(
-            f"{bare_url(source)} is a tar file, no index of tar files: type python -m ddp_hydra.data.shards "
-            f"index {bare_url(source)} --out index.json, and then data.index=index.json"
+            f"{bare_url(source)} is a tar file, no index of tar files: type python -m ddp_hydra.data.shards index "
+            f"{bare_url(source)} --out index.json, and then data.index=index.json"
         )
     try:
         return _converted(json.loads(content), _File, source)
@@ -253,23 +236,17 @@ class _Folder(Struct, frozen=True):
         names_file = url.startswith(("/", "file:"))
         if names_file and not self.trusted:
             raise ValueError(
-                f"{url!r} is a file of this machine, and is named by an index from the network: write a relative or a "
-                "whole URL there"
+                f"{url!r} is a file of this machine, and is named by an index from the network: write a relative URL"
             )
-        if names_file or _is_read(scheme := _scheme(url)):
+        if names_file or _scheme(url):
             return absolute(url)
-        if scheme:
-            raise ValueError(
-                f"{url!r} can't be read: URLs of an index are relative, or start with "
-                f"{', '.join(f'{known}://' for known in SCHEMES)}"
-            )
-        head, path = _split(self.root)
+        head, path = re.findall(r"\A([a-z0-9]+://[^/]*)?(.*)", self.root, re.DOTALL)[0]
         joined = posixpath.normpath(f"{path}/{url}")
-        if not head:
-            if not self.trusted and not joined.startswith(f"{path}/"):
-                raise ValueError(f"{url!r} leads out of {path}, and is named by an index from the network")
-            return joined
-        return f"{head}/{joined.lstrip('/')}"
+        if head:
+            return f"{head}/{joined.lstrip('/')}"
+        if not self.trusted and not joined.startswith(f"{path}/"):
+            raise ValueError(f"{url!r} leads out of {path}, and is named by an index from the network")
+        return joined
 
 
 def is_local(url: str) -> bool:
@@ -287,25 +264,15 @@ def absolute(url: str) -> str:
         return os.path.normpath(unquote(urlsplit(url).path))
     if not (scheme := _scheme(url)):
         return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 (Path keeps "..")
-    if not _is_read(scheme):
+    if scheme not in SCHEMES and not is_known(scheme):
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"{url!r} can't be read: give a path, or a URL that starts with {known}")
     return url
 
 
-def _is_read(scheme: str) -> bool:
-    return scheme in SCHEMES or (bool(scheme) and is_known(scheme))
-
-
 def _scheme(url: str) -> str:
     found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*)://|(pipe):", url)
     return (found[1] or found[2]) if found else ""
-
-
-def _split(root: str) -> tuple[str, str]:
-    # Return scheme and host (or bucket) of a folder, and its path; "" and its path if it is local.
-    found = re.match(r"([a-z0-9]+://[^/]*)(.*)", root, re.DOTALL)
-    return (found[1], found[2]) if found else ("", root)
 
 
 prepare(_Dataset, _Entry)

@@ -49,10 +49,6 @@ class TarMembers:
         checksum: `checksum_of_some` of the tar file, to notice changes; 0: not computed yet.
     """
 
-    __slots__ = (
-        "_ends", "_extension", "_first", "_offset", "_size", "arrays", "checksum", "extensions", "file_size", "keys",
-    )  # fmt: skip
-
     def __init__(
         self,
         keys: bytes,
@@ -128,15 +124,12 @@ def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
 
 
 def _refuse_packed(path: Path, start: bytes) -> None:
-    for magic, kind in _PACKED.items():
-        if start.startswith(magic):
-            raise ValueError(
-                f"{path} is compressed with {kind}: "
-                + ("name it .tar.gz, in the index, too" if kind == "gzip" else "unpack it, or pack it with gzip")
-            )
+    if kind := next((kind for magic, kind in _PACKED.items() if start.startswith(magic)), None):
+        advice = "name it .tar.gz, in the index, too" if kind == "gzip" else "unpack it, or pack it with gzip"
+        raise ValueError(f"{path} is compressed with {kind}: {advice}")
 
 
-Member = tuple[bytes, int, int]
+Member = tuple[str, int, int]
 """Name, offset of the content and its size, bytes."""
 
 
@@ -177,8 +170,7 @@ def _members(file: BinaryIO, path: Path, size: int) -> list[Member]:
         raise ValueError(f"{path} is not a tar file, or a damaged one: {error}") from None
     if damage is not None:
         raise ValueError(
-            f"{path} is a damaged tar file, or only the start of one: it has {size} bytes, and neither a member "
-            f"nor the end begins at byte {stopped_at} ({damage})"
+            f"{path} is a damaged tar file, or only the start of one: byte {stopped_at} of {size} ({damage})"
         )
     by_name = {posixpath.normpath(member.name): member for member in members}
     found: list[Member] = []
@@ -186,8 +178,7 @@ def _members(file: BinaryIO, path: Path, size: int) -> list[Member]:
         target = _target(member, by_name) if member.islnk() or member.issym() else member
         if target is not None and not target.isreg():
             continue
-        name = member.name.encode("utf-8", "surrogateescape")
-        if _dot(name) < 0 or is_leftover(member.name):
+        if not split_name(member.name)[1] or is_leftover(member.name):
             continue
         if target is None:
             raise ValueError(
@@ -196,7 +187,7 @@ def _members(file: BinaryIO, path: Path, size: int) -> list[Member]:
             )
         if target.issparse():
             raise ValueError(f"{path} holds {member.name} as a sparse file: write it anew without tar --sparse")
-        found.append((name, target.offset_data, target.size))
+        found.append((member.name, target.offset_data, target.size))
     return found
 
 
@@ -211,11 +202,6 @@ def _target(member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo]) -> 
     return None
 
 
-def _dot(name: bytes) -> int:
-    # Return the length of the key in the name of a member; -1: the member belongs to no sample.
-    return name.find(b".", name.rfind(b"/") + 1)
-
-
 def split_name(name: str) -> tuple[str, str]:
     # Return the key of a sample and the extension of a field, from the name of a member; "": it is no field.
     dot = name.find(".", name.rfind("/") + 1)
@@ -225,21 +211,21 @@ def split_name(name: str) -> tuple[str, str]:
 def _group(path: Path, members: Iterable[Member], file_size: int) -> TarMembers:
     keys: list[bytes] = []
     first: list[int] = []
-    extensions: dict[bytes, int] = {}
+    extensions: dict[str, int] = {}
     fields: list[tuple[int, int, int]] = []
-    last: bytes | None = None
+    own: set[str] = set()
+    last: str | None = None
     for name, offset, size in members:
-        dot = _dot(name)
-        if dot < 0 or is_leftover(name.decode("utf-8", "surrogateescape")):
-            continue
-        key = name[:dot]
+        key, extension = split_name(name)
         if key != last:
-            keys.append(key)
+            keys.append(key.encode("utf-8", "surrogateescape"))
             first.append(len(fields))
-            last = key
-        fields.append((extensions.setdefault(name[dot:].lower(), len(extensions)), offset, size))
+            last, own = key, set()
+        if extension in own:  # two samples with one name would be one
+            raise ValueError(f"{path} holds {key}{extension} twice: give each sample a name of its own")
+        own.add(extension)
+        fields.append((extensions.setdefault(extension, len(extensions)), offset, size))
     table = np.array(fields, np.int64).reshape(-1, 3)
-    _refuse_doubles(path, keys, list(extensions), first, table[:, 0])
     arrays = {
         "key_ends": np.cumsum(np.fromiter(map(len, keys), np.int64, len(keys))),
         "first": np.array([*first, len(fields)], np.int64),
@@ -247,20 +233,7 @@ def _group(path: Path, members: Iterable[Member], file_size: int) -> TarMembers:
         "offset": table[:, 1].copy(),
         "size": table[:, 2].copy(),
     }
-    names = tuple(extension.decode("utf-8", "surrogateescape") for extension in extensions)
-    return TarMembers(b"".join(keys), names, arrays, file_size)
-
-
-def _refuse_doubles(
-    path: Path, keys: list[bytes], extensions: list[bytes], first: list[int], extension: np.ndarray
-) -> None:
-    # Refuse a sample that has a field twice: two samples with one name would be one.
-    sample = np.repeat(np.arange(len(keys)), np.diff([*first, len(extension)]))
-    field, count = np.unique(sample * len(extensions) + extension, return_counts=True)
-    if len(field) < len(extension):
-        sample_number, kind = divmod(int(field[count > 1][0]), len(extensions))
-        name = (keys[sample_number] + extensions[kind]).decode("utf-8", "replace")
-        raise ValueError(f"{path} holds {name} twice: give each sample a name of its own")
+    return TarMembers(b"".join(keys), tuple(extensions), arrays, file_size)
 
 
 class OpenShard:
@@ -270,8 +243,6 @@ class OpenShard:
         descriptor: of the tar file; the caller may close it.
         members: where the samples are in the file.
     """
-
-    __slots__ = ("content", "members")
 
     def __init__(self, descriptor: int, members: TarMembers) -> None:
         # The mapping keeps a copy of the descriptor, and with it the lock.

@@ -119,8 +119,7 @@ class StreamLoader(Loader):
         if any(not all(map(alike, firsts[0], other)) for other in firsts[1:]):
             name = name_of(self.dataset)
             raise ConfigError(
-                f"{name} gives each rank samples of its own, and each would take its share of them again. If it looks "
-                "at RANK and WORLD_SIZE itself, type +data.shard_by=itself; predict on one rank, dispatch.ranks=1. If "
+                f"{name} gives each rank samples of its own: type +data.shard_by=itself, predict on one rank. If "
                 "only the order of the samples differs, and that is meant, type +data.shard_by=samples"
             )
 

@@ -212,9 +212,7 @@ def whole(
     # progress: called after each sample that is read.
     if world_size > 1 and (way == "itself" or "split_by_node" in _webdataset_stages(dataset)):
         raise ConfigError(
-            f"{name_of(dataset)} gives each rank samples of its own, so they have no common order: take "
-            "one rank (dispatch.ranks=1 or cluster=inline), or a data set that gives each rank all samples "
-            "(nodesplitter=None of a webdataset pipeline)"
+            f"{name_of(dataset)} gives each rank samples of its own, without a common order: type dispatch.ranks=1"
         )
     seeded = None if is_thread_safe(dataset) else seed
     return Part(dataset, how="all samples", progress=progress, seed=seeded, training=False)
@@ -237,9 +235,7 @@ def _by_kind(dataset: Any, rank: int, world_size: int) -> tuple[Iterable[Any], b
             return dataset, False, False, "each rank reads its own shards"
         if "single_node_only" in stages and world_size > 1:
             raise ConfigError(
-                "this webdataset pipeline does not say how ranks share its shards: give it "
-                "nodesplitter=webdataset.split_by_node, or nodesplitter=None to have each rank read all of them and "
-                "take its share of the samples"
+                "ranks can't share this webdataset pipeline: give nodesplitter=webdataset.split_by_node, or None"
             )
     return dataset, True, True, "each rank reads all samples and takes its share"
 

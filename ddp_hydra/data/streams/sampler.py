@@ -41,8 +41,7 @@ class StreamSampler:
         self.global_batch = batch_size * part.world_size
         if n_samples is not None and n_samples < self.global_batch:
             raise ConfigError(
-                f"data.n_samples={n_samples} is less than one global batch of {self.global_batch} "
-                f"(data.batch_size={batch_size} x {part.world_size} ranks): give a smaller data.batch_size"
+                f"data.n_samples={n_samples} is less than one global batch of {self.global_batch}: lower batch_size"
             )
         self.agree = agree or (lambda: self.heard(self.counts()))
         self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()
@@ -101,8 +100,7 @@ class StreamSampler:
         # Refuse an epoch that ends where it begins: the next one would, too.
         if position == 0 and self.end == 0 and self.epoch:
             raise DataError(
-                f"the data set has no full batch in epoch {self.epoch + 1}, and had some before: an iterator that is "
-                "used up gives its samples once, so let __iter__ begin a new pass each time that it is called"
+                f"no full batch in epoch {self.epoch + 1}, and some before: let __iter__ begin a new pass each time"
             )
         if position == 0 and self.end == 0:
             raise DataError(
@@ -156,8 +154,7 @@ class StreamSampler:
         if before == self.part.world_size or is_global or not position:
             return ""
         return (
-            f"; each rank's part is another one than with {before} ranks, so in this epoch some samples come twice and "
-            "some not at all"
+            f"; each rank's part is another than with {before} ranks: in this epoch some samples come twice, some never"
         )
 
     def saved_state(self, epoch: int, position: int) -> Any:

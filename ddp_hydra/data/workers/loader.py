@@ -30,15 +30,10 @@ def number_of(workers: Any, data: Any, to_gpu: bool) -> int:
     # workers: `data.workers`; None: as many as suit the rank's cores where batches go to a GPU, else 0.
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 0):
         raise ConfigError(f"data.workers={workers}: give a whole number from 0 on, or null")
-    if workers is not None:
-        return int(workers)
-    return default_number(data) if to_gpu else 0
-
-
-def default_number(data: Any) -> int:
-    if hasattr(data, "share"):
-        return min(MOST_WITH_THREADS, max(1, cores_per_rank() // CORES))
-    return min(MOST, max(1, cores_per_rank() // 2))
+    if workers is not None or not to_gpu:
+        return int(workers or 0)
+    most, cores = (MOST_WITH_THREADS, CORES) if hasattr(data, "share") else (MOST, 2)
+    return min(most, max(1, cores_per_rank() // cores))
 
 
 class InWorkers:

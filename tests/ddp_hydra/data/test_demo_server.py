@@ -143,10 +143,10 @@ def test_the_store_listens_on_loopback_only_and_ctrl_c_reaches_the_job_and_not_i
         assert os.getpgid(the_store().pid) != os.getpgid(0)
         listening = {connection.laddr for connection in the_store().net_connections() if connection.status == "LISTEN"}
         assert {address.ip for address in listening} == {"127.0.0.1"}
-        assert urlsplit(endpoint.url).port in {address.port for address in listening}
+        assert urlsplit(endpoint.endpoint_url).port in {address.port for address in listening}
     finally:
         demo_server.release()
-    assert not listens(endpoint.url)
+    assert not listens(endpoint.endpoint_url)
 
 
 @pytest.mark.integration
@@ -154,16 +154,16 @@ def test_its_key_opens_it_and_no_other(few):
     endpoint = demo_server.acquire()
     try:
         key = "train/0/0000.png"
-        mine = Bucket(demo_server.BUCKET, endpoint.url, "us-east-1", credentials=endpoint.credentials)
+        mine = Bucket(demo_server.BUCKET, endpoint.endpoint_url, "us-east-1", credentials=endpoint.credentials)
         assert bytes(mine.get(key)) == dict(demo_server.digits())[key]
         for other in (
-            Bucket(demo_server.BUCKET, endpoint.url, "us-east-1", credentials=("embedded", "embedded")),
-            Bucket(demo_server.BUCKET, endpoint.url, "us-east-1", anon=True),
+            Bucket(demo_server.BUCKET, endpoint.endpoint_url, "us-east-1", credentials=("embedded", "embedded")),
+            Bucket(demo_server.BUCKET, endpoint.endpoint_url, "us-east-1", anon=True),
         ):
             with pytest.raises(PermissionError):
                 other.get(key)
         for address in the_store().net_connections("tcp"):  # nor a way round it
-            if address.status == "LISTEN" and address.laddr.port != urlsplit(endpoint.url).port:
+            if address.status == "LISTEN" and address.laddr.port != urlsplit(endpoint.endpoint_url).port:
                 assert_refused(f"http://127.0.0.1:{address.laddr.port}/buckets/{demo_server.BUCKET}/{key}")
     finally:
         demo_server.release()
@@ -183,7 +183,7 @@ def test_two_processes_have_a_store_each(few):
     with other_process() as (other, url):
         endpoint = demo_server.acquire()
         try:
-            assert url != endpoint.url
+            assert url != endpoint.endpoint_url
             assert listens(url)
         finally:
             demo_server.release()
@@ -219,7 +219,7 @@ def test_its_own_log_files_are_in_its_folder():
 @contextlib.contextmanager
 def other_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     code = (
-        "from ddp_hydra.data import demo_server as it; it.digits = tuple; print(it.acquire().url, flush=True); input()"
+        "from ddp_hydra.data import demo_server as it; it.digits = tuple; print(it.acquire().endpoint_url, flush=True); input()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],

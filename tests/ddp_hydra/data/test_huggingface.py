@@ -140,8 +140,11 @@ def test_an_edit_of_the_transform_or_of_what_it_calls_counts(load, tmp_path, mon
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([[1.0], [1.0, 2.0]], r"the column x has tensors of the shapes \(1,\) and \(2,\), so it makes no batch"),
-        ([None, 1.0], r"the column x has empty cells or NaN, so it makes no batch: leave it out with data\.columns"),
+        ([[1.0], [1.0, 2.0]], r"'x' has the shape \(1,\) in one and \(2,\) in another, so the samples make no batch"),
+        (
+            [None, 1.0],
+            r"'x' has empty cells or NaN, so the samples make no batch: leave the column out with data\.columns",
+        ),
     ],
 )
 def test_a_column_that_makes_no_batch_is_named(load, tmp_path, values, message):

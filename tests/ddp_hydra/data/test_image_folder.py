@@ -391,7 +391,7 @@ def test_a_given_endpoint_wins_over_the_environment_and_over_a_proxy(folder, pet
     [
         (
             {"bucket": "s3://pets/train"},
-            r"is a folder in a bucket: type data\.bucket=s3://pets, and.*data\.train_prefix",
+            r"is a folder in a bucket: type data\.bucket=s3://pets data\.train_prefix=",
         ),
         ({"bucket": "_pets"}, r"'_pets' is not the name of a bucket.*data\.bucket="),
         (

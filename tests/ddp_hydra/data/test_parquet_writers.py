@@ -246,8 +246,8 @@ def test_names_that_are_no_words(tmp_path):
     ("target", "num_classes", "message"),
     [
         ([-1, 1], None, r"y of .*a\.parquet holds -1 to 1, and classes are numbered from 0: write .*pd\.factorize"),
-        ([1, 3], None, r"holds 1 to 3, and classes are numbered from 0.*or give model\.num_classes=4"),
-        ([0.0, 1.0], None, r"holds double, and classes are whole numbers from 0: write df\['y'\]\.astype\('int64'\)"),
+        ([1, 3], None, r"holds 1 to 3, and classes are numbered from 0: give model\.num_classes=4"),
+        ([0.0, 1.0], None, r"holds double, and classes are whole numbers: write df\['y'\]\.astype\('int64'\)"),
         ([0.0, 1.0], 2, r"holds double"),
         ([0, 0], None, r"holds 0 only: give model\.num_classes"),
         ([0, 2], 2, r"holds 0 to 2, and the model has 2 classes, 0 to 1: give model\.num_classes=3"),

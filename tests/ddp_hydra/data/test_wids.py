@@ -107,7 +107,7 @@ def test_fields_are_parts_of_the_mapped_shard(three):
     assert field_of(fields, {".jpg"}) is None
     assert field_of({".seg.png": fields[".bin"]}, {".png"}) is fields[".bin"]
     assert field_of({".depth.png": fields[".cls"], ".png": fields[".bin"]}, {".png"}) is fields[".bin"]
-    with pytest.raises(ValueError, match=r"images \.left\.png, \.right\.png, .*begins at the first dot"):
+    with pytest.raises(ValueError, match=r"images \.left\.png, \.right\.png, .*begins at a name's first dot"):
         field_of({".left.png": fields[".cls"], ".right.png": fields[".bin"]}, {".png"})
 
 

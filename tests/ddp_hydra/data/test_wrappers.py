@@ -82,7 +82,7 @@ def test_a_concatenation_offers_what_its_parts_have_alike(photos):
     assert data.classes == ["cats", "dogs"]
     assert data.sample_id(9) == "all/cats/2.png"
     data.close()
-    with pytest.raises(ConfigError, match=r"the parts of this ConcatDataset \(S3ImageFolder\) make their batches by"):
+    with pytest.raises(ConfigError, match=r"the parts of this ConcatDataset \(S3ImageFolder\) make batches by"):
         look_into(ConcatDataset([folder(photos), folder(photos, mean=[0, 0, 0])]))
 
 

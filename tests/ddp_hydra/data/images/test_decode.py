@@ -165,7 +165,7 @@ def test_an_image_too_large_for_the_memory_is_refused_before_it_is_decoded():
     data = bytearray(encode(Image.fromarray(COLOURS), "JPEG"))
     place = data.index(b"\xff\xc0") + 5
     data[place : place + 4] = (30_000).to_bytes(2, "big") * 2
-    with pytest.raises(ValueError, match=r"too large an image: 30,000 x 30,000 pixels.*at most 178,956,970"):
+    with pytest.raises(ValueError, match=r"too large an image: 30,000 x 30,000 pixels, more than 178,956,970"):
         decode(bytes(data))
     header = read_jpeg_header(bytes(data))
     with pytest.raises(ValueError, match="damaged"):  # an eighth of it is not too large, and is tried

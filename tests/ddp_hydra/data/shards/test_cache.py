@@ -36,12 +36,12 @@ def test_a_shard_is_downloaded_once_and_then_at_hand(server, cache_of, tmp_path)
     shards = serve(server, "ab")
     cache = cache_of(shards)
     assert [label(cache, 1, index) for index in range(3)] == [20, 21, 22]
-    assert cache.counts["downloads"] == cache.counts["misses"] == 1
-    assert cache.counts["bytes_downloaded"] == shards[1].size
+    assert cache.counts["downloads"] == cache.counts["cache_misses"] == 1
+    assert cache.counts["bytes"] == shards[1].size
     assert cache.counts["waited_s"] > 0
     other = cache_of(shards)
     assert label(other, 1) == 20
-    assert (other.counts["hits"], other.counts["misses"], server.gets("/b.tar")) == (1, 0, 1)
+    assert (other.counts["cache_hits"], other.counts["cache_misses"], server.gets("/b.tar")) == (1, 0, 1)
     assert files(tmp_path / "cache") == ["b.tar", "lock"]
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
@@ -270,7 +270,7 @@ def test_a_disk_that_becomes_full_amid_a_download_leaves_nothing(server, cache_o
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match=r"the disk of .*cache on .* became full: free it, or type data\.cache_dir="):
+    with pytest.raises(OSError, match=r"cache on .* became full: free it, or type data\.cache_dir="):
         cache_of(serve(server, "a")).open(0)
     assert files(tmp_path / "cache") == ["lock"]
 

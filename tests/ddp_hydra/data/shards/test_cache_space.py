@@ -35,9 +35,7 @@ def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
     shards = serve(server, "abc")
     cache = cache_of(shards, 2 * SIZE)
     views = [cache.open(number).fields(0)[".cls"] for number in (0, 1)]
-    with pytest.raises(
-        OSError, match=r"no space for a shard .* all shards in it are in use.*data\.cache_gb=1"
-    ) as caught:
+    with pytest.raises(OSError, match=r"no space for .* all shards in it are in use.*data\.cache_gb=1") as caught:
         cache.open(2)
     assert "data.cache_dir=" in str(caught.value)
     assert [int(bytes(view)) for view in views] == [0, COUNT]
@@ -82,7 +80,7 @@ def test_a_process_that_waits_for_space_gets_it_from_one_that_will_read_on(serve
 
 def test_a_shard_larger_than_the_cache_is_refused_at_once(server, cache_of, tmp_path):
     (shard,) = serve(server, "a", n_bytes=1000)
-    with pytest.raises(OSError, match=r"a shard takes .* GiB, and the cache in .*type data\.cache_gb=1"):
+    with pytest.raises(OSError, match=r"a shard takes .* GiB, more than the cache: type data\.cache_gb=1"):
         cache_of([shard], shard.size + 100).open(0)
     assert server.gets("/a.tar") == 0
     assert files(tmp_path / "cache") == []
@@ -97,7 +95,7 @@ def test_a_full_disk_is_told_apart(server, cache_of, monkeypatch):
 
     monkeypatch.setattr(os, "fstatvfs", full)
     monkeypatch.setattr(cache_module, "WAIT_S", 0.1)
-    with pytest.raises(OSError, match=r"the disk is full\. Free the disk or type data\.cache_dir="):
+    with pytest.raises(OSError, match=r"the disk is full\. Free it, or type data\.cache_dir="):
         cache_of(shards).open(0)
 
 
