@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from glob import glob
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -243,17 +244,13 @@ def samples_of_shard(url: str) -> Iterator[dict[str, Any]]:
     Neighbours in a tar file are one sample if their names are the same up to the first dot of the file name, as
     `tar_index.TarMembers` says.
     """
-    sample: dict[str, Any] = {}
-    for name, content in members_of(url):
-        key, extension = split_name(name)
-        if not sample or sample["__key__"] != key:
-            if sample:
-                yield sample
-            sample = {"__key__": key, "__url__": url}
-        if extension[1:] in sample:
-            raise _LostShard(url, f"{name} is in it twice: give each sample a name of its own")
-        sample[extension[1:]] = content
-    if sample:
+    for key, members in groupby(members_of(url), lambda member: split_name(member[0])[0]):
+        sample: dict[str, Any] = {"__key__": key, "__url__": url}
+        for name, content in members:
+            extension = split_name(name)[1][1:]
+            if extension in sample:
+                raise _LostShard(url, f"{name} is in it twice: give each sample a name of its own")
+            sample[extension] = content
         yield sample
 
 

@@ -7,6 +7,7 @@ process starts another program, this module, which reads for it and sends what i
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import wraps
+from functools import lru_cache, wraps
 from inspect import isgeneratorfunction
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
@@ -23,6 +24,7 @@ _THREADS = 32
 # The client of object stores starts threads that a fork does not copy: used on both sides of one, it hangs.
 _used = False
 _forked = False
+_starting = threading.Lock()
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -56,7 +58,9 @@ def by_reader(method: Method) -> Method:
     def call(store: Any, *args: Any, **options: Any) -> Any:
         if not _forked:
             return method(store, *args, **options)
-        found = Reader.of_this_process().iterate(store, method.__name__, args, options)
+        with _starting:
+            reader = _reader_of(os.getpid())
+        found = reader.iterate(store, method.__name__, args, options)
         return found if isgeneratorfunction(method) else next(found)
 
     return cast(Method, call)
@@ -65,19 +69,7 @@ def by_reader(method: Method) -> Method:
 class Reader:
     """A program that reads stores for this process, and ends with it. Each request has a connection of its own."""
 
-    _mine: Reader | None = None
-    _starting = threading.Lock()
-
-    @classmethod
-    def of_this_process(cls) -> Reader:
-        """Return the reader of this process; start it if there is none."""
-        with cls._starting:
-            if cls._mine is None or cls._mine.pid != os.getpid():
-                cls._mine = cls()
-            return cls._mine
-
     def __init__(self) -> None:
-        self.pid = os.getpid()
         self._requests, theirs = socket.socketpair()
         with theirs:
             path = os.pathsep.join(filter(None, sys.path))
@@ -94,7 +86,7 @@ class Reader:
             try:
                 with theirs:
                     socket.send_fds(self._requests, [b"."], [theirs.fileno()])
-                connection.send((store, method, args, options))
+                connection.send((pickle.dumps(store), method, args, options))
                 while (answer := connection.recv()) is not None:
                     value, error = answer
                     if error is not None:
@@ -108,16 +100,22 @@ class Reader:
                 ) from None
 
 
+@lru_cache(1)
+def _reader_of(pid: int) -> Reader:
+    return Reader()
+
+
 def serve(requests: socket.socket) -> None:
     """Answer requests until the other end is closed."""
-    stores: dict[Any, Any] = {}
+    stores: dict[bytes, Any] = {}
 
     def answer(connection: Connection) -> None:
         with connection:
             try:
                 store, method, args, options = connection.recv()
-                known = stores.setdefault((type(store).__name__, store.url, repr(sorted(_settings(store)))), store)
-                found = getattr(known, method)(*args, **options)
+                if store not in stores:
+                    stores.setdefault(store, pickle.loads(store))  # noqa: S301 (from the process that started this one)
+                found = getattr(stores[store], method)(*args, **options)
                 for value in found if isinstance(found, Iterator) else [found]:
                     connection.send((value if isinstance(value, (int, list, tuple)) else bytes(value), None))
                 connection.send(None)
@@ -130,10 +128,6 @@ def serve(requests: socket.socket) -> None:
         while fds := socket.recv_fds(requests, 1, 1)[1]:
             pool.submit(answer, Connection(fds[0]))
         pool.shutdown(cancel_futures=True)
-
-
-def _settings(store: Any) -> list[str]:
-    return [f"{name}={value}" for name, value in vars(store).items() if isinstance(value, (str, int, float, bool))]
 
 
 def main() -> None:

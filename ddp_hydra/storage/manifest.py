@@ -14,7 +14,6 @@ import os
 import re
 import zipfile
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from msgspec import Struct, to_builtins
@@ -119,7 +118,7 @@ def newest_first(entries: Entries) -> list[str]:
     return [name for name in reversed(entries) if STEP_FILE.fullmatch(name)]
 
 
-def find_checkpoint(path: str | Path, which: Literal["last", "best"] = "last") -> Path:
+def find_checkpoint(path: str | Path, which: str = "last") -> Path:
     """Return the checkpoint file that a user means.
 
     Where the last one of a run is damaged, it is the newest whole one before it, with a warning in the log. The
@@ -128,7 +127,7 @@ def find_checkpoint(path: str | Path, which: Literal["last", "best"] = "last") -
 
     Args:
         path: a run directory, its `checkpoints` folder, or a checkpoint file.
-        which: the one to take of a run directory.
+        which: the one to take of a run directory, "last" or "best".
 
     Raises:
         CheckpointError: there is none, or it is damaged. The message says what was found and what to use.

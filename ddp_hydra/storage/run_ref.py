@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.base import PIECE_BYTES, Store
@@ -121,14 +120,13 @@ class RunRef:
         """
         if which not in ("best", "last"):
             raise ConfigError(f"which={which}: give best or last")
-        name = cast('Literal["last", "best"]', which)
         if not self.is_stored:
-            return find_checkpoint(self.place, name).absolute()
+            return find_checkpoint(self.place, which).absolute()
         download.mkdir(parents=True, exist_ok=True)
-        return fetch_checkpoint(self.place, download, name, retry_s=retry_s).absolute()
+        return fetch_checkpoint(self.place, download, which, retry_s=retry_s).absolute()
 
 
-def fetch_checkpoint(url: str, folder: Path, which: Literal["last", "best"] = "last", *, retry_s: float = 60.0) -> Path:
+def fetch_checkpoint(url: str, folder: Path, which: str = "last", *, retry_s: float = 60.0) -> Path:
     """Download the newest complete checkpoint of a mirrored run.
 
     If it is damaged or missing, download the one before it, and warn. `best` has no such fallback.

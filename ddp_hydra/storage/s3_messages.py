@@ -108,27 +108,22 @@ def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> 
     where, name, is_data = _where(bucket), f"bucket {bucket.name!r}", bucket.setting is not None
     endpoint = "data.endpoint_url=..." if is_data else "AWS_ENDPOINT_URL in the environment"
 
+    public = ", or type data.anon=true for a public bucket" if is_data and bucket.scheme == "s3" else ""
     if code == "NoSuchBucket":
         typed = f"check {bucket.setting}=..." if is_data else "make it, or check its name"
         return NoBucketError(f"there is no {name} {where}: {typed} and {endpoint}")
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(f"there is no object {bucket.url}/{key} {where}")
     if any(request in text for request in _ROLE_REQUESTS):  # the last place where the client looks
-        if bucket.scheme != "s3":
-            variables = "GOOGLE_*" if bucket.scheme == "gs" else "AZURE_*"
-            return PermissionError(
-                f"no credentials were found for {name}: set {variables} in the environment (of the workers, too)"
-            )
-        public = ", or type data.anon=true for a public bucket" if is_data else ""
+        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE and `pip install botocore`,"
+        keys = {"gs": "GOOGLE_*", "az": "AZURE_*"}.get(bucket.scheme, keys)
         return PermissionError(
-            f"no credentials were found for {name}: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in "
-            f"the environment (of the workers, too), or AWS_PROFILE and `pip install botocore`{public}"
+            f"no credentials were found for {name}: set {keys} in the environment (of the workers, too){public}"
         )
     if "without LOCATION" in text or code in _OTHER_REGION:
         return _other_region(text, bucket, where, endpoint)
     if code in _REFUSED or status in ("401", "403") or type(error).__name__ in _REFUSALS:
         refused = StaleCredentialsError if code in _STALE else PermissionError
-        public = ", or type data.anon=true for a public bucket" if is_data else ""
         return refused(
             f"{name} {where} refused {_credentials(bucket)} ({code or 'no reason'}): check AWS_ACCESS_KEY_ID, "
             f"AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE{public}"

@@ -265,10 +265,9 @@ def _release(descriptor: int) -> None:
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
     try:
-        there, here = path.stat(), os.fstat(descriptor)
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
 
 
 def _allocate(descriptor: int, n_bytes: int) -> None:

@@ -234,7 +234,7 @@ def test_tensors_are_decoded(extension):
 
 
 def test_safetensors_say_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     with pytest.raises(ModuleNotFoundError, match=r"\.safetensors needs safetensors: type `pip install safetensors`"):
         decode_field(".safetensors", memoryview(b""))
 
