@@ -9,6 +9,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -43,6 +44,7 @@ _SMALL_IMAGE = 16 * 1024
 """Largest image, in bytes, that is cached decoded: that saves the decoding, and takes little more memory."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ImageDataset(ProcessLocal, Dataset, ABC):
     """Labelled images; a subclass reads their files.
 
@@ -73,39 +75,29 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         ValueError: an argument is out of its range.
     """
 
+    transform: Callable[..., Any] | None = None
+    target_transform: Callable[[int], Any] | None = None
+    threads: int = 64
+    decoders: int | None = None
+    memory_mb: float = 256
+    cache_mb: float = 64
+    seed: int = 0
+    max_bad_fraction: float = 0.01
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    targets: np.ndarray = field(init=False)
+    classes: list[str] = field(init=False)
     built_once = True
     thread_safe = True
     labelled = True
-    targets: np.ndarray
-    classes: list[str]
 
-    def __init__(
-        self,
-        *,
-        transform: Callable[..., Any] | None = None,
-        target_transform: Callable[[int], Any] | None = None,
-        threads: int = 64,
-        decoders: int | None = None,
-        memory_mb: float = 256,
-        cache_mb: float = 64,
-        seed: int = 0,
-        max_bad_fraction: float = 0.01,
-        mean: Sequence[float] = IMAGENET_MEAN,
-        std: Sequence[float] = IMAGENET_STD,
-    ) -> None:
-        for name, value in {"threads": threads, "decoders": decoders}.items():
+    def __post_init__(self) -> None:
+        for name, value in {"threads": self.threads, "decoders": self.decoders}.items():
             if value is not None:
                 check_range(name, value, 1, example=16)
-        check_range("max_bad_fraction", max_bad_fraction, 0, 1, example=0.01)
-        self.transform = adapted(transform)
-        self.target_transform = target_transform
-        self.threads = threads
-        self.decoders = decoders
-        self.memory_mb = memory_mb
-        self.cache_mb = cache_mb
-        self.seed = seed
-        self.max_bad_fraction = max_bad_fraction
-        self.mean, self.std = tuple(mean), tuple(std)
+        check_range("max_bad_fraction", self.max_bad_fraction, 0, 1, example=0.01)
+        self.transform = adapted(self.transform)
+        self.mean, self.std = tuple(self.mean), tuple(self.std)
         self.traffic = TransferCounters()
         self._epoch = 0
         self._bad: BadSamples | None = None

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import accumulate, islice, repeat
 from typing import Any
 
-import torch
-
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import alike, collated
 from ddp_hydra.data.loader import Loader, MicroBatch, split
@@ -36,28 +34,18 @@ class StepBatches:
     state: Any = None
 
 
+@dataclass(eq=False)
 class StreamLoader(Loader):
     """Turns the samples of an iterable data set into batches on a device.
 
     Args:
-        dataset: the iterable data set.
-        device: where batches go.
+        dataset: the iterable data set; it and the others are arguments of `Loader`.
         way: how the ranks share the data set, see `split`.
         gather: gathers a value from all ranks; None for a single rank.
-        options: the other arguments of `Loader`.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        device: torch.device,
-        *args: Any,
-        way: str | None = None,
-        gather: Callable[[Any], list[Any]] | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(dataset, device, *args, **options)
-        self.way, self.gather = way, gather
+    way: str | None = None
+    gather: Callable[[Any], list[Any]] | None = None
 
     def steps(self, batches: Any, micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
         if not isinstance(batches, Numbers):

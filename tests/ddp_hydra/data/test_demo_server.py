@@ -219,7 +219,8 @@ def test_its_own_log_files_are_in_its_folder():
 @contextlib.contextmanager
 def other_process() -> Iterator[tuple[subprocess.Popen[str], str]]:
     code = (
-        "from ddp_hydra.data import demo_server as it; it.digits = tuple; print(it.acquire().endpoint_url, flush=True); input()"
+        "from ddp_hydra.data import demo_server as it; it.digits = tuple; "
+        "print(it.acquire().endpoint_url, flush=True); input()"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
