@@ -69,9 +69,8 @@ def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: 
 def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:
     how = "calls sys.exit()" if isinstance(error, SystemExit) else "raises StopIteration"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return DataError(
-        f"{name_of(dataset)} {how} where it is asked for {what} ({frame.filename}, line {frame.lineno}): return it"
-    )
+    place = f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return DataError(f"{name_of(dataset)} {how} where it is asked for {what} ({place}): return it, or raise an error")
 
 
 def unlike(samples: Any, what: str = "a sample") -> str:

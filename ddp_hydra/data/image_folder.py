@@ -209,7 +209,7 @@ class S3ImageFolder(StoredImages):
         except ConnectionError as error:
             if self._embedded_on not in (None, socket.gethostname()):
                 raise ConnectionError(
-                    f"the embedded S3 server runs on {self._embedded_on}: give a bucket, data.bucket=..."
+                    f"the embedded S3 server runs on {self._embedded_on} alone: give data.bucket=..."
                 ) from None
             raise error from None
 

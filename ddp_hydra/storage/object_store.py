@@ -166,7 +166,7 @@ class ObjectStore(Store):
             return self._wrong_body(str(key), came_to - came_from, end - start)
         if "invalid list response" in text:
             return TemporaryError(
-                f"{self.public_url()} answered with what is no listing: try again later, or check data.endpoint_url=..."
+                f"{self.public_url()} gave what is not a listing: try again later, or check data.endpoint_url=..."
             )
         return super()._explained(error, key)
 

@@ -69,7 +69,7 @@ def test_the_default_is_a_job():
 @pytest.mark.parametrize(
     ("bucket", "told"),
     [
-        ("s3://photos/train", r"folder in a bucket: type data\.bucket=s3://photos, and .*data\.train_prefix"),
+        ("s3://photos/train", r"folder in a bucket: type data\.bucket=s3://photos data\.train_prefix"),
         ("file://../flat", r"'file://\.\./flat' .*for a relative one type \.\./flat"),
         ("http://host/photos", r"not the name of a bucket"),
         ("my bucket", r"'my bucket' is not the name of a bucket"),

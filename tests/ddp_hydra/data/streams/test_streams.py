@@ -317,7 +317,7 @@ def test_only_a_part_of_its_own_is_another_one_with_more_ranks():
     first.run(steps=2)
     (saved, _) = first.save()
     (more, *_) = Ranks(lambda: Lengths([20, 20, 20]), 3, 2).load(saved).samplers
-    assert "another one than with 2 ranks, so in this epoch some samples come twice" in more.resumed(8)
+    assert "another than with 2 ranks: in this epoch some samples come twice" in more.resumed(8)
     assert more.resumed(0) == ""
     (same, *_) = Ranks(lambda: Lengths([20, 20]), 2, 2).load(saved).samplers
     assert same.resumed(8) == ""
