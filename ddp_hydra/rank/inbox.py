@@ -196,7 +196,8 @@ async def _prepare(worker: Worker) -> None:
         return
     await worker.plugin_add(plugin=PreemptionPlugin(), name=NAME)
     if urlsplit(worker.scheduler.address).hostname in ("127.0.0.1", "::1"):
-        logging.getLogger("distributed.worker").addFilter(is_worth_logging)
+        for name in ("distributed.worker", "distributed.worker.state_machine"):
+            logging.getLogger(name).addFilter(is_worth_logging)
     # Under a nanny, SIGTERM would end the worker at once. Other programs' handlers are left alone.
     if worker.nanny and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         with contextlib.suppress(ValueError, RuntimeError, NotImplementedError):  # not the main thread
@@ -205,8 +206,8 @@ async def _prepare(worker: Worker) -> None:
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """Drop messages about lost heartbeats: the scheduler of a local cluster ends with the command."""
-    return "Failed to communicate with scheduler during heartbeat" not in str(record.msg)
+    """Drop messages about lost heartbeats and cancelled tasks: a local cluster ends with the command."""
+    return not any(words in str(record.msg) for words in ("scheduler during heartbeat", "Async instruction for"))
 
 
 async def _finish_and_die(worker: Worker) -> None:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 
+from ddp_hydra.rank.rank_process import BEAT_S
 from tests.integration.project.models.reporter import LARGE
 from tests.integration.support.certificates import Authority
 from tests.integration.support.hosts import PLUMBING, Host, needs_hosts, network
@@ -255,11 +256,19 @@ def test_all_commands_run_on_the_ranks_of_torchrun(cli):
 def running(
     cli: Any, wait_for: Any, *own: str, slow: Iterable[str] = ("data.delay_s=0.05", "trainer.epochs=500")
 ) -> Iterator[subprocess.Popen[str]]:
-    """A job that takes long, after its first step."""
+    """A job that takes long, after its first steps."""
     slow = (*slow, "trainer.checkpoint_every_steps=2")
     process = cli.start(*two(*own), "cluster=torchrun", *TINY, *slow, module="torch.distributed.run", **apart(cli))
     try:
         wait_for(lambda: [*cli.folder.glob("outputs/*/*/metrics.jsonl")], "a first step")
+        (file,) = cli.folder.glob("outputs/*/*/metrics.jsonl")
+
+        def spanned_s() -> float:
+            times = [json.loads(line)["time"] for line in file.read_text().split("\n")[:-1]]
+            return max(times, default=0.0) - min(times, default=0.0)
+
+        # Between two steps so far apart, the command has heard from each rank that it trains.
+        wait_for(lambda: spanned_s() > 2 * BEAT_S, "steps of more than a heartbeat")
         yield process
     finally:
         if process.poll() is None:
