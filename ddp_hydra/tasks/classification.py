@@ -95,10 +95,8 @@ class Classification(Task):
         """
         axis = -1 if self.class_axis is None else self.class_axis
         if not self.has_classes(step.prediction) and type(metric).__module__.startswith("torchmetrics.classification"):
-            raise ConfigError(
-                f"{type(metric).__name__} needs the scores of classes, and the loss {type(self.criterion).__name__} "
-                "computes them itself from the model's output: give metrics=none, or a task of your own"
-            )
+            own = type(self.criterion).__name__
+            raise ConfigError(f"{type(metric).__name__} needs scores of classes, which {own} keeps: give metrics=none")
         scores = step.prediction.float().movedim(axis, -1)
         if type(metric).__name__ == "Perplexity":
             update_perplexity(metric, scores, step.target, self.counting.ignore)

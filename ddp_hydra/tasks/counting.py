@@ -129,10 +129,7 @@ class Counting:
             return f"{found}: its classes are the last axis; for axis 1, type loss._target_=torch.nn.CrossEntropyLoss"
         are_shares = target.is_floating_point() and target.shape == prediction.shape
         if are_shares and self.ignore >= 0:
-            return (
-                f"loss.ignore_index={self.ignore} does not go with targets that are shares of the classes: leave "
-                "it out, or let the data set return class numbers (and type mix=none)"
-            )
+            return f"loss.ignore_index={self.ignore} does not go with targets that are shares: leave it out"
         has_shape = list(target.shape) == wanted
         if not has_shape and target.ndim != prediction.ndim:
             return ""
@@ -145,13 +142,10 @@ class Counting:
         if target.device.type != "cpu":  # after an error, nothing more can be read from the device
             return ""
         wrong = target[((target < 0) | (target >= n_classes)) & (target != self.ignore)]
-        return (
-            f"the targets hold class {int(wrong.flatten()[0])}, and the model's output has {n_classes} classes, 0 to "
-            f"{n_classes - 1}: give the model more classes (model.num_classes=<n>), or leave this one out with "
-            "+loss.ignore_index=<class>"
-            if wrong.numel()
-            else ""
-        )
+        if not wrong.numel():
+            return ""
+        what = f"class {int(wrong.flatten()[0])}, and the model's output has {n_classes} classes, 0 to {n_classes - 1}"
+        return f"the targets hold {what}: give model.num_classes=<n>, or leave it out with +loss.ignore_index=<class>"
 
     def n(self, prediction: Tensor, target: Tensor) -> int | Tensor | None:
         """Return the number of things that the loss is a mean over; None for the samples."""

@@ -51,9 +51,8 @@ def _answers(batch: Mapping[str, Any], start_logits: Any) -> int | Tensor | None
     first, last = (int((positions < start_logits.shape[1]).sum()) for positions in (starts, ends))
     if first != last:
         raise ConfigError(
-            f"{first} of the start_positions of a batch are in its texts, but {last} of the end_positions: the loss "
-            "is the mean of two means, which can't be put together over batches. Set both to 0, or both to the length "
-            "of the text, where the answer is cut off"
+            f"{first} of the start_positions of a batch are in its texts, but {last} of the end_positions: set both to "
+            "0, or both to the length of the text, where the answer is cut off"
         )
     return first
 
@@ -119,10 +118,8 @@ class ModelLoss(Task):
         output = called(model, batch)
         loss = found(output, "loss")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ValueError(
-                f"{type(model).__name__} returned a {type(output).__name__} without a loss: it must have `loss`, a "
-                "scalar. Does the batch hold the labels?"
-            )
+            what = f"{type(model).__name__} returned a {type(output).__name__} without a loss"
+            raise ValueError(f"{what}: it must have `loss`, a scalar. Does the batch hold the labels?")
         logits = found(output, "logits")
         with torch.no_grad():
             n, labels, summed = self._counted(bare(model), batch, loss.detach().reshape(()), output)
@@ -171,9 +168,8 @@ class ModelLoss(Task):
             why = f"the batch has {', '.join(others)} beside labels"
         if labels.ndim > 1:
             raise ConfigError(
-                f"what the loss of {name} is a mean over can't be told: {why}. Give task.shift=false where it is a "
-                "mean over all labels but -100, task.shift=true where it leaves out the first of each row as causal "
-                "language models do, else a task of your own with Step(loss, n)"
+                f"what the loss of {name} is a mean over can't be told: {why}. Give task.shift=false for all labels "
+                "but -100, task.shift=true for all but the first of a row, else a task of your own with Step(loss, n)"
             )
         warnings.warn(
             f"what the loss of {name} is a mean over can't be told: {why}. It is weighed by the labels that are not "
@@ -254,16 +250,11 @@ def refused_column(error: str, model: str, batch: Mapping[str, Any]) -> str:
         )
     if target := _TARGET.search(error):
         for name in sorted(batch, key=lambda name: name not in ("labels", "label")):
-            if (
-                isinstance(part := batch[name], Tensor)
-                and not part.is_floating_point()
-                and (part == int(target[1])).any()
-            ):
-                sample = int((part == int(target[1])).nonzero()[0, 0])
+            part = batch[name]
+            if isinstance(part, Tensor) and len(places := (part == int(target[1])).nonzero()):
                 return (
-                    f"the column {name} holds {target[1]} in sample {sample} of a batch, which is no class of {model}: "
-                    f"leave samples without a label out, or write {IGNORED} with data.transform; else give the model "
-                    "more classes"
+                    f"the column {name} holds {target[1]} in sample {int(places[0, 0])} of a batch, which is no class "
+                    f"of {model}: leave it out, write {IGNORED} with data.transform, or give the model more classes"
                 )
     return ""
 

@@ -111,8 +111,7 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
     if streams.is_stream(built) and workers:
         raise ConfigError(
             f"data.workers={workers} needs a data set with a length and __getitem__, and {name_of(built)} is iterable: "
-            "leave data.workers out, or have data.train and data.val make a "
-            f"DataLoader(..., batch_size=None, num_workers={workers}) of it"
+            f"leave it out, or make a DataLoader(..., batch_size=None, num_workers={workers}) of the data set"
         )
     if built is not None and not streams.is_stream(built):
         kept = with_workers(workers, built, device.type == "cuda", results.warn, files)
@@ -140,9 +139,7 @@ def _check_kind(data: Any, key: str) -> None:
             f"its data set, {type(data.dataset).__name__}, in its place"
         )
     if not streams.is_stream(data) and length(data) is None:
-        raise ConfigError(
-            f"{name} has no length: give it __len__, which returns the number of samples, or make it an IterableDataset"
-        )
+        raise ConfigError(f"{name} has no length: give it __len__, or make it an IterableDataset")
     if length(data) == 0:
         raise ConfigError(f"{name} ({key}) has no samples: check its arguments, or type {key}=null if none are meant")
 
@@ -209,9 +206,8 @@ def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
         needs.append("scheduler.by=epoch")
     if needs:
         raise ConfigError(
-            f"{type(data).__name__} does not know how many samples it has, and the learning-rate schedule needs that "
-            f"for {', '.join(needs)}: give trainer.max_steps=<optimizer steps> (and scheduler.warmup_steps=…), or "
-            "data.n_samples=<samples in an epoch>"
+            f"{type(data).__name__} does not know how many samples it has, as needed for {', '.join(needs)}: give "
+            "trainer.max_steps=<optimizer steps> (and scheduler.warmup_steps=…), or data.n_samples=<their number>"
         )
 
 
@@ -250,10 +246,7 @@ def only_class(task: Any, description: DataDescription) -> str:
     if description.num_classes != 1 or not takes_class_numbers(getattr(task, "criterion", None)):
         return ""
     name = "".join(f" ({name})" for name in description.classes)
-    return (
-        f"data.train has one class only{name}: the cross-entropy is 0 whatever the model says, and nothing is learned. "
-        "Is the prefix one folder too low?"
-    )
+    return f"data.train has one class only{name}, and nothing is learned. Is the prefix one folder too low?"
 
 
 def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:

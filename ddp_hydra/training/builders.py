@@ -51,10 +51,7 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model._target_={target} returned a {type(built).__name__}: return a torch.nn.Module")
     if lazy := [name for name, one in built.named_parameters() if isinstance(one, UninitializedParameter)]:
-        raise ConfigError(
-            f"model._target_={target}: {', '.join(lazy)} has no shape yet, as in nn.LazyLinear: give its size, or call "
-            "the model with an example in its __init__, because all ranks have to begin with the same weights"
-        )
+        raise ConfigError(f"model._target_={target}: {', '.join(lazy)} has no shape yet (nn.LazyLinear): give its size")
     give_memory(built)
     return built
 
@@ -71,10 +68,7 @@ def give_memory(model: nn.Module) -> None:
 
 def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
     if cfg.trainer.compile is not None and cfg.parallel["_target_"].endswith(".parallel.dp"):
-        raise ConfigError(
-            f"trainer.compile={cfg.trainer.compile} does not go with parallel=dp, which copies the model in each step: "
-            "give parallel=ddp, or trainer.compile=null"
-        )
+        raise ConfigError("trainer.compile does not go with parallel=dp: give parallel=ddp, or trainer.compile=null")
     if world_size() > 1:
         validate.check_static_graph(cfg)
     wrapped: Parallel = make(cfg.parallel, step)
@@ -117,9 +111,8 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
 
 def _refuse_gradient(task: str, name: str, gradient: torch.Tensor) -> None:
     raise ConfigError(
-        f"{task}.{name} has parameters that get gradients, but no optimizer trains them and no checkpoint holds them: "
-        "make it a part of the model, name it `criterion` if it is the loss, or freeze it, as by "
-        f"self.{name}.requires_grad_(False)"
+        f"{task}.{name} has parameters that get gradients, but no optimizer trains them: make it a part of the model, "
+        f"name it `criterion` if it is the loss, or freeze it, as by self.{name}.requires_grad_(False)"
     )
 
 
@@ -299,8 +292,7 @@ def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
     if needed := needed_arguments(scheduler.step):
         raise ConfigError(
             f"scheduler._target_={target}: {type(scheduler).__name__}.step() needs {', '.join(needed)}, but a schedule "
-            "is stepped after each step without an argument; only ReduceLROnPlateau, by itself, is given the "
-            "objective's value, after each validation"
+            "is stepped without an argument; only ReduceLROnPlateau, by itself, is given the objective's value"
         )
     for one in getattr(scheduler, "_schedulers", ()):
         check_schedule(one, target, nested=True)

@@ -228,8 +228,7 @@ class Callbacks:
             if changed := [what for what, value in before.items() if value != after[what]]:
                 raise ConfigError(
                     f"callbacks.{name} ({type(callback).__name__}) has changed {' and '.join(changed)}, which a "
-                    "resumed run would not repeat: use run.unfreeze(...) to train frozen parameters, or set "
-                    "changes_training=True in its class, and keep in its state_dict() what a resume needs"
+                    "resumed run would not repeat: use run.unfreeze(...), or changes_training=True with a state_dict()"
                 )
 
     def _fingerprint(self) -> dict[str, Any]:

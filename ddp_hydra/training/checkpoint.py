@@ -24,6 +24,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.training import plain_state
+from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.plain_state import begin_copy, not_finite
 from ddp_hydra.training.state import FORMAT, TrainingState
 
@@ -36,11 +37,9 @@ def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
     if (loss := state.extras.get("loss")) is not None:
         unchecked += [f"loss.{name}" for name, _ in loss.named_buffers(remove_duplicate=False)]
     if bad := not_finite(content, unchecked):
-        names = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
         raise NonFiniteLoss(
-            f"the state after step {content['position']['step']} is not finite ({names}), although losses and "
-            "gradients were, so it is not saved. Lower optimizer.lr, or give trainer.clip_norm, and resume from the "
-            "last checkpoint with resume=<run dir>"
+            f"the state after step {content['position']['step']} is not finite ({shown(bad, 6)}), although losses "
+            "and gradients were, so it is not saved. Lower optimizer.lr, give trainer.clip_norm, with resume=<run dir>"
         )
 
 
@@ -52,10 +51,8 @@ def read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises about anything here
-        raise CheckpointError(
-            f"{path} can't be read as a checkpoint ({first_sentence(error)}): it is damaged or something else; take an "
-            "earlier step file of the same run"
-        ) from None
+        what = first_sentence(error)
+        raise CheckpointError(f"{path} can't be read as a checkpoint ({what}): take an earlier step file") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of ddp_hydra: it has no format={FORMAT}")
     return content
@@ -249,13 +246,12 @@ class NonFiniteHandler:
             return f"rank {found.bad_rank} found a {what} that is not finite in step {step}"
         bad, advice = f"the loss is {found.loss} in step {step}", ""
         if gradients:
-            names = ", ".join(gradients[:NAMED]) + (", …" if len(gradients) > NAMED else "")
+            names = shown(gradients, NAMED)
             bad = f"the gradient of {names} is not finite in step {step}, although the loss is {found.loss:.4g}"
             advice = ", have debug=anomaly name the operation that it comes from"
-        ids = ", ".join(map(str, samples[:SHOWN])) + (", …" if len(samples) > SHOWN else "")
-        spent = (
-            f", and {self.max_steps} such steps were allowed (trainer.max_nonfinite)" if self.policy != "abort" else ""
-        )
+        ids = shown([str(sample) for sample in samples], SHOWN)
+        allowed = f", and {self.max_steps} such steps were allowed (trainer.max_nonfinite)"
+        spent = allowed if self.policy != "abort" else ""
         return (
             f"{bad}{spent}; samples of this rank: {ids}. Lower optimizer.lr, look at these samples{advice}, or go on "
             "without such steps with trainer.on_nonfinite=skip or rollback"

@@ -61,9 +61,8 @@ class DataDescription:
         if (name := self._renumbered(validation)) is not None:
             raise ConfigError(
                 f"the class {name} has number {self.classes.index(name)} in data.train and "
-                f"{validation.classes.index(name)} in data.val: both need the same classes, in the same order. Image "
-                "folders and tables take them from the training data by data.val.classes_from=..., shards by "
-                "--classes-from when they are made"
+                f"{validation.classes.index(name)} in data.val: both need the same classes, in the same order: give "
+                "data.val.classes_from=..., or --classes-from when shards are made"
             )
         self._check_input(validation, "data.val", "data.train")
 
@@ -72,17 +71,15 @@ class DataDescription:
             if own and given and own != given:
                 before, there = (shown(one) if isinstance(one, tuple) else str(one) for one in (own, given))
                 raise ConfigError(
-                    f"the classes of data.train are {there}, and the checkpoint was trained on {before}: its model "
-                    "would take one class for another. Give the data these classes, in this order, or begin a new run "
-                    "with its weights: model.weights=<run>, without resume="
+                    f"the classes of data.train are {there}, and the checkpoint was trained on {before}: give the data "
+                    "these, in this order, or begin a new run with its weights: model.weights=<run>, without resume="
                 )
         self._check_input(now, "data.train", "the checkpoint's training data")
         if None in (self.n_samples, now.n_samples) or self.n_samples == now.n_samples:
             return ""
         return (
-            f"data.train has {now.n_samples:,} samples, and had {self.n_samples:,} at the checkpoint: the "
-            "order of an epoch depends on their number, so in the epoch under way some samples may come twice or not "
-            "at all"
+            f"data.train has {now.n_samples:,} samples, and had {self.n_samples:,} at the checkpoint: in the epoch "
+            "under way some samples may come twice or not at all"
         )
 
     def check_model(self, data: DataDescription, key: str) -> None:
@@ -120,8 +117,7 @@ class DataDescription:
 
         if self.scaling and other.scaling and self.scaling != other.scaling:
             raise ConfigError(
-                f"the images of {key} are {other.scaling}, and the images of {of} are {self.scaling}: they differ for "
-                "a model. Bytes are normalised on the device, and floats are left as the transform made them: let both "
+                f"the images of {key} are {other.scaling}, and the images of {of} are {self.scaling}: let both "
                 "transforms return the same type (leave ToTensor or ToDtype out, or put it into both)"
             )
 

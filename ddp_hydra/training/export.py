@@ -88,8 +88,7 @@ def compared(model: nn.Module, again: Callable[..., Any], example: Example, tole
     if not difference <= tolerance * max(1.0, scale):  # NaN, too
         raise ConfigError(
             f"the written model's output differs by up to {difference:.3g} from the model's, whose largest number is "
-            f"{scale:.3g}; nothing was written. Does the model draw random numbers, or use a buffer that is not in its "
-            f"state_dict? To accept this difference, give tolerance={2 * difference / max(1.0, scale):.1g}"
+            f"{scale:.3g}; nothing was written. To accept it, give tolerance={2 * difference / max(1.0, scale):.1g}"
         )
     return difference
 

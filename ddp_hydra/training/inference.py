@@ -104,9 +104,7 @@ def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]
 
 def check_labels(data: Any) -> None:
     if not getattr(data, "labelled", True):
-        raise ConfigError(
-            f"{build_data.name_of(data)} has no labels here, so there is nothing to compare with: use predict"
-        )
+        raise ConfigError(f"{build_data.name_of(data)} has no labels here: use predict")
 
 
 def check_data(trained: DataDescription, data: DataDescription, key: str) -> None:
@@ -171,8 +169,8 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
     counts = gather_objects(None if interrupted else reader.n_read)
     if None not in counts and len(set(counts)) > 1:
         raise DataError(
-            f"{type(run.data).__name__} gave the ranks {', '.join(f'{n:,}' for n in counts)} samples, so they have no "
-            "common order, and some were left out: predict on one rank (dispatch.ranks=1 or cluster=inline)"
+            f"{type(run.data).__name__} gave the ranks {', '.join(f'{n:,}' for n in counts)} samples, and some were "
+            "left out: predict on one rank (dispatch.ranks=1 or cluster=inline)"
         )
     if not interrupted:
         if not reader.n_read:

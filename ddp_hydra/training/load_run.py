@@ -26,7 +26,7 @@ from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.data_description import DataDescription
+from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR
 from ddp_hydra.training.state import ByName, TrainingState, each, load_weights
 
@@ -140,9 +140,7 @@ def restore(state: TrainingState, content: dict[str, Any]) -> str:
         state.best = None
         if (early_stopping := state.extras.get("early_stopping")) is not None:
             early_stopping.load_state_dict({"best": None, "validations_without_progress": 0})
-    changes = checkpoint_config.changes(before, now)
-    more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
-    return ", ".join(changes[:SHOWN]) + more
+    return shown(checkpoint_config.changes(before, now), SHOWN)
 
 
 def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
@@ -235,9 +233,8 @@ class OptimizerSettings:
             type(trial).step(trial)
         except Exception as error:
             raise CheckpointError(
-                f"the checkpoint's optimizer has kept {', '.join(map(str, kept[parameter]))}, with which "
-                f"{type(trial).__name__} with its new settings can't go on ({type(error).__name__}: {error!s:.100}): "
-                "resume with the optimizer's former settings, or begin anew from the weights with model.weights=<run>"
+                f"{type(trial).__name__} can't go on with what the checkpoint's has kept ({type(error).__name__}: "
+                f"{error!s:.100}): resume with its former settings, or begin anew with model.weights=<run>"
             ) from error
 
     def _set_rates(self) -> None:

@@ -74,20 +74,16 @@ def _message(cfg: DictConfig, reason: str) -> str:
     on_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     batch, halves = cfg.data.batch_size, 2 * cfg.trainer.gradient_accumulation_steps
-    advice = (
-        [f"data.batch_size={batch // 2} trainer.gradient_accumulation_steps={halves} (the same steps)"]
-        if batch > 1
-        else []
-    )
+    same_steps = f"data.batch_size={batch // 2} trainer.gradient_accumulation_steps={halves} (the same steps)"
+    advice = [same_steps] if batch > 1 else []
     if cfg.trainer.precision in ("fp32", "tf32"):
         advice.append("trainer.precision=bf16")
     advice += [f"trainer.activation_checkpointing=[{name}]" for name in map(_repeated, models) if name]
     taken, size = peak_bytes(device) / GIB, sum(parameter.nbytes for parameter in weights) / GIB
     return (
         f"no memory left on {device} in step {place.step}, phase {place.phase}: at most {taken:.2f} of "
-        f"{total / GIB:.1f} GiB were taken. The weights are {size:.2f} GiB, their "
-        "gradients as much, the optimizer up to twice that; the rest is activations, which grow with data.batch_size="
-        f"{batch}. Type {', or '.join(advice) or 'a smaller model'}. torch said: {reason.splitlines()[0]:.200}"
+        f"{total / GIB:.1f} GiB were taken, {size:.2f} GiB for the weights, as much for their gradients. "
+        f"Type {', or '.join(advice) or 'a smaller model'}. torch said: {reason.splitlines()[0]:.200}"
     )
 
 

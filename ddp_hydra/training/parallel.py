@@ -19,6 +19,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.consensus import gather_objects, world_size
+from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.shared_memory import SharedGradients, has_sparse, prebuild_buckets
 from ddp_hydra.training.train_step import TrainStep
 
@@ -102,10 +103,7 @@ class Parallel:
         if hook in ("auto", "shared"):
             self.shared = _share(self.wrapped)
             if hook == "shared" and self.shared is None:
-                raise ConfigError(
-                    "parallel.comm_hook=shared is for dense gradients of ranks that compute on the CPUs of one host, "
-                    "where each can open the others' memory, and that is not so here: leave it out"
-                )
+                raise ConfigError("parallel.comm_hook=shared is for dense gradients on one host's CPUs: leave it out")
         elif hook in ("fp16", "bf16"):
             from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -168,10 +166,9 @@ def all_used(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     yield
     unused = [name for name, parameter in parameters if parameter.grad is None and parameter.requires_grad]
     if unused:
-        names = ", ".join(unused[:6]) + (f" and {len(unused) - 6} more" if unused[6:] else "")
         raise ConfigError(
-            f"this step's loss does not depend on {names}: if that is so in each step, leave it out of the model or "
-            "freeze it by trainer.freeze; if it is so in some steps, give parallel.find_unused_parameters=true"
+            f"this step's loss does not depend on {shown(unused, 6)}: if that is so in each step, leave it out of the "
+            "model or freeze it by trainer.freeze; if in some steps, give parallel.find_unused_parameters=true"
         )
 
 
@@ -228,10 +225,7 @@ def ddp(
         if value not in allowed:
             raise ConfigError(f"parallel.{name}={value}: give one of {', '.join(allowed)}")
     if sync_batchnorm and next(step.parameters()).device.type == "cpu":
-        raise ConfigError(
-            "parallel.sync_batchnorm=true needs GPUs, but this rank computes on the CPU: leave it out, or "
-            "give parallel.batchnorm=average"
-        )
+        raise ConfigError("parallel.sync_batchnorm=true needs GPUs: leave it out, or give parallel.batchnorm=average")
     uses_all = not static_graph and not find_unused_parameters
     if world_size() == 1:
         return Parallel(step, step, uses_all)  # DDP would only cost time
@@ -279,10 +273,7 @@ def _ranks_per_host() -> int:
     local = _ranks_on_host()
     every = set(gather_objects(local))
     if len(every) > 1:
-        raise ConfigError(
-            f"parallel.comm_hook=post_local_sgd needs equally many ranks on each host, but hosts have "
-            f"{sorted(every)}: give dispatch.ranks that divide evenly, or another hook"
-        )
+        raise ConfigError(f"comm_hook=post_local_sgd needs equally many ranks on each host, not {sorted(every)}")
     return local
 
 
@@ -298,10 +289,7 @@ def dp(step: TrainStep) -> Parallel:
     """
     _refuse_several_ranks("dp")
     if step.update:
-        raise ConfigError(
-            f"parallel=dp splits batches where the whole model is called, but the task trains its part {step.update} "
-            "apart: give parallel=none, or parallel=ddp"
-        )
+        raise ConfigError(f"parallel=dp trains a whole model, and the task its part {step.update}: give parallel=ddp")
     step.wrap(DataParallel)
     return Parallel(step, step)
 

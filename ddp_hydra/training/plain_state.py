@@ -128,9 +128,8 @@ def encode(value: Any, name: str = "", copy: Callable[[torch.Tensor], torch.Tens
     if kind is None:
         of = type(value)
         raise CheckpointError(
-            f"{name} is a {of.__module__}.{of.__qualname__}, which a checkpoint can't hold, because nothing in one is "
-            "unpickled: save numbers, texts, lists, dicts, tensors or numpy arrays (a state_dict of your own chooses "
-            "them)"
+            f"{name} is a {of.__module__}.{of.__qualname__}, which a checkpoint can't hold: save numbers, texts, "
+            "lists, dicts, tensors or numpy arrays (a state_dict of your own chooses them)"
         )
     return {KIND: kind, "value": encode(_KINDS[kind].take_apart(value), name, copy)}
 
@@ -171,9 +170,7 @@ def decode(value: Any) -> Any:
     if isinstance(value, dict):
         if (kind := value.get(KIND)) is not None:
             if kind not in _KINDS:
-                raise CheckpointError(
-                    f"the checkpoint has a value of the kind {kind!r}, which this version does not know"
-                )
+                raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}")
             return _KINDS[kind].put_together(decode(value["value"]))
         decoded: Any = type(value)()
         for key, part in value.items():

@@ -25,7 +25,7 @@ from ddp_hydra.training import build_data, builders, memory, parameter_groups
 from ddp_hydra.training.callbacks import check_names
 from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.data_description import DataDescription, length
+from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
 from ddp_hydra.training.parallel import broadcast
@@ -89,9 +89,14 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     micro_batches = f"{accumulation} micro-batches x " if accumulation > 1 else ""
     loss, patience = trained_loss(run.task), cfg.trainer.early_stopping_patience
     loss_size = sum(one.numel() for one in loss.parameters() if one.requires_grad) if loss is not None else 0
+    own_loss = f"{type(loss).__name__}, {counted(loss_size, 'parameter')}, trained with the model"
     what = counted(patience or 0, "epoch" if val_set is None else "validation")
+    progress = f"{what} without progress in {cfg.objective.metric}"
+    has_workers = isinstance(train_set, InWorkers) and train_set.asked
+    reading = f"{counted(train_set.number, 'worker')} beside each rank" if has_workers else ""
     is_stream = isinstance(sampler, StreamSampler)
     note = sampler.resumed(position.offset) if is_stream and position.step else ""
+    reached = f"at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
     skipped = [skipped_by(data) for data in (train_set, val_set)]
     lines = [
         ("model", f"{type(model).__name__}, {parameters:,} parameters{frozen}"),
@@ -101,36 +106,18 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
         ("batch", f"{cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective"),
         ("steps", f"{total_steps:,}" + (f", {epoch_steps:,} in an epoch" if epoch_steps else " at most")),
         ("stream", sampler.part.how if is_stream else ""),
-        (
-            "reading",
-            f"{counted(train_set.number, 'worker')} beside each rank"
-            if isinstance(train_set, InWorkers) and train_set.asked
-            else "",
-        ),
-        (
-            "stops",
-            f"early after {what} without progress in {cfg.objective.metric}" if patience is not None else "",
-        ),
+        ("reading", reading),
+        ("stops", f"early after {progress}" if patience is not None else ""),
         *(("skipped", text) for text in dict.fromkeys(skipped)),
-        (
-            "resumed",
-            f"at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
-            if position.step
-            else "",
-        ),
+        ("resumed", reached if position.step else ""),
         ("changed", changed),
         ("weighs", run.task.note),
-        (
-            "loss",
-            f"{type(loss).__name__}, {counted(loss_size, 'parameter')}, trained with the model"
-            if loss is not None
-            else "",
-        ),
+        ("loss", own_loss if loss is not None else ""),
         ("weights", f"from a file, all but {', '.join(untouched) or 'none'}" if untouched is not None else ""),
     ]
     epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
-    shown = [f"{name:10}{text}" for name, text in lines if text]
-    return Start(shown, total_steps, epochs, world_size, epoch_means=True)
+    header = [f"{name:10}{text}" for name, text in lines if text]
+    return Start(header, total_steps, epochs, world_size, epoch_means=True)
 
 
 def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:
@@ -256,10 +243,7 @@ def updates_of(task: Task) -> list[str]:
     for step, of_step in of_steps.items():
         check_updates(task, step, of_step)
     if not names or ("" in names and len(names) > 1):
-        raise ConfigError(
-            f"{type(task).__name__}.updates(step) returned {names}: it must return the names of parts of the model, or "
-            "('',) for the whole model"
-        )
+        raise ConfigError(f"{type(task).__name__}.updates(step) returned {names}: return names of parts, or ('',)")
     return names
 
 
@@ -271,8 +255,7 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
     }
     fresh = {parameter for parameter, names in named.items() if parameter_groups.is_chosen(names, stage["patterns"])}
     if not fresh:
-        names = [names[0] for names in named.values()]
-        frozen = f"frozen are {', '.join(names[:6])}{', …' if names[6:] else ''}" if names else "nothing is frozen"
+        frozen = f"frozen are {shown([names[0] for names in named.values()], 6)}" if named else "nothing is frozen"
         raise ConfigError(f"unfreeze({stage['patterns']}) fits no frozen parameter; {frozen}")
     for parameter in fresh:
         parameter.requires_grad_()

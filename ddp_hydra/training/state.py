@@ -132,10 +132,8 @@ class TrainingState:
                     if missing := needed[name] - group.keys():
                         raise ValueError(f"it has no {', '.join(sorted(missing))}")
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint does not fit this optimizer and schedule ({error}): resume with the config it was "
-                "made with (resume=<run dir> brings it along)"
-            ) from error
+            what = f"the checkpoint does not fit this optimizer and schedule ({error})"
+            raise CheckpointError(f"{what}: resume with the config it was made with") from error
         self.best = content.get("best")
         self.validations = int(content.get("validations") or 0)
         self.validation_due = bool(content.get("validation_due"))
@@ -252,8 +250,7 @@ def _copied(model: nn.Module) -> nn.Module:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"trainer.ema_decay needs a copy of the model, and {type(model).__name__} can't be copied "
-            f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null, or build what can't be copied "
-            "outside of the model"
+            f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null"
         ) from error
 
 

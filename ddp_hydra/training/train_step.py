@@ -85,9 +85,8 @@ class TrainStep(nn.Module):
         # Each trained parameter gets a gradient of zero, as DDP demands.
         if step.n is None or step.summed or float(step.n) > 0:
             raise ConfigError(
-                "the task's loss depends on none of the weights that are trained, so it has no gradient: has it gone "
-                "through .detach(), .item(), argmax or torch.no_grad()? If nothing counts in this micro-batch, return "
-                "Step(loss, n=0)"
+                "the task's loss depends on none of the weights that are trained (has it gone through .detach(), "
+                ".item(), argmax or torch.no_grad()?): if nothing counts in this micro-batch, return Step(loss, n=0)"
             )
         sparse = {
             id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
@@ -122,10 +121,7 @@ def as_step(result: Any, task: Task | None = None) -> Step:
     if task is not None:
         check_sums(step.sums, task)
     if loss.numel() != 1:
-        raise ValueError(
-            f"the loss is {described(loss)}: a task returns a scalar, the mean over the micro-batch; has the criterion "
-            "reduction=none?"
-        )
+        raise ValueError(f"the loss is {described(loss)}: a task returns a scalar; has the criterion reduction=none?")
     loss = loss.reshape(()) if loss.ndim else loss  # a view of a scalar would be one more node of the graph
     if isinstance(n, Tensor) and n.device.type == "cpu":
         n = n.item()
@@ -138,10 +134,7 @@ def check_sums(sums: Mapping[str, Any], task: Task) -> None:
     makes_own = type(task).metrics is not Task.metrics
     for name, value in sums.items():
         if name in ("loss", "n") or name.rpartition("/")[2] in ("n", "sum"):
-            raise ConfigError(
-                f"the task's sums have {name!r}, a name of the loop's own sums: the loss and its n are logged already; "
-                "give it another name"
-            )
+            raise ConfigError(f"the task's sums have {name!r}, a name of the loop's own sums: give it another name")
         parts = [part for part in (value if isinstance(value, tuple) else (value,)) if part is not None]
         if not all(isinstance(part, (Tensor, numbers.Number)) for part in parts) or not 0 < len(parts) < 3:
             raise ConfigError(

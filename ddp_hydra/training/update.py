@@ -201,7 +201,6 @@ def check_updates(task: Task, step: int, names: Sequence[str], known: Iterable[s
         raise ConfigError(
             f"{type(task).__name__}.updates({step}) returned {tuple(names)}: each step has to update something"
             + (f", one of {', '.join(known)}" if known is not None else "")
-            + "; to train a part less often, return the others in the steps between"
         )
 
 

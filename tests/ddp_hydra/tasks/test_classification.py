@@ -240,7 +240,7 @@ def test_a_loss_with_a_classifier_of_its_own_has_no_accuracy_of_the_embedding():
     assert measured(own, batch).keys() == {"loss"}
     assert own.predict(lambda x: x, batch).keys() == {"prediction"}
     metric = pytest.importorskip("torchmetrics.classification").MulticlassAccuracy(num_classes=4)
-    with pytest.raises(ConfigError, match="needs the scores of classes, and the loss Arc computes them itself"):
+    with pytest.raises(ConfigError, match="needs scores of classes, which Arc keeps"):
         own.update_metric(metric, own.step(lambda x: x, batch))
 
 

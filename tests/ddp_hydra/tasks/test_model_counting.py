@@ -146,7 +146,7 @@ def test_any_split_has_the_gradient_and_the_loss_of_the_whole(name, split):
 
 def test_starts_that_count_without_their_ends_are_refused():
     batch = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([1, TIME])}
-    with pytest.raises(ConfigError, match=r"2 of the start_positions .* but 1 of the end_positions.*Set both to 0"):
+    with pytest.raises(ConfigError, match=r"2 of the start_positions .* but 1 of the end_positions.*set both to 0"):
         ModelLoss().step(model("BertForQuestionAnswering", answers, outputs=2), {"input_ids": IDS[:2], **batch})
 
 

@@ -265,7 +265,7 @@ def test_a_fault_in_the_middle_of_a_checkpoint_leaves_the_half_of_one(shared_sta
     with pytest.raises(RuntimeError, match="on purpose"):
         write(state().capture(), tmp_path / "half.pt", step=2)
     assert 0 < (tmp_path / "half.pt").stat().st_size < (tmp_path / "whole.pt").stat().st_size
-    with pytest.raises(CheckpointError, match="damaged or something else"):
+    with pytest.raises(CheckpointError, match="take an earlier step file"):
         read(tmp_path / "half.pt")
 
 

@@ -184,7 +184,7 @@ def test_training_and_validation_images_must_be_scaled_alike(train, val, said):
         return
     with pytest.raises(ConfigError, match=said):
         ours.check_validation(theirs)
-    with pytest.raises(ConfigError, match="they differ for a model"):
+    with pytest.raises(ConfigError, match="let both transforms return the same type"):
         ours.check_model(theirs, "data.val")
 
 

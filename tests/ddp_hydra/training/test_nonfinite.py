@@ -84,7 +84,7 @@ def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
     samples = list(range(1000, 1000 + 3 * SHOWN))
     with pytest.raises(NonFiniteLoss) as caught:
         NonFiniteHandler("abort", 10, state()).handle(BAD, 0, samples)
-    assert f", {samples[SHOWN - 1]}, …" in str(caught.value)
+    assert f", {samples[SHOWN - 1]} … ({3 * SHOWN})" in str(caught.value)
     assert str(samples[SHOWN]) not in str(caught.value)
     assert json.loads(sent[0].data.text)["samples"] == samples
 
@@ -213,7 +213,9 @@ def test_of_a_bad_gradient_each_rank_records_its_samples_and_the_first_names_the
         "step": 6, "rank": rank, "loss": str(loss), "samples": [4, 8], "gradients": names
     }  # fmt: skip
     assert caught.value.consequence == (rank != 0)
-    said = "the gradient of layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, … is not finite in step 6, although "
+    said = (
+        "the gradient of layer.0, layer.1, layer.2, layer.3, layer.4, layer.5 … (8) is not finite in step 6, although "
+    )
     said += "the loss is 0.3; samples of this rank: 4, 8. Lower optimizer.lr"
     assert str(caught.value).startswith("rank 0 found a gradient that is not finite in step 6" if rank else said)
 

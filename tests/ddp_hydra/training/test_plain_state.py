@@ -243,7 +243,7 @@ class Odd:
 
 def test_a_run_is_refused_before_its_first_step(train):
     made: list[Any] = []
-    with pytest.raises(CheckpointError, match=r"^scheduler: _last_lr\[0\] is a .*Own.*nothing in one is unpickled"):
+    with pytest.raises(CheckpointError, match=r"^scheduler: _last_lr\[0\] is a .*Own.*a checkpoint can't hold"):
         train(whole={"scheduler": {"_target_": f"{__name__}.Odd"}}, into=made)
     assert made[0].saved == []
 

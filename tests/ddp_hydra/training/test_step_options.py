@@ -225,7 +225,7 @@ def test_data_parallel_splits_the_batches_of_the_training(train, monkeypatch):
 def test_what_does_not_go_with_data_parallel_is_refused(train, group):
     with pytest.raises(ConfigError, match=r"trainer\.compile=default does not go with parallel=dp.*give parallel=ddp"):
         train(parts=SPLIT, compile="default")
-    with pytest.raises(ConfigError, match="trains its part one apart: give parallel=none"):
+    with pytest.raises(ConfigError, match="the task its part one: give parallel=ddp"):
         builders.parallel(
             OmegaConf.merge(config(), SPLIT), TrainStep(Apart(), nn.ModuleDict({"one": nn.Identity()}), "one")
         )
