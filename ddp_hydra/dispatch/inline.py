@@ -7,8 +7,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +60,16 @@ def run(
         attempt: number of this start, in its records.
         kwargs: passed to the function.
     """
+    from unittest import mock
+
     import cloudpickle
 
     from ddp_hydra.rank import network, process
     from ddp_hydra.rank.process_group import leave_process_group, meet, process_group
 
     settings = settings or GangSettings()
-    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, variables_restored():
+    restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
+    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:
         if settings.threads:
             process.set_threads(settings.threads, 1)
         results.connect(DirectSender(on_record, Path(folder)), 0, attempt, settings.retry_s)
@@ -104,14 +106,3 @@ def fetch(record: Record, target: Path) -> None:
     assert isinstance(record.data, File)
     assert record.data.source
     shutil.move(record.data.source, target)
-
-
-@contextmanager
-def variables_restored() -> Iterator[None]:
-    before, hook = dict(os.environ), sys.excepthook
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-        sys.excepthook = hook

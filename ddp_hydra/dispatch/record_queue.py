@@ -147,10 +147,7 @@ def local_path(run_dir: str | Path) -> Path:
         ConfigError: it is a URL.
     """
     if "://" in str(run_dir):
-        raise ConfigError(
-            f"run_dir={str(run_dir)!r} is a URL, and results are written to a folder of this machine: give a path, and "
-            "copy the folder when the run has ended"
-        )
+        raise ConfigError(f"run_dir={str(run_dir)!r} is a URL: give a folder of this machine, and copy it afterwards")
     return Path(run_dir).expanduser().absolute()
 
 

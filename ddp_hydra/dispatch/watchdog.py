@@ -162,10 +162,8 @@ class Watchdog:
         self.check_pending()
         late, limit_s = self.rank_states.late, self.settings.start_timeout_s
         if late and time.monotonic() - self.begun_at > limit_s:
-            message = (
-                f"rank {ranges(late)} of {len(self.specs)} had not started after dispatch.start_timeout_s={limit_s:g}: "
-                "the workers are busy with other Dask tasks, or stuck"
-            )
+            what = f"rank {ranges(late)} of {len(self.specs)} had not started after"
+            message = f"{what} dispatch.start_timeout_s={limit_s:g}: the workers are busy with other tasks, or stuck"
             self.rank_states.fail(self.specs[late[0]], "start", message, ended=False)
 
     def check_pending(self) -> None:
@@ -181,10 +179,8 @@ class Watchdog:
 
     def scheduler_lost(self, how: str) -> SchedulerLost:
         self.workers.is_cut_off = True
-        return SchedulerLost(
-            f"the scheduler {self.workers.scheduler} {how}; its workers stop the ranks. Go on with resume=<run dir> "
-            "once it is back"
-        )
+        what = f"the scheduler {self.workers.scheduler} {how}; its workers stop the ranks"
+        return SchedulerLost(f"{what}. Go on with resume=<run dir> once it is back")
 
     def check_silence(self) -> None:
         """Give up workers that have been silent for too long.
@@ -199,11 +195,8 @@ class Watchdog:
         for rank in silent:
             address = self.specs[rank].worker
             self.silent.add(address)
-            self.lose_worker(
-                address,
-                f"nothing was heard from its worker {address} for dispatch.lost_timeout_s="
-                f"{limit_s:g}: its host is down, or cut off",
-            )
+            what = f"nothing was heard from its worker {address} for dispatch.lost_timeout_s={limit_s:g}"
+            self.lose_worker(address, f"{what}: its host is down, or cut off")
 
     def lose_worker(self, address: str, how: str) -> None:
         self.workers.lost.add(address)

@@ -127,10 +127,7 @@ def locked(folder: Path) -> Iterator[int]:
         try:
             status = os.fstat(handle)
             if status.st_uid != os.getuid() or status.st_mode & 0o077:
-                raise ConfigError(
-                    f"{folder} must belong to you and be closed to others, since ranks are started through it; "
-                    "it is not: remove it, or set XDG_RUNTIME_DIR to a folder of your own"
-                )
+                raise not_own(folder, "it is another user's, or open to others")
             lock(handle, folder)
             if folder.exists() and folder.stat().st_ino == status.st_ino:
                 yield handle
@@ -138,11 +135,12 @@ def locked(folder: Path) -> Iterator[int]:
         finally:
             fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
             os.close(handle)
-    what = "a symbolic link" if folder.is_symlink() else "something else"
-    raise ConfigError(
-        f"{folder} must be a folder of your own, since ranks are started through it; there is {what} in its place, or "
-        "on the way to it: remove that, or set XDG_RUNTIME_DIR to a folder of your own"
-    )
+    raise not_own(folder, f"there is {'a symbolic link' if folder.is_symlink() else 'something else'} in its place")
+
+
+def not_own(path: Path | str, why: str) -> ConfigError:
+    own = f"{path} must be your own and closed to others, since ranks are started through it; {why}"
+    return ConfigError(f"{own}: remove it, or set XDG_RUNTIME_DIR to a folder of your own")
 
 
 def lock(handle: int, folder: Path) -> None:
@@ -180,10 +178,7 @@ def _connect(address: str) -> socket.socket:
     try:
         connection.connect(address)
         if (user := user_of(connection)) not in (None, os.getuid()):
-            raise ConfigError(
-                f"the fork server at {address} belongs to user id {user}, not to you, and ranks are started through "
-                "it: remove the socket, or set XDG_RUNTIME_DIR to a folder of your own"
-            )
+            raise not_own(address, f"it belongs to user id {user}")
     except BaseException:
         connection.close()
         raise

@@ -59,8 +59,7 @@ def secure(local_directory: str) -> None:
         raise ConfigError(
             f"another user of host {socket.gethostname()} can swap the worker's folder {folder}, which ranks import "
             f"from: {wrong} belongs to user id {owner}, not {me}{', and all may write there' if is_open else ''}. Give "
-            "the workers a temporary folder of your own: DASK_TEMPORARY_DIRECTORY=<folder> in their environment, or "
-            "dask worker --local-directory <folder>"
+            "the workers a folder of your own: DASK_TEMPORARY_DIRECTORY, or dask worker --local-directory <folder>"
         )
 
 

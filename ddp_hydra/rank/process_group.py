@@ -80,10 +80,7 @@ def choose_backend(store: dist.Store, rank: int, world_size: int) -> str:
     if not store.add("ddp_hydra/gpu_shared", 0):
         return "cpu:gloo,cuda:nccl"
     if rank == 0:
-        results.warn(
-            "ranks share a GPU, and NCCL takes each once, so gradients are exchanged by gloo, which is slower: give as "
-            "many workers as there are GPUs, or on a single host dispatch.ranks=<number of GPUs>"
-        )
+        results.warn("ranks share a GPU, so gradients go by gloo, which is slower: give as many workers as GPUs")
     return "gloo"
 
 
@@ -94,10 +91,8 @@ def check_gpu_is_own(store: dist.Store, rank: int, world_size: int) -> None:
         ConfigError: there is none, or another rank has it; says what to give instead.
     """
     if not torch.cuda.is_available():
-        raise ConfigError(
-            f"dispatch.backend=nccl, but {socket.gethostname()}, where rank {rank} is, has no GPU that torch can use: "
-            "give dispatch.backend=auto"
-        )
+        where = f"{socket.gethostname()}, where rank {rank} is"
+        raise ConfigError(f"dispatch.backend=nccl, but {where}, has no GPU for torch: give dispatch.backend=auto")
     uuid = gpu_uuid()
     if world_size == 1 or uuid is None or store.add(f"ddp_hydra/gpu/{uuid}", 1) == 1:
         return
@@ -105,8 +100,7 @@ def check_gpu_is_own(store: dist.Store, rank: int, world_size: int) -> None:
     raise ConfigError(
         f"rank {rank} on {socket.gethostname()} has the same GPU as another rank ({uuid}), and NCCL takes each once: "
         f"this host has {ranks} ranks that see {here} GPU{'s' * (here != 1)}. Give as many workers as there are GPUs, "
-        f"or on a single host dispatch.ranks={here}; or share GPUs with dispatch.backend=gloo, or do without, with "
-        "trainer.device=cpu"
+        f"on a single host dispatch.ranks={here}, or dispatch.backend=gloo, or trainer.device=cpu"
     )
 
 

@@ -354,17 +354,12 @@ class RankProcess:
     def failure(self, output: str) -> Failure:
         assert self.exit is not None
         if "refused" in self.exit:
-            message = (
-                f"could not be started: its host lets this user start no other process ({self.exit['refused']}); run "
-                "fewer ranks there, or raise the limit (ulimit -u, or a container's pids limit)"
-            )
+            what = f"could not be started: its host lets this user start no other process ({self.exit['refused']})"
+            message = f"{what}; run fewer ranks there, or raise the limit (ulimit -u, or a container's pids limit)"
             return Failure("start", message=message, time_s=time.time())
         if "server" in self.exit:
-            message = (
-                "ended with the fork server of its host, which starts the ranks and has ended: killed by hand, or by "
-                "the system because memory ran out, or it could not start; ddp-hydra warm starts and shows it"
-            )
-            return Failure("killed", message=message, time_s=time.time())
+            what = "ended with the fork server of its host, which was killed, as for lack of memory, or could not start"
+            return Failure("killed", message=f"{what}; ddp-hydra warm starts and shows it", time_s=time.time())
         kind, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = output.rfind("Fatal Python error")
         trace = output[fatal:] if fatal >= 0 else ""

@@ -98,15 +98,10 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
             ConfigError: there is no such setting, or its value is of another type.
         """
-        if unknown := [name for name in settings if name not in cls.__struct_fields__]:
-            raise ConfigError(
-                f"a gang has no setting {unknown[0]!r}: give some of {', '.join(sorted(cls.__struct_fields__))}"
-            )
         try:
             return msgspec.convert(dict(settings), cls)
         except msgspec.ValidationError as error:
-            what, _, where = str(error).partition(" - at `$.")
-            raise ConfigError(f"a gang's setting {where.rstrip('`')}: {what[:1].lower()}{what[1:]}") from None
+            raise ConfigError(f"a gang's settings are {', '.join(sorted(cls.__struct_fields__))}: {error}") from None
 
 
 class JobSpec(Struct, frozen=True, kw_only=True):
@@ -166,9 +161,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
             if sender.format == FORMAT:
                 return msgspec.msgpack.decode(data, type=cls)
         raise ConfigError(
-            f"the client has ddp_hydra {sender.version}, and worker host {socket.gethostname()} has "
-            f"{ddp_hydra.__version__}, which can't read its jobs (format {sender.format}, not {FORMAT}): install the "
-            "same version on both"
+            f"the client has ddp_hydra {sender.version} (format {sender.format}), and worker host "
+            f"{socket.gethostname()} has {ddp_hydra.__version__} (format {FORMAT}): install the same version on both"
         )
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from distributed import Client, LocalCluster, Worker
@@ -18,7 +20,6 @@ from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect, scheduler_plugin
 from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.cluster.reservation import Reservation
-from ddp_hydra.dispatch.inline import variables_restored
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import fork_client
 from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
@@ -35,7 +36,7 @@ def wait_for_workers(client, n, timeout_s, status=lambda: "", hint=""):
 
 @pytest.fixture(autouse=True)
 def pools_end() -> Iterator[None]:
-    with variables_restored():  # Dask's nannies set some
+    with mock.patch.dict(os.environ):  # Dask's nannies set some
         yield
         if Pool.made is not None:
             Pool.made.close()

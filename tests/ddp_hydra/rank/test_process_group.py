@@ -34,7 +34,7 @@ def test_groups_made_beside_the_main_one_have_its_timeout():
 
 def test_nccl_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"has no GPU that torch can use: give dispatch.backend=auto"):
+    with pytest.raises(ConfigError, match=r"has no GPU for torch: give dispatch.backend=auto"):
         module.check_gpu_is_own(dist.HashStore(), 0, 2)
 
 
