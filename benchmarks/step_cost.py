@@ -137,7 +137,7 @@ def storing() -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     optimizer.step()
-    content = TrainingState(model, optimizer, constant(optimizer, 1), Position(), {}).capture()
+    content = TrainingState(model, optimizer, constant(optimizer, 1), Position(), {}).begin_capture()()
     with tempfile.TemporaryDirectory() as folder:
         results.connect(Here(Path(folder)))
         begin = time.process_time()

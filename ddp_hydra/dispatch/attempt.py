@@ -107,7 +107,7 @@ class Attempt(watchdog.Watchdog):
         """Submit one task for each worker, where none waits for this attempt; leave no rank behind."""
         with contextlib.ExitStack() as stack:
             self.client.subscribe_topic(self.name, self.events.put)
-            stack.callback(self.unsubscribe)
+            stack.callback(lambda: self.client.status == "running" and self.client.unsubscribe_topic(self.name))
             stack.callback(self.end_all)
             workers = placement.by_worker(self.specs)
             if self.waiting:
@@ -135,10 +135,6 @@ class Attempt(watchdog.Watchdog):
             pure=False,
             retries=0,
         )
-
-    def unsubscribe(self) -> None:
-        if self.client.status == "running":
-            self.client.unsubscribe_topic(self.name)
 
     def end_all(self) -> None:
         """Stop the ranks that still run, and wait for their end; release the tasks that wait for no other attempt."""

@@ -77,20 +77,14 @@ def _candidates(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Any:
         if mask is not None and mask.shape == labels.shape and bool((mask != 1).any()):
             yield "mask", F.binary_cross_entropy_with_logits(logits[mask == 1], labels[mask == 1].float())
     kept = labels[labels != IGNORED]
-    axis = next((axis for axis in (-1, 1) if _without(logits, axis) == list(labels.shape)), None)
+    axes = (-1, 1) if logits.ndim > 1 else ()
+    axis = next((axis for axis in axes if logits.movedim(axis, -1).shape[:-1] == labels.shape), None)
     if axis is None or not len(kept) or int(kept.max()) >= logits.shape[axis] or int(kept.min()) < 0:
         return
     logits = logits.movedim(axis, -1)
     yield "all", F.cross_entropy(logits.flatten(0, -2), labels.flatten())
     if axis == -1 and labels.ndim > 1:
         yield "shift", F.cross_entropy(logits[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten())
-
-
-def _without(logits: Tensor, axis: int) -> list[int]:
-    shape = list(logits.shape)
-    if len(shape) > 1:
-        shape.pop(axis)
-    return shape
 
 
 _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")

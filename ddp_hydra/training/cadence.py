@@ -69,10 +69,6 @@ class Cadence:
     def validates_amid_epoch(self, step: int) -> bool:
         return is_due(step, self.validate_every_steps)
 
-    @property
-    def only_at_end(self) -> bool:
-        return not (self.checkpoint_every_steps or self.checkpoint_every_epochs)
-
     def after_epoch(self, step: int, epochs: int) -> Actions:
         # At its end, a run validates and saves even amid an epoch.
         run_ends = step >= self.total_steps

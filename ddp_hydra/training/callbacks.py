@@ -228,7 +228,7 @@ class Callbacks:
             if changed := [what for what, value in before.items() if value != after[what]]:
                 raise ConfigError(
                     f"callbacks.{name} ({type(callback).__name__}) has changed {' and '.join(changed)}, which a "
-                    "resumed run would not repeat: use run.unfreeze(...), or changes_training=True with a state_dict()"
+                    "resumed run would not repeat: use run.unfreeze(...), or set changes_training=True"
                 )
 
     def _fingerprint(self) -> dict[str, Any]:

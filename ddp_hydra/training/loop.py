@@ -26,7 +26,7 @@ from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.lr_schedules import steps_in_epoch
 from ddp_hydra.training.metrics import Count, Meter, count, named
 from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
-from ddp_hydra.training.run import TrainingRun
+from ddp_hydra.training.run import TrainingRun, seed_step
 from ddp_hydra.training.update import Update
 
 OF_THE_CLIENT = ("cluster", "dispatch", "results")
@@ -72,11 +72,12 @@ def fit(run: TrainingRun) -> None:
     while not run.is_over:
         run.remember_unfrozen()
         run.begin_epoch()
-        if run.validation_is_due_amid_epoch:
+        if run.state.validation_due and run.position.offset > 0 and not run.epoch_is_over:
             validate_amid_epoch(run, Actions(validate=True))
             continue
         for micro_batches in run.steps():
-            run.begin_step()
+            seed_step(run.cfg.seed, run.step, run.rank)
+            run.nonfinite.before_step()
             nonfinite = None
             for update, batches in run.begin_updates(micro_batches):  # most tasks have one
                 decision, losses, counts = forward_backward(run, update, batches)
@@ -181,7 +182,7 @@ def decide(run: TrainingRun, due: Actions, validated: bool, is_new: bool, amid_e
     run.pause_if_due()
     if run.stop or run.is_done or is_unknown or ends_early or due.save:
         run.save_validated(may_be_best)
-    elif amid_epoch and not run.cadence.only_at_end:
+    elif amid_epoch and (run.cadence.checkpoint_every_steps or run.cadence.checkpoint_every_epochs):
         run.save_validated(may_be_best, only_best=True)
     if is_unknown:
         run.checkpoints.wait()

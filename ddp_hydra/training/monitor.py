@@ -281,7 +281,7 @@ class DataStats:
             some = "; ".join(f"{name} ({bad[name][0]})" for name in sorted(bad)[:3])
             raise DataError(
                 f"all ranks together found {count_bad(bad)} bad samples of {len(dataset)}, and data.max_bad_fraction="
-                f"{share:g} allows {int(share * len(dataset))}: {some}. Remove them, or type a larger fraction"
+                f"{share:g} allows {int(share * len(dataset))}: {some}. Remove them, or give data.max_bad_fraction=…"
             )
 
 

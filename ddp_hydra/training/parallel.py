@@ -82,7 +82,7 @@ class Parallel:
 
     def __init__(self, step: TrainStep, wrapped: nn.Module, uses_all: bool = False) -> None:
         self.step, self.wrapped, self.part = step, wrapped, step.part
-        self.needed = trained_parameters(step) if uses_all else []
+        self.needed = [(name, one) for one, name in step.names().items() if uses_all and one.requires_grad]
         self.same_gradients, self.needs_even, self.own_statistics = True, "", False
         self.shared: SharedGradients | None = None
         self.averager: Any = None
@@ -154,10 +154,6 @@ class Parallel:
                 average(model.parameters())
             if self.own_statistics:
                 average(statistics(model))
-
-
-def trained_parameters(step: TrainStep) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parameter) for parameter, name in step.names().items() if parameter.requires_grad]
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def decode(value: Any) -> Any:
     if isinstance(value, dict):
         if (kind := value.get(KIND)) is not None:
             if kind not in _KINDS:
-                raise CheckpointError(f"the checkpoint has a value of the unknown kind {kind!r}")
+                raise CheckpointError(f"the checkpoint has a value of the kind {kind!r}, which is not known")
             return _KINDS[kind].put_together(decode(value["value"]))
         decoded: Any = type(value)()
         for key, part in value.items():

@@ -61,10 +61,11 @@ def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) 
     in_training = [module for module in model.modules() if module.training]
     gpus = list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
     model.eval()
-    counter = FlopCounterMode(display=False)
+    counter, is_new = FlopCounterMode(display=False), hasattr(torch.compiler, "set_stance")
+    eagerly: Any = torch.compiler.set_stance("force_eager") if is_new else nullcontext()
     try:
         watched = _by_child(model, counter.get_total_flops)
-        with _eagerly(), watched as of_children, counter, torch.random.fork_rng(gpus):
+        with eagerly, watched as of_children, counter, torch.random.fork_rng(gpus):
             forward()
     finally:
         for module in in_training:  # some may be frozen
@@ -78,10 +79,6 @@ def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) 
         for name, child in model.named_children()
     }
     return Cost(counter.get_total_flops() // samples, parts)
-
-
-def _eagerly() -> Any:
-    return torch.compiler.set_stance("force_eager") if hasattr(torch.compiler, "set_stance") else nullcontext()
 
 
 @contextmanager

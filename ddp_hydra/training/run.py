@@ -175,10 +175,6 @@ class TrainingRun:
     def _samples_are_used_up(self, samples: int = 0) -> bool:
         return not self.sampler.steps(self.position.offset + samples)
 
-    @property
-    def validation_is_due_amid_epoch(self) -> bool:
-        return self.state.validation_due and self.position.offset > 0 and not self.epoch_is_over
-
     def hear(self, reason: int) -> None:
         # A run that is done ends as at its last step: with a validation.
         if reason == DONE:
@@ -240,10 +236,6 @@ class TrainingRun:
         if isinstance(self.sampler, StreamSampler):
             return batches
         return draws.numbered(batches, epoch, offset, self.sampler.global_batch, self.rank)
-
-    def begin_step(self) -> None:
-        seed_step(self.cfg.seed, self.step, self.rank)
-        self.nonfinite.before_step()
 
     def begin_updates(self, micro_batches: Iterable[MicroBatch]) -> Iterator[tuple[Update, Iterable[MicroBatch]]]:
         names = self.task.updates(self.step)

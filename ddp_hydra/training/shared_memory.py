@@ -108,11 +108,8 @@ class ZeroGradients(nn.Module):
 
     def forward(self) -> torch.Tensor:
         trained = (part for part in self.model.parameters() if part.requires_grad)
-        return torch.stack([(_real(part) * 0).sum() for part in trained]).sum()
-
-
-def _real(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(parameter) if parameter.is_complex() else parameter
+        real = (torch.view_as_real(part) if part.is_complex() else part for part in trained)
+        return torch.stack([(part * 0).sum() for part in real]).sum()
 
 
 def prebuild_buckets(ddp: DistributedDataParallel) -> None:

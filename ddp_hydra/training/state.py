@@ -83,9 +83,6 @@ class TrainingState:
         named = self.model.named_parameters(remove_duplicate=False)
         self.infinite = [name for name, parameter in named if not is_finite(parameter)]
 
-    def capture(self) -> dict[str, Any]:
-        return self.begin_capture()()
-
     def begin_capture(self) -> Callable[[], dict[str, Any]]:
         return plain_state.begin_copy(self._content())
 

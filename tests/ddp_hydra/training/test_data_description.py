@@ -57,7 +57,7 @@ def test_a_vector_must_have_one_length_in_all_data():
 
 def test_one_class_is_told():
     task = SimpleNamespace(criterion=torch.nn.CrossEntropyLoss())
-    assert "data.train has one class only (cats): the" in build_data.only_class(task, classes("cats"))
+    assert "data.train has one class only (cats), and nothing" in build_data.only_class(task, classes("cats"))
     assert not build_data.only_class(task, classes("cats", "dogs"))
     assert not build_data.only_class(SimpleNamespace(criterion=torch.nn.BCEWithLogitsLoss()), classes("cats"))
 
@@ -96,7 +96,7 @@ def test_a_resume_with_other_classes_shows_both(now, said):
 
 def test_a_resume_with_more_samples_says_what_that_means():
     warned = DataDescription(n_samples=1000).check_resume(DataDescription(n_samples=1200))
-    assert warned.startswith("data.train has 1,200 samples, and had 1,000 at the checkpoint: the order")
+    assert warned.startswith("data.train has 1,200 samples, and had 1,000 at the checkpoint: in the epoch")
     assert DataDescription(n_samples=9).check_resume(DataDescription(n_samples=9)) == ""
     assert DataDescription(n_samples=9).check_resume(DataDescription()) == ""
 

@@ -145,7 +145,7 @@ def captured(spoil):
     state = TrainingState(
         model, optimizer, lr_schedules.constant(optimizer, 1), Position(), {}, {"ema": ema, "scaler": None}
     )
-    return not_finite(state.capture(), [name for name, _ in model.named_buffers()])
+    return not_finite(state.begin_capture()(), [name for name, _ in model.named_buffers()])
 
 
 @pytest.mark.parametrize(

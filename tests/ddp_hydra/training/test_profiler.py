@@ -53,7 +53,7 @@ class Hungry(nn.Linear):
 
 def test_a_memory_that_is_full_amid_a_run_is_told_with_the_step_the_sizes_and_what_to_type(job):
     said = (
-        r"no memory left on cpu in step 2, phase forward: at most \d+\.\d\d of \d+\.\d GiB were taken\. "
+        r"no memory left on cpu in step 2, phase forward: at most \d+\.\d\d of \d+\.\d GiB were taken, "
         r"0\.00 GiB for the weights.*\. Type data\.batch_size=1 "
         r"trainer\.gradient_accumulation_steps=2 \(the same steps\), or trainer\.precision=bf16\. torch said: "
     )
