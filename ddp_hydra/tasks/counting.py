@@ -70,10 +70,7 @@ class Counting:
             raise ConfigError(f"loss.reduction=none of {name} gives a loss for each sample: give mean or sum")
         smoothing, weight = self._option("label_smoothing", 0.0), self.weight
         if weight is not None and smoothing and not self.summed and bool((weight == 0).any()):
-            raise ConfigError(
-                f"{name} with label_smoothing={smoothing} and a class of weight 0 has no mean over a batch of "
-                "that class alone: leave the class out by ignore_index, or give label_smoothing=0"
-            )
+            raise ConfigError(f"{name} with a class of weight 0 has no mean over a batch of it: give label_smoothing=0")
         how = "as a sum, by its reduction" if self.summed else "by samples"
         is_known = self.kind or (self.summed and not isinstance(function, tuple(_modules())))
         self.note = "" if is_known else f"{name} {how}; a method n(prediction, target) of it may say otherwise"

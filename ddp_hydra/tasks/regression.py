@@ -77,8 +77,5 @@ def flat_if_single(prediction: Tensor, target: Tensor) -> Tensor:
     if prediction.ndim == target.ndim + 1 and prediction.shape[-1] == 1:
         prediction = prediction.squeeze(-1)
     if prediction.shape != target.shape:
-        raise ValueError(
-            f"the model's output is {tuple(prediction.shape)}, but the target is {tuple(target.shape)}: they must have "
-            "the same shape"
-        )
+        raise ValueError(f"the model's output is {tuple(prediction.shape)}, but the target is {tuple(target.shape)}")
     return prediction

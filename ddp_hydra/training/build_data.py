@@ -129,15 +129,9 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
 def _check_kind(data: Any, key: str) -> None:
     name = name_of(data)
     if isinstance(data, (list, tuple)) and data and all(isinstance(part, Dataset) for part in data):
-        raise ConfigError(
-            f"{len(data)} data sets were built, as random_split returns them, and data.train and data.val are one "
-            "each: let _target_ be a function that returns one of them, chosen by an argument"
-        )
+        raise ConfigError(f"{len(data)} data sets were built, as by random_split: let _target_ return one of them")
     if isinstance(data, DataLoader) and (data.batch_size is not None or data.batch_sampler is not None):
-        raise ConfigError(
-            "the DataLoader makes batches, and data.batch_size makes them of samples: give it batch_size=None, or give "
-            f"its data set, {type(data.dataset).__name__}, in its place"
-        )
+        raise ConfigError("the DataLoader makes batches: give it batch_size=None, or give its data set in its place")
     if not streams.is_stream(data) and length(data) is None:
         raise ConfigError(f"{name} has no length: give it __len__, or make it an IterableDataset")
     if length(data) == 0:
@@ -256,10 +250,7 @@ def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     if not num_classes and hasattr(data, "check_classes"):
         data.check_classes(None)
     if not num_classes:
-        raise ConfigError(
-            f"{key}.num_classes is null, and {name_of(data)} has neither `classes` nor `num_classes` to "
-            f"take it from: give {key}.num_classes=<n>"
-        )
+        raise ConfigError(f"{key}.num_classes is null, and {name_of(data)} has no `classes`: give {key}.num_classes=…")
     return OmegaConf.merge(node, {"num_classes": num_classes})  # type: ignore[return-value]
 
 

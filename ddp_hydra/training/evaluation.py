@@ -85,10 +85,7 @@ class Evaluation:
         more = self.metrics.result(are_few)
         if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
             name = taken[0].removeprefix("val/").partition("/")[0]
-            raise ConfigError(
-                f"metrics.{name}: the task logs {', '.join(taken)} itself: give the metric another name, "
-                f"+metrics.my_{name}, or leave it out with '~metrics.{name}'"
-            )
+            raise ConfigError(f"metrics.{name}: the task logs {', '.join(taken)} itself: call it +metrics.my_{name}")
         return own | more
 
 

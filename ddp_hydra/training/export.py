@@ -246,8 +246,5 @@ def called_with(model: nn.Module, call: Callable[[], Any]) -> Example:
     finally:
         hook.remove()
     if not calls:
-        raise ConfigError(
-            "the task predicts without calling the whole model, so it is not known what the model takes: give "
-            "input_shape=[…], the shape of one sample"
-        )
+        raise ConfigError("the task predicts without calling the whole model: give input_shape=[…], of one sample")
     return calls[0]

@@ -70,10 +70,7 @@ def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Inference]:
     split = job["split"]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if cfg.data.get(split) is None:
-        raise ConfigError(
-            f"this run has no data.{split}: choose another data set with data=<group>, or give split=train for the "
-            "training data"
-        )
+        raise ConfigError(f"this run has no data.{split}: choose a data set with data=<group>, or give split=train")
     builders.set_float32(cfg)
     trained = load_run.restore_model(content, cfg)
     with build_data.opened(cfg, split, trained.device, trained.data) as data:
@@ -237,16 +234,10 @@ def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:
         is_number = isinstance(values, np.ndarray) and values.ndim == 0
         if is_number or len(values) != size:
             rows = "a number in place of rows" if is_number else f"{len(values)} rows"
-            raise ConfigError(
-                f"the task predicted {rows} of {name!r} for {size} samples: predict(model, batch) must "
-                "return one for each sample"
-            )
+            raise ConfigError(f"the task predicted {rows} of {name!r} for {size} samples: predict must return rows")
         found |= fitted(str(name), values, kind)
     if kind == "pictures" and not any(isinstance(part, list) and isinstance(part[0], bytes) for part in found.values()):
-        raise ConfigError(
-            f"a folder takes pictures, and the task predicts {', '.join(found)}, which are none: give "
-            "out=predictions.csv, .parquet or .npz"
-        )
+        raise ConfigError(f"a folder takes pictures, but the task predicts {', '.join(found)}: give out=<file>.csv")
     return found
 
 
@@ -279,10 +270,7 @@ def plain(name: str, values: Any) -> Any:
     if isinstance(values, np.ndarray) and not values.dtype.hasobject:
         return values
     if not isinstance(values, (list, tuple)):
-        raise ConfigError(
-            f"the task predicted {name!r} as {type(values).__name__}: predict(model, batch) must return tensors or "
-            "lists, alone or in a dict"
-        )
+        raise ConfigError(f"the task predicted {name!r} as {type(values).__name__}: return tensors or lists, or a dict")
     if all(isinstance(value, str) for value in values):
         return list(values)
     if all(isinstance(value, (bool, int, float)) for value in values):
@@ -307,10 +295,7 @@ def fitted(name: str, values: Any, kind: str) -> dict[str, Any]:
         return {f"{name}_{number}": values[:, number] for number in range(values.shape[1])}
     if kind == "pictures":
         return {name: [png(picture) for picture in values]}
-    raise ConfigError(
-        f"the task predicts {name!r} of shape {values.shape[1:]} for each sample, which is not a row of a table: give "
-        "out=<folder>/ for PNGs, or out=predictions.npz"
-    )
+    raise ConfigError(f"{name!r} of shape {values.shape[1:]} is no row of a table: give out=<folder>/ or <file>.npz")
 
 
 def png(picture: np.ndarray) -> bytes:
@@ -319,18 +304,12 @@ def png(picture: np.ndarray) -> bytes:
     if picture.ndim == 3 and picture.shape[0] in (1, 3, 4):
         picture = picture[0] if picture.shape[0] == 1 else np.moveaxis(picture, 0, -1)
     elif picture.ndim != 2:
-        raise ConfigError(
-            f"a picture must be (height, width) or (channels, height, width) with 1, 3 or 4 channels, and the task "
-            f"predicts {picture.shape}: give out=predictions.npz"
-        )
+        raise ConfigError(f"a picture has 1, 3 or 4 channels and two axes, not {picture.shape}: give out=<file>.npz")
     if picture.dtype == bool or picture.dtype.kind == "f":
         picture = (np.nan_to_num(picture.astype(np.float32)).clip(0, 1) * 255).round()
     deep = picture.max(initial=0) > 255
     if picture.min(initial=0) < 0 or picture.max(initial=0) > 65535 or (deep and picture.ndim == 3):
-        raise ConfigError(
-            f"the task predicts numbers from {picture.min()} to {picture.max()}, which no PNG holds: give "
-            "out=predictions.npz"
-        )
+        raise ConfigError(f"no PNG holds numbers from {picture.min()} to {picture.max()}: give out=predictions.npz")
     buffer = io.BytesIO()
     Image.fromarray(picture.astype(np.uint16 if deep else np.uint8)).save(buffer, "png")
     return buffer.getvalue()

@@ -302,7 +302,4 @@ def none(step: TrainStep) -> Parallel:
 
 def _refuse_several_ranks(name: str) -> None:
     if (ranks := world_size()) > 1:
-        raise ConfigError(
-            f"parallel={name} is for one rank, but this job has {ranks}: give dispatch.ranks=1 (and a data.batch_size "
-            f"{ranks} times as large for the same global batch), or parallel=ddp"
-        )
+        raise ConfigError(f"parallel={name} is for one rank, but this job has {ranks}: give dispatch.ranks=1")

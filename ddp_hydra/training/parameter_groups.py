@@ -82,10 +82,7 @@ def activation_checkpointing(model: nn.Module, classes: Iterable[str]) -> None:
         parts = [module for module in model.modules() if type(module).__name__ == name]
         if not parts:
             known = sorted({type(module).__name__ for module in model.modules()})
-            raise ConfigError(
-                f"trainer.activation_checkpointing has {name!r}, but the model has no such module; it has "
-                f"{', '.join(known)}"
-            )
+            raise ConfigError(f"trainer.activation_checkpointing has {name!r}, but the model has {', '.join(known)}")
         for part in parts:
             part.forward = partial(_checkpointed, part.forward)
 

@@ -142,10 +142,8 @@ class Profiler:
     ) -> None:
         needed = WARM_UP + steps
         if steps and total_steps < needed:
-            raise ConfigError(
-                f"trainer.profile_steps={steps} takes {needed} steps with the {WARM_UP} before them, but this run "
-                f"has {total_steps}: give trainer.max_steps={needed} or more, or a smaller trainer.profile_steps"
-            )
+            few = f"trainer.profile_steps={steps} takes {needed} steps, but this run has {total_steps}"
+            raise ConfigError(f"{few}: give trainer.max_steps={needed}")
         self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, precision
         self.steps_seen = self.samples = 0
         self.update: str | None = None

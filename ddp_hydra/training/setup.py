@@ -269,10 +269,8 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
 
 def extend(scheduler: Any, optimizer: Optimizer) -> None:
     if not isinstance(scheduler, FactorLR):
-        raise ConfigError(
-            f"parameters can't be unfrozen with {type(scheduler).__name__}, whose parameter groups are fixed: take "
-            "one of ddp_hydra's schedules, scheduler=cosine, linear, step or none"
-        )
+        own = "take scheduler=cosine, linear, step or none"
+        raise ConfigError(f"parameters can't be unfrozen with {type(scheduler).__name__}: {own}")
     for group in optimizer.param_groups[len(scheduler.base_lrs) :]:
         group.setdefault("initial_lr", group["lr"])
         scheduler.base_lrs.append(group["initial_lr"])

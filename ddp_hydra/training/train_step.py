@@ -47,10 +47,7 @@ class TrainStep(nn.Module):
         self.part = task.part(model, update) if update else model
         self.update, self.criterion = update, trained_loss(task)
         if self.criterion is not None and update:
-            raise ConfigError(
-                f"the loss {type(self.criterion).__name__} has parameters, and it is not known which of the task's "
-                f"updates trains them: make the loss a module of the model's part {update}, and call it in the task"
-            )
+            raise ConfigError(f"the loss {type(self.criterion).__name__} has parameters: make it a part of the model")
         # No children of this module: DDP has to see the parameters of the part only.
         self._others: tuple[Task, nn.Module, Any] = (task, model, model)
 
@@ -114,10 +111,7 @@ def as_step(result: Any, task: Task | None = None) -> Step:
     loss, n = step.loss, step.n
     if not isinstance(loss, Tensor):
         given = "Step.loss is" if isinstance(result, Step) else "the task's step returned"
-        raise ConfigError(
-            f"{given} a {type(loss).__name__}: return the loss, a scalar tensor, or ddp_hydra.tasks.Step(loss, n, "
-            "sums), whose sums make the metrics"
-        )
+        raise ConfigError(f"{given} a {type(loss).__name__}: return the loss, a scalar tensor, or Step(loss, n, sums)")
     if task is not None:
         check_sums(step.sums, task)
     if loss.numel() != 1:

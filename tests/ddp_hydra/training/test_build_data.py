@@ -107,7 +107,7 @@ def test_a_run_repeats_its_first_batches():
 
 def test_messages_name_the_class_of_the_data_set_itself():
     data = Unlabelled()
-    with pytest.raises(ConfigError, match="and Unlabelled has neither `classes` nor `num_classes`"):
+    with pytest.raises(ConfigError, match="and Unlabelled has no `classes`"):
         build_data.fill_num_classes(OmegaConf.create({"num_classes": None}), data, "model")
     with pytest.raises(ConfigError, match=r"^Unlabelled has no labels here"):
         check_labels(data)
@@ -137,8 +137,8 @@ def batches() -> Any:
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        (two, r"2 data sets were built, as random_split returns them.* chosen by an argument"),
-        (batches, r"the DataLoader makes batches.*: give it batch_size=None, or give its data set, TensorDataset"),
+        (two, r"2 data sets were built, as by random_split: let _target_ return one of them"),
+        (batches, r"the DataLoader makes batches.*: give it batch_size=None, or give its data set"),
         (Lengthless, "Lengthless has no length: give it __len__"),
         (none, r"TensorDataset \(data.val\) has no samples: check its arguments, or type data.val=null"),
     ],

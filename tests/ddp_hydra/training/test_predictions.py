@@ -35,11 +35,11 @@ def test_what_differs_in_length_becomes_json():
     [
         (torch.ones(3), "table", "3 rows of 'prediction' for 2 samples"),
         (torch.tensor(3.0), "table", "a number in place of rows of 'prediction' for 2 samples"),
-        (torch.ones(2, 4, 4), "table", "give out=<folder>/ for PNGs"),
-        (torch.ones(2), "pictures", "which are none"),
+        (torch.ones(2, 4, 4), "table", "give out=<folder>/"),
+        (torch.ones(2), "pictures", "but the task predicts prediction"),
         (torch.ones(2, 7, 4, 4), "pictures", "1, 3 or 4 channels"),
-        (torch.full((2, 4, 4), -1), "pictures", "which no PNG holds"),
-        ({"x": object()}, "table", "must return tensors or lists"),
+        (torch.full((2, 4, 4), -1), "pictures", "no PNG holds"),
+        ({"x": object()}, "table", "return tensors or lists"),
     ],
 )
 def test_what_does_not_fit_is_said(prediction, kind, said):
