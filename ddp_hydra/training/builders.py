@@ -68,7 +68,7 @@ def give_memory(model: nn.Module) -> None:
 
 def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
     if cfg.trainer.compile is not None and cfg.parallel["_target_"].endswith(".parallel.dp"):
-        raise ConfigError("trainer.compile does not go with parallel=dp: give parallel=ddp, or trainer.compile=null")
+        raise ConfigError(f"trainer.compile={cfg.trainer.compile} does not go with parallel=dp: give parallel=ddp")
     if world_size() > 1:
         validate.check_static_graph(cfg)
     wrapped: Parallel = make(cfg.parallel, step)
