@@ -94,5 +94,5 @@ def bind(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
             reason = error
         else:
             return listener
-    port = f"{first} to {last}" if first else "chosen by the system"
-    raise ClusterError(f"rank 0 can't listen on {host}, port {port}: {reason}; free it, or widen dispatch.port_range")
+    chosen = f"{first} to {last}" if first else "chosen by the system"
+    raise ClusterError(f"rank 0 can't listen on {host}, port {chosen}: {reason}; free it, or widen dispatch.port_range")
