@@ -308,7 +308,7 @@ class Store(ProcessLocal):
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _request(self, request: Callable[[Any], T], key: str | None, first: bool = False) -> T:
-        backoff = None
+        backoff, closing = None, self._closing  # of now: `close` ends also what only begins to wait after it
         while True:
             try:
                 result = request(self._client())
@@ -317,7 +317,7 @@ class Store(ProcessLocal):
             else:
                 self._worked = True
                 return result
-            backoff = backoff or Backoff(self._retry_timeout_s(error, first), self._closing.wait)
+            backoff = backoff or Backoff(self._retry_timeout_s(error, first), closing.wait)
             is_stale = isinstance(error, StaleCredentialsError)
             if is_stale:
                 self._opened = None  # forget the credentials: new ones may help, unless the old ones have never worked
