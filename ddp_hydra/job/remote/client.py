@@ -8,6 +8,7 @@ import os
 import queue
 import random
 import secrets
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,9 +122,10 @@ def started_driver(
 
 
 def _print_commands(what: str, url: str) -> None:
+    run = shlex.quote(f"run={url}")
     print(f"{what}; results: {url}")  # noqa: T201
-    print(f"look at it:  ddp-hydra attach run={url}")  # noqa: T201
-    print(f"end it:      ddp-hydra attach run={url} stop=true")  # noqa: T201
+    print(f"look at it:  ddp-hydra attach {run}")  # noqa: T201
+    print(f"end it:      ddp-hydra attach {run} stop=true")  # noqa: T201
 
 
 def check(cfg: DictConfig) -> None:

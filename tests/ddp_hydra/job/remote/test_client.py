@@ -153,3 +153,8 @@ def test_an_interrupt_is_passed_on_once_and_a_second_one_waits_no_longer(followe
     assert follower.client.logged == [b"stop"]
     with pytest.raises(KeyboardInterrupt, match="the end of the run was not waited for; see s3://bucket/run-1"):
         follower._receive_all(until=time.monotonic() - 1)
+
+
+def test_the_commands_that_are_shown_can_be_typed_whatever_the_folder_is_called(capsys):
+    remote._print_commands("the run goes on", "/runs/my ä/1")
+    assert "  ddp-hydra attach 'run=/runs/my ä/1'\n" in capsys.readouterr().out
