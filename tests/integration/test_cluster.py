@@ -139,9 +139,7 @@ def test_a_worker_that_is_paused_does_not_count(wait_for):
         wait_for_workers(client, 2, 100)
         client.run(become, "paused", workers=first)
         wait_for(lambda: "paused" in str(workers_of(client)), "a scheduler that knows it")
-        with pytest.raises(
-            ClusterError, match=r"^1 of 2 workers came in \d+ s: 1 more paused\. Ask for fewer with clus"
-        ):
+        with pytest.raises(ClusterError, match=r"^1 of 2 workers came in \d+ s: 1 more paused\. Give clus"):
             wait_for_workers(client, 2, 0.3)
         client.run(become, "running", workers=first)
         wait_for_workers(client, 2, 100)
@@ -150,14 +148,14 @@ def test_a_worker_that_is_paused_does_not_count(wait_for):
 @pytest.mark.parametrize(
     ("ask", "said"),
     [
-        (lambda: "the pool is closed on Sundays", "the pool is closed on Sundays. Ask for fewer"),
+        (lambda: "the pool is closed on Sundays", "the pool is closed on Sundays. Give"),
         (lambda: 1 / 0, "could not be read (ZeroDivisionError"),
-        (lambda: time.sleep(1) or "too late", "look there. Ask for fewer"),
-        (lambda: "", "look there. Ask for fewer"),
+        (lambda: time.sleep(1) or "too late", "look there. Give"),
+        (lambda: "", "look there. Give"),
     ],
 )
 def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypatch, ask, said):
-    if said == "look there. Ask for fewer":
+    if said == "look there. Give":
         monkeypatch.setattr("ddp_hydra.cluster.connect.ANSWER_S", 0.5)
     with pytest.raises(ClusterError) as caught:
         wait_for_workers(client2, 3, 0.1, ask, "look there")

@@ -174,7 +174,7 @@ def test_too_few_workers_are_told_with_what_ray_says(cli, nodes):
     assert ended.returncode == 1
     assert re.search(
         r"0 of 9 workers came in \d+ s: Ray's placement group of 9 x \{CPU=1\} is (PENDING|INFEASIBLE); "
-        r"Ray has \d of 4 CPU free\. Ask for fewer",
+        r"Ray has \d of 4 CPU free\. Give",
         ended.stderr,
     ), ended.stderr
 

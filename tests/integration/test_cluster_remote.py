@@ -222,7 +222,7 @@ def test_a_host_that_nobody_knows():
 
 
 def test_an_address_without_a_port():
-    assert "cluster.address=tcp://<host>:<port>" in why_not(address="scheduler")
+    assert "prints, tcp://<host>:<port>" in why_not(address="scheduler")
 
 
 def test_a_scheduler_file_that_nobody_writes(tmp_path, impatient):
