@@ -75,4 +75,4 @@ def unknown(metric: str, metrics: Mapping[str, float], saved: bool = True) -> Co
     give = (
         f"{'The run is saved: go on with resume=<its run directory>' if saved else 'Give'} objective.metric={nearest}"
     )
-    return ConfigError(f"objective.metric={metric}: this run has no such metric, but {', '.join(known)}. {give}")
+    return ConfigError(f"objective.metric={metric}: this run has none; there are {', '.join(known)}. {give}")
