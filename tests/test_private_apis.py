@@ -50,8 +50,6 @@ ALLOWED = {
     "_internal": "Hydra's loader of configs, and its files of a job",
     "_get_full_key": "the dotted key of a node, for messages",
     "_get_node": "a node without resolving it",
-    "_is_interpolation": "as _get_node",
-    "_is_none": "as _get_node",
     "_return_value": "what a job has returned or raised; return_value raises",
     "_save_config": "no secret is written into .hydra",
     "_utils": "the YAML dumper of omegaconf",

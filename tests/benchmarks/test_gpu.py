@@ -262,7 +262,7 @@ def test_graphs_are_counted_where_there_are_none(tmp_path):
 
 
 def test_without_a_gpu_the_command_says_what_to_type(monkeypatch):
-    monkeypatch.setattr(command.gpus, "count", lambda: 0)
+    monkeypatch.setattr(command.environment, "gpu_uuids", list)
     monkeypatch.setattr(sys, "argv", ["gpu"])
     with pytest.raises(SystemExit, match="make gpu-report DEVICE=cpu"):
         command.main()

@@ -56,7 +56,7 @@ def test_a_config_that_cannot_be_a_job(cli, arguments, said):
 
 
 def test_the_project_space_is_missing(cli):
-    refused(cli, *TINY, said="holds no project.*unset DDP_HYDRA_PROJECT", DDP_HYDRA_PROJECT=str(cli.folder))
+    refused(cli, *TINY, said="DDP_HYDRA_PROJECT=.*holds no project.*unset it", DDP_HYDRA_PROJECT=str(cli.folder))
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_a_queue_that_is_full(cli, queue):
     ended = cli.run(*TINY, "cluster.wait_timeout_s=1", **queue.variables)
     assert ended.returncode == 1
     said = (
-        r"0 of 2 workers came in \d+ s: squeue says: 10\d PENDING \(Resources\), 10\d PENDING \(Resources\)\. Ask for"
+        r"0 of 2 workers came in \d+ s: squeue says: 10\d PENDING \(Resources\), 10\d PENDING \(Resources\)\. Give cluster"
     )
     assert re.search(said, ended.stderr), ended.stderr
     assert "Traceback" not in ended.stderr

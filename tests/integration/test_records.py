@@ -165,7 +165,7 @@ def test_files_come_in_pieces_where_the_client_does_not_see_the_outbox(client2, 
     ],
 )
 def test_a_path_out_of_the_run_directory_or_into_its_own_files_is_refused(client2, run_into, tmp_path, path):
-    with pytest.raises((RankFailed, RecordError), match=r"(?i)path|belong to the run"):
+    with pytest.raises((RankFailed, RecordError), match=r"(?i)path|give a folder of its own"):
         run_into(client2, lambda: results.submit(path, "evil"))
     assert not [name for name in files_under(tmp_path) if "log" not in name]
 

@@ -161,7 +161,6 @@ class Values(Numbers):
             r"metrics.perplexity \(Perplexity\) does not take what Regression predicts, \(2, 3\) float32.*"
             r"'~metrics.perplexity'",
         ),
-        ({"parts": PERPLEXITY}, r"metrics.perplexity \(Perplexity\) does not take what Classification predicts"),
         (
             {
                 "parts": {
@@ -171,7 +170,7 @@ class Values(Numbers):
             r"metrics.f1 \(MulticlassF1Score\) does not take.*\(ValueError: ",
         ),
     ],
-    ids=["a regression", "no time axis", "two classes of three"],
+    ids=["a regression", "two classes of three"],
 )
 def test_a_metric_that_can_not_be_computed_is_refused_before_the_first_step(train, options, said):
     found: list[Any] = []
