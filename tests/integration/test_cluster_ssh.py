@@ -104,5 +104,5 @@ def test_a_key_that_is_not_let_in(cli, server):
 def test_a_python_that_the_hosts_do_not_have(cli, server):
     ended = cli.run(*TINY, *login(server, hosts=2), "cluster.remote_python=/nowhere/python")
     assert ended.returncode == 1
-    assert "cluster.remote_python has to be a Python with ddp_hydra on every host" in ended.stderr
+    assert "cluster.remote_python to have ddp_hydra on every host" in ended.stderr
     assert "/nowhere/python" in ended.stderr
