@@ -193,13 +193,13 @@ def test_a_job_that_is_told_to_end_saves_first(cli, wait_for, end):
 
 @pytest.mark.slow
 def test_a_killed_first_process_is_started_again_where_it_was(cli, wait_for):
-    with running(cli, wait_for, "--max-restarts=1", slow=("trainer.epochs=3", "data.delay_s=0.2")) as process:
+    with running(cli, wait_for, "--max-restarts=1", slow=("trainer.epochs=8", "data.delay_s=0.2")) as process:
         wait_for(lambda: [*cli.folder.glob("outputs/*/*/checkpoints/last.pt")], "a checkpoint")
         os.kill(of_torchrun(process, 0), signal.SIGKILL)
         stdout, stderr = process.communicate()
     assert process.returncode == 0, stderr
     assert "  resumed   at step " in stdout
-    assert (summary_of(run_directory(cli))["status"], summary_of(run_directory(cli))["steps"]) == ("done", 18)
+    assert (summary_of(run_directory(cli))["status"], summary_of(run_directory(cli))["steps"]) == ("done", 48)
 
 
 @pytest.mark.slow
