@@ -126,11 +126,11 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         # a cluster's number may become a text: memory_limit=4GB
         if not name or group in SCHEMAS or group == "cluster" or not choices.get(group):
             continue
-        value = OmegaConf.select(cfg, key, throw_on_missing=False)
-        if not isinstance(value, str):
-            continue
         usual = dict(leaves(experiments.read(repository, f"{group}/{choices[group]}")[1])).get(name)
-        if isinstance(usual, bool | int | float):
+        # Only the job knows what ${hydra:runtime.output_dir} and the like are.
+        if not isinstance(usual, bool | int | float) or "${" in word:
+            continue
+        if isinstance(value := OmegaConf.select(cfg, key, throw_on_missing=False), str):
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
 

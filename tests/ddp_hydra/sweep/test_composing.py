@@ -161,6 +161,12 @@ def test_a_value_that_no_job_can_have_is_refused_before_the_first_job(ours, key,
     loader.load_sweep_config(master, [f"{key}={value.replace('-1', '-2')}", "seed=3"])  # a sweeper's later batch
 
 
+@pytest.mark.parametrize("key", ["optimizer.lr", "+optimizer.stamp"])
+def test_a_value_that_only_the_job_knows_is_not_looked_at_before(ours, key):
+    loader, master = ours
+    loader.load_sweep_config(master, [key + "=${hydra:job.num}", "seed=1"])
+
+
 def test_what_was_composed_to_be_checked_is_not_composed_again(real):
     counted, master = real
     loader = queue.CachingConfigLoader(counted)
