@@ -43,7 +43,8 @@ def metric_and_direction(cfg: Any) -> tuple[str, str]:
         metric, of_task = _of_task(cfg, validates)
         direction = direction or of_task
     elif metric.startswith("val/") and not validates:
-        raise ConfigError(f"objective.metric={metric}: there is no validation set: give data.val, or metric=train/loss")
+        advice = "give data.val, or objective.metric=train/loss"
+        raise ConfigError(f"objective.metric={metric}: there is no validation set: {advice}")
     return metric, direction or direction_of(metric)
 
 
@@ -62,7 +63,8 @@ def direction_of(metric: str) -> str:
         return "minimize"
     if _MORE_IS_BETTER.search(metric):
         return "maximize"
-    raise ConfigError(f"objective.metric={metric} does not tell: give objective.direction=maximize or minimize, too")
+    advice = "give objective.direction=maximize or minimize, too"
+    raise ConfigError(f"objective.metric={metric}: its name does not say which way is better: {advice}")
 
 
 def is_unknown(metric: str, metrics: Mapping[str, float]) -> bool:

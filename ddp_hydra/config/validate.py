@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import objective
+from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.schema import SCHEMAS, AtLeast0, AtLeast1, Handler, check_limits, limits_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.urls import root_of
@@ -113,6 +115,10 @@ def check_training(cfg: DictConfig) -> None:
         raise ConfigError(
             f"loss.ignore_index={ignored} does not go with mixed targets: type mix=none, or '~loss.ignore_index'"
         )
+    optimizer: Any = OmegaConf.select(cfg, "optimizer") or OmegaConf.create()
+    for key, target in leaves(cast("Mapping[str, Any]", OmegaConf.to_container(optimizer))):
+        if key.rpartition(".")[2] == "_target_" and str(target).endswith(".LBFGS"):
+            raise ConfigError(f"optimizer.{key}={target}: its step() needs a closure: give optimizer=adamw or sgd")
 
 
 def expected_ranks(cfg: DictConfig) -> int:

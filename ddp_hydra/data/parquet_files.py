@@ -135,6 +135,7 @@ def _file(access: Access, url: str) -> Found:
 
 def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Found]:
     store, prefix = access.open_folder(url)
+    wanted = None if pattern is None else re.compile(glob_translate(pattern))
     found = []
     for key, size in sorted(store.objects(prefix)):
         inside = key[len(prefix) :].lstrip("/") if prefix else key
@@ -148,7 +149,7 @@ def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Fou
         if not inside.lower().endswith(SUFFIXES) or _is_left(inside):
             continue
         around = (inside[: cut.start()] for cut in re.finditer("/|$", inside))  # a folder may match, too
-        if pattern is None or any(re.match(glob_translate(pattern), path) for path in around):
+        if wanted is None or any(map(wanted.match, around)):
             found.append((f"{bare_url(url).rstrip('/')}/{inside}", store, key, size, inside))
     if not found:
         where = bare_url(url) if pattern is None else f"no file matches {bare_url(url)}/{pattern}: it"

@@ -161,7 +161,8 @@ def _schedule(
     if by not in ("step", "epoch"):
         raise ValueError(f"by={by!r}: give scheduler.by=step or scheduler.by=epoch")
     if warmup_steps < 0 or warmup_epochs < 0:
-        raise ValueError("scheduler.warmup_steps and scheduler.warmup_epochs are 0 or more")
+        given = f"scheduler.warmup_steps={warmup_steps}, scheduler.warmup_epochs={warmup_epochs}"
+        raise ValueError(f"{given}: give 0 or more")
     warmup = warmup_steps + round(warmup_epochs * epoch_steps)
     length = max(1, total_steps - warmup)
 

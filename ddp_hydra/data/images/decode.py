@@ -19,8 +19,6 @@ IMAGE_EXTENSIONS = frozenset(
 MOST_PIXELS = 178_956_970
 """Larger images need half a gigabyte of memory each: Pillow refuses to decode them, and so does this module."""
 
-_HEADERS_BYTES = 2**18
-"""EXIF and XMP come before the pixels, and have 64 KiB each at most."""
 _FAST_COLORS = ("YCbCr", "Gray", "RGB")
 _SHRINKS = (8, 4, 2, 1)
 _EXACT_SHRINKS = {"411": 1, "422": 4, "440": 4}
@@ -132,8 +130,8 @@ def _decode_any(data: Any) -> np.ndarray:
 
 
 def _may_be_rotated(data: Any) -> bool:
-    start = bytes(data[:_HEADERS_BYTES])
-    return b"Exif\0\0" in start or b"tiff:Orientation" in start
+    content = bytes(data)
+    return b"Exif\0\0" in content or b"tiff:Orientation" in content
 
 
 def _orientation(data: Any) -> int:

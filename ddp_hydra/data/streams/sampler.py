@@ -41,7 +41,7 @@ class StreamSampler:
         self.global_batch = batch_size * part.world_size
         if n_samples is not None and n_samples < self.global_batch:
             raise ConfigError(
-                f"data.n_samples={n_samples} is less than one global batch of {self.global_batch}: lower batch_size"
+                f"data.n_samples={n_samples} is less than a global batch of {self.global_batch}: lower data.batch_size"
             )
         self.agree = agree or (lambda: self.heard(self.counts()))
         self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()

@@ -20,6 +20,14 @@ ACCUMULATES = ("parallel.static_graph=true", "trainer.gradient_accumulation_step
         ),
         ((*ACCUMULATES, "cluster=ssh", "dispatch.ranks=3"), "^parallel.static_graph=true does not go"),
         (
+            ("optimizer._target_=torch.optim.LBFGS",),
+            r"^optimizer._target_=torch.optim.LBFGS: its step\(\) needs a closure: give optimizer=adamw or sgd",
+        ),
+        (
+            ("optimizer=gan_adam", "optimizer.discriminator._target_=torch.optim.LBFGS"),
+            "^optimizer.discriminator._target_=torch.optim.LBFGS: its step",
+        ),
+        (
             ("loss._target_=torch.nn.CrossEntropyLoss", "+loss.reduction=none"),
             "^loss.reduction=none of CrossEntropyLoss: give loss.reduction=mean or sum",
         ),

@@ -108,14 +108,15 @@ def test_a_turned_photo_is_turned_upright(format, orientation):  # noqa: A002
         assert (header.height, header.width, header.orientation) == (*upright.shape[:2], orientation)
 
 
+@pytest.mark.parametrize("parts", [1, 9])  # of a profile: a segment has 64 KiB at most
 @pytest.mark.parametrize("kind", ["exif", "xmp"])
-def test_a_photo_is_turned_upright_by_what_stands_behind_a_large_profile(kind):
+def test_a_photo_is_turned_upright_by_what_stands_behind_a_large_profile(kind, parts):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
     said = {"exif": {"exif": exif}, "xmp": {"xmp": b'<x:xmpmeta><rdf tiff:Orientation="6"/></x:xmpmeta>'}}[kind]
     data = encode(Image.fromarray(COLOURS), "JPEG", quality=95, **said)
     profile = b"\xff\xe2" + (60_002).to_bytes(2, "big") + b"ICC_PROFILE\0\1\1".ljust(60_000, b"x")
-    data = data[:2] + profile + data[2:]
+    data = data[:2] + parts * profile + data[2:]
     upright = np.array(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")).astype(int)
     assert upright.shape == (36, 24, 3)
     assert np.abs(decode(data).permute(1, 2, 0).numpy() - upright).mean() < 4

@@ -225,7 +225,7 @@ def test_an_epoch_ends_at_n_samples_and_a_step_before_is_planned():
     assert (len(sampler), sampler.planned(10), sampler.global_batch) == (3, 2, 10)
     loader = StreamLoader(part.dataset, CPU)
     assert len([list(step) for step in loader.steps(sampler.batches(0), 1)]) == 3
-    with pytest.raises(ConfigError, match=r"data\.n_samples=9 is less than one global batch of 10"):
+    with pytest.raises(ConfigError, match=r"data\.n_samples=9 is less than a global batch of 10"):
         StreamSampler(part, 5, n_samples=9)
 
 
