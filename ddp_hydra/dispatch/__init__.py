@@ -6,7 +6,8 @@
     attempt         one start of a gang, from its tasks to their ends
     placement       which worker gets which rank; workers: what is asked of them
     watchdog        notices failed tasks, silent hosts and hangs; health decides, also on restarts
-    record_queue    records on their way to the handler, or to a run directory; file_transfer: files
+    record_queue    records on their way to the handler; file_transfer: files
+    run_dir         the run directory of a user's own function
     inline          the only rank, in this process
 
 Its names are imported when they are first used: ranks without Dask are in this package, too, and need no `distributed`.

@@ -27,7 +27,7 @@ from ddp_hydra.cluster import preflight
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts, default_notice
-from ddp_hydra.dispatch import placement, record_queue
+from ddp_hydra.dispatch import placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
@@ -153,7 +153,7 @@ class Gang:
         call = self.checked_call(fn, args, kwargs)
         workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
         slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
-        folder = None if self.run_dir is None else record_queue.local_path(self.run_dir)
+        folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
         ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
         return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
 
@@ -175,9 +175,9 @@ class Gang:
         try:
             if self.run_dir is None:
                 return self.run_attempts(lambda number, world_size: call)
-            folder, give_up = record_queue.local_path(self.run_dir), threading.Event()
+            folder, give_up = run_dir.local_path(self.run_dir), threading.Event()
             first = next_attempt(folder)
-            with record_queue.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
+            with run_dir.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
                 return self.run_attempts(
                     lambda number, world_size: call, write, first_attempt=first, on_give_up=give_up.set
                 )

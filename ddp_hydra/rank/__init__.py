@@ -7,7 +7,8 @@ process         the rank itself: joins the process group (process_group) and cal
 fork_server     imports torch once (fork_preload, which puts off its compiler); each rank is a fork of it
 spare_forks     its connections, and forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
-inbox           messages of the client to a worker's task; lets ranks finish when their worker is shut down
+inbox           messages of the client to a worker's task
+preemption      lets ranks finish when their worker is shut down
 outbox          files on their way from ranks to the client; checkpoints that stay, for ranks that resume there
 device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose

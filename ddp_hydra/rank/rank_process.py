@@ -30,7 +30,17 @@ from ddp_hydra import results
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
-from ddp_hydra.rank import dask_preload, device_leases, environment, fork_client, inbox, network, outbox, return_values
+from ddp_hydra.rank import (
+    dask_preload,
+    device_leases,
+    environment,
+    fork_client,
+    inbox,
+    network,
+    outbox,
+    preemption,
+    return_values,
+)
 from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
 from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
 from ddp_hydra.record import Beat, End, Preempted, Stack, Up
@@ -116,7 +126,7 @@ class RankProcess:
         else:
             self.context.sender.say(self.spec.rank, Up())
         fork_client.hold()
-        inbox.prepare(self.worker)
+        preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
         socket.send_fds(self.server, [json.dumps(self.request(share)).encode() + b"\n"], fds)
         for end in (theirs, their_output, launch_file):

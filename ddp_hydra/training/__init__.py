@@ -3,11 +3,11 @@
 loop            the loop; a dry run of it
 run             the parts of a run, and what the loop asks of them
 train_step      the forward pass of a task, as a module
-update          weighed losses, gradients become new weights; checkpoint: what if they are not finite
+update          weighed losses, gradients become new weights; finite looks at them, nonfinite says what then
 consensus       what all ranks decide together
 cadence         when to log, validate, save and end
 
-setup           builds a run, and its updates; build_data and builders make other parts
+setup           builds a run, and its updates; build_data and builders make other parts, by instantiate
 parallel        averages gradients; on one host by shared_memory
 parameter_groups  which parameters train, decay, and are computed twice
 lr_schedules    learning rates, and how far the run is

@@ -1,4 +1,4 @@
-"""Builds the data of a run on a rank: data sets, loader and sampler; instantiates what the config names by `_target_`.
+"""Builds the data of a run on a rank: data sets, loader and sampler.
 
 The framework knows no model and no data set. A batch is what the task takes: (x, y), a dict, any structure of tensors.
 A data set has these methods and attributes:
@@ -49,32 +49,27 @@ A sampler takes n_samples, batch_size, rank, world_size, and the arguments in th
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import get_class, get_object
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.config import targets, unknown_keys
-from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, open_files, with_workers
-from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.counting import takes_class_numbers
 from ddp_hydra.training.consensus import from_rank_0, gather_objects
 from ddp_hydra.training.consensus import world_size as ranks_in_group
 from ddp_hydra.training.data_description import DataDescription, check_same_data, length
+from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
 ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
@@ -252,79 +247,3 @@ def fill_num_classes(node: DictConfig, data: Any, key: str) -> DictConfig:
     if not num_classes:
         raise ConfigError(f"{key}.num_classes is null, and {name_of(data)} has no `classes`: give {key}.num_classes=…")
     return OmegaConf.merge(node, {"num_classes": num_classes})  # type: ignore[return-value]
-
-
-def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
-    # If the class refuses an argument, raise its message as a ConfigError.
-    try:
-        # Arguments go past Hydra, which would copy each into a config.
-        return prepared(node)(*args, **kwargs)
-    except DdpHydraError:
-        raise
-    except InstantiationException as error:
-        if error.__cause__ is None or isinstance(error.__cause__, (ImportError, AttributeError)):
-            raise ConfigError(f"{node.get('_target_')}: {targets.explain(str(node.get('_target_')), error)}") from error
-        raise
-    except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{node.get('_target_')}: {not_taken(node) or error}") from error
-
-
-def prepared(node: DictConfig) -> Callable[..., Any]:
-    # Hydra copies a node several times before it calls the target, which takes milliseconds. Of a node with plain
-    # values only, nothing is left to do but to find the target.
-    with contextlib.suppress(Exception):  # Hydra says what is wrong with it
-        values = {str(key): value for key, value in node.items()}
-        target = values.pop("_target_")
-        is_plain = all(value is None or isinstance(value, (bool, int, float, str)) for value in values.values())
-        if isinstance(target, str) and is_plain and not any(key.startswith("_") for key in values):
-            return functools.partial(get_object(target), **values)
-    return instantiate(node, _partial_=True)
-
-
-def without(node: DictConfig, keys: Iterable[str]) -> DictConfig:
-    # `OmegaConf.masked_copy` has no place: interpolations of other parts find nothing, and messages name half a key.
-    copied = copy.copy(node)
-    with open_dict(copied):
-        for key in keys:
-            del copied[key]
-    return copied
-
-
-def not_taken(node: DictConfig) -> str:
-    taken = parameters(str(node.get("_target_")))
-    if not taken or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
-        return ""
-    refused = [str(key) for key in node if key not in taken and not str(key).startswith("_")]
-    if not refused:
-        return ""
-    names = [name for name in taken if name not in ("self", "params")]
-    hints = "".join(unknown_keys.meant(key, names) for key in refused)
-    leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
-    there = ", ".join(names)
-    return f"it takes no {', '.join(refused)}{hints}; it takes {there}. To leave the others out, type {leave_out}"
-
-
-def parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(get_object(target)).parameters
-    except (ValueError, ImportError, TypeError, InstantiationException):
-        return {}
-
-
-def needed_arguments(function: Callable[..., Any]) -> list[str]:
-    return [
-        name
-        for name, one in inspect.signature(function).parameters.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-
-
-def init_parameters(target: str) -> set[str]:
-    taken: set[str] = set()
-    for base in getattr(get_object(target), "__mro__", ()):
-        if "__init__" in vars(base):
-            own = inspect.signature(base.__init__).parameters
-            taken |= own.keys()
-            if all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in own.values()):
-                break
-    return taken

@@ -19,19 +19,12 @@ from ddp_hydra.config import objective, validate
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups
-from ddp_hydra.training.build_data import (
-    fill_num_classes,
-    init_parameters,
-    loader,
-    make,
-    needed_arguments,
-    parameters,
-    without,
-)
+from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
+from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters, without
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.train_step import TrainStep, trained_loss
 

@@ -1,16 +1,10 @@
-"""Writes checkpoints in the background, and reads them, and the weights in any other file.
-
-After a step whose loss or gradient is not finite, all ranks stop, skip it, or roll back together to the last one.
-"""
+"""Writes checkpoints in the background, and reads them, and the weights in any other file."""
 
 from __future__ import annotations
 
-import json
-import math
 import threading
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
@@ -25,7 +19,7 @@ from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.plain_state import begin_copy, not_finite
+from ddp_hydra.training.finite import not_finite
 from ddp_hydra.training.state import FORMAT, TrainingState
 
 
@@ -157,113 +151,3 @@ class CheckpointSaver:
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-
-
-SHOWN = 64
-"""The most sample ids in a message; the record has all of them."""
-NAMED = 6
-"""The most parameters in a message; the record has all of them."""
-
-
-@dataclass(frozen=True)
-class NonFiniteStep:
-    """A step whose loss or gradient is not finite.
-
-    Args:
-        bad_rank: the first rank that found it.
-        loss: of the step, on this rank.
-        gradients: names of the parameters whose gradient is not finite; empty if the loss is not finite.
-        steps_ago: 0 for the step under way, 1 for the one before it.
-    """
-
-    bad_rank: int
-    loss: float
-    gradients: Sequence[str] = ()
-    steps_ago: int = 0
-
-
-class NonFiniteHandler:
-    """Handles steps that are not finite on some rank.
-
-    Args:
-        policy: "abort" raises. "skip" leaves the step's update out. "rollback" first goes back to the last
-            checkpoint, in case the weights had gone wrong before; if the step fails again, its update is left out.
-        max_steps: the most steps that may fail.
-        state: of the run.
-
-    Attributes:
-        steps: the steps that failed.
-    """
-
-    def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
-        self.policy, self.max_steps, self.state = policy, max_steps, state
-        self.steps: list[int] = []
-        self.buffers = list(state.model.buffers()) if policy != "abort" else []
-        self.saved_buffers = [buffer.clone() for buffer in self.buffers]
-        self.checkpoint: Callable[[], dict[str, Any]] | None = None
-        self.stages = 0
-        self.remember()
-
-    def remember(self) -> None:
-        # Called at each checkpoint.
-        if self.policy == "rollback":
-            self.checkpoint = self.state.begin_capture()
-            self.stages = len(self.state.unfrozen)
-
-    @property
-    def is_outdated(self) -> bool:
-        # Parameters were unfrozen since: the copy does not fit the optimizer any more.
-        return self.policy == "rollback" and self.stages != len(self.state.unfrozen)
-
-    @torch.no_grad()
-    def before_step(self) -> None:
-        for saved, buffer in zip(self.saved_buffers, self.buffers, strict=True):
-            saved.copy_(buffer)
-
-    @torch.no_grad()
-    def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:
-        step = self.state.position.step + 1 - found.steps_ago
-        record(step, found, rank, samples)
-        again = step in self.steps
-        if not again:
-            self.steps.append(step)
-        if self.policy == "abort" or len(self.steps) > self.max_steps:
-            raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
-        for saved, buffer in zip(self.saved_buffers, self.buffers, strict=True):
-            buffer.copy_(saved)
-        if self.policy == "skip" or again:
-            return False
-        assert self.checkpoint is not None
-        content = self.checkpoint()
-        refuse_nonfinite(content, self.state)
-        self.state.restore(begin_copy(content)())  # a copy: the optimizer will change these tensors
-        return True
-
-    def _message(self, step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> str:
-        gradients = found.gradients
-        if rank != found.bad_rank:
-            what = "gradient" if gradients else "loss"
-            return f"rank {found.bad_rank} found a {what} that is not finite in step {step}"
-        bad, advice = f"the loss is {found.loss} in step {step}", ""
-        if gradients:
-            names = shown(gradients, NAMED)
-            bad = f"the gradient of {names} is not finite in step {step}, although the loss is {found.loss:.4g}"
-            advice = ", have debug=anomaly name the operation that it comes from"
-        ids = shown([str(sample) for sample in samples], SHOWN)
-        allowed = f", and {self.max_steps} such steps were allowed (trainer.max_nonfinite)"
-        spent = allowed if self.policy != "abort" else ""
-        return (
-            f"{bad}{spent}; samples of this rank: {ids}. Lower optimizer.lr, look at these samples{advice}, or go on "
-            "without such steps with trainer.on_nonfinite=skip or rollback"
-        )
-
-
-def record(step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> None:
-    # Samples of the ranks whose loss is not finite; of all ranks if a gradient is not.
-    if found.gradients or not math.isfinite(found.loss):
-        content = {"step": step, "rank": rank, "loss": str(found.loss), "samples": [int(sample) for sample in samples]}
-        content |= {"gradients": list(found.gradients)} if found.gradients else {}
-        print(f"{'gradient' if found.gradients else 'loss'} not finite: {json.dumps(content)}")  # noqa: T201
-        results.text("nonfinite", json.dumps(content), step=step)
-    elif rank == 0:
-        print(f"loss or gradient not finite on rank {found.bad_rank} in step {step}")  # noqa: T201

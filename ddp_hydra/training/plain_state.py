@@ -1,8 +1,6 @@
 """Turns the values of a state into those that `torch.load(weights_only=True)` reads, and back; copies a state.
 
 A value of another type is saved as a dict with the key `KIND`. A type that is not known here is refused by its name.
-
-Losses, gradients and states are checked here, too, whether they are finite: each is read once.
 """
 
 from __future__ import annotations
@@ -12,18 +10,15 @@ import datetime
 import decimal
 import enum
 import fractions
-import functools
-import math
 import pathlib
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from torch import Tensor
 
 from ddp_hydra.errors import CheckpointError
 
@@ -216,95 +211,3 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:
         return tensor.cpu()
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-STATISTICS = ("running_mean", "running_var")
-"""Buffers that are computed from data. Others may be infinite on purpose, as attention masks are."""
-
-
-class GradientNorms:
-    """The norm of each parameter's gradient in one step. On a GPU it arrives later, when the gradients may be gone.
-
-    Args:
-        named: (name, parameter) pairs; those without a gradient are left out.
-        loss: returns the loss of the step, on this rank.
-
-    Attributes:
-        sparse: whether some gradients are sparse tensors.
-    """
-
-    @torch.no_grad()
-    def __init__(self, named: Iterable[tuple[str, Tensor]], loss: Callable[[], float] = float) -> None:
-        found = [(name, gradient) for name, parameter in named if (gradient := parameter.grad) is not None]
-        self.names, gradients = [name for name, _ in found], [gradient for _, gradient in found]
-        kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
-        self.sparse, self._loss = any(layout != torch.strided for layout, _ in kinds), loss
-        if self.sparse or torch.float16 in {dtype for _, dtype in kinds}:
-            gradients = list(map(_dense, gradients))
-        norms = torch._foreach_norm(gradients) if found else [torch.zeros(())]
-        if len(kinds) > 1 and len({norm.dtype for norm in norms}) > 1:
-            norms = [norm.double() for norm in norms]
-        self.norms = torch.stack(norms)
-        self._on_cpu = begin_copy(self.norms)
-
-    @functools.cached_property
-    def total_norm(self) -> Tensor:
-        return torch.linalg.vector_norm(self.norms)
-
-    def clip(self, gradients: list[Tensor], max_norm: float) -> None:
-        torch._foreach_mul_(gradients, torch.clamp(max_norm / (self.total_norm + 1e-6), max=1.0))
-
-    def nonfinite_names(self) -> list[str]:
-        # On a GPU, wait for the backward pass.
-        norms = self._on_cpu()
-        if math.isfinite(norms.sum()):
-            return []
-        return [name for name, good in zip(self.names, norms.isfinite().tolist(), strict=True) if not good]
-
-    @property
-    def loss(self) -> float:
-        return self._loss()
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    values = gradient._values() if gradient.is_sparse else gradient
-    return values.float() if values.dtype == torch.float16 else values
-
-
-def are_finite(losses: Sequence[Tensor], before: GradientNorms | None = None) -> bool | Callable[[], bool]:
-    # On a GPU, return a function that waits for the answer: meanwhile the backward pass can be launched.
-    good = torch.stack(list(losses)).isfinite().all()
-    if not good.is_cuda and before is None:
-        return bool(good)
-    on_cpu = begin_copy(good)
-    return lambda: bool(on_cpu()) and not (before is not None and before.nonfinite_names())
-
-
-def is_finite(tensor: Tensor) -> bool:
-    values = tensor.detach()
-    if values.layout is torch.sparse_coo:
-        values = values._values()
-    if values.layout is not torch.strided or not (values.is_floating_point() or values.is_complex()):
-        return True
-    if values.itemsize == 1:  # float8 has no sum
-        values = values.float()
-    # The sum is checked first: it needs no memory.
-    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
-
-
-def not_finite(content: Mapping[str, Any], buffers: Iterable[str] = ()) -> list[str]:
-    unchecked = {name for name in buffers if name.rpartition(".")[2] not in STATISTICS}
-    return [name for name, value in _checked(content, unchecked) if isinstance(value, Tensor) and not is_finite(value)]
-
-
-def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[str, Any]]:
-    for prefix, part in (("", content), ("ema: ", content.get("ema") or {"model": {}})):
-        yield from ((prefix + name, tensor) for name, tensor in part["model"].items() if name not in unchecked)
-    loss = {f"loss.{name}": value for name, value in (content.get("loss") or {}).items()}
-    yield from ((name, value) for name, value in loss.items() if name not in unchecked)
-    optimizer = content["optimizer"]
-    for name, state in [("the optimizer", optimizer)] if "state" in optimizer else optimizer.items():
-        for number, slots in state["state"].items():
-            for slot, value in slots.items():
-                if isinstance(value, Tensor):
-                    yield f"{slot} of parameter {number} in {name}", value

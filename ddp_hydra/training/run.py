@@ -20,12 +20,13 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.training import build_data, builders, load_run, memory, parameter_groups, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, RunView
-from ddp_hydra.training.checkpoint import CheckpointSaver, NonFiniteHandler, NonFiniteStep, read
+from ddp_hydra.training.checkpoint import CheckpointSaver, read
 from ddp_hydra.training.consensus import StopSignal, from_rank_0
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.metrics import EpochMeans, named
 from ddp_hydra.training.monitor import Monitor
+from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.setup import UpdateBuilder
 from ddp_hydra.training.state import Ema, Position, TrainingState, together

@@ -18,7 +18,7 @@ from torch import nn
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.consensus import world_size
-from ddp_hydra.training.plain_state import STATISTICS, is_finite
+from ddp_hydra.training.finite import STATISTICS, is_finite
 
 FORMAT = 3
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
-from ddp_hydra.training.checkpoint import NonFiniteStep
 from ddp_hydra.training.consensus import Decision, StepConsensus, things
+from ddp_hydra.training.finite import GradientNorms, are_finite
+from ddp_hydra.training.nonfinite import NonFiniteStep
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.plain_state import GradientNorms, are_finite, begin_copy
+from ddp_hydra.training.plain_state import begin_copy
 
 
 class Update:

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.config import targets
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import build_data
+from ddp_hydra.training import instantiate
 from tests.integration.conftest import ROOT
 
 FILES = {
@@ -124,4 +124,4 @@ def test_a_rank_says_what_its_import_raised(root, monkeypatch, target, said):
     (root / "syntax_here.py").write_text(FILES["syntax.py"])
     monkeypatch.syspath_prepend(str(root))
     with pytest.raises(ConfigError, match=rf"^{target}: .*{said}"):
-        build_data.make(OmegaConf.create({"_target_": target}))
+        instantiate.make(OmegaConf.create({"_target_": target}))

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.config import unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import build_data
+from ddp_hydra.training import instantiate
 from tests.ddp_hydra.config.test_schema import CONF, composed
 
 
@@ -134,4 +134,4 @@ def test_keys_of_another_optimizer_are_named_with_what_to_type():
         match=r"torch\.optim\.RMSprop: it takes no nesterov, momentun: did you mean momentum\?; it takes lr, .*"
         r"type '~optimizer\.nesterov' '~optimizer\.momentun'",
     ):
-        build_data.make(cfg.optimizer, [])
+        instantiate.make(cfg.optimizer, [])

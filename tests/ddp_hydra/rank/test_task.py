@@ -23,6 +23,7 @@ from ddp_hydra.rank import (
     inbox,
     network,
     outbox,
+    preemption,
     rank_process,
     record_relay,
     task,
@@ -67,7 +68,7 @@ def worker(tmp_path, monkeypatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(task, "get_worker", lambda: made)
     monkeypatch.setattr(fork_client, "hold", lambda: None)
-    monkeypatch.setattr(inbox, "prepare", lambda worker: None)
+    monkeypatch.setattr(preemption, "prepare", lambda worker: None)
     return made
 
 

@@ -10,8 +10,8 @@ from torch import nn
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.consensus import Decision, StepConsensus
+from ddp_hydra.training.finite import GradientNorms, are_finite, not_finite
 from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.plain_state import GradientNorms, are_finite, not_finite
 from ddp_hydra.training.state import Ema, Position, TrainingState
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep, Update

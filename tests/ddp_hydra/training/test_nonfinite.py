@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from ddp_hydra.errors import NonFiniteLoss
-from ddp_hydra.training import checkpoint, lr_schedules
-from ddp_hydra.training.checkpoint import NAMED, SHOWN, NonFiniteHandler, NonFiniteStep
+from ddp_hydra.training import lr_schedules, nonfinite
+from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFiniteHandler, NonFiniteStep
 from ddp_hydra.training.state import Position, TrainingState
 
 NAN = float("nan")
@@ -188,7 +188,7 @@ def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(s
 
 @pytest.mark.parametrize("loss", [NAN, math.inf, -math.inf])
 def test_the_rank_that_had_it_records_its_samples(loss, sent, capsys):
-    checkpoint.record(5, NonFiniteStep(1, loss), rank=3, samples=torch.tensor([3, 4]))
+    nonfinite.record(5, NonFiniteStep(1, loss), rank=3, samples=torch.tensor([3, 4]))
     (record,) = sent
     assert (record.kind, record.step, record.data.name) == ("text", 5, "nonfinite")
     assert json.loads(record.data.text) == {"step": 5, "rank": 3, "loss": str(loss), "samples": [3, 4]}
@@ -197,7 +197,7 @@ def test_the_rank_that_had_it_records_its_samples(loss, sent, capsys):
 
 @pytest.mark.parametrize(("rank", "said"), [(0, "loss or gradient not finite on rank 2 in step 5\n"), (1, "")])
 def test_ranks_whose_loss_was_good_record_nothing_and_rank_0_says_whose_it_was(rank, said, sent, capsys):
-    checkpoint.record(5, NonFiniteStep(2, 0.5), rank=rank, samples=[1])
+    nonfinite.record(5, NonFiniteStep(2, 0.5), rank=rank, samples=[1])
     assert (sent, capsys.readouterr().out) == ([], said)
 
 
