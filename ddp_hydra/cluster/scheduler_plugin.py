@@ -220,7 +220,8 @@ class ReservationPlugin(SchedulerPlugin):
     """
 
     def __init__(self, scheduler: Any) -> None:
-        self.scheduler, self.retire = scheduler, scheduler.retire_workers
+        self.scheduler = scheduler
+        self.retire: Any = getattr(scheduler, "retire_workers", None)
 
     async def retire_workers(
         self, *args: Any, stimulus_id: str | None = None, close_workers: bool = False, remove: bool = True, **which: Any
@@ -284,7 +285,8 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
         if own_target is not None:
             scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
         plugin = ReservationPlugin(scheduler)
-        scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
+        if plugin.retire is not None:
+            scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
         scheduler.add_plugin(plugin, name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 
