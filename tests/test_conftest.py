@@ -48,6 +48,7 @@ def test_gpu():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_whatever_a_test_leaves_behind_fails_it(tmp_path):
     here = Path(__file__)

@@ -273,6 +273,7 @@ def test_what_was_measured_before_ctrl_c_is_kept_but_does_not_replace_the_page(t
         yield chosen[0], [report.value("a count", 3)]
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(command.card, "look", lambda device: command.card.Card(name=device))
     monkeypatch.setattr(command, "measure", two)
     monkeypatch.setattr(command, "stop_server", lambda bench: None)
     monkeypatch.setattr(page, "PAGE", tmp_path / "gpu.md")

@@ -200,6 +200,7 @@ def test_two_faults_on_end_and_the_curves_read_as_one(chaos, client2, uninterrup
         assert [(event.step, event.value) for event in events.Scalars(name)] == points
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_way_is_completed_when_another_rank_fails(chaos, client2, uninterrupted, caplog):
     story = chaos.done(client2, "slow,rank=0,step=8,at=write,seconds=6", "raise,rank=1,step=9")
     assert [record.step for record in story.records if record.kind == "start"] == [0, 8]
@@ -385,6 +386,7 @@ def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos
     assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(chaos, client2, wait_for, capfd):
     """Rank 1 hangs, so it will never get to its next step."""
 
@@ -465,6 +467,7 @@ def program_of(machines: tuple[Dask, Client], story: Story, rank: int) -> psutil
     return psutil.Process(machines[1].run(os.getppid, workers=[worker])[worker])
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients, uninterrupted, caplog):
     """The global batch stays 24, and the samples come in the same order."""
     _, client = machines

@@ -109,6 +109,7 @@ def test_a_queue_that_is_full(cli, queue):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.slow
 def test_batch_jobs_that_end_at_once(cli, queue):
     ended = cli.run(
         *TINY,

@@ -95,6 +95,7 @@ def test_bad_images_are_replaced_alike_on_any_number_of_ranks(client4, train, st
         assert line == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, store):
     for path in sorted(TRAIN)[::16]:
         store.objects[path] = b"a text"  # 6 of 96; a rank sees 1 or 2 of them in an epoch
@@ -109,7 +110,7 @@ def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, st
     "sampler",
     [
         pytest.param(("distributed",), marks=pytest.mark.slow),
-        ("chunked", "sampler.chunk_samples=7", "sampler.interleave=3"),
+        pytest.param(("chunked", "sampler.chunk_samples=7", "sampler.interleave=3"), marks=pytest.mark.slow),
         ("sharded", "sampler.interleave=4"),
         pytest.param(("weighted", "sampler.balance=0.5"), marks=pytest.mark.slow),
     ],

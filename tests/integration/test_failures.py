@@ -199,6 +199,7 @@ def test_a_function_that_does_not_exist_is_named(client2):
         dispatch.run(client2, "os:no_such_function")
 
 
+@pytest.mark.slow
 def test_a_collective_that_waits_too_long_is_an_error(client2, gang, heard, alive):
     def rank_1_never_comes():
         results.text("pid", str(os.getpid()))

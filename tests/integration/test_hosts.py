@@ -286,7 +286,8 @@ def assert_same_curve(lines: list[dict[str, Any]], expected: list[dict[str, Any]
         assert line == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.parametrize("is_kept", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["kept", "gone"])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "gone"])
 def test_a_paused_job_continues_with_the_checkpoint_that_its_host_has_kept(
     train, uninterrupted, new_run, client, monkeypatch, is_kept
 ):

@@ -19,6 +19,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "sweep.json").read_text())["jobs"]
 
 
+@pytest.mark.slow
 def test_the_search_that_comes_with_pet_names(cli):
     names = cli.folder / "names.json"
     names.write_text(json.dumps([f"{a}{b}" for a in "abcdefgh" for b in "abcdefgh"]))

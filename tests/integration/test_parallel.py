@@ -140,6 +140,7 @@ def descend_with_many_buckets() -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 def test_powersgd_exchanges_many_buckets_in_one_order(client2, gang):
     """With gloo, ranks that begin exchanges in different orders crash."""
     losses = gang(client2, threads=1).run(descend_with_many_buckets)
@@ -235,6 +236,7 @@ def test_what_does_not_fit_is_said(client2, train, override, said):
         train(client2, "run", override)
 
 
+@pytest.mark.slow
 def test_recomputing_changes_nothing(client2, train):
     settings = ("model.norm=true", "model.dropout=0.5", "trainer.max_steps=4")
     plain = train(client2, "plain", *settings)

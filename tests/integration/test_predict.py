@@ -132,6 +132,7 @@ def expected_stream(run: Path, n: int) -> list[int]:
     return best[torch.randperm(n, generator=torch.Generator().manual_seed(0))].tolist()
 
 
+@pytest.mark.slow
 def test_an_iterable_data_set_is_predicted_in_its_order_by_any_number_of_ranks(client4, project_here, run, tmp_path):
     connect.use_existing(Scheduler(client4.scheduler.address))
     words = ["data=stream", "data.val.n=2900", "data.batch_size=200"]
@@ -148,6 +149,7 @@ def test_an_iterable_data_set_is_predicted_in_its_order_by_any_number_of_ranks(c
     assert (tmp_path / "three.csv").read_bytes() == (tmp_path / "two.csv").read_bytes()
 
 
+@pytest.mark.slow
 def test_an_interrupted_prediction_of_an_iterable_data_set_goes_on(module_cli, run):
     words = (f"run={run}", "out=stream.csv", "cluster=inline", "data=stream", "data.val.n=2100", "data.batch_size=200")
     assert module_cli.run("predict", *words, "+fault=raise,step=7,at=validate").returncode == 1

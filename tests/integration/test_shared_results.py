@@ -331,6 +331,7 @@ def test_a_second_ctrl_c_ends_at_once(cli, remote, root, access):
 # -- what goes wrong ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_failing_run_says_why_in_the_store(cli, remote, root, access):
     fault = "+fault=raise,rank=1,step=3"
     job = (*SHORT, f"results.root={root}", fault, "dispatch.max_restarts=0", "hydra.run.dir=failing")
@@ -347,6 +348,7 @@ def test_a_failing_run_says_why_in_the_store(cli, remote, root, access):
     assert "Traceback" not in said.stderr.partition("rank 1")[0]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote, root, access):
     """A driver hangs on the scheduler, not on the worker that started it; and the scheduler has another one started."""
     job = (*SLOW, f"results.root={root}", "hydra.run.dir=hurt", "dispatch.lost_timeout_s=5", "detach=true")

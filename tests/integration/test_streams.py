@@ -164,7 +164,8 @@ def test_an_epoch_of_given_length_is_planned_and_ends_there(client2, train):
     assert "steps     9, 3 in an epoch" in header(run)
 
 
-@pytest.mark.parametrize("kind", ["counted", pytest.param("files", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["counted", "files"], indirect=True)
 def test_a_roll_back_reads_on_where_the_checkpoint_was(chaos, client2, kind):
     settings = ("data=stream", *kind, "trainer.max_steps=1000")
     left_out, rolled_back = (

@@ -370,6 +370,7 @@ def app(tmp_path, cli):
     return run
 
 
+@pytest.mark.slow
 def test_an_app_of_others_runs_its_task_once_for_each_job(app, cli, nothing_left):
     ended = app("+how=fine,exit,crash,raise,fine2")
     assert ended.returncode == 1

@@ -93,9 +93,10 @@ def test_a_gan_trains_both_parts_and_shows_images(client2, train):
     assert [state[part]["param_groups"][0]["lr"] for part in ("generator", "discriminator")] == [0.001, 0.0005]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "accumulate"),
-    [pytest.param(1, 1, marks=pytest.mark.slow), (2, 2), pytest.param(4, 1, marks=pytest.mark.slow)],
+    [(1, 1), (2, 2), (4, 1)],
     ids=str,
 )
 def test_a_gan_is_resumed_exactly(client4, train, ranks, accumulate):

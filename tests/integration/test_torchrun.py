@@ -400,7 +400,12 @@ TWO_HOSTS = {**HERE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
         (["cluster=inline"], HERE, "torchrun has started this process: give cluster=torchrun"),
         (["cluster=torchrun", "cluster.n_workers=2"], HERE, "torchrun has started one worker on each of 1 hosts"),
         (["cluster=torchrun"], TWO_HOSTS, "or, in a network of your own, cluster.trust_network=true"),
-        (["cluster=torchrun", "cluster.security=true"], TWO_HOSTS, "a certificate that Dask makes stays in this"),
+        pytest.param(
+            ["cluster=torchrun", "cluster.security=true"],
+            TWO_HOSTS,
+            "a certificate that Dask makes stays in this",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_does_not_fit_the_environment_is_refused_with_what_to_type(cli, arguments, variables, said):

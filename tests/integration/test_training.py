@@ -62,6 +62,7 @@ def test_it_is_evaluated_too_and_a_resume_is_exact(client2, train):
     assert logged == pytest.approx(F.cross_entropy(model(judged.x), judged.y).item())
 
 
+@pytest.mark.slow
 def test_a_refused_gradient_stays_out_of_what_powersgd_owes(chaos, client2):
     """It adds to each gradient what compression has lost of those before: a NaN would never leave it."""
     hook = (
@@ -116,6 +117,7 @@ def test_all_ranks_stop_where_it_gets_no_better(client2, train):
 # -- who is slow -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_data_is_named_at_the_end(chaos, client2, capsys, monkeypatch):
     monkeypatch.setattr(summary, "ENOUGH_S", 0.0)
     slow = ("data.slow_rank=1", "data.delay_s=0.02", "trainer.epochs=4")  # 24 steps: of fewer nothing is said
@@ -164,6 +166,7 @@ def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_
 # -- debugging ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_profile_has_a_trace_of_each_rank_and_what_they_exchange(client2, train):
     run = train(client2, "run", "debug=profile")
     for rank in (0, 1):

@@ -232,7 +232,11 @@ def test_the_import_of_torch_begins_before_that_of_hydra(cli, project, runtime, 
     assert float(began[1]) < (run / ".hydra" / "config.yaml").stat().st_mtime
 
 
-@pytest.mark.parametrize("words", [("nonsense=1",), ("cluster=local", "experiment=here")], ids=["an error", "inline"])
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(("nonsense=1",), marks=pytest.mark.slow), ("cluster=local", "experiment=here")],
+    ids=["an error", "inline"],
+)
 def test_a_server_that_no_rank_needs_ends_at_once(cli, project, runtime, tmp_path, wait_for, words):
     own = replace(cli, project=Path(shutil.copytree(project, tmp_path / "own")))
     experiment = own.project / "conf" / "experiment" / "here.yaml"

@@ -96,7 +96,11 @@ def test_the_config_is_the_one_that_hydra_composes_itself(app, words):
 @pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "config"),
-    [(("-m", "number=1,2"), "config"), ((), "sweeps"), (("hydra.mode=MULTIRUN", "number=1,2"), "config")],
+    [
+        (("-m", "number=1,2"), "config"),
+        pytest.param((), "sweeps", marks=pytest.mark.slow),
+        pytest.param(("hydra.mode=MULTIRUN", "number=1,2"), "config", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sweep_is_composed_as_hydra_does(app, words, config):
     expected, before = app(*words, once=False, config=config)

@@ -47,6 +47,7 @@ def test_a_run_is_removed_and_its_neighbours_stay(bucket, capsys):
     assert {name.partition("/")[0] for name in names(f"{bucket}/runs")} == {"ab"}
 
 
+@pytest.mark.slow
 def test_a_driver_that_wakes_up_after_the_removal_writes_nothing(bucket):
     driver = stored(f"{bucket}/a", state="running", time=time.time() - 3600)
     assert disk.remove(f"{bucket}/a") > 15

@@ -39,7 +39,7 @@ def test_the_config_in_a_file_keeps_interpolations_whose_values_may_be_secret(tm
     assert json.loads(meta["config"])["data"] == {"batch_size": 2, "login": "${oc.env:STORE_LOGIN}", "key": "***"}
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_weights_beside_an_onnx_file_have_its_name_and_stay_where_another_export_fails(tmp_path, monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -228,7 +228,7 @@ def test_a_copy_of_the_folder_is_a_run_directory(front, tmp_path, checkpoint_rec
     assert len(list(copy.glob("step-*"))) == 1
 
 
-@pytest.mark.parametrize("how", ["503", "reset", pytest.param("hang", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["503", *(pytest.param(how, marks=pytest.mark.slow) for how in ("reset", "hang"))])
 @pytest.mark.parametrize("where", [("PUT", "step-"), ("PUT", "manifest"), ("GET", ""), ("HEAD", ""), ("DELETE", "")])
 def test_a_bucket_that_fails_for_a_while_gets_everything_in_the_end(
     front, tmp_path, checkpoint_record, caplog, how, where

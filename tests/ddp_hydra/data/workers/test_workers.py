@@ -294,6 +294,7 @@ def test_a_worker_that_is_killed_is_named(loader):
         list(loader(Rows(dies=9)).load(batches(20)))
 
 
+@pytest.mark.slow
 def test_a_worker_that_ends_itself_is_named(loader):
     class Leaving(Rows):
         def __getitem__(self, index: int) -> Row:
@@ -311,6 +312,7 @@ class Wordy(Rows):
         return row._replace(text=row.text * 200_000)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_while_it_sends_is_named(loader):
     one = loader(Wordy(), 1)
     loaded = one.load(batches(60))
