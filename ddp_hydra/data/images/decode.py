@@ -19,6 +19,8 @@ IMAGE_EXTENSIONS = frozenset(
 MOST_PIXELS = 178_956_970
 """Larger images need half a gigabyte of memory each: Pillow refuses to decode them, and so does this module."""
 
+_APP1, _PIXELS = 0xE1, 0xDA
+"""Kinds of JPEG segments: EXIF or XMP, and the pixels, which come last."""
 _FAST_COLORS = ("YCbCr", "Gray", "RGB")
 _SHRINKS = (8, 4, 2, 1)
 _EXACT_SHRINKS = {"411": 1, "422": 4, "440": 4}
@@ -130,8 +132,22 @@ def _decode_any(data: Any) -> np.ndarray:
 
 
 def _may_be_rotated(data: Any) -> bool:
-    content = bytes(data)
-    return b"Exif\0\0" in content or b"tiff:Orientation" in content
+    # Walk over the segments before the pixels: a search in the whole file took 5 % of the time of an image.
+    view, at = memoryview(data), 2
+    while at + 4 <= len(view) and view[at] == 0xFF:
+        kind = view[at + 1]
+        if kind == _PIXELS:
+            return False
+        if kind == 0xFF:  # padding
+            at += 1
+            continue
+        end = at + 2 + (view[at + 2] << 8 | view[at + 3])
+        if kind == _APP1:
+            segment = bytes(view[at + 4 : end])
+            if segment.startswith(b"Exif\0\0") or b"tiff:Orientation" in segment:
+                return True
+        at = end
+    return True  # an unusual file that Pillow may understand
 
 
 def _orientation(data: Any) -> int:
