@@ -153,7 +153,8 @@ class ParquetRows(ProcessLocal):
         named = f"the target {name} of {self._groups[0][0].name} holds"
         if self._range is None:
             kinds = " and ".join(sorted({str(part.types[name]) for part, _, _ in self._groups}))
-            raise ConfigError(f"{named} {kinds}, and classes are whole numbers: write df[{name!r}].astype('int64')")
+            write = f"write df[{name!r}].astype('int64'), or predict numbers: task=regression model.num_classes=1"
+            raise ConfigError(f"{named} {kinds}, and classes are whole numbers: {write}")
         smallest, largest = self._range
         found = f"{named} {smallest} {f'to {largest}' if smallest < largest else 'only'}"
         write = f"write the numbers of the classes from 0, as pd.factorize(df[{name!r}], sort=True)[0] gives them"

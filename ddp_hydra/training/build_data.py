@@ -53,6 +53,7 @@ import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,10 +66,11 @@ from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, open_files, with_workers
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Regression
 from ddp_hydra.tasks.counting import takes_class_numbers
 from ddp_hydra.training.consensus import from_rank_0, gather_objects
 from ddp_hydra.training.consensus import world_size as ranks_in_group
-from ddp_hydra.training.data_description import DataDescription, check_same_data, length
+from ddp_hydra.training.data_description import DataDescription, check_same_data, length, shown
 from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
@@ -224,11 +226,35 @@ def with_features(node: DictConfig, trained: DataDescription) -> DictConfig:
 
 
 def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> None:
+    if isinstance(task, Regression):
+        _check_numbers(data)
     criterion = getattr(task, "criterion", None)
     if not hasattr(data, "check_classes") or not takes_class_numbers(criterion):
         return
     given = cfg.model.get("num_classes", sys.maxsize)
     data.check_classes(given or num_classes or None, getattr(criterion, "ignore_index", None))
+
+
+def _check_numbers(data: Any) -> None:
+    numbers = getattr(data, "class_to_idx", None) or {}
+    try:
+        are_others = any(float(name) != number for name, number in numbers.items())
+    except ValueError:  # names that are words
+        return
+    if are_others and getattr(data, "target_transform", None) is None:
+        raise ConfigError(
+            f"{name_of(data)} numbers its classes {shown(list(numbers), 3)} from 0, and task=regression would predict "
+            "these numbers: give data.train and data.val a target_transform, number of a class -> target"
+        )
+
+
+def description_of(cfg: DictConfig, task: Any, data: Any) -> DataDescription:
+    # Of whole numbers that neither the loss nor the model takes for classes, the largest means nothing.
+    found = DataDescription.of(data)
+    is_used = "num_classes" in cfg.model and cfg.model.num_classes in (None, found.num_classes)
+    if found.classes or is_used or takes_class_numbers(getattr(task, "criterion", None)):
+        return found
+    return replace(found, num_classes=0)
 
 
 def only_class(task: Any, description: DataDescription) -> str:

@@ -39,6 +39,10 @@ FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
     # If its `num_classes` is null, the data set fills it.
+    is_open = "num_classes" in cfg.model and cfg.model.num_classes is None
+    is_regression = cfg.task["_target_"] == "ddp_hydra.tasks.Regression"
+    if is_open and is_regression and not DataDescription.of(data).classes:
+        raise ConfigError("model.num_classes is null, and task=regression has no classes: give model.num_classes=1")
     built = make(fill_num_classes(cfg.model, data, "model"))
     target = cfg.model["_target_"]
     if not isinstance(built, nn.Module):

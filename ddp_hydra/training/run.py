@@ -72,8 +72,7 @@ class TrainingRun:
         kept: Mapping[str, Any] | None = None,
     ) -> None:
         # A collective.
-        description = DataDescription.of(train_set)
-        description.check_validation(DataDescription.of(val_set))
+        DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
         self.cfg, self.fault, self.stop_signal = cfg, fault, stop_signal
         self.rank, device = dist.get_rank(), builders.device(cfg)
         memory.begin(device)
@@ -83,7 +82,7 @@ class TrainingRun:
         self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, files.get("weights"))
         self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
         saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
-        setup.check_data(cfg, self.task, train_set, val_set, saved)
+        description = setup.check_data(cfg, self.task, train_set, val_set, saved)
 
         self.schedule_progress = progress = ScheduleProgress(
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()

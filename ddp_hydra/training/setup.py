@@ -34,14 +34,15 @@ from ddp_hydra.training.train_step import TrainStep, trained_loss
 from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
 
 
-def check_data(cfg: DictConfig, task: Task, train_set: Any, val_set: Any, saved: Mapping[str, Any]) -> None:
-    description = DataDescription.of(train_set)
+def check_data(cfg: DictConfig, task: Task, train_set: Any, val_set: Any, saved: Mapping[str, Any]) -> DataDescription:
+    description = build_data.description_of(cfg, task, train_set)
     for data in (train_set, val_set):
         build_data.check_classes(cfg, task, data, description.num_classes)
     changed = DataDescription.from_dict(saved.get("data")).check_resume(description)
     for warning in (build_data.only_class(task, description), changed):
         if warning and dist.get_rank() == 0:
             results.warn(warning)
+    return description
 
 
 def build_sampler(cfg: DictConfig, train_set: Any) -> tuple[Any, StepConsensus]:

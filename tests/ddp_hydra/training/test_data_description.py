@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 from torchvision.transforms import v2
 
 from ddp_hydra.data.images.dataset import ImageDataset
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Regression
 from ddp_hydra.training import build_data
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription
@@ -238,3 +240,35 @@ def test_features_that_are_samples_are_no_names_of_columns():
 
     assert DataDescription.of(Texts([0, 1])).features == ()
     assert DataDescription.of(Texts([0, 1, 2])).features == Texts.features
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "criterion", "kept"),
+    [
+        ({"num_classes": 1}, nn.MSELoss(), 0),  # whole numbers to predict
+        ({}, nn.MSELoss(), 0),
+        ({"num_classes": 3}, nn.MSELoss(), 3),
+        ({"num_classes": None}, None, 3),
+        ({"num_classes": 7}, nn.CrossEntropyLoss(), 3),
+        ({"num_classes": 1}, None, 0),
+    ],
+)
+def test_whole_numbers_are_classes_where_the_loss_or_the_model_takes_them_for_classes(num_classes, criterion, kept):
+    counted = SimpleNamespace(num_classes=3)
+    cfg = OmegaConf.create({"model": num_classes})
+    found = build_data.description_of(cfg, SimpleNamespace(criterion=criterion), counted)
+    assert found.num_classes == kept
+    found.check_resume(DataDescription(num_classes=kept))
+    named = SimpleNamespace(classes=["a", "b"])
+    assert build_data.description_of(cfg, SimpleNamespace(), named).num_classes == 2
+
+
+def test_numbers_that_a_table_takes_for_names_of_classes_are_no_targets_of_a_regression():
+    ages, task, cfg = ["18.5", "40", "1000"], Regression(nn.MSELoss()), OmegaConf.create({"model": {}})
+    table = SimpleNamespace(classes=ages, class_to_idx={name: number for number, name in enumerate(ages)})
+    with pytest.raises(ConfigError, match=r"numbers its classes 18\.5, 40, 1000 from 0"):
+        build_data.check_classes(cfg, task, table, 3)
+    table.target_transform = lambda number: float(ages[number])
+    build_data.check_classes(cfg, task, table, 3)
+    for names in (["0", "1", "2"], ["cat", "dog"]):
+        build_data.check_classes(cfg, task, SimpleNamespace(class_to_idx={n: i for i, n in enumerate(names)}), 3)
