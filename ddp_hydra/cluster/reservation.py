@@ -117,8 +117,10 @@ class Reservation:
                 return answer["workers"]
             if late:
                 there = f"{answer['free']} of {self.wanted} workers are there, fewer than {least}"
-                advice = f"resume=<run dir> later, or dispatch.min_ranks={max(1, answer['free']) * self.slots}"
-                raise ClusterError(f"after dispatch.restart_wait_s={wait_s:g} s, {there}: give {advice}")
+                fewer = f"dispatch.min_ranks={max(1, answer['free']) * self.slots}"
+                raise ClusterError(
+                    f"after dispatch.restart_wait_s={wait_s:g} s, {there}: resume it later, or give {fewer}"
+                )
             if not is_logged and time.monotonic() - begin > 1:
                 log.warning("waiting for workers: %d of %d are there", answer["free"], self.wanted)
                 is_logged = True
@@ -149,9 +151,7 @@ class Reservation:
             return self.client.sync(self.client._run_on_scheduler, BySource(function), *args, **run)
         except (OSError, TimeoutError) as error:
             reason = str(error) or f"nothing was heard for {answer_s:g} s"
-            raise ClusterError(
-                f"the scheduler {self.address} does not answer: {reason}. Go on with resume=<run dir>"
-            ) from error
+            raise ClusterError(f"the scheduler {self.address} does not answer: {reason}") from error
 
     def _answering(self, silent: Collection[str]) -> set[str]:
         if not silent:

@@ -179,8 +179,7 @@ class Watchdog:
 
     def scheduler_lost(self, how: str) -> SchedulerLost:
         self.workers.is_cut_off = True
-        what = f"the scheduler {self.workers.scheduler} {how}; its workers stop the ranks"
-        return SchedulerLost(f"{what}. Go on with resume=<run dir> once it is back")
+        return SchedulerLost(f"the scheduler {self.workers.scheduler} {how}; its workers stop the ranks")
 
     def check_silence(self) -> None:
         """Give up workers that have been silent for too long.

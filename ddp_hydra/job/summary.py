@@ -19,7 +19,7 @@ from ddp_hydra.checked import Count, Finite
 from ddp_hydra.config import project, unknown_keys
 from ddp_hydra.console import tracebacks
 from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of
-from ddp_hydra.errors import ConfigError, DdpHydraError, Failure, RankFailed, RecordError
+from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.run_state import Summary
@@ -78,8 +78,10 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
             error.args = () if step is None else (f"interrupted; step {step} is saved: go on with resume={shown_dir}",)
         if is_full(error):
             error.add_note(full_disk_advice(run_dir, shown_dir))
-        elif isinstance(error, RankFailed) and (lines := failed_lines(run_dir, shown_dir, error.failure)):
-            error.add_note(f"\n{lines}")
+        elif isinstance(error, RankFailed | ClusterError):
+            failure = error.failure if isinstance(error, RankFailed) else None
+            if lines := failed_lines(run_dir, shown_dir, failure):
+                error.add_note(f"\n{lines}")
         raise
     _finish(run_dir, summary, begin)
 
@@ -95,11 +97,12 @@ def _finish(run_dir: Path, summary: Summary, begin: float, error: BaseException 
             error.add_note(str(unwritten))
 
 
-def failed_lines(run_dir: Path, shown_dir: str, failure: Failure) -> str:
+def failed_lines(run_dir: Path, shown_dir: str, failure: Failure | None) -> str:
     """Return the lines that say where a failed job has left its log and its checkpoint."""
-    log, step = f"logs/rank-{failure.rank}.log", saved_step(run_dir)
+    log = f"logs/rank-{failure.rank}.log" if failure is not None and not failure.mistake else None
+    step = saved_step(run_dir)
     lines = [
-        f"log:     {shown_dir}/{log}" if not failure.mistake and (run_dir / log).exists() else None,
+        f"log:     {shown_dir}/{log}" if log and (run_dir / log).exists() else None,
         f"saved:   step {step}; go on with resume={shown_dir}" if step is not None else None,
     ]
     return "\n".join(filter(None, lines))

@@ -427,7 +427,7 @@ def test_whatever_a_rank_says_ends_in_an_error_of_ours_or_in_none(kind, data):
 def test_tasks_that_are_cancelled_mean_that_the_scheduler_is_lost(status, make, monkeypatch):
     one = make()
     monkeypatch.setattr(one.client, "submit", lambda *_, key, **__: SimpleNamespace(key=key, status=status))
-    with pytest.raises(ClusterError, match=r"the scheduler tcp://s:1 is lost, or was restarted; .*resume=<run dir>"):
+    with pytest.raises(ClusterError, match=r"the scheduler tcp://s:1 is lost, or was restarted; "):
         one.run(b"")
     assert one.client.sent == []
 

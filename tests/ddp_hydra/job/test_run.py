@@ -24,6 +24,7 @@ from ddp_hydra.config import project
 from ddp_hydra.config.schema import Config, resolved
 from ddp_hydra.errors import (
     CheckpointError,
+    ClusterError,
     ConfigError,
     DdpHydraError,
     Failure,
@@ -31,6 +32,7 @@ from ddp_hydra.errors import (
     NonFiniteLoss,
     RankFailed,
     RecordError,
+    SchedulerLost,
 )
 from ddp_hydra.job import job_config, summary
 from ddp_hydra.job.inference import InferenceJob
@@ -504,6 +506,13 @@ def test_who_failed_hears_where_the_log_and_the_checkpoint_are(tmp_path, mistake
     saved = f"saved:   step 20; go on with resume={tmp_path}"
     log = f"log:     {tmp_path}/logs/rank-3.log"
     assert explain(caught.value) == "\n".join(["m", "", *([] if mistake else [log]), saved])
+
+
+def test_who_loses_the_scheduler_hears_where_the_checkpoint_is(tmp_path):
+    checkpoint(tmp_path, 10, 20)
+    with pytest.raises(ClusterError) as caught, summarised(tmp_path, config()):
+        raise SchedulerLost("the scheduler is lost")
+    assert explain(caught.value) == f"the scheduler is lost\n\nsaved:   step 20; go on with resume={tmp_path}"
 
 
 def test_a_job_that_is_done_has_no_failure(tmp_path):
