@@ -47,7 +47,9 @@ def counted(number: float, noun: str) -> str:
     """Return for example "1 thread" or "1,442 samples"."""
     if round(number) == 1:
         return f"1 {noun}"
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("ch", "ss")) else f"{noun}s"
+    plural = (
+        f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("tch", "nch", "ss")) else f"{noun}s"
+    )
     return f"{number:,.0f} {plural}"
 
 

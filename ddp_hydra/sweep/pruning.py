@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
@@ -43,7 +43,8 @@ def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list
     Of a population, the last generation has the best. The members of another one are losers once all members of the
     next one, which began with their checkpoints, have ended well.
 
-    Jobs with other data have a best of their own. `most` jobs keep their checkpoints.
+    Jobs with other data have a best of their own. `most` jobs keep their checkpoints, and so do the jobs whose `best.pt`
+    is among the `most` best.
     """
     surpassed, latest = _by_generation(rows)
     data = data_of(rows)
@@ -52,9 +53,15 @@ def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list
         if row.state in _FINAL:
             groups.setdefault(data[row.number], []).append(row)
     for group in groups.values():
-        group.sort(key=lambda row: (*sort_key(row.objective, objective.maximize), row.number))
-        surpassed += group[most:]
+        last = {row.number: row.objective for row in group}
+        best = {row.number: row.objective if row.best is None else row.best for row in group}
+        kept = _first(last, objective, most) | _first(best, objective, most)
+        surpassed += [row for row in group if row.number not in kept]
     return surpassed
+
+
+def _first(values: Mapping[int, float | None], objective: SweepObjective, most: int) -> set[int]:
+    return set(sorted(values, key=lambda number: (*sort_key(values[number], objective.maximize), number))[:most])
 
 
 def _by_generation(rows: Sequence[JobRow]) -> tuple[list[JobRow], list[JobRow]]:

@@ -40,6 +40,7 @@ def read_summary(row: JobRow, folder: Path, objective: SweepObjective) -> str | 
     row.epoch = row.epochs if row.step == row.total_steps else None  # the epoch read last may be outdated
     row.workers = summary.world_size or row.workers
     _take_metrics(row, summary.metrics, objective)
+    row.best = summary.best.value if summary.best is not None else None
     if summary.status == "done" and summary.stopped_early:
         row.message = f"stopped early: {summary.stopped_early}"
     return summary.status

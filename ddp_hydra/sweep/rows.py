@@ -54,6 +54,7 @@ class JobRow:
         folder: its run directory, in the sweep's folder.
         state: queued, running or how it ended.
         objective: the last value of the metric that jobs are compared by; None while there is none.
+        best: its value for `best.pt`; None if there is none.
         metrics: the last value of each metric.
         step: the last reported step.
         total_steps: of the whole job; None if not known.
@@ -73,6 +74,7 @@ class JobRow:
     folder: str
     state: JobState = JobState.queued
     objective: Finite | None = None
+    best: Finite | None = None
     metrics: dict[str, Finite | None] = field(default_factory=dict)
     step: Count | None = None
     total_steps: Count | None = None

@@ -63,6 +63,13 @@ def test_a_job_that_a_rule_has_stopped_can_lose_and_win():
     assert [one.number for one in losers(rows, ACCURACY, 1)] == [1, 2]
 
 
+def test_a_job_whose_best_checkpoint_is_better_than_its_last_one_stays_too():
+    rows = [row(0, 0.8), row(1, 0.2), row(2, 0.3), row(3, 0.7)]
+    rows[1].best, rows[2].best = 0.9, 0.4
+    assert [one.number for one in losers(rows, ACCURACY, 1)] == [2, 3]
+    assert [one.number for one in losers(rows, ACCURACY, 0)] == [0, 1, 2, 3]
+
+
 def test_each_data_set_has_its_best():
     rows = [row(n, n / 10, JobState.done, f"data={'ab'[n % 2]}") for n in range(4)]
     assert [one.number for one in losers(rows, ACCURACY, 1)] == [0, 1]
