@@ -43,8 +43,8 @@ def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list
     Of a population, the last generation has the best. The members of another one are losers once all members of the
     next one, which began with their checkpoints, have ended well.
 
-    Jobs with other data have a best of their own. `most` jobs keep their checkpoints, and so do the jobs whose `best.pt`
-    is among the `most` best.
+    Jobs with other data have a best of their own. `most` jobs keep their checkpoints, and so do the jobs with the
+    `most` best `best.pt`.
     """
     surpassed, latest = _by_generation(rows)
     data = data_of(rows)
