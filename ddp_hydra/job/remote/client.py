@@ -100,6 +100,7 @@ def started_driver(
             sweep=connect.sweep(),
             logged=loggers.describe(cfg, run_dir, url),
             resume=_send_checkpoint(client, worker, name, cfg.resume),
+            goes_on=bool(connect.sweep()) or _is_resumed(url, cfg.resume),
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
         )
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -135,6 +136,10 @@ def check(cfg: DictConfig) -> None:
     stays = cfg.cluster.get("keep") or connect.is_remote(cfg.cluster)
     if cfg.detach and (connect.is_local(cfg.cluster) or not stays):
         raise ConfigError("detach=true needs a cluster that stays: give cluster=remote cluster.address=tcp://host:8786")
+
+
+def _is_resumed(url: str, resume: str | None) -> bool:
+    return bool(resume) and RunRef.named(str(resume)).store().url == RunRef.own(url).store().url
 
 
 def _choose_worker(client: Any) -> str:

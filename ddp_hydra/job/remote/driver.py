@@ -89,7 +89,7 @@ def open_runner(spec: DriverSpec, address: str, security: Any, scratch_root: str
     status = DriverStatus(address, spec.project.sha256, spec.max_restarts, **more)
     store = FencedStore(results_root.open_folder(spec.url))
     if not spec.is_restart:
-        acquire_run(store, status, spec.hydra_files)
+        acquire_run(store, status, spec.hydra_files, spec.goes_on)
     elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):
         raise AlreadyEnded
     with scratch_folder(SCRATCH, scratch_root) as scratch, scheduler.client() as client:

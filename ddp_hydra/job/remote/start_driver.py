@@ -45,6 +45,7 @@ class DriverSpec:
         sweep: the sweep that workers are reserved for.
         logged: the job as loggers see it.
         resume: the checkpoint to resume from, as the worker finds it; "" for none.
+        goes_on: it may write where a run has left its results: it resumes that run, or is a job of a sweep.
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
     """
@@ -61,6 +62,7 @@ class DriverSpec:
     sweep: str
     logged: LoggedJob
     resume: str = ""
+    goes_on: bool = False
     max_restarts: int = 0
     is_restart: bool = False
 

@@ -136,16 +136,22 @@ class Uploader(Repeater):
                 yield name.as_posix(), path
 
 
-def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str, bytes]) -> None:
-    """Begin a run in a store. Its first objects show that the store can be written."""
+def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str, bytes], goes_on: bool = False) -> None:
+    """Begin a run in a store. Its first objects show that the store can be written.
+
+    Raises:
+        ConfigError: another run is active there, or has left its results there and this one doesn't go on with it.
+    """
     owner = store.owner()
     if is_active(store):
         raise ConfigError(f"another run is active in {store.url}: end it: ddp-hydra attach run={store.url} stop=true")
+    last = read(store)
+    if (entries_in(store) or (last is not None and last.state == "done")) and not goes_on:
+        raise ConfigError(f"{store.url} holds another run: give hydra.run.dir=<folder>, or go on: resume={store.url}")
     try:
         store.acquire(owner)
     except TakenOver:
         raise ConfigError(f"another run has just begun in {store.url}: give another hydra.run.dir") from None
-    entries_in(store)  # raises if the manifest is none
     for name in (SUMMARY, STOP):
         store.delete(name)
     store.put(NAME, encode(status.content()))
