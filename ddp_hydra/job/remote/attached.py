@@ -90,7 +90,7 @@ class Attached:
             self.status = status
 
     def show_metrics(self) -> None:
-        """Show the metrics of rank 0 that are new; the first time, only the latest.
+        """Show the metrics of rank 0 that are new; the first time, the last validation and what came last.
 
         Where a run starts again, or another one begins in its folder, the file loses lines. So its tail is read each
         time, and a line is new by its attempt and time.
@@ -105,9 +105,9 @@ class Attached:
         for line in lines:
             self.newest = tuple(map(max, self.newest, _when(line)))
         if is_first and lines:
-            latest = {name: value for line in lines for name, value in line.items() if value is not None}
-            self.show_start(step=latest.get("step"))
-            lines = [latest]
+            self.show_start(step=lines[-1].get("step"))
+            validated = [line for line in lines[:-1] if any(name.startswith("val/") for name in line)]
+            lines = [*validated[-1:], lines[-1]]
         for line in lines:
             self.show_line(line)
 

@@ -75,6 +75,21 @@ def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):
     assert capsys.readouterr().out.splitlines() == ["epoch 2/2  train/loss 0.1  val/loss 0.25", "done: 10 steps"]
 
 
+def test_amid_an_epoch_it_begins_with_the_numbers_of_the_one_before(run, capsys):
+    run.start()
+    for step in range(1, 8):
+        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.5} if step == 5 else {})})
+    attached = Attached(run.store, 5)
+    attached.begin()
+    attached.show_metrics()
+    assert capsys.readouterr().out.splitlines() == ["  model  Tiny", "epoch 1/2  train/loss 0.2  val/loss 0.5"]
+    for step in range(8, 11):
+        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.25} if step == 10 else {})})
+    run.end("done", "done: 10 steps")
+    attached.follow()
+    assert capsys.readouterr().out.splitlines() == ["epoch 2/2  train/loss 0.1  val/loss 0.25", "done: 10 steps"]
+
+
 def test_a_new_attempt_is_shown(run, capsys):
     run.start()
     run.step(1, loss=1.0)
