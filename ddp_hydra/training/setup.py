@@ -88,6 +88,8 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
     accumulation = cfg.trainer.gradient_accumulation_steps
     micro_batches = f"{accumulation} micro-batches x " if accumulation > 1 else ""
+    first = run.schedule_progress.global_batch
+    was = f"; {first} when the run began" if first != sampler.global_batch else ""
     loss, patience = trained_loss(run.task), cfg.trainer.early_stopping_patience
     loss_size = sum(one.numel() for one in loss.parameters() if one.requires_grad) if loss is not None else 0
     own_loss = f"{type(loss).__name__}, {counted(loss_size, 'parameter')}, trained with the model"
@@ -104,7 +106,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
         ("data", samples_in(train_set, val_set)),
         ("columns", train_set.described() if hasattr(train_set, "described") else ""),
         ("ranks", f"{world_size} on {run.loader.device.type}, {threads} each, {cfg.trainer.precision}"),
-        ("batch", f"{cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective"),
+        ("batch", f"{cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective{was}"),
         ("steps", f"{total_steps:,}" + (f", {epoch_steps:,} in an epoch" if epoch_steps else " at most")),
         ("stream", sampler.part.how if is_stream else ""),
         ("reading", reading),
