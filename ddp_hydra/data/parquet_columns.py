@@ -61,7 +61,8 @@ def advice(kind: Any) -> str:
     if kinds.is_temporal(kind):
         return ", such as seconds: (df[c] - df[c].min()).dt.total_seconds()"
     is_text = kinds.is_string(plain_type(kind)) or kinds.is_large_string(plain_type(kind))
-    return ", such as df[c].astype('category').cat.codes" if is_text else ""
+    codes = "df[c].astype(pd.CategoricalDtype([...])).cat.codes, with the same list for all files"
+    return f", such as {codes}" if is_text else ""
 
 
 def numbers(column: Any, name: str, width: int, fill: float | None, where: str, first_row: int) -> np.ndarray:

@@ -89,7 +89,7 @@ def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
             try:
                 part.file  # noqa: B018  opens it
             except pyarrow.ArrowException as error:
-                raise ValueError(f"{name} is not a Parquet file ({error}): check data.files=...") from None
+                raise ValueError(f"{name} can't be read as a Parquet file ({error}): check data.files=...") from None
             opened.append(part)
     return opened
 
@@ -122,8 +122,16 @@ def _find(access: Access, url: str) -> list[Found]:
 
 def _conversion(url: str) -> str:
     name = PurePosixPath(url.removesuffix(".gz")).with_suffix(".parquet").name
-    convert = f"from pyarrow import csv, parquet; parquet.write_table(csv.read_csv({bare_url(url)!r}), {name!r})"
-    return f'python -c "{convert}", and data.files={name}'
+    options = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError), Path(url).open(encoding="utf-8-sig") as file:
+        first = "" if url.endswith(".gz") else file.readline()
+        if ";" in first and "," not in first:  # Excel, where numbers have a decimal comma
+            options = ", parse_options=csv.ParseOptions(delimiter=';')"
+            options += ", convert_options=csv.ConvertOptions(decimal_point=',')"
+        elif "\t" in first and "," not in first:
+            options = ", parse_options=csv.ParseOptions(delimiter='\\t')"
+    convert = f"parquet.write_table(csv.read_csv({bare_url(url)!r}{options}), {name!r})"
+    return f'python -c "from pyarrow import csv, parquet; {convert}", and give {name} in its place'
 
 
 def _file(access: Access, url: str) -> Found:

@@ -30,7 +30,7 @@ class ParquetRows(ProcessLocal):
     Args:
         files: URL or path of a Parquet file or of a folder of them, or a pattern with *, ** and ?, or several.
         target: column of the target; None: the samples are x alone.
-        features: columns of the features, in this order; None: all the others but the index of pandas.
+        features: columns of the features, in this order, or one; None: all the others but the index of pandas.
         fill: replaces missing features; None: they are an error.
         cache_mb: memory for row groups, MiB per rank; one is kept in any case.
         access: arguments of `storage.Access`: endpoint_url, region, anon, client and more.
@@ -51,7 +51,7 @@ class ParquetRows(ProcessLocal):
         self,
         files: str | Sequence[str] | None,
         target: str | None = None,
-        features: Sequence[str] | None = None,
+        features: Sequence[str] | str | None = None,
         fill: float | None = None,
         cache_mb: float = 1024,
         **access: Any,
@@ -70,7 +70,8 @@ class ParquetRows(ProcessLocal):
         if not parts:
             raise ValueError(f"{', '.join(map(bare_url, urls))} has no rows: check data.files=...")
         self.left_out: list[str] = []
-        self.features = [str(name) for name in features] if features else self._others(parts)
+        given = [features] if isinstance(features, str) else features
+        self.features = [str(name) for name in given] if given else self._others(parts)
         if not self.features:
             raise ValueError(f"{parts[0].name} has no column beside the target: type data.features=[...]")
         self._columns = wanted = [*self.features, *([self.target] if self.target is not None else [])]
@@ -186,7 +187,8 @@ class ParquetRows(ProcessLocal):
     def _check(self, part: PartFile, wanted: Sequence[str]) -> None:
         if missing := [column for column in wanted if column not in part.types]:
             names = f"{', '.join(missing)}, only {', '.join(part.types)}"
-            raise ValueError(f"{part.name} has no column {names}: type data.target=... or data.features=[...]")
+            null = " (null: there is none, and rows are to be predicted)" if self.target in missing else ""
+            raise ValueError(f"{part.name} has no column {names}: type data.target=...{null} or data.features=[...]")
         for column in wanted:
             if part.file.schema_arrow.names.count(column) > 1:
                 raise ValueError(f"{part.name} has several columns {column}: write them with different names")

@@ -112,11 +112,14 @@ class Counting:
         name = getattr(self.criterion, "__name__", type(self.criterion).__name__)
         given = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (target, prediction))
         found = "{} is given targets of {} and outputs of {}".format(name, *given)
+        if self.kind == "elements" and target.shape != prediction.shape:
+            is_column = target.numel() == prediction.numel()
+            how = ", so let the data set return y.unsqueeze(-1)" if is_column else ""
+            if not target.is_floating_point() and not is_column:
+                how = "; for the numbers of classes, give loss=cross_entropy"
+            return f"{found}: both must have the same shape{how}"
         if self.kind == "elements" and not target.is_floating_point():
             return f"{found}: it takes floats, so let the data set return y.float()"
-        if self.kind == "elements" and target.shape != prediction.shape:
-            how = ", so let the data set return y.unsqueeze(-1)" if target.numel() == prediction.numel() else ""
-            return f"{found}: both must have the same shape{how}"
         if self.kind != "classes":
             return ""
         axis = self.class_axis or 1
@@ -136,6 +139,9 @@ class Counting:
             other = "; for numbers that are to be predicted, type task=regression" if target.is_floating_point() else ""
             other = "; loss=cross_entropy takes shares of the classes, too" if are_shares else other
             return f"{found}: it takes class numbers of int64, so let the data set return {how}{other}"
+        weight = getattr(self.criterion, "weight", None)
+        if isinstance(weight, Tensor) and weight.numel() != n_classes:
+            return f"loss.weight has {weight.numel()} numbers, and the model has {n_classes} classes: give one for each"
         if target.device.type != "cpu":  # after an error, nothing more can be read from the device
             return ""
         wrong = target[((target < 0) | (target >= n_classes)) & (target != self.ignore)]

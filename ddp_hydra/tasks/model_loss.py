@@ -113,7 +113,7 @@ class ModelLoss(Task):
         loss = found(output, "loss")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             what = f"{type(model).__name__} returned a {type(output).__name__} without a loss"
-            raise ValueError(f"{what}: it must have `loss`, a scalar. Does the batch hold the labels?")
+            raise ConfigError(f"{what}: it must have `loss`, a scalar. Does the batch hold the labels?")
         logits = found(output, "logits")
         with torch.no_grad():
             n, labels, summed = self._counted(bare(model), batch, loss.detach().reshape(()), output)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task, inputs, pair
 from ddp_hydra.tasks.counting import Counting
 
@@ -72,10 +73,13 @@ def flat_if_single(prediction: Tensor, target: Tensor) -> Tensor:
     """Return a prediction of (batch, 1) as (batch,) where the target is (batch,).
 
     Raises:
-        ValueError: their shapes differ otherwise; a loss would broadcast them to a wrong number.
+        ConfigError: their shapes differ otherwise; a loss would broadcast them to a wrong number.
     """
     if prediction.ndim == target.ndim + 1 and prediction.shape[-1] == 1:
         prediction = prediction.squeeze(-1)
     if prediction.shape != target.shape:
-        raise ValueError(f"the model's output is {tuple(prediction.shape)}, but the target is {tuple(target.shape)}")
+        raise ConfigError(
+            f"the model's output is {tuple(prediction.shape)}, but the target is {tuple(target.shape)}: both must "
+            f"have the same shape, as by model.num_classes={target[:1].numel()}"
+        )
     return prediction

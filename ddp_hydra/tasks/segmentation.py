@@ -41,7 +41,7 @@ class Segmentation(Task):
         masks = masks.long()
         logits = model(x)
         if logits.ndim != 4 or logits.shape[2:] != masks.shape[1:]:
-            raise ValueError(
+            raise ConfigError(
                 f"the model's output is {tuple(logits.shape)} and the masks are {tuple(masks.shape)}: segmentation "
                 "needs an output of (batch, classes, height, width) and masks of (batch, height, width)"
             )

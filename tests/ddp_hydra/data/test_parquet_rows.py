@@ -102,7 +102,7 @@ def test_mistakes_are_said_in_a_sentence(tmp_path, folder):
         ParquetRows(named, "label")
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"PAR1 but not really")
-    with pytest.raises(ValueError, match=r"broken\.parquet is not a Parquet file"):
+    with pytest.raises(ValueError, match=r"broken\.parquet can't be read as a Parquet file"):
         ParquetRows(str(broken), "label")
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"holds no file that ends with \.parquet"):
@@ -128,14 +128,15 @@ def test_rows_from_a_store(s3, folder):
 
 
 @pytest.mark.medium
-def test_a_csv_file_is_told_with_how_to_convert_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("text", ["a,b\n1.5,2\n", "a;b\n1,5;2\n", "a\tb\n1.5\t2\n"])
+def test_a_csv_file_is_told_with_how_to_convert_it(tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "rows.csv").write_text(text)
     with pytest.raises(ValueError, match="is not a Parquet file") as caught:
         ParquetRows("rows.csv", "b")
-    code, files = re.fullmatch(r'.*: type python -c "(.*)", and data.files=(.*)', str(caught.value)).groups()
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert [part.tolist() for part in ParquetRows(files, "b")[0]] == [[1.0], 2]
+    command, files = re.fullmatch(r".*: type python (-c .*), and give (.*) in its place", str(caught.value)).groups()
+    subprocess.run(["bash", "-c", f"{sys.executable} {command}"], check=True)
+    assert [part.tolist() for part in ParquetRows(files, "b", "a")[0]] == [[1.5], 2]
 
 
 @pytest.mark.parametrize("name", ["", "Unnamed: 0"])

@@ -98,6 +98,18 @@ def test_targets_of_one_answer(target, said):
         Classification(nn.BCEWithLogitsLoss(), class_axis=None).step(nn.Linear(4, 1), (torch.randn(8, 4), target))
 
 
+def test_numbers_of_classes_are_no_targets_of_a_loss_of_elements():
+    with pytest.raises(ConfigError, match=r"the same shape; for the numbers of classes, give loss=cross_entropy"):
+        Classification(nn.BCEWithLogitsLoss(), class_axis=None).step(nn.Linear(4, 3), (torch.randn(8, 4), NUMBERS))
+
+
+@pytest.mark.parametrize("criterion", [CrossEntropy, nn.CrossEntropyLoss, nn.NLLLoss])
+def test_weights_of_another_number_of_classes(criterion):
+    loss = criterion(weight=torch.ones(2))
+    with pytest.raises(ConfigError, match=r"loss\.weight has 2 numbers, and the model has 3 classes"):
+        Classification(loss).step(nn.Linear(4, 3), (torch.randn(8, 4), NUMBERS))
+
+
 def test_an_error_of_a_users_loss_stays_as_it_is():
     def broken(prediction, target):
         raise ValueError("mine")

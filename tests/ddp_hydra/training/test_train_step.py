@@ -66,7 +66,7 @@ def test_a_batch_of_another_structure_is_described():
     ids=["regression", "segmentation", "model_loss"],
 )
 def test_shapes_that_do_not_fit_are_said_in_the_users_terms(task, model, batch, said):
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ConfigError, match=said):
         task.step(model, batch)
 
 
