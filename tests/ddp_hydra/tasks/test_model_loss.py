@@ -99,5 +99,5 @@ def test_an_output_without_a_loss_is_refused(output):
         def __call__(self, x):
             return output
 
-    with pytest.raises(ValueError, match=r"Net returned a \w+ without a loss: it must have `loss`, a scalar"):
+    with pytest.raises(ConfigError, match=r"Net returned a \w+ without a loss: it must have `loss`, a scalar"):
         ModelLoss().step(Net(), {"x": X})
