@@ -20,6 +20,9 @@ from typing import Any
 
 from ddp_hydra.data.workers.helper import Fd, Helper, packed, receive, send, unpacked
 
+HELPER_LOST = 1000
+"""Exit code of a process whose helper, which alone knows its own, has ended."""
+
 
 class _SocketPair:
     """Two ends of a socket, which travel to workers."""
@@ -117,7 +120,7 @@ class WorkerProcess:
             try:
                 self._exitcode = self.helper.exit_code(self.pid)
             except ConnectionError:
-                self._exitcode = 255
+                self._exitcode = HELPER_LOST
         return self._exitcode
 
     def is_alive(self) -> bool:

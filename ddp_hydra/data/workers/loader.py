@@ -14,7 +14,7 @@ from ddp_hydra.data import wrappers
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.data.workers import helper
-from ddp_hydra.data.workers.context import HelperContext
+from ddp_hydra.data.workers.context import HELPER_LOST, HelperContext
 from ddp_hydra.data.workers.worker import Request, Result, WorkerSet, as_it_is, begin
 from ddp_hydra.errors import ConfigError
 
@@ -196,7 +196,9 @@ class _Requests:
 def _gone(code: int) -> ConnectionError:
     how = f"by signal {-code}" if code < 0 else f"with code {code}"
     advice = "what it printed stands above, in the output of this rank"
-    if code == -9:
+    if code == HELPER_LOST:
+        how, advice = "with the process that starts them", "somebody has killed that, or it was out of memory"
+    elif code == -9:
         advice = "if that was for want of memory, type a smaller data.workers or data.memory_mb"
     return ConnectionError(f"a worker that makes batches for this rank (data.workers) has ended {how}; {advice}")
 

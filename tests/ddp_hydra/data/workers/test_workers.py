@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
@@ -292,6 +293,18 @@ def test_workers_have_the_files_that_a_data_set_has_opened_and_are_told_of_it(tm
 def test_a_worker_that_is_killed_is_named(loader):
     with pytest.raises(ConnectionError, match=r"has ended by signal 9; .* data\.workers or data\.memory_mb"):
         list(loader(Rows(dies=9)).load(batches(20)))
+
+
+@pytest.mark.slow
+def test_workers_whose_helper_is_killed_are_told_apart(loader):
+    one = loader(Rows(), 1)
+    loaded = one.load(batches(600))
+    for _ in range(2):
+        next(loaded)
+    parent = psutil.Process(one.workers.context.started[0].pid).parent()
+    parent.kill()
+    with pytest.raises(ConnectionError, match=r"has ended with the process that starts them; somebody has killed that"):
+        list(loaded)
 
 
 @pytest.mark.slow
