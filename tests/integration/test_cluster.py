@@ -96,6 +96,7 @@ def test_a_cluster_is_left_to_the_jobs_of_others(caplog):
 # -- workers that come late, leave, and are replaced -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_so_many_workers_are_waited_for_as_are_there_at_the_same_time(warm_server, tmp_path):
     with dask_scheduler(tmp_path) as file, contextlib.ExitStack() as stack, Client(address_in(file)) as client:
         came: list[str] = []

@@ -106,13 +106,14 @@ def test_bad_images_that_no_rank_finds_too_many_fail_together(client4, train, st
     assert "Traceback" not in str(failed.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampler",
     [
-        pytest.param(("distributed",), marks=pytest.mark.slow),
-        pytest.param(("chunked", "sampler.chunk_samples=7", "sampler.interleave=3"), marks=pytest.mark.slow),
+        ("distributed",),
+        ("chunked", "sampler.chunk_samples=7", "sampler.interleave=3"),
         ("sharded", "sampler.interleave=4"),
-        pytest.param(("weighted", "sampler.balance=0.5"), marks=pytest.mark.slow),
+        ("weighted", "sampler.balance=0.5"),
     ],
     ids=lambda sampler: sampler[0],
 )

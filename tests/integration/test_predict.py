@@ -104,6 +104,7 @@ def test_a_rank_that_is_killed_leaves_no_gap_and_no_row_twice(client4, project_h
     check(tmp_path / "out.csv", run)
 
 
+@pytest.mark.slow
 def test_what_is_interrupted_goes_on_where_it_ended(module_cli, run):
     """It fails in the third batch, when two parts have arrived."""
     words = (f"run={run}", "out=later.csv", "cluster=inline")

@@ -92,8 +92,8 @@ PARQUET = (
 
 @pytest.fixture(
     params=[
-        *("counted", "workers"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("files", "odd files", "buffer")),
+        "counted",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("workers", "files", "odd files", "buffer")),
     ]
 )
 def kind(request, tmp_path) -> list[str]:

@@ -110,6 +110,7 @@ def test_a_gan_is_resumed_exactly(client4, train, ranks, accumulate):
     assert whole.metrics()[-1] == resumed.metrics()[-1]
 
 
+@pytest.mark.slow
 def test_a_step_of_a_gan_that_is_left_out_changes_neither_part_nor_the_average(client2, train):
     policy = ("trainer.on_nonfinite=skip", "trainer.ema_decay=0.9")
     nan = "nan,rank=1,step=3"

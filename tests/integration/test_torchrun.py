@@ -399,7 +399,12 @@ TWO_HOSTS = {**HERE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
         (["cluster=torchrun"], {**HERE, "RANK": "1", "WORLD_SIZE": "2"}, "do not fit together: each host needs"),
         (["cluster=inline"], HERE, "torchrun has started this process: give cluster=torchrun"),
         (["cluster=torchrun", "cluster.n_workers=2"], HERE, "torchrun has started one worker on each of 1 hosts"),
-        (["cluster=torchrun"], TWO_HOSTS, "or, in a network of your own, cluster.trust_network=true"),
+        pytest.param(
+            ["cluster=torchrun"],
+            TWO_HOSTS,
+            "or, in a network of your own, cluster.trust_network=true",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ["cluster=torchrun", "cluster.security=true"],
             TWO_HOSTS,
