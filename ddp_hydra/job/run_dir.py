@@ -16,7 +16,15 @@ from ddp_hydra.config import project, redact
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
 from ddp_hydra.run_state import Best
 from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
-from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, decode_manifest, newest_first, read_manifest
+from ddp_hydra.storage.manifest import (
+    FOLDER,
+    NAME,
+    CheckpointEntry,
+    decode_manifest,
+    has_checkpoint,
+    newest_first,
+    read_manifest,
+)
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked, read_summary
 
@@ -40,10 +48,9 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
 
     A run that ended before it saved a checkpoint may start again in its folder.
     """
-    checkpoints = sorted((run_dir / FOLDER).glob("*.pt"))
     summary = read_summary(run_dir)
     is_done = summary is not None and summary.status == "done"
-    if (checkpoints or is_done) and not is_resumed(run_dir, resume):
+    if (has_checkpoint(run_dir) or is_done) and not is_resumed(run_dir, resume):
         raise ConfigError(
             f"{run_dir} holds another run: give hydra.run.dir=<folder>, or go on with it by resume={run_dir}"
         )

@@ -118,6 +118,15 @@ def newest_first(entries: Entries) -> list[str]:
     return [name for name in reversed(entries) if STEP_FILE.fullmatch(name)]
 
 
+def has_checkpoint(run_dir: Path) -> bool:
+    """Return whether a run has left a checkpoint. A step file that a kill has cut off before the manifest is none."""
+    folder = run_dir / FOLDER
+    files = [*folder.glob("*.pt")]
+    if not files or (folder / NAME).is_file():
+        return bool(files)
+    return any(not STEP_FILE.fullmatch(file.name) or torn(file) is None for file in files)
+
+
 def find_checkpoint(path: str | Path, which: str = "last") -> Path:
     """Return the checkpoint file that a user means.
 

@@ -19,6 +19,7 @@ from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.config import redact, unknown_keys
 from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
+from ddp_hydra.storage.manifest import FOLDER, NAME, has_checkpoint
 from ddp_hydra.sweep.rows import JobRow, JobState, typed
 
 
@@ -212,8 +213,8 @@ def take_over_folder(planned: PlannedJob) -> None:
 
 def resume(planned: PlannedJob, spent_s: float) -> None:
     """Let a job of ours resume from its last checkpoint, if it has one."""
-    checkpoints = planned.folder / "checkpoints" / "manifest.json"
-    if planned.is_ours and checkpoints.is_file():
+    manifest = planned.folder / FOLDER / NAME
+    if planned.is_ours and (manifest.is_file() or has_checkpoint(planned.folder)):
         with open_dict(planned.config):
             planned.config.resume = str(planned.folder)
         planned.spent_s = spent_s

@@ -171,6 +171,21 @@ def test_another_run_does_not_get_into_it(tmp_path, resume):
         refuse_other_run(tmp_path / "run", resume)
 
 
+def test_a_run_that_was_killed_while_it_wrote_its_first_checkpoint_may_begin_again(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "step-000004.pt", "w") as archive:
+        archive.writestr("data", "weights")
+    with pytest.raises(ConfigError, match="holds another run"):
+        refuse_other_run(tmp_path, None)  # it was written whole, and can be resumed
+    whole = (folder / "step-000004.pt").read_bytes()
+    (folder / "step-000004.pt").write_bytes(whole[:-9])
+    refuse_other_run(tmp_path, None)
+    (folder / "manifest.json").write_text('{"version": 1, "files": {}}')
+    with pytest.raises(ConfigError, match="holds another run"):
+        refuse_other_run(tmp_path, None)
+
+
 def test_a_new_run_has_no_earlier_attempt(tmp_path):
     assert next_attempt(tmp_path) == next_attempt(tmp_path / "nowhere") == 0
 

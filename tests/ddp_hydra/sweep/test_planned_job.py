@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,19 @@ def test_a_job_goes_on_from_its_checkpoint_where_it_has_one(tmp_path, state, has
     planned_job.resume(job, 60.0)
     assert (job.config.resume == str(tmp_path)) == resumes
     assert job.spent_s == 60.0 * resumes, "the time that it took before counts, where it is not begun anew"
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_job_that_was_killed_before_its_first_manifest_goes_on_where_its_checkpoint_is_whole(tmp_path, is_whole):
+    (tmp_path / "checkpoints").mkdir()
+    file = tmp_path / "checkpoints" / "step-000004.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("data", "weights")
+    if not is_whole:
+        file.write_bytes(file.read_bytes()[:-9])
+    job = planned(tmp_path, row(0, "", JobState.running), True)
+    planned_job.resume(job, 60.0)
+    assert (job.config.resume == str(tmp_path)) == is_whole
 
 
 def test_the_folder_of_another_job_is_not_taken(tmp_path):
