@@ -94,6 +94,9 @@ def reserve(
     chosen = choose(free, min(wanted, room))
     _forget_topic(reservations.get(gang, {}).get("topic"), dask_scheduler)
     reservations[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
+    if (subscribe := getattr(dask_scheduler, "subscribe_topic", None)) is not None:
+        # The client subscribes, too, but by its stream. The first records of tasks that live on would overtake that.
+        subscribe(topic, holder)
     return {"workers": chosen}
 
 

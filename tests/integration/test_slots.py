@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,37 @@ def test_tasks_live_on_when_a_gang_starts_again_and_leave_with_it(client2, tmp_p
     assert len(seen[0]) == 2
     assert dispatch.run(client2, dist.get_rank) == [0, 1]  # nothing holds the workers
     wait_for(lambda: keys(client2) == [], "no task left")
+
+
+def test_the_first_records_of_tasks_that_live_on_are_not_lost_where_the_subscription_comes_late(client2, monkeypatch):
+    """A rank whose rendezvous is lost would be waited for for ever."""
+    subscribed, send = threading.Event(), client2._send_to_scheduler
+
+    def late(message):
+        if message["op"] == "subscribe-topic" and message["topic"].endswith("-1"):  # of the second attempt
+            assert subscribed.wait(100)
+        send(message)
+
+    def read(record):
+        if record.kind == "text":
+            subscribed.set()
+
+    subscribe = type(client2).subscribe_topic
+    monkeypatch.setattr(client2, "subscribe_topic", lambda *given: threads.submit(subscribe, client2, *given))
+    monkeypatch.setattr(client2, "_send_to_scheduler", late)
+    with ThreadPoolExecutor(2) as threads:
+        gang = dispatch.Gang(client2, max_restarts=1, on_record=read)
+        assert gang.run(dies_in_the_first_attempt) == [0, 1]
+
+
+def dies_in_the_first_attempt() -> int:
+    rank = dist.get_rank()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
+        results.text("n", "")
+    elif rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return rank
 
 
 def dies_twice(folder: str) -> int:
