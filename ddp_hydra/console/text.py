@@ -47,10 +47,9 @@ def counted(number: float, noun: str) -> str:
     """Return for example "1 thread" or "1,442 samples"."""
     if round(number) == 1:
         return f"1 {noun}"
-    plural = (
-        f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith(("tch", "nch", "ss")) else f"{noun}s"
-    )
-    return f"{number:,.0f} {plural}"
+    if noun.endswith("y"):
+        return f"{number:,.0f} {noun[:-1]}ies"
+    return f"{number:,.0f} {noun}{'es' if noun.endswith(('tch', 'nch', 'ss')) else 's'}"
 
 
 def duration(seconds: float | None) -> str:

@@ -20,7 +20,7 @@ _HINTS = {
     errno.ENOSPC: "free some space there, or choose another place",
     errno.EDQUOT: "free some of your quota there, or choose another place",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
-    errno.ENOENT: "its folder was removed",
+    errno.ENOENT: "its folder is missing: was it removed?",
     errno.EFBIG: "the file is larger than this system or `ulimit -f` allows",
     errno.ELOOP: "it is a symbolic link; remove it, nothing is written through links in a run directory",
 }

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, message_of, printable, shorten, traceback_of
+from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, counted, message_of, printable, shorten, traceback_of
 
 
 class Mute(Exception):
@@ -49,3 +49,14 @@ def test_an_error_that_cannot_say_what_it_is_has_a_type_and_a_traceback():
         raise Mute
     assert message_of(caught.value) == "(its message is not available: Mute.__str__ raised KeyError)"
     assert "raise Mute" in traceback_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "said"),
+    [
+        (1, "epoch", "1 epoch"), (2, "epoch", "2 epochs"), (1442, "sample", "1,442 samples"), (2, "batch", "2 batches"),
+        (0, "class", "0 classes"), (3, "query", "3 queries"),
+    ],
+)  # fmt: skip
+def test_a_noun_is_counted(number, noun, said):
+    assert counted(number, noun) == said

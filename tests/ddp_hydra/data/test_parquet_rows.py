@@ -60,6 +60,7 @@ def test_some_columns_a_float_target_or_none(folder):
     assert (x.tolist(), y.tolist(), y.dtype) == ([[6]], [3], torch.float32)
     x = ParquetRows([str(folder / "0.parquet"), str(folder / "1.parquet")], features=["label", "a"])[30]
     assert x.tolist() == [0, 30]
+    assert ParquetRows(str(folder / "0.parquet"), "label", "a").features == ["a"]
 
 
 def test_a_loader_and_the_chunked_sampler_read_row_groups_one_after_the_other(folder):

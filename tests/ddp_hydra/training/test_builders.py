@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -23,6 +25,16 @@ def test_a_model_that_is_no_module_is_refused():
         ConfigError, match=r"model\._target_=builtins\.list returned a list: return a torch\.nn\.Module"
     ):
         model(_target_="builtins.list")
+
+
+def test_a_regression_does_not_take_the_largest_number_for_a_number_of_classes():
+    cfg = config()
+    cfg.model, cfg.task = (
+        {"_target_": "torch.nn.Flatten", "num_classes": None},
+        {"_target_": "ddp_hydra.tasks.Regression"},
+    )
+    with pytest.raises(ConfigError, match=r"task=regression has no classes: give model\.num_classes=1"):
+        builders.model(cfg, SimpleNamespace(num_classes=251))
 
 
 def test_a_model_with_a_parameter_without_a_shape_is_refused():

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Log, Record
+from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.writers.files import FileWriter
 
 
@@ -142,3 +146,13 @@ def test_other_kinds_are_ignored(tmp_path, checkpoint_record, tree):
     writer.write(Record(Log("x")))
     writer.write(checkpoint_record(1))
     assert tree(tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.ENOENT, "its folder is missing"), (errno.EFBIG, "ulimit -f"), (errno.EIO, "stays whole")],
+)
+def test_a_failed_write_says_what_may_be_done(number, said):
+    error = cannot_write("checkpoints", OSError(number, os.strerror(number)))
+    assert str(error).startswith(f"cannot write checkpoints: {os.strerror(number)}; ")
+    assert said in str(error)
