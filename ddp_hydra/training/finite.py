@@ -98,7 +98,8 @@ def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[
     yield from ((name, value) for name, value in loss.items() if name not in unchecked)
     optimizer = content["optimizer"]
     for name, state in [("the optimizer", optimizer)] if "state" in optimizer else optimizer.items():
-        for number, slots in state["state"].items():
-            for slot, value in slots.items():
+        known = state.get("state") if isinstance(state, Mapping) else None
+        for parameter, slots in known.items() if isinstance(known, Mapping) else ():
+            for slot, value in slots.items() if isinstance(slots, Mapping) else ():
                 if isinstance(value, Tensor):
-                    yield f"{slot} of parameter {number} in {name}", value
+                    yield f"{slot} of {parameter} in {name}", value

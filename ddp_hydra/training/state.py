@@ -10,17 +10,22 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.consensus import world_size
+from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import STATISTICS, is_finite
 
-FORMAT = 3
+FORMAT = 4
+SHOWN = 6
+"""The most parameters in a message."""
 
 
 @dataclass
@@ -98,7 +103,7 @@ class TrainingState:
         return {
             "format": FORMAT,
             "model": model,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer_state(),
             "scheduler": self.scheduler.state_dict(),
             **parts,
             "position": asdict(self.position),
@@ -112,13 +117,27 @@ class TrainingState:
             "torch": str(torch.__version__),
         }
 
+    def optimizer_state(self) -> dict[str, Any]:
+        names, by_update = self._names(), isinstance(self.optimizer, ByName)
+        found = {name: by_names(optimizer, names) for name, optimizer in each(self.optimizer)}
+        return found if by_update else found[""]
+
+    def _names(self) -> dict[nn.Parameter, str]:
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        if (loss := self.extras.get("loss")) is not None:
+            for name, parameter in loss.named_parameters(prefix="loss"):
+                names.setdefault(parameter, name)
+        return names
+
     def restore(self, content: dict[str, Any]) -> None:
         load_weights(self.model, content)
         content = plain_state.decode({name: part for name, part in content.items() if name != "model"})
         # What each group has to have: torch adds an option to the defaults when it loads a state.
         needed = {name: set(optimizer.defaults) for name, optimizer in each(self.optimizer)}
         try:
-            self.optimizer.load_state_dict(content["optimizer"])
+            names, saved = self._names(), content["optimizer"]
+            for name, optimizer in each(self.optimizer):
+                optimizer.load_state_dict(by_numbers(optimizer, names, saved[name] if name else saved))
             self.scheduler.load_state_dict(content["scheduler"])
             for name, part in self.extras.items():
                 if part is not None and content.get(name):
@@ -163,6 +182,62 @@ def together(parts: dict[str, Any]) -> Any:
 
 def each(part: Any) -> Iterable[tuple[str, Any]]:
     return part.items() if isinstance(part, ByName) else [("", part)]
+
+
+def by_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+    """Return an optimizer's state as torch's, with names of parameters in place of their numbers.
+
+    Numbers depend on the order of the groups, and say nothing of the model.
+    """
+    state, own = optimizer.state_dict(), _own_names(optimizer, names)
+    if not _is_by_numbers(state, len(own)):
+        return state
+    return {
+        **state,
+        "state": {own[key] if isinstance(key, int) else key: slots for key, slots in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [own[number] for number in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: dict[str, Any]) -> dict[str, Any]:
+    """Return a state of `by_names` as this optimizer numbers its parameters.
+
+    Raises:
+        ValueError: it is of other parameters, or a group here has parameters of two groups there.
+    """
+    if not _is_by_numbers(optimizer.state_dict(), len(own := _own_names(optimizer, names))):
+        return state
+    groups = [(frozenset(group["params"]), group) for group in state["param_groups"]]
+    saved = frozenset[str]().union(*(params for params, _ in groups))
+    if lacking := [name for name in own if name not in saved]:
+        raise ValueError(f"it has nothing of {shown(lacking, SHOWN)}")
+    if unknown := sorted(saved.difference(own)):
+        raise ValueError(f"it trains {shown(unknown, SHOWN)}, too")
+    numbers = {name: number for number, name in enumerate(own)}
+    fitted, left = [], iter(own)
+    for place, group in enumerate(optimizer.param_groups):
+        params = list(islice(left, len(group["params"])))
+        fitting = [one for known, one in groups[place : place + 1] + groups if known.issuperset(params)]
+        if not fitting:
+            raise ValueError(f"{shown(params, SHOWN)} are not in one group there")
+        fitted.append({**fitting[0], "params": [numbers[name] for name in params]})
+    slots = {numbers.get(name, name): slots for name, slots in state["state"].items()}
+    return {**state, "state": slots, "param_groups": fitted}
+
+
+def _own_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [names.get(parameter, f"parameter {number}") for number, parameter in enumerate(parameters)]
+
+
+def _is_by_numbers(state: Mapping[str, Any], n_parameters: int) -> bool:
+    # An optimizer of another library may have a layout of its own.
+    if not {"state", "param_groups"} <= state.keys():
+        return False
+    numbers = [number for group in state["param_groups"] for number in group.get("params", ())]
+    return numbers == list(range(n_parameters))
 
 
 def load_weights(model: nn.Module, content: dict[str, Any]) -> None:

@@ -89,6 +89,64 @@ def test_a_restored_run_goes_on_bit_for_bit(optimizer, tmp_path):
         assert flat(found[part]) == flat(wanted[part])
 
 
+def in_groups(*groups):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    named = dict(model.named_parameters())
+    optimizer = torch.optim.Adam([{"params": [named[name] for name in names], "lr": lr} for names, lr in groups])
+    return TrainingState(model, optimizer, lr_schedules.cosine(optimizer, 20), Position(), {})
+
+
+def test_an_optimizer_is_saved_by_the_names_of_parameters_and_goes_on_in_another_order_of_groups():
+    linear, norm = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
+    run = train(in_groups((linear, 0.1), (norm, 0.01)), 2)
+    content = run.begin_capture()()
+    assert [group["params"] for group in content["optimizer"]["param_groups"]] == [linear, norm]
+    assert set(content["optimizer"]["state"]) == {*linear, *norm}
+    other = in_groups((norm[::-1], 0.5), (linear[::-1], 0.5))
+    content["scheduler"]["base_lrs"].reverse()
+    other.restore(content)
+    assert [group["lr"] for group in other.optimizer.param_groups] == [
+        group["lr"] for group in reversed(run.optimizer.param_groups)
+    ]
+    assert flat(train(run, 2).begin_capture()()["model"]) == flat(train(other, 2).begin_capture()()["model"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([(["0.weight", "0.bias", "1.weight"], 0.1)], "it trains 1.bias, too"),
+        ([(["0.weight", "1.weight"], 0.1), (["0.bias", "1.bias"], 0.1)], "0.weight, 1.weight are not in one group"),
+    ],
+)
+def test_an_optimizer_of_other_parameters_or_groups_is_refused_by_their_names(groups, said):
+    content = train(in_groups((["0.weight", "0.bias"], 0.1), (["1.weight", "1.bias"], 0.1)), 1).begin_capture()()
+    with pytest.raises(CheckpointError, match=said):
+        in_groups(*groups).restore(content)
+    content = train(in_groups((["0.weight", "0.bias"], 0.1)), 1).begin_capture()()
+    with pytest.raises(CheckpointError, match=r"it has nothing of 1\.weight"):
+        in_groups((["0.weight", "0.bias", "1.weight"], 0.1)).restore(content)
+
+
+class Ours(torch.optim.SGD):
+    """Keeps its state in a layout of its own, as some libraries' optimizers do."""
+
+    def state_dict(self):
+        return {"ours": super().state_dict()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state["ours"])
+
+
+def test_an_optimizer_with_a_layout_of_its_own_is_saved_as_it_is():
+    own = {"cls": Ours, "lr": 0.1, "momentum": 0.9}
+    run = train(state(optimizer=own), 2)
+    content = run.begin_capture()()
+    other = state(seed=1, optimizer=own)
+    other.restore(content)
+    assert flat(train(run, 2).begin_capture()()["model"]) == flat(train(other, 2).begin_capture()()["model"])
+
+
 @pytest.mark.parametrize("due", [True, False])
 def test_a_validation_still_to_come_travels_with_the_checkpoint(due, tmp_path):
     run = train(state(), 1)

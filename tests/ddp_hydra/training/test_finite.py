@@ -148,6 +148,12 @@ def captured(spoil):
     return not_finite(state.begin_capture()(), [name for name, _ in model.named_buffers()])
 
 
+def test_an_optimizer_with_a_layout_of_its_own_is_not_looked_into():
+    weights = {"weight": torch.full((2,), NAN)}
+    assert not_finite({"model": {}, "optimizer": {"inner": {"state": [weights]}, "steps": 3, "state": 1}}) == []
+    assert not_finite({"model": {}, "optimizer": {"inner": weights, "steps": 3}}) == []
+
+
 @pytest.mark.parametrize(
     ("spoil", "found"),
     [
@@ -158,7 +164,7 @@ def captured(spoil):
         (lambda model, ema, slots: ema[0].bias[0].fill_(-INF), ["ema: 0.bias"]),
         (
             lambda model, ema, slots: slots[model[0].bias]["exp_avg_sq"].fill_(INF),
-            ["exp_avg_sq of parameter 1 in the optimizer"],
+            ["exp_avg_sq of 0.bias in the optimizer"],
         ),
     ],
 )
