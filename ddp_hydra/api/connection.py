@@ -13,7 +13,7 @@ from omegaconf import OmegaConf, open_dict
 from ddp_hydra.cli import overrides
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
-from ddp_hydra.cluster.connection import Scheduler
+from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import redact
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import write_atomic
@@ -109,7 +109,7 @@ class Connection:
     def __repr__(self) -> str:
         if self not in _open:
             return "<Connection: closed>"
-        workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
+        workers = len(workers_of(self.client))
         return f"<Connection: {workers} workers at {self.client.scheduler.address}>"
 
 

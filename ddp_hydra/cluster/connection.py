@@ -230,6 +230,17 @@ _LOAD = """
 """An expression whose value is the function. It makes the module where that does not exist yet."""
 
 
+def workers_of(client: Any) -> dict[str, dict[str, Any]]:
+    """Return what the scheduler knows of its workers, by address; what it said last, if it can't be reached.
+
+    `Client.scheduler_info` returns an attribute, which the client's own timer may have set meanwhile, without workers.
+    """
+    if client.status == "running" and client.scheduler is not None:
+        with contextlib.suppress(OSError):
+            return dict(client.sync(client.scheduler.identity, n_workers=-1)["workers"])
+    return dict(client.scheduler_info(n_workers=-1)["workers"])
+
+
 class BySource:
     """Pickles a function by its module's source, so that it can be unpickled anywhere.
 

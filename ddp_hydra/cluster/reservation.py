@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from distributed import Client
 
-from ddp_hydra.cluster.connection import BySource
+from ddp_hydra.cluster.connection import BySource, workers_of
 from ddp_hydra.cluster.scheduler_plugin import ABSENT_S, FRONT, release, reserve_or_wait
 from ddp_hydra.errors import ClusterError
 
@@ -156,7 +156,7 @@ class Reservation:
     def _answering(self, silent: Collection[str]) -> set[str]:
         if not silent:
             return set()
-        known = self.client.scheduler_info(n_workers=-1)["workers"]
+        known = workers_of(self.client)
         asked = [address for address in silent if address in known]
         if not asked:
             return set()

@@ -24,6 +24,7 @@ from distributed import Client, Future
 from msgspec import structs
 
 from ddp_hydra.cluster import preflight
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts, default_notice
@@ -151,7 +152,7 @@ class Gang:
     def start(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Running:
         """Start `fn(*args, **kwargs)` on each rank, and return at once; see `dispatch.start`."""
         call = self.checked_call(fn, args, kwargs)
-        workers = len(self.client.scheduler_info(n_workers=-1)["workers"])
+        workers = len(workers_of(self.client))
         slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
         folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
         ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
@@ -257,7 +258,7 @@ class Gang:
         """Return host -> ranks of all jobs of the sweep; {} outside of a sweep."""
         if not self.settings.sweep:
             return {}
-        known = self.client.scheduler_info(n_workers=-1)["workers"].values()
+        known = workers_of(self.client).values()
         return {host: n * self.slots for host, n in Counter(worker["host"] for worker in known).items()}
 
     def check_stop(self) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from distributed import Client
 
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.cluster.scheduler_plugin import natural
 from ddp_hydra.rank.environment import seen_gpus
 from ddp_hydra.rank.spec import RankSpec
@@ -71,7 +72,7 @@ def slots_of_workers(client: Client, given: int | str) -> int:
     """
     if given != "auto":
         return int(given)
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = workers_of(client)
     known: dict[str, Any] = vars(client).setdefault("_ddp_hydra_gpus", {})
     if unknown := [address for address in workers if address not in known]:
         run = {"workers": unknown, "on_error": "return", "callback_timeout": ANSWER_S}

@@ -7,6 +7,7 @@ import time
 
 from distributed import Client
 
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS
@@ -173,7 +174,7 @@ class Watchdog:
         if not late or now - self.asked_at < PENDING_S:
             return
         self.asked_at = now
-        known = self.workers.client.scheduler_info(n_workers=-1)["workers"]
+        known = workers_of(self.workers.client)
         for address in {self.specs[rank].worker for rank in late} - known.keys() - self.workers.lost:
             self.lose_worker(address, LEFT.format(worker=address))
 

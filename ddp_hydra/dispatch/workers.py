@@ -15,6 +15,7 @@ from typing import Any
 from distributed import Client, Future
 
 from ddp_hydra import heartbeat
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import RecordError
 from ddp_hydra.rank import inbox, outbox, return_values
@@ -39,8 +40,7 @@ class WorkerClient:
     def __init__(self, client: Client, job: JobSpec) -> None:
         self.client, self.gang, self.name, self.number = client, job.gang, job.topic, job.attempt
         self.specs: Sequence[RankSpec] = job.ranks
-        scheduler = client.scheduler_info(n_workers=-1)
-        self.scheduler, workers = scheduler["address"], scheduler["workers"]
+        self.scheduler, workers = client.scheduler_info(n_workers=0)["address"], workers_of(client)
         self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in self.specs}
         self.settings = job.settings
         self.futures: dict[str, Future] = {}

@@ -20,7 +20,7 @@ import dask
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.cluster.connection import Scheduler
+from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep.forked_process import ForkedProcess
 from ddp_hydra.sweep.job_process import JobOutcome
@@ -239,4 +239,4 @@ def serve(config: str, sweep: str, logs: Path, parent: int, pipe: Connection) ->
 
 
 def _count_workers(client: Any) -> int:
-    return len(client.scheduler_info(n_workers=-1)["workers"])
+    return len(workers_of(client))

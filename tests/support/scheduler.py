@@ -19,6 +19,7 @@ class Scheduler:
         self.workers: dict[str, Any] = {}
         self.clients = {client: SimpleNamespace(last_seen=scheduler_plugin.scheduler_time()) for client in clients}
         self.aborted: list[str] = []
+        self.address = "tcp://s:8786"
         self.client_comms = {
             client: SimpleNamespace(abort=lambda client=client: self.aborted.append(client)) for client in clients
         }
@@ -31,6 +32,9 @@ class Scheduler:
         self._broker = SimpleNamespace(_topics={}, truncate=lambda topic: self._broker._topics[topic].clear())
         for worker in workers:
             self.add(worker)
+
+    def identity(self, n_workers: int) -> dict[str, Any]:
+        return {"address": self.address, "workers": dict(self.workers) if n_workers == -1 else {}}
 
     def add(self, worker: str, status: Status = Status.running) -> None:
         self.workers[worker] = SimpleNamespace(host=worker.partition(":")[0], status=status)

@@ -19,6 +19,7 @@ from msgspec.structs import asdict
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.config import checkpoint_config, objective, schema
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import printable
@@ -143,7 +144,7 @@ def _is_resumed(url: str, resume: str | None) -> bool:
 
 
 def _choose_worker(client: Any) -> str:
-    workers = client.scheduler_info(n_workers=-1)["workers"]
+    workers = workers_of(client)
     running = [address for address, worker in workers.items() if worker.get("status", "running") == "running"]
     if not running:
         raise ClusterError("the cluster has no worker that runs, so there is no host for the run: bring up workers")

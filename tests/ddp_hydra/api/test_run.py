@@ -76,10 +76,13 @@ def test_what_cannot_run_in_the_background_is_refused(project):
 
 def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
     client = SimpleNamespace(
-        scheduler=SimpleNamespace(address="tcp://127.0.0.1:1"),
+        status="running",
+        sync=lambda call, **options: call(**options),
+        scheduler=SimpleNamespace(
+            address="tcp://127.0.0.1:1", identity=lambda n_workers: {"workers": {"a": {}, "b": {}}}
+        ),
         security=None,
         dashboard_link="http://127.0.0.1:2/status",
-        scheduler_info=lambda n_workers: {"workers": {"a": {}, "b": {}}},
     )
     ended = []
 

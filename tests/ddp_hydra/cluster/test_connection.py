@@ -35,6 +35,31 @@ def test_a_client_that_is_closed_while_its_scheduler_is_gone_says_nothing_of_it(
     assert set(caplog.messages) == said
 
 
+def test_all_workers_are_known_though_the_clients_timer_asks_for_none_meanwhile(client2, monkeypatch):
+    sync = distributed.Client.sync
+
+    def late(self, call, *args, **options):
+        answer = sync(self, call, *args, **options)
+        sync(self, self._update_scheduler_info)  # as its timer does, before the caller goes on
+        return answer
+
+    monkeypatch.setattr(distributed.Client, "sync", late)
+    assert not client2.scheduler_info(n_workers=-1)["workers"]
+    assert len(connection.workers_of(client2)) == 2
+
+
+def test_of_a_scheduler_that_is_gone_the_last_answer_counts():
+    def gone(*_, **options):
+        raise OSError
+
+    last = {"workers": {"tcp://a:1": {}}}
+    scheduler = SimpleNamespace(identity=None)
+    client = SimpleNamespace(status="running", scheduler=scheduler, sync=gone, scheduler_info=lambda n_workers: last)
+    assert connection.workers_of(client) == {"tcp://a:1": {}}
+    client.status, client.scheduler = "closed", None
+    assert connection.workers_of(client) == {"tcp://a:1": {}}
+
+
 @pytest.mark.parametrize("error", [KeyError("getpwuid(): uid not found: 7"), OSError("No username set")])
 def test_a_user_without_a_name_has_a_number(error, monkeypatch):
     def getuser():

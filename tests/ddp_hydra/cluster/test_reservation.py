@@ -25,10 +25,10 @@ class Client:
         self.pinged: list[list[str]] = []
 
     def scheduler_info(self, n_workers: int = 5) -> dict[str, Any]:
-        return {"address": "tcp://s:8786", "workers": dict(self.scheduler.workers) if n_workers == -1 else {}}
+        return self.scheduler.identity(0)  # a timer has asked meanwhile
 
     def sync(self, function, *args, callback_timeout=None, **kwargs) -> Any:
-        assert callback_timeout is not None, "the scheduler may be gone"
+        assert callback_timeout is not None or function == self.scheduler.identity, "the scheduler may be gone"
         return function(*args, **kwargs)
 
     def _run_on_scheduler(self, function, *args, wait_s=0.0, **kwargs) -> Any:
