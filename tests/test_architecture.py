@@ -30,7 +30,7 @@ MAY_IMPORT_DISTRIBUTED = ("cli", "compat", "sweep", "job", "dispatch", "cluster"
 MAY_IMPORT_TORCH = ("training", "data", "tasks")
 TORCH_MODULES = (
     "ddp_hydra.rank.process",
-    "ddp_hydra.rank.process_group",
+    "ddp_hydra.rank.world",
     "ddp_hydra.rank.torchrun_store",
     "ddp_hydra.cli.export",
     "ddp_hydra.cli.export",

@@ -68,7 +68,8 @@ def check_arguments(call: Call) -> None:
         return
     given = {**call.kwargs, **({"files": None} if call.files else {})}
     try:
-        signature.bind(*call.args, **given)
+        of_world = [None] if getattr(call.fn, "in_world", False) else []
+        signature.bind(*of_world, *call.args, **given)
     except TypeError as error:
         name = getattr(call.fn, "__name__", type(call.fn).__name__)
         settings = (*GangSettings.__struct_fields__, "on_record", "run_dir", "files", "project")

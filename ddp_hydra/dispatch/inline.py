@@ -65,7 +65,7 @@ def run(
     import cloudpickle
 
     from ddp_hydra.rank import network, process
-    from ddp_hydra.rank.process_group import leave_process_group, meet, process_group
+    from ddp_hydra.rank.world import joined, leave_process_group, meet
 
     settings = settings or GangSettings()
     restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
@@ -82,8 +82,8 @@ def run(
                 port = listener.getsockname()[1]
                 store = meet(0, "127.0.0.1", port, settings.timeout_s, listener.detach())
                 call = cloudpickle.dumps((fn, args, kwargs))
-                with process_group(store, 0, 1, settings.backend, settings.timeout_s):
-                    return [process.perform(call)]
+                with joined(store, 0, 1, 1, settings.backend, settings.timeout_s) as world:
+                    return [process.perform(call, world)]
         except Exception:
             heartbeat.await_saved()
             raise

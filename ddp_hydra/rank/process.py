@@ -32,8 +32,8 @@ from ddp_hydra.console.signals import own_handler
 from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
 from ddp_hydra.errors import DdpHydraError, Failure
 from ddp_hydra.rank import environment, fault_injection, return_values
-from ddp_hydra.rank.process_group import meet, process_group
 from ddp_hydra.rank.spec import RankLaunch
+from ddp_hydra.rank.world import World, joined, meet
 from ddp_hydra.record import End, Record
 
 MAX_FILES = 4
@@ -80,12 +80,12 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
         with control.makefile("rb") as lines:  # the worker's task sends where rank 0 listens
             host, port = json.loads(lines.readline())["rendezvous"]
         store = meet(spec.rank, host, port, settings.timeout_s, listener_fd)
-        place = store, spec.rank, spec.world_size
-        with process_group(*place, settings.backend, settings.timeout_s, job.makes_group):
+        place = store, spec.rank, spec.world_size, spec.local_world_size
+        with joined(*place, settings.backend, settings.timeout_s, job.makes_group) as world:
             project = job.project.sha256 if job.project else ""
             print(f"rank {spec.rank} of {spec.world_size}: {describe_place(project)}")  # noqa: T201
             heartbeat.at("run", 0)
-            value = perform(job.call)
+            value = perform(job.call, world)
             heartbeat.at("end", shared_status.step)
         return value
 
@@ -122,7 +122,7 @@ def on_sigterm(shared_status: heartbeat.SharedStatus) -> None:
     shared_status.ask_to_finish(heartbeat.REASONS.index("preemption"))
 
 
-def perform(call: bytes) -> Any:
+def perform(call: bytes, world: World) -> Any:
     """Call a pickled function; a function may be named as "module:name"."""
     target, args, kwargs = cloudpickle.loads(call)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -130,8 +130,9 @@ def perform(call: bytes) -> Any:
         numpy.random.seed()
     torch.default_generator.seed()
     function: Any = pkgutil.resolve_name(target) if isinstance(target, str) else target
+    of_world = (world,) if getattr(function, "in_world", False) else ()
     with forked.children_end():
-        return function(*args, **kwargs)
+        return function(*of_world, *args, **kwargs)
 
 
 class SocketSender:

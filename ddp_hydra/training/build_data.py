@@ -66,10 +66,9 @@ from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, open_files, with_workers
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Regression
 from ddp_hydra.tasks.counting import takes_class_numbers
-from ddp_hydra.training.consensus import from_rank_0, gather_objects
-from ddp_hydra.training.consensus import world_size as ranks_in_group
 from ddp_hydra.training.data_description import DataDescription, check_same_data, length, shown
 from ddp_hydra.training.instantiate import make, parameters
 
@@ -78,7 +77,7 @@ ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)
 """Samplers that the config of an iterable data set may name: the default one, which is not used."""
 
 
-def dataset(node: DictConfig | None, seed: int, key: str = "data.train") -> Any:
+def dataset(node: DictConfig | None, seed: int, key: str = "data.train", world: World = ALONE) -> Any:
     # If its class has `built_once`, only rank 0 builds it. A collective. The global generators are seeded before, so
     # that it is split in the same way each time that it is built.
     if node is None:
@@ -91,19 +90,19 @@ def dataset(node: DictConfig | None, seed: int, key: str = "data.train") -> Any:
         _check_kind(made, key)
         return made
 
-    if ranks_in_group() > 1 and built_once(node):
-        return wrappers.look_into(from_rank_0(build))
-    return wrappers.look_into(build())
+    return wrappers.look_into(world.from_rank_0(build) if built_once(node) else build())
 
 
 @contextmanager
-def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = None) -> Iterator[Any]:
+def opened(
+    cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = None, world: World = ALONE
+) -> Iterator[Any]:
     # At the end name its bad samples, and close it. A collective.
     node, workers = cfg.data.get(split), cfg.data.get("workers")
     if node is not None and like is not None:
         node = with_features(node, DataDescription.of(like))
     before = open_files()
-    built = kept = dataset(node, cfg.seed, f"data.{split}")
+    built = kept = dataset(node, cfg.seed, f"data.{split}", world)
     files = open_files() - before
     if streams.is_stream(built) and workers:
         raise ConfigError(
@@ -113,8 +112,8 @@ def opened(cfg: DictConfig, split: str, device: torch.device = CPU, like: Any = 
     if built is not None and not streams.is_stream(built):
         kept = with_workers(workers, built, device.type == "cuda", results.warn, files)
     try:
-        if built is not None and ranks_in_group() > 1 and not built_once(node) and not streams.is_stream(built):
-            check_same_data(built, f"data.{split}", cfg.seed)
+        if built is not None and world.size > 1 and not built_once(node) and not streams.is_stream(built):
+            check_same_data(built, f"data.{split}", cfg.seed, world)
         yield kept
         for name, reason in getattr(kept, "bad", {}).items():
             print(f"bad sample, left out: {name}: {reason}")  # noqa: T201
@@ -142,11 +141,15 @@ def built_once(node: DictConfig) -> bool:
         return False
 
 
-def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int, agree: Callable[[], Any] | None = None) -> Any:
+def sampler(
+    cfg: DictConfig, data: Any, world: World, agree: Callable[[], Any] | None = None, ranks: int | None = None
+) -> Any:
+    # ranks: of the job that this process stands for; None: of the world.
+    rank, world_size = world.rank, world.size if ranks is None else ranks
     known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
     batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     if streams.is_stream(data):
-        return stream_sampler(cfg, data, batch_size, rank, world_size, agree)
+        return stream_sampler(cfg, data, batch_size, world, world_size, agree)
     taken = parameters(cfg.sampler["_target_"])
     of_data = {name: value for name, value in known.items() if name in taken and value is not None}
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
@@ -154,7 +157,7 @@ def sampler(cfg: DictConfig, data: Any, rank: int, world_size: int, agree: Calla
 
 
 def stream_sampler(
-    cfg: DictConfig, data: Any, batch_size: int, rank: int, world_size: int, agree: Callable[[], Any] | None = None
+    cfg: DictConfig, data: Any, batch_size: int, world: World, ranks: int, agree: Callable[[], Any] | None = None
 ) -> streams.StreamSampler:
     target = cfg.sampler["_target_"]
     if target not in ORDER_OF_DATA or not cfg.sampler.get("drop_last", True):
@@ -165,18 +168,18 @@ def stream_sampler(
         )
     n_samples = cfg.data.get("n_samples")
     if n_samples is None:
-        n_samples = _length_of_all(cfg, data)
+        n_samples = _length_of_all(cfg, data, world)
     if n_samples is None:
         _refuse_without_length(cfg, data)
-    part = streams.split(data, rank, world_size, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
+    part = streams.split(data, world.rank, ranks, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
     if steps := cfg.trainer.overfit_batches:
-        part = streams.RepeatedPart(part.dataset, rank, world_size, part.dealt, how=part.how, part=part, steps=steps)
+        part = streams.RepeatedPart(part.dataset, world.rank, ranks, part.dealt, how=part.how, part=part, steps=steps)
     return streams.StreamSampler(part, batch_size, n_samples, agree)
 
 
-def _length_of_all(cfg: DictConfig, data: Any) -> int | None:
+def _length_of_all(cfg: DictConfig, data: Any, world: World) -> int | None:
     # A collective.
-    lengths: list[int] = gather_objects(length(data))
+    lengths: list[int] = world.gather_objects(length(data))
     if len(set(lengths)) == 1 or None in lengths:
         return lengths[0]
     if cfg.data.get("shard_by") == "itself":
@@ -202,11 +205,11 @@ def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
         )
 
 
-def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool) -> Loader:
+def loader(cfg: DictConfig, data: Any, device: torch.device, channels_last: bool, world: World = ALONE) -> Loader:
     bounds = {name: cfg.data[name] for name in ("prefetch", "memory_mb") if cfg.data.get(name) is not None}
     if streams.is_stream(data):
         options = {"way": cfg.data.get("shard_by"), "progress": heartbeat.progress, "seed": cfg.seed}
-        options["gather"] = gather_objects if ranks_in_group() > 1 else None
+        options["gather"] = world.gather_objects if world.size > 1 else None
         return streams.StreamLoader(data, device, channels_last, **bounds, **options)
     return Loader(data, device, channels_last, **bounds, progress=heartbeat.progress, seed=cfg.seed, warn=results.warn)
 

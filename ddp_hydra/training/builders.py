@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -17,11 +16,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ddp_hydra import results
 from ddp_hydra.config import objective, validate
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
-from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
 from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters, without
@@ -63,12 +62,12 @@ def give_memory(model: nn.Module) -> None:
                 module._buffers[name] = whole[id(buffer)]
 
 
-def parallel(cfg: DictConfig, step: TrainStep) -> Parallel:
+def parallel(cfg: DictConfig, step: TrainStep, world: World = ALONE) -> Parallel:
     if cfg.trainer.compile is not None and cfg.parallel["_target_"].endswith(".parallel.dp"):
         raise ConfigError(f"trainer.compile={cfg.trainer.compile} does not go with parallel=dp: give parallel=ddp")
-    if world_size() > 1:
+    if world.size > 1:
         validate.check_static_graph(cfg)
-    wrapped: Parallel = make(cfg.parallel, step)
+    wrapped: Parallel = make(cfg.parallel, step, world)
     if cfg.trainer.compile is not None:
         # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
         mode = cfg.trainer.compile.replace("_", "-")
@@ -150,7 +149,7 @@ def mix(cfg: DictConfig, data: Any) -> Any:
     return make(fill_num_classes(cfg.mix, data, "mix"))
 
 
-def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetrics:
+def eval_metrics(cfg: DictConfig, data: Any, device: torch.device, world: World) -> EvalMetrics:
     nodes = cfg.metrics or {}
     of_torchmetrics = [name for name, node in nodes.items() if node["_target_"].startswith("torchmetrics.")]
     if of_torchmetrics and importlib.util.find_spec("torchmetrics") is None:
@@ -162,7 +161,7 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
     for name, node in nodes.items():
         filled = fill_num_classes(node, data, f"metrics.{name}")
         if node.get("num_classes", 0) is None and filled.get("top_k", 0) > filled.num_classes:
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if world.rank == 0:
                 results.warn(
                     f"metrics.{name} is left out: top_k={filled.top_k} of {filled.num_classes} classes; "
                     f"give metrics.{name}.top_k=<n>, or ~metrics.{name}"
@@ -170,16 +169,18 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device) -> EvalMetric
             continue
         built = make(filled)
         metrics[str(name)] = built.to(device) if hasattr(built, "to") else built
-    return EvalMetrics(metrics, DataDescription.of(data).classes)
+    return EvalMetrics(metrics, DataDescription.of(data).classes, world)
 
 
-def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, channels_last: bool) -> Evaluation:
+def evaluation(
+    cfg: DictConfig, data: Any, task: Task, device: torch.device, channels_last: bool, world: World
+) -> Evaluation:
     return Evaluation(
-        loader(cfg, data, device, channels_last),
+        loader(cfg, data, device, channels_last, world),
         cfg.data.batch_size,
         autocast(cfg, device),
         task,
-        eval_metrics(cfg, data, device),
+        eval_metrics(cfg, data, device, world),
     )
 
 

@@ -13,7 +13,7 @@ from ddp_hydra.console.text import counted
 from ddp_hydra.data import draws, wrappers
 from ddp_hydra.data.batch import alike, summary
 from ddp_hydra.errors import ConfigError, DataError
-from ddp_hydra.training.consensus import gather_objects
+from ddp_hydra.rank.world import World
 
 
 @dataclass(frozen=True)
@@ -159,16 +159,16 @@ READ_S = 0.1
 """Seconds that reading samples may take; a slower data set without ids is compared by its length alone."""
 
 
-def check_same_data(data: Any, key: str, seed: int) -> None:
+def check_same_data(data: Any, key: str, seed: int, world: World) -> None:
     # A collective.
-    lengths: list[int] = gather_objects(len(data))
+    lengths: list[int] = world.gather_objects(len(data))
     name = wrappers.name_of(data)
     how = "build it from the arguments and the global random generators alone, which all ranks have alike"
     if len(set(lengths)) > 1:
         raise DataError(f"{key}: {name} has {', '.join(f'{n:,}' for n in lengths)} samples on the ranks: {how}")
     if not lengths[0]:
         return
-    found = gather_objects(fingerprint(data, seed))
+    found = world.gather_objects(fingerprint(data, seed))
     for rank, other in enumerate(found):
         if not all(alike(a, b) for a, b in zip(found[0], other, strict=False)):
             raise DataError(

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_hydra import heartbeat, results
@@ -18,9 +17,9 @@ from ddp_hydra.config import objective
 from ddp_hydra.data.batch import described, mapped
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
-from ddp_hydra.training.consensus import gather_objects, world_size
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.parallel import broadcast
 from ddp_hydra.training.parameter_groups import restored_buffers
@@ -66,13 +65,12 @@ class Evaluation:
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
         # A collective. The ranks' shares of the samples may differ in size.
-        rank, ranks = 0, world_size()
-        if ranks > 1:
-            rank = dist.get_rank()
-            broadcast(model.buffers())  # BatchNorm's statistics may differ; rank 0's are saved
+        world = self.metrics.world
+        if world.size > 1:
+            broadcast(model.buffers(), world)  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
         meter = Meter(self.loader.device)
-        for batch, indices in self.loader.each_once(self.batch_size, rank, ranks):
+        for batch, indices in self.loader.each_once(self.batch_size, world.rank, world.size):
             with self.autocast, explained(batch):
                 step = as_step(self.task.validation_step(model, batch), self.task)
             meter.add(count(step, len(indices)))
@@ -80,7 +78,7 @@ class Evaluation:
             heartbeat.progress()
             if stop():
                 break
-        sums = meter.result()
+        sums = meter.result(world)
         own = named("val", self.task.metrics(sums)) if sums else {}
         more = self.metrics.result(are_few)
         if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
@@ -94,12 +92,12 @@ def with_states(metric: Any) -> list[Any]:
     return [part for part in modules if getattr(part, "_reductions", None)]
 
 
-def synchronise(metric: Any) -> None:
+def synchronise(metric: Any, world: World) -> None:
     # A collective. Torchmetrics gathers a list entry by entry, so ranks with fewer batches would leave the others
     # waiting, and takes a state without samples for floats.
     parts = with_states(metric)
     own = [{name: getattr(part, name) for name in part._reductions} for part in parts]
-    for part, *states in zip(parts, *gather_objects(mapped(Tensor.cpu, own)), strict=True):
+    for part, *states in zip(parts, *world.gather_objects(mapped(Tensor.cpu, own)), strict=True):
         for name, reduce in part._reductions.items():
             values = [state[name] for state in states]
             if isinstance(getattr(part, name), list):  # as if one rank had seen all batches
@@ -116,10 +114,11 @@ class EvalMetrics:
     Args:
         metrics: name -> a `torchmetrics.Metric` of what the task predicts.
         classes: names of the classes, for the pictures.
+        world: of this rank.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = ()) -> None:
-        self.metrics, self.classes = dict(metrics), list(classes)
+    def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = (), world: World = ALONE) -> None:
+        self.metrics, self.classes, self.world = dict(metrics), list(classes), world
         for metric in self.metrics.values():
             for part in with_states(metric):
                 part.distributed_available_fn = lambda: False  # `synchronise` does it
@@ -146,14 +145,14 @@ class EvalMetrics:
         self.matrices.clear()
         self.are_complete = True
         for name, metric in self.metrics.items():
-            if world_size() > 1:
+            if self.world.size > 1:
                 if not with_states(metric):
                     raise ConfigError(
                         f"metrics.{name} ({type(metric).__name__}) has no states by torchmetrics' add_state, so what "
                         "several ranks have counted can't be put together: write it as a torchmetrics.Metric, or give "
                         "dispatch.ranks=1"
                     )
-                synchronise(metric)
+                synchronise(metric, self.world)
             try:
                 found = metric.compute()
             except Exception:

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hydra import heartbeat, results
@@ -26,11 +25,12 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import streams
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank import fault_injection, return_values
+from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.record import Rows
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.consensus import StepConsensus, StopSignal, from_rank_0, gather_objects
+from ddp_hydra.training.consensus import StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import TrainedModel
 
@@ -52,44 +52,47 @@ class Inference:
         trained: the model.
         task: says what a prediction is.
         data: the data set.
+        world: of this rank.
         with_targets: whether predictions come with what is true.
     """
 
     trained: TrainedModel
     task: Task
     data: Any
+    world: World
     with_targets: bool = False
 
 
 @contextmanager
-def opened(job: Mapping[str, Any], checkpoint: str) -> Iterator[Inference]:
+def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[Inference]:
     # A collective.
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
-    content = from_rank_0(lambda: load_run.needed(read(Path(checkpoint))))
+    content = world.from_rank_0(lambda: load_run.needed(read(Path(checkpoint))))
     split = job["split"]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if cfg.data.get(split) is None:
         raise ConfigError(f"this run has no data.{split}: choose a data set with data=<group>, or give split=train")
     builders.set_float32(cfg)
     trained = load_run.restore_model(content, cfg)
-    with build_data.opened(cfg, split, trained.device, trained.data) as data:
-        check_data(trained.data, DataDescription.of(data), f"data.{split}")
+    with build_data.opened(cfg, split, trained.device, trained.data, world) as data:
+        check_data(trained.data, DataDescription.of(data), f"data.{split}", world)
         task = builders.task(cfg, trained.data, trained.device)
         load_run.restore_loss(task, content, cfg)
-        yield Inference(trained, task, data)
+        yield Inference(trained, task, data, world)
 
 
-def evaluate(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
-    with opened(job, files["checkpoint"]) as run:
+@in_world
+def evaluate(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
+    with opened(job, files["checkpoint"], world) as run:
         cfg, trained = run.trained.cfg, run.trained
         check_labels(run.data)
         build_data.check_classes(cfg, run.task, run.data, trained.data.num_classes)
-        evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.channels_last)
+        evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.channels_last, world)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
         metrics = evaluation.run(trained.model, stop=stop.reason)
-        stopped = StepConsensus().decide(stop=stop.reason()).stop
+        stopped = StepConsensus(world).decide(stop=stop.reason()).stop
         return {
             "metrics": metrics,
             "matrices": evaluation.metrics.lists(),
@@ -104,17 +107,18 @@ def check_labels(data: Any) -> None:
         raise ConfigError(f"{build_data.name_of(data)} has no labels here: use predict")
 
 
-def check_data(trained: DataDescription, data: DataDescription, key: str) -> None:
+def check_data(trained: DataDescription, data: DataDescription, key: str, world: World) -> None:
     trained.check_model(data, key)
-    if dist.get_rank() == 0 and trained.other_names(data):
+    if world.rank == 0 and trained.other_names(data):
         results.warn(
             f"the classes of {key} are {shown(data.classes)}, and the model was trained on {shown(trained.classes)}: "
             "they are compared by their numbers"
         )
 
 
-def predict(job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
-    with opened(job, files["checkpoint"]) as run:
+@in_world
+def predict(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
+    with opened(job, files["checkpoint"], world) as run:
         done = frozenset(job["done"])
         run.with_targets = job["targets"] and getattr(run.data, "labelled", True)
         if streams.is_stream(run.data):
@@ -137,14 +141,14 @@ def send_samples(run: Inference, done: Collection[int], kind: str) -> tuple[int,
     results.emit(Rows(n_samples, length))  # on each rank, before its parts
     missing = [part for part in range(-(-n_samples // length)) if part not in done]
     # Neighbouring parts go to one rank, which then opens few shards.
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = run.world.rank, run.world.size
     share = [len(missing) * one // ranks for one in (rank, rank + 1)]
     batches = [
         list(range(begin, min(begin + cfg.data.batch_size, n_samples)))
         for part in missing[slice(*share)]
         for begin in range(part * length, min((part + 1) * length, n_samples), cfg.data.batch_size)
     ]
-    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last)
+    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
     return n_samples, send_parts(run, zip(loader.load(batches), batches, strict=True), length, kind)
 
 
@@ -152,7 +156,7 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
     # Each rank reads all samples, as their numbers are known only by counting, and predicts its share of the parts.
     cfg = run.trained.cfg
     length = part_length(None, cfg.data.batch_size)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank, ranks = run.world.rank, run.world.size
     reader = streams.whole(run.data, ranks, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
     results.emit(Rows(None, length))
 
@@ -160,10 +164,10 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
         part = first // length
         return part % ranks == rank and part not in done
 
-    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last)
+    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
     assert isinstance(loader, streams.StreamLoader)
     interrupted = send_parts(run, loader.in_order(reader, cfg.data.batch_size, wanted), length, kind)
-    counts = gather_objects(None if interrupted else reader.n_read)
+    counts = run.world.gather_objects(None if interrupted else reader.n_read)
     if None not in counts and len(set(counts)) > 1:
         raise DataError(
             f"{type(run.data).__name__} gave the ranks {', '.join(f'{n:,}' for n in counts)} samples, and some were "

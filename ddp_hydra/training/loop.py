@@ -18,6 +18,7 @@ from ddp_hydra.data.batch import described
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.fault_injection import FaultInjector
+from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.record import Start
 from ddp_hydra.training import build_data, builders, memory, setup
 from ddp_hydra.training.build_data import opened
@@ -33,12 +34,17 @@ OF_THE_CLIENT = ("cluster", "dispatch", "results")
 """Parts of the config that no rank reads. OmegaConf would take as long for them as for the rest."""
 
 
+@in_world
 def train(
-    config: Mapping[str, Any], files: Mapping[str, str] | None = None, kept: Mapping[str, Any] | None = None
+    world: World,
+    config: Mapping[str, Any],
+    files: Mapping[str, str] | None = None,
+    kept: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train one job's model.
 
     Args:
+        world: of this rank.
         config: the resolved config as plain dicts; see `schema.Config`.
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
         kept: the part of the config that checkpoints keep, see `checkpoint_config.stored_config`; None: all.
@@ -52,12 +58,15 @@ def train(
     heartbeat.at("start", 0)
     paths = {name: Path(path) for name, path in (files or {}).items()}
     device = builders.device(cfg)
-    with opened(cfg, "train", device) as train_set, opened(cfg, "val", device, train_set) as val_set:
+    with (
+        opened(cfg, "train", device, None, world) as train_set,
+        opened(cfg, "val", device, train_set, world) as val_set,
+    ):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
-            run = TrainingRun(cfg, train_set, val_set, paths, fault, stop_signal, kept)
+            run = TrainingRun(cfg, train_set, val_set, paths, fault, stop_signal, kept, world)
             fit(run)
             summary = summarise(run)
-        return summary | {"bad_samples": count_bad(bad_of_all_ranks(train_set, val_set))}
+        return summary | {"bad_samples": count_bad(bad_of_all_ranks(world, train_set, val_set))}
 
 
 def fit(run: TrainingRun) -> None:
@@ -221,7 +230,7 @@ def summarise(run: TrainingRun) -> dict[str, Any]:
         "samples": run.position.samples,
         "metrics": run.metrics,
         **run.monitor.totals(run.position.samples),
-        "peak_memory": memory.peak_of_all_ranks(run.loader.device),
+        "peak_memory": memory.peak_of_all_ranks(run.loader.device, run.world),
         "interrupted": heartbeat.REASONS[run.stop],
         "stopped_early": stopped_early,
         "matrices": run.validation.metrics.lists() if run.validation is not None else {},
@@ -236,7 +245,7 @@ def dry_run(config: Mapping[str, Any]) -> None:
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     world_size = expected_ranks(cfg)
-    epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, 0, world_size))
+    epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
     cfg = OmegaConf.merge(cfg, {"trainer": {"compile": None}, "data": {"prefetch": 0}})  # type: ignore[assignment]
     run = TrainingRun(cfg, train_set, val_set, {}, FaultInjector(), StopSignal())
     run.begin_epoch()

@@ -17,7 +17,7 @@ from torch import nn
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import OutOfMemory
-from ddp_hydra.training.consensus import world_size
+from ddp_hydra.rank.world import World
 
 GIB = 2**30
 
@@ -34,12 +34,9 @@ def begin(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_of_all_ranks(device: torch.device) -> int:
+def peak_of_all_ranks(device: torch.device, world: World) -> int:
     # A collective.
-    peak = torch.tensor([peak_bytes(device)], device=device)
-    if world_size() > 1:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    return int(peak)
+    return int(world.reduce(torch.tensor([peak_bytes(device)], device=device), dist.ReduceOp.MAX))
 
 
 _watched: list[weakref.ref[nn.Module]] = []

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
-from ddp_hydra.training.consensus import gather_objects
 
 Shapes = tuple[tuple[str, torch.Size], ...]
 """Names and shapes of sums that lie one after the other."""
@@ -85,9 +85,9 @@ class Meter:
         self.clear()
         return found
 
-    def result(self) -> dict[str, Tensor]:
+    def result(self, world: World = ALONE) -> dict[str, Tensor]:
         # A collective.
-        return added(gather_objects(self.take()))
+        return added(world.gather_objects(self.take()))
 
     def clear(self) -> None:
         self.on_device.clear()

@@ -14,14 +14,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
-from ddp_hydra.training.consensus import StepConsensus, gather_objects
+from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.metrics import EpochMeans, Meter, added, named
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.profiler import Profiler
@@ -39,8 +39,8 @@ class ExchangeTime:
         total_s: the mean over the ranks; None while it is not known.
     """
 
-    def __init__(self) -> None:
-        self.total_s = 0.0 if dist.get_world_size() == 1 else None
+    def __init__(self, ranks: int) -> None:
+        self.total_s = 0.0 if ranks == 1 else None
         self.steps = 0
 
     def watch(self, parallels: Sequence[Parallel]) -> None:
@@ -156,8 +156,8 @@ class Monitor:
         self.epoch_means = epoch_means
         self.consensus, self.task, self.profiler = consensus, task, profiler
         self.meter = Meter(loader.device)
-        self.throughput, self.data_stats = Throughput(samples), DataStats(loader)
-        self.exchange, self.stragglers = ExchangeTime(), Stragglers(loader, loader.device)
+        self.throughput, self.data_stats = Throughput(samples), DataStats(loader, consensus.world)
+        self.exchange, self.stragglers = ExchangeTime(consensus.world.size), Stragglers(loader, loader.device)
         self.watch(updates)
 
     def watch(self, updates: Collection[Update]) -> None:
@@ -173,7 +173,7 @@ class Monitor:
         # A collective.
         sums = self.meter.take()  # waits for the device, whose work belongs to this interval
         seconds, samples_per_s = self.throughput.interval(samples)
-        of_ranks = self.consensus.gather_objects(
+        of_ranks = self.consensus.world.gather_objects(
             (
                 {name: part.numpy() for name, part in sums.items()},
                 self.data_stats.local_counts(seconds),
@@ -237,13 +237,13 @@ class DataStats:
 
     Args:
         loader: of the training data.
+        world: of this rank.
     """
 
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    def __init__(self, loader: Loader, world: World = ALONE) -> None:
+        self.loader, self.world = loader, world
         self.previous = [0.0] * (2 + len(COUNTS))
         self.train_s = 0.0
-        self.ranks = 1
 
     def local_counts(self, interval_s: float) -> list[float]:
         self.train_s += interval_s
@@ -252,7 +252,6 @@ class DataStats:
 
     def interval(self, all_counts: Sequence[Sequence[float]]) -> dict[str, float]:
         # A collective if there are bad samples.
-        self.ranks = len(all_counts)
         now = [sum(column) for column in zip(*all_counts, strict=True)]
         waited, spent, *counts = (a - b for a, b in zip(now, self.previous, strict=True))
         new, so_far = (dict(zip(COUNTS, numbers, strict=True)) for numbers in (counts, now[2:]))
@@ -262,13 +261,13 @@ class DataStats:
             return metrics
         if so_far["bad_samples"]:
             self._refuse_too_many()
-        metrics["data/bytes_per_s"] = new["bytes"] / max(spent, 1e-9) * self.ranks
+        metrics["data/bytes_per_s"] = new["bytes"] / max(spent, 1e-9) * self.world.size
         metrics["data/cache_hits"] = new["cache_hits"] / max(1, new["cache_hits"] + new["cache_misses"])
         return metrics | {f"data/{name}": so_far[name] for name in ("retries", "bad_samples")}
 
     def totals(self) -> dict[str, float]:
         waited, spent, *counts = self.previous
-        totals = {"wait_s": waited / self.ranks, "wait": waited / max(spent, 1e-9)}
+        totals = {"wait_s": waited / self.world.size, "wait": waited / max(spent, 1e-9)}
         return totals | (dict(zip(COUNTS, counts, strict=True)) if hasattr(self.loader.dataset, "stats") else {})
 
     def _refuse_too_many(self) -> None:
@@ -276,7 +275,7 @@ class DataStats:
         share = getattr(dataset, "max_bad_fraction", None)
         if share is None or not hasattr(dataset, "__len__"):  # a stream judges by itself
             return
-        bad = bad_of_all_ranks(dataset)
+        bad = bad_of_all_ranks(self.world, dataset)
         if count_bad(bad) > share * len(dataset):
             some = "; ".join(f"{name} ({bad[name][0]})" for name in sorted(bad)[:3])
             raise DataError(
@@ -294,14 +293,14 @@ def skipped_by(dataset: Any) -> str:
     return f"{sum(skipped.values()):,} files that are not images: {kinds}{', ...' if len(most) > 5 else ''}"
 
 
-def bad_of_all_ranks(*datasets: Any) -> dict[str, tuple[str, int]]:
+def bad_of_all_ranks(world: World, *datasets: Any) -> dict[str, tuple[str, int]]:
     # A collective.
     local = {
         name: (reason, getattr(data, "bad_counts", {}).get(name, 1))
         for data in datasets
         for name, reason in getattr(data, "bad", {}).items()
     }
-    return {name: bad for rank in gather_objects(local) for name, bad in rank.items()}
+    return {name: bad for rank in world.gather_objects(local) for name, bad in rank.items()}
 
 
 def count_bad(bad: Mapping[str, tuple[str, int]]) -> int:

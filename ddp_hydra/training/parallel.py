@@ -5,7 +5,6 @@ The config chooses `parallel=ddp`, `dp` or `none`.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.consensus import gather_objects, world_size
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.shared_memory import SharedGradients, has_sparse, prebuild_buckets
 from ddp_hydra.training.train_step import TrainStep
@@ -47,14 +46,14 @@ def left_out(module: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def broadcast(tensors: Iterable[Tensor]) -> None:
+def broadcast(tensors: Iterable[Tensor], world: World) -> None:
     # A collective. Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
     for tensor in tensors:
         if can_be_sent(tensor):
-            dist.broadcast(tensor, src=0)
+            world.send_from_rank_0(tensor)
         elif tensor.layout is torch.strided and not overlaps(tensor):
             content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            dist.broadcast(content, src=0)
+            world.send_from_rank_0(content)
             tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
 
 
@@ -68,6 +67,7 @@ class Parallel:
         step: the training step.
         wrapped: the module that is called instead of it.
         uses_all: each step has to give all trained parameters a gradient.
+        world: of this rank.
 
     Attributes:
         part: what the step trains: the model, or a part of it.
@@ -80,8 +80,8 @@ class Parallel:
         hook_s: seconds that the backward pass has waited in a hook.
     """
 
-    def __init__(self, step: TrainStep, wrapped: nn.Module, uses_all: bool = False) -> None:
-        self.step, self.wrapped, self.part = step, wrapped, step.part
+    def __init__(self, step: TrainStep, wrapped: nn.Module, uses_all: bool = False, world: World = ALONE) -> None:
+        self.step, self.world, self.wrapped, self.part = step, world, wrapped, step.part
         self.needed = [(name, one) for one, name in step.names().items() if uses_all and one.requires_grad]
         self.same_gradients, self.needs_even, self.own_statistics = True, "", False
         self.shared: SharedGradients | None = None
@@ -101,7 +101,7 @@ class Parallel:
         # A collective.
         assert isinstance(self.wrapped, DistributedDataParallel)
         if hook in ("auto", "shared"):
-            self.shared = _share(self.wrapped)
+            self.shared = _share(self.wrapped, self.world)
             if hook == "shared" and self.shared is None:
                 raise ConfigError("parallel.comm_hook=shared is for dense gradients on one host's CPUs: leave it out")
         elif hook in ("fp16", "bf16"):
@@ -113,19 +113,20 @@ class Parallel:
             from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
 
             # Its error feedback needs two steps to begin with.
-            self.compression = powersgd.PowerSGDState(None, powersgd_rank, start_powerSGD_iter=max(2, start_step))
-            # get_backend() has another name for gloo and nccl together.
-            in_order = "nccl" in str(dist.get_backend_config())
-            compress = powersgd.powerSGD_hook if in_order else _one_bucket_at_a_time(powersgd.powerSGD_hook, self)
+            group = self.world.group
+            self.compression = powersgd.PowerSGDState(group, powersgd_rank, start_powerSGD_iter=max(2, start_step))
+            compress: Callable[..., Any] = powersgd.powerSGD_hook
+            if "nccl" not in self.world.backend:
+                compress = _one_bucket_at_a_time(compress, self)
             self.wrapped.register_comm_hook(self.compression, compress)
         elif hook == "post_local_sgd":
             from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
             from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-            on_host, _ = dist.new_subgroups(group_size=_ranks_per_host())
-            state = local_sgd.PostLocalSGDState(None, on_host, start_step)
+            on_host, _ = dist.new_subgroups(group_size=_ranks_per_host(self.world), group=self.world.group)
+            state = local_sgd.PostLocalSGDState(self.world.group, on_host, start_step)
             self.wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
-            self.averager = PeriodicModelAverager(average_every_steps, warmup_steps=start_step)
+            self.averager = PeriodicModelAverager(average_every_steps, start_step, self.world.group)
             self.same_gradients, self.needs_even = False, hook
 
     @property
@@ -151,9 +152,9 @@ class Parallel:
         # A collective. It makes the model and averages of it the same on all ranks, before validation or a save.
         for model in (self.step, *averages):
             if self.averager is not None:
-                average(model.parameters())
+                average(model.parameters(), self.world)
             if self.own_statistics:
-                average(statistics(model))
+                average(statistics(model), self.world)
 
 
 @contextmanager
@@ -174,15 +175,16 @@ def statistics(model: nn.Module) -> Iterator[torch.Tensor]:
             yield from (buffer for buffer in (layer.running_mean, layer.running_var) if buffer is not None)
 
 
-def average(tensors: Iterable[torch.Tensor]) -> None:
+def average(tensors: Iterable[torch.Tensor], world: World) -> None:
     # A collective.
     for tensor in tensors:
-        dist.all_reduce(tensor)
-        tensor /= dist.get_world_size()
+        world.reduce(tensor)
+        tensor /= world.size
 
 
 def ddp(
     step: TrainStep,
+    world: World = ALONE,
     *,
     bucket_cap_mb: float = 25.0,
     static_graph: bool = False,
@@ -199,6 +201,7 @@ def ddp(
 
     Args:
         step: of a model that is on its device.
+        world: of this rank.
         bucket_cap_mb: MiB of gradients that travel together.
         static_graph: the model uses the same parameters in each step, in the same order.
         gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
@@ -223,15 +226,16 @@ def ddp(
     if sync_batchnorm and next(step.parameters()).device.type == "cpu":
         raise ConfigError("parallel.sync_batchnorm=true needs GPUs: leave it out, or give parallel.batchnorm=average")
     uses_all = not static_graph and not find_unused_parameters
-    if world_size() == 1:
-        return Parallel(step, step, uses_all)  # DDP would only cost time
+    if world.size == 1:
+        return Parallel(step, step, uses_all, world)  # DDP would only cost time
     if sync_batchnorm:
         nn.SyncBatchNorm.convert_sync_batchnorm(step)
     unsent = left_out(step)
-    broadcast(unsent.values())
+    broadcast(unsent.values(), world)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, list(unsent))
     wrapped = DistributedDataParallel(
         step,
+        process_group=world.group,
         bucket_cap_mb=bucket_cap_mb,
         static_graph=static_graph,
         gradient_as_bucket_view=gradient_as_bucket_view,
@@ -240,17 +244,17 @@ def ddp(
     if batchnorm == "average":
         wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
     if uses_all:
-        prebuild_buckets(wrapped)
-    parallel = Parallel(step, wrapped, uses_all)
+        prebuild_buckets(wrapped, world)
+    parallel = Parallel(step, wrapped, uses_all, world)
     parallel.own_statistics = batchnorm == "average"
     parallel.exchange_by(comm_hook, powersgd_rank, start_step, average_every_steps)
     return parallel
 
 
-def _share(wrapped: DistributedDataParallel) -> SharedGradients | None:
+def _share(wrapped: DistributedDataParallel, world: World) -> SharedGradients | None:
     model = wrapped.module
     dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
-    return SharedGradients.of(wrapped) if dense and _ranks_on_host() == dist.get_world_size() else None
+    return SharedGradients.of(wrapped, world) if dense and world.is_on_one_host else None
 
 
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], parallel: Parallel) -> Callable[[Any, Any], Any]:
@@ -265,41 +269,36 @@ def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], parallel: Parallel) -
     return run
 
 
-def _ranks_per_host() -> int:
-    local = _ranks_on_host()
-    every = set(gather_objects(local))
+def _ranks_per_host(world: World) -> int:
+    every = set(world.gather_objects(world.local_size))
     if len(every) > 1:
         raise ConfigError(f"comm_hook=post_local_sgd needs equally many ranks on each host, not {sorted(every)}")
-    return local
+    return world.local_size
 
 
-def _ranks_on_host() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-
-
-def dp(step: TrainStep) -> Parallel:
+def dp(step: TrainStep, world: World = ALONE) -> Parallel:
     """Wrap the model of a step in DataParallel: one rank splits each batch among all GPUs that it sees.
 
     Raises:
         ConfigError: there are several ranks, or the task trains parts of the model, which it calls by their names.
     """
-    _refuse_several_ranks("dp")
+    _refuse_several_ranks("dp", world)
     if step.update:
         raise ConfigError(f"parallel=dp trains a whole model, and the task its part {step.update}: give parallel=ddp")
     step.wrap(DataParallel)
-    return Parallel(step, step)
+    return Parallel(step, step, world=world)
 
 
-def none(step: TrainStep) -> Parallel:
+def none(step: TrainStep, world: World = ALONE) -> Parallel:
     """Train on one rank, without a wrapper.
 
     Raises:
         ConfigError: there are several ranks.
     """
-    _refuse_several_ranks("none")
-    return Parallel(step, step)
+    _refuse_several_ranks("none", world)
+    return Parallel(step, step, world=world)
 
 
-def _refuse_several_ranks(name: str) -> None:
-    if (ranks := world_size()) > 1:
-        raise ConfigError(f"parallel={name} is for one rank, but this job has {ranks}: give dispatch.ranks=1")
+def _refuse_several_ranks(name: str, world: World) -> None:
+    if world.size > 1:
+        raise ConfigError(f"parallel={name} is for one rank, but this job has {world.size}: give dispatch.ranks=1")

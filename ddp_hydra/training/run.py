@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
@@ -17,11 +16,12 @@ from ddp_hydra.data import draws
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import build_data, builders, load_run, memory, parameter_groups, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, RunView
 from ddp_hydra.training.checkpoint import CheckpointSaver, read
-from ddp_hydra.training.consensus import StopSignal, from_rank_0
+from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.metrics import EpochMeans, named
@@ -46,6 +46,7 @@ class TrainingRun:
         fault: faults to inject into this rank.
         stop_signal: tells whether this rank should stop.
         kept: the part of the config that checkpoints keep; None: all.
+        world: of this rank.
 
     Attributes:
         model: the model, not wrapped.
@@ -70,19 +71,20 @@ class TrainingRun:
         fault: fault_injection.FaultInjector,
         stop_signal: StopSignal,
         kept: Mapping[str, Any] | None = None,
+        world: World = ALONE,
     ) -> None:
         # A collective.
         DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
-        self.cfg, self.fault, self.stop_signal = cfg, fault, stop_signal
-        self.rank, device = dist.get_rank(), builders.device(cfg)
+        self.cfg, self.fault, self.stop_signal, self.world = cfg, fault, stop_signal, world
+        self.rank, device = world.rank, builders.device(cfg)
         memory.begin(device)
-        self.sampler, self.consensus = setup.build_sampler(cfg, train_set)
+        self.sampler, self.consensus = setup.build_sampler(cfg, train_set, world)
         builders.set_float32(cfg)
         seed_step(cfg.seed, 0, 0)  # all ranks build the same model
         self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, files.get("weights"))
         self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
-        saved = from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
-        description = setup.check_data(cfg, self.task, train_set, val_set, saved)
+        saved = world.from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
+        description = setup.check_data(cfg, self.task, train_set, val_set, saved, world)
 
         self.schedule_progress = progress = ScheduleProgress(
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()
@@ -99,9 +101,9 @@ class TrainingRun:
 
         total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
         self.cadence = Cadence.from_config(cfg.trainer, total_steps)
-        self.loader = build_data.loader(cfg, train_set, device, channels_last)
+        self.loader = build_data.loader(cfg, train_set, device, channels_last, world)
         self.validation = (
-            builders.evaluation(cfg, val_set, self.task, device, channels_last) if val_set is not None else None
+            None if val_set is None else builders.evaluation(cfg, val_set, self.task, device, channels_last, world)
         )
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver()
@@ -146,6 +148,7 @@ class TrainingRun:
             config,
             extras,
             description.as_dict(),
+            ranks=self.world.size,
         )
         self.callbacks = Callbacks(callbacks, self.state)
         if callbacks:
@@ -202,7 +205,7 @@ class TrainingRun:
     def stopped_early(self) -> str:
         # A collective.
         if self.ended_by_callback:
-            reasons = self.consensus.gather_objects(self.stop_signal.why)
+            reasons = self.world.gather_objects(self.stop_signal.why)
             return next(filter(None, reasons), "a callback has ended it")
         is_early = self.early_stopping.should_stop and self.position.step < self.cadence.total_steps
         return self.early_stopping.reason if is_early and not self.stop else ""
@@ -346,7 +349,7 @@ class TrainingRun:
 
     def _remember(self) -> None:
         if (stream := self.state.extras.get("stream")) is not None:
-            stream.gather(self.consensus.gather_objects)
+            stream.gather(self.world.gather_objects)
         self.nonfinite.remember()
 
 

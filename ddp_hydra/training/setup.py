@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, memory, parameter_groups
@@ -34,22 +34,24 @@ from ddp_hydra.training.train_step import TrainStep, trained_loss
 from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
 
 
-def check_data(cfg: DictConfig, task: Task, train_set: Any, val_set: Any, saved: Mapping[str, Any]) -> DataDescription:
+def check_data(
+    cfg: DictConfig, task: Task, train_set: Any, val_set: Any, saved: Mapping[str, Any], world: World
+) -> DataDescription:
     description = build_data.description_of(cfg, task, train_set)
     for data in (train_set, val_set):
         build_data.check_classes(cfg, task, data, description.num_classes)
     changed = DataDescription.from_dict(saved.get("data")).check_resume(description)
     for warning in (build_data.only_class(task, description), changed):
-        if warning and dist.get_rank() == 0:
+        if warning and world.rank == 0:
             results.warn(warning)
     return description
 
 
-def build_sampler(cfg: DictConfig, train_set: Any) -> tuple[Any, StepConsensus]:
+def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, StepConsensus]:
     # The ranks of a stream tell each other when it has ended for one of them, with their votes.
-    sampler = build_data.sampler(cfg, train_set, dist.get_rank(), dist.get_world_size(), lambda: consensus.decide())
+    sampler = build_data.sampler(cfg, train_set, world, lambda: consensus.decide())
     is_stream = isinstance(sampler, StreamSampler)
-    consensus = StepConsensus(sampler.counts, sampler.heard) if is_stream else StepConsensus()
+    consensus = StepConsensus(world, sampler.counts, sampler.heard) if is_stream else StepConsensus(world)
     if cfg.trainer.overfit_batches and not is_stream:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches)
     return sampler, consensus
@@ -81,7 +83,7 @@ def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
 
 def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: list[str] | None) -> Start:
     cfg, model, sampler, position = run.cfg, run.model, run.sampler, run.position
-    world_size, epoch_steps, total_steps = dist.get_world_size(), steps_in_epoch(sampler), run.cadence.total_steps
+    world_size, epoch_steps, total_steps = run.world.size, steps_in_epoch(sampler), run.cadence.total_steps
     parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
@@ -167,6 +169,7 @@ class UpdateBuilder:
         device: torch.device,
     ) -> None:
         self.cfg, self.model, self.task, self.consensus = cfg, model, task, consensus
+        self.world = consensus.world
         self.global_batch, self.device = global_batch, device
         self.names = updates_of(task)
 
@@ -186,18 +189,18 @@ class UpdateBuilder:
             name: builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
             for name, optimizer in optimizers.items()
         }
-        samples = self.global_batch // self.consensus.world_size
+        samples = self.global_batch // self.world.size
         return self._updates(steps, schedules, {name: Weighing(samples, self.consensus) for name in steps})
 
     def _send_others(self, steps: Iterable[OptimizerStep]) -> None:
         # A collective. DDP sends what a step trains; other parts of the model, and the task's own models, begin alike.
-        if self.consensus.world_size > 1:
+        if self.world.size > 1:
             modules = [self.model, *(part for part in vars(self.task).values() if isinstance(part, nn.Module))]
             sent = {id(one) for step in steps for one in tensors_of(step.parallel.step)}
-            broadcast(one for module in modules for one in tensors_of(module) if id(one) not in sent)
+            broadcast((one for module in modules for one in tensors_of(module) if id(one) not in sent), self.world)
 
     def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
-        parallel = builders.parallel(self.cfg, TrainStep(self.task, self.model, name))
+        parallel = builders.parallel(self.cfg, TrainStep(self.task, self.model, name), self.world)
         trainer = self.cfg.trainer
         in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
         return OptimizerStep(parallel, optimizer, scaler, trainer.clip_norm, name, in_place)

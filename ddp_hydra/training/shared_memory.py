@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,8 @@ from torch import nn
 from torch.autograd.profiler import record_function
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hydra.rank.process_group import current_timeout
-from ddp_hydra.training.consensus import FIELDS, gather_objects, has_gloo
+from ddp_hydra.rank.world import World
+from ddp_hydra.training.consensus import FIELDS
 
 MS = 1000
 
@@ -47,20 +46,19 @@ class HostBarrier:
             self.arrivals[rank].register(fd, select.POLLIN)
 
     @classmethod
-    def between_all(cls, group: Any) -> HostBarrier | None:
+    def between_all(cls, world: World) -> HostBarrier | None:
         # A collective.
-        own = {rank: os.pipe() for rank in range(dist.get_world_size()) if rank != dist.get_rank()}
+        own = {rank: os.pipe() for rank in range(world.size) if rank != world.rank}
         offer = os.getpid(), {rank: (end, os.fstat(end).st_ino) for rank, (_, end) in own.items()}
-        offers = gather_objects(offer, group)
-        to = {rank: opened(pid, *ends[dist.get_rank()]) for rank, (pid, ends) in enumerate(offers) if rank in own}
-        are_open = torch.tensor(None not in to.values())
-        dist.all_reduce(are_open, dist.ReduceOp.MIN, group=group)
+        offers = world.gather_objects(offer)
+        to = {rank: opened(pid, *ends[world.rank]) for rank, (pid, ends) in enumerate(offers) if rank in own}
+        are_open = world.reduce(torch.tensor(None not in to.values()), dist.ReduceOp.MIN)
         for _, end in own.values():
             os.close(end)  # so a pipe ends with the rank that writes to it
         barrier = cls(
             {rank: end for rank, end in to.items() if end is not None},
             {rank: end for rank, (end, _) in own.items()},
-            current_timeout().total_seconds(),
+            world.timeout_s,
         )
         if are_open:
             return barrier
@@ -112,11 +110,11 @@ class ZeroGradients(nn.Module):
         return torch.stack([(part * 0).sum() for part in real]).sum()
 
 
-def prebuild_buckets(ddp: DistributedDataParallel) -> None:
+def prebuild_buckets(ddp: DistributedDataParallel, world: World) -> None:
     # With more than two ranks, a gradient's place in its bucket decides the order of the sum. A restarted run has to
     # sum as it would have without the restart.
     model = ddp.module
-    if dist.get_world_size() > 2 and not has_sparse(model):
+    if world.size > 2 and not has_sparse(model):
         ddp.module = ZeroGradients(model)
         ddp().backward()
         ddp.module = model
@@ -137,6 +135,7 @@ class SharedGradients:
     """The state of a DDP communication hook.
 
     Args:
+        world: of these ranks.
         memory: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's numbers and
             gradients; see `bytes_of_numbers`.
         barrier: of these ranks.
@@ -145,9 +144,9 @@ class SharedGradients:
         is_weighed: the gradients of the last backward pass were multiplied by the factor of `send_along`.
     """
 
-    def __init__(self, memory: torch.Tensor, barrier: HostBarrier) -> None:
+    def __init__(self, world: World, memory: torch.Tensor, barrier: HostBarrier) -> None:
         self.barrier = barrier
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank, self.ranks = world.rank, world.size
         ends = bytes_of_numbers(self.ranks)
         self.numbers, self.arena = memory[..., :ends].view(torch.float64), memory[..., ends:]
         self.half, self.start, self.stop = 0, 0, 0  # where the last bucket lay
@@ -158,18 +157,15 @@ class SharedGradients:
         self.begun: queue.SimpleQueue[torch.futures.Future[None] | None] = queue.SimpleQueue()
 
     @classmethod
-    def of(cls, ddp: DistributedDataParallel) -> SharedGradients | None:
+    def of(cls, ddp: DistributedDataParallel, world: World) -> SharedGradients | None:
         # A collective.
         sizes = (part.numel() * part.element_size() for part in ddp.module.parameters() if part.requires_grad)
-        n_bytes = bytes_of_numbers(dist.get_world_size()) + sum(-(-size // ALIGN) * ALIGN for size in sizes)
-        group = None if has_gloo() else dist.new_group(backend="gloo")
-        memory = seen_by_all(2 * dist.get_world_size() * n_bytes, group)
-        barrier = HostBarrier.between_all(group) if memory is not None else None
-        if group is not None:
-            dist.destroy_process_group(group)
+        n_bytes = bytes_of_numbers(world.size) + sum(-(-size // ALIGN) * ALIGN for size in sizes)
+        memory = seen_by_all(2 * world.size * n_bytes, world)
+        barrier = HostBarrier.between_all(world) if memory is not None else None
         if memory is None or barrier is None:
             return None
-        shared = cls(memory.view(2, dist.get_world_size(), n_bytes), barrier)
+        shared = cls(world, memory.view(2, world.size, n_bytes), barrier)
         threading.Thread(target=serve, args=(shared.begun,), name="gradients", daemon=True).start()
         weakref.finalize(ddp, shared.begun.put, None)
         weakref.finalize(ddp, barrier.close)
@@ -258,15 +254,13 @@ def mean(parts: Sequence[torch.Tensor], out: torch.Tensor, factor: float = 1.0) 
     return out
 
 
-def seen_by_all(n_bytes: int, group: Any) -> torch.Tensor | None:
+def seen_by_all(n_bytes: int, world: World) -> torch.Tensor | None:
     # A collective.
     name = f"ddp_hydra-gradients-{secrets.token_hex(8)}"
-    with new_memory(name, n_bytes) if dist.get_rank() == 0 else nullcontext("") as path:
-        box = [(name, path)]
-        dist.broadcast_object_list(box, 0, group=group)
-        memory = mapped(*box[0], n_bytes)
-        seen = torch.tensor(memory is not None)
-        dist.all_reduce(seen, dist.ReduceOp.MIN, group=group)
+    with new_memory(name, n_bytes) if world.rank == 0 else nullcontext("") as path:
+        name, path = world.from_rank_0(lambda: (name, path))
+        memory = mapped(name, path, n_bytes)
+        seen = world.reduce(torch.tensor(memory is not None), dist.ReduceOp.MIN)
     return torch.frombuffer(memory, dtype=torch.uint8) if memory is not None and seen else None
 
 

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training import plain_state
-from ddp_hydra.training.consensus import world_size
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import STATISTICS, is_finite
 
@@ -69,6 +68,7 @@ class TrainingState:
         best: the objective's best value so far.
         validations: validations of the run so far; without a validation set, how many were due.
         validation_due: an epoch has ended, but its validation is still to come.
+        ranks: number of ranks.
         unfrozen: parameters that are trained though they were frozen when the run began; see `setup.Stage`.
     """
 
@@ -82,6 +82,7 @@ class TrainingState:
     best: float | None = None
     validations: int = 0
     validation_due: bool = False
+    ranks: int = 1
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ class TrainingState:
             **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
             "config": self.config,
             "data": dict(self.data),
-            "world_size": world_size(),
+            "world_size": self.ranks,
             "torch": str(torch.__version__),
         }
 

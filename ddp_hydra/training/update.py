@@ -266,14 +266,14 @@ class Weighing:
         return mean
 
     def _agree(self, n: float | Tensor, size: int) -> None:
-        of_ranks = self.consensus.gather_objects((float(n), float(size)))
+        of_ranks = self.consensus.world.gather_objects((float(n), float(size)))
         things, samples = (math.fsum(column) for column in zip(*of_ranks, strict=True))
         if things > 0 and math.isfinite(things):
             self.scale = things / samples
 
     def factor(self, n: Sequence[float]) -> float:
         if self.summed:
-            return float(self.consensus.world_size)
+            return float(self.consensus.world.size)
         if not n:
             return 1.0
         total = math.fsum(n)

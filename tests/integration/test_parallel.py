@@ -21,6 +21,11 @@ STEPS = 12
 
 def wrapped(model: Any, **options: Any) -> Any:
     """On a rank: a model in DDP, whose output is the task's prediction."""
+    import os
+
+    import torch.distributed as dist
+
+    from ddp_hydra.rank.world import World
     from ddp_hydra.tasks import Step, Task
     from ddp_hydra.training import parallel
     from ddp_hydra.training.train_step import TrainStep
@@ -30,7 +35,9 @@ def wrapped(model: Any, **options: Any) -> Any:
             output = model(batch)
             return Step(output.sum(), prediction=output)
 
-    return parallel.ddp(TrainStep(Output(), model), **options)
+    group = dist.group.WORLD
+    world = World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]), group, group)
+    return parallel.ddp(TrainStep(Output(), model), world, **options)
 
 
 def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:

@@ -137,17 +137,17 @@ def metrics_of(story: Any) -> list[str]:
 
 
 def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_long_is_not(client2, gang):
-    def measured() -> tuple[dict[str, float], dict[str, float]]:
+    from ddp_hydra.rank.world import World, in_world
+
+    @in_world
+    def measured(world: World) -> tuple[dict[str, float], dict[str, float]]:
         import time
 
-        import torch.distributed as dist
-
-        from ddp_hydra.training.consensus import StepConsensus
         from ddp_hydra.training.monitor import Stragglers
 
         class Sleepy(torch.nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
-                time.sleep(0.3 if self.training == (dist.get_rank() == 1) else 0)
+                time.sleep(0.3 if self.training == (world.rank == 1) else 0)
                 return x
 
         model = Sleepy()
@@ -156,7 +156,7 @@ def test_a_rank_that_computes_for_long_is_found_and_one_that_only_validates_for_
         for _ in range(3):
             model.train()(torch.ones(1))
             model.eval()(torch.ones(1))
-        return stragglers.interval(StepConsensus().gather_objects(stragglers.local_seconds())), stragglers.totals()
+        return stragglers.interval(world.gather_objects(stragglers.local_seconds())), stragglers.totals()
 
     for lap, total in gang(client2, backend="gloo").run(measured):
         assert total == {"rank": 1, "times": lap["slowest_rank"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,10 @@ POSITIVE = torch.tensor([1.0, 9.0, 0.5]).double()
 
 
 class Ranks:
-    """A consensus of several ranks whose first micro-batches are known."""
+    """A world of several ranks whose first micro-batches are known."""
 
     def __init__(self, first: Sequence[tuple[float, float]]) -> None:
-        self.first, self.world_size = [list(pair) for pair in first], len(first)
+        self.first, self.size = [list(pair) for pair in first], len(first)
 
     def gather_objects(self, value: Any) -> list[list[float]]:
         return self.first
@@ -59,7 +60,7 @@ def split_gradients(task: Task, model: nn.Module, batch: Any, split: tuple[int, 
         ]
         if not of_ranks:
             first = [as_step(task.step(model, one[0])).n for one in pieces]
-            consensus: Any = Ranks([(size if n is None else n, size) for n in first])
+            consensus: Any = SimpleNamespace(world=Ranks([(size if n is None else n, size) for n in first]))
             of_ranks = [Weighing(micro * size, consensus) for _ in range(ranks)]
         for weighing, own in zip(of_ranks, pieces, strict=True):
             weighing.begin()

@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_hydra.rank import fork_preload
-from ddp_hydra.rank.process_group import process_group
+from ddp_hydra.rank.world import joined
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_ranks_need_not_look_for_the_backends_that_torch_has(monkeypatch):
     names = {entry.name.upper() for entry in entry_points(group="torch.distributed.backends")}
     assert set(found) == names & {"GLOO", "NCCL"}
     monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: pytest.fail("looked for it again"))
-    with process_group(dist.HashStore(), 0, 1, "gloo"):
+    with joined(dist.HashStore(), 0, 1, 1, "gloo"):
         assert dist.get_world_size() == 1
 
 

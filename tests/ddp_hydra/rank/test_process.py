@@ -9,6 +9,7 @@ import torch
 
 from ddp_hydra import heartbeat
 from ddp_hydra.rank import process
+from ddp_hydra.rank.world import ALONE
 
 
 def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_there_is_some(tmp_path, monkeypatch):
@@ -52,5 +53,5 @@ def test_each_rank_draws_other_numbers_though_all_are_forks_of_one_process():
     for _ in range(3):
         torch.set_rng_state(torchs)
         np.random.set_state(numpys)
-        drawn.append(process.perform(call))
+        drawn.append(process.perform(call, ALONE))
     assert [len(set(values)) for values in zip(*drawn, strict=True)] == [3, 3]

@@ -14,6 +14,7 @@ from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset,
 from ddp_hydra.data import draws
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import ConfigError, DataError
+from ddp_hydra.rank.world import ALONE
 from ddp_hydra.training import build_data
 from ddp_hydra.training.inference import check_labels
 from ddp_hydra.training.lr_schedules import ScheduleProgress
@@ -38,7 +39,7 @@ class Unlabelled:
 
 def built(data: Any, *words: str, **trainer: Any) -> tuple[Any, StreamSampler]:
     cfg = OmegaConf.merge(config(**trainer), OmegaConf.from_dotlist(list(words)))
-    return cfg, build_data.sampler(cfg, data, 0, 2)
+    return cfg, build_data.sampler(cfg, data, ALONE, ranks=2)
 
 
 @pytest.mark.parametrize(

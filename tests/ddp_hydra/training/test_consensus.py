@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from ddp_hydra import heartbeat
 from ddp_hydra.heartbeat import REASONS
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import consensus
-from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal, from_rank_0
+from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal
 
 
 @pytest.fixture(autouse=True)
@@ -62,8 +63,7 @@ def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
 
     decisions = []
     for rank, (good, stop) in enumerate(votes):
-        voter = StepConsensus()
-        voter.alone, voter.rank, voter.world_size = False, rank, len(votes)
+        voter = StepConsensus(World(rank, len(votes)))
         decisions.append(voter.vote(good=good, stop=stop, send_along=send_along))
     bad = [rank for rank, (good, _) in enumerate(votes) if not good]
     agreed = Decision(max(stop for _, stop in votes), bad[0] if bad else None)
@@ -71,11 +71,11 @@ def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
 
 
 def test_alone_a_rank_makes_things_itself():
-    assert from_rank_0(lambda: "made") == "made"
+    assert ALONE.from_rank_0(lambda: "made") == "made"
 
 
 def test_alone_a_rank_tells_itself():
-    assert StepConsensus().gather_objects((1.0, [])) == [(1.0, [])]
+    assert ALONE.gather_objects((1.0, [])) == [(1.0, [])]
 
 
 # -- a gang ------------------------------------------------------------------------------------------------
@@ -94,8 +94,7 @@ def test_two_ranks_agree_over_gloo(monkeypatch):
     def run(rank: int) -> None:
         name = threading.current_thread().name
         groups[name] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-        voter = StepConsensus()
-        voter.alone, voter.rank, voter.world_size = False, rank, 2
+        voter = StepConsensus(World(rank, 2))
         first = voter.vote(good=rank == 0, stop=rank)
         second = voter.vote()
         verdicts[rank] = [first(), second(), voter.decide(good=False, stop=2 * (1 - rank))]
@@ -108,20 +107,6 @@ def test_two_ranks_agree_over_gloo(monkeypatch):
         rank.join()
     groups.clear()
     assert verdicts[0] == verdicts[1] == [Decision(1, 1), Decision(), Decision(2, 0)]
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_a_group_of_one_needs_no_collective_and_has_gloo(group_of_one):
-    voter = StepConsensus()
-    assert (voter.alone, voter.group) == (True, None)
-    assert consensus.has_gloo()
-    assert voter.decide(good=False, stop=1) == Decision(1, 0)
 
 
 # -- whether to stop ---------------------------------------------------------------------------------------

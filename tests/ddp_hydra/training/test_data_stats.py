@@ -8,6 +8,7 @@ import torch
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
 from ddp_hydra.job.summary import describe_data, describe_straggler
+from ddp_hydra.rank.world import ALONE
 from ddp_hydra.training.monitor import DataStats, bad_of_all_ranks, count_bad, skipped_by
 
 CPU = torch.device("cpu")
@@ -74,7 +75,7 @@ def test_bad_samples_of_all_data_sets_are_gathered():
     one, other = Images(), Images()
     one.bad, other.bad = {"a": "x"}, {"b": "y"}
     other.bad_counts = {"b": 9}
-    bad = bad_of_all_ranks(one, other, None)
+    bad = bad_of_all_ranks(ALONE, one, other, None)
     assert bad == {"a": ("x", 1), "b": ("y", 9)}
     assert count_bad(bad) == 10
 

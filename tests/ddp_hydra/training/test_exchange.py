@@ -37,14 +37,9 @@ def parallels_of(*modules: nn.Module, held_s: float = 0.0) -> Any:
 
 
 def exchange_of(*modules: nn.Module, held_s: float = 0.0) -> ExchangeTime:
-    exchange = ExchangeTime()
+    exchange = ExchangeTime(2)
     exchange.watch(parallels_of(*modules, held_s=held_s))
     return exchange
-
-
-@pytest.fixture
-def two_ranks(monkeypatch):
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
 
 
 def measured(exchange: ExchangeTime, steps: int, other_s: float = math.nan) -> float | None:
@@ -55,7 +50,6 @@ def measured(exchange: ExchangeTime, steps: int, other_s: float = math.nan) -> f
     return exchange.total_s
 
 
-@pytest.mark.usefixtures("two_ranks")
 def test_what_the_backward_pass_does_not_hide_is_counted_for_all_steps():
     module = Timed()
     exchange = exchange_of(module)
@@ -69,7 +63,6 @@ def test_what_the_backward_pass_does_not_hide_is_counted_for_all_steps():
     assert measured(exchange, 100) == pytest.approx(0.9)
 
 
-@pytest.mark.usefixtures("two_ranks")
 def test_the_updates_of_a_step_add_up():
     modules = Timed(), Timed()
     exchange = exchange_of(*modules)
@@ -79,7 +72,6 @@ def test_the_updates_of_a_step_add_up():
     assert measured(exchange, 10) == pytest.approx(4.0)
 
 
-@pytest.mark.usefixtures("two_ranks")
 def test_what_hooks_have_waited_is_added_once():
     module = Timed()
     exchange = exchange_of(module, held_s=3.0)
@@ -88,7 +80,6 @@ def test_what_hooks_have_waited_is_added_once():
     assert measured(exchange, 10) == pytest.approx(3.0)
 
 
-@pytest.mark.usefixtures("two_ranks")
 def test_it_is_not_known_of_other_wrappers():
     module = Timed()
     module.took(5, exchange_s=0.2, hidden_s=0.1)
@@ -105,7 +96,6 @@ def test_one_rank_waits_for_nobody_and_torch_has_the_times_that_are_read():
     assert 0 <= exchange_s(module) < 1
 
 
-@pytest.mark.usefixtures("two_ranks")
 def test_updates_that_are_made_anew_add_their_time_to_that_of_those_before():
     module, larger = Timed(), Timed()
     exchange = exchange_of(module)

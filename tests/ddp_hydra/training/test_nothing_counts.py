@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks import Classification, Task
 from ddp_hydra.training import parallel
 from ddp_hydra.training.consensus import StepConsensus
@@ -39,14 +40,16 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [part.grad.to_dense().clone() for part in model.parameters() if part.grad is not None]
 
 
-def weighed_gradients() -> dict[str, list[torch.Tensor]]:
-    number = dist.get_rank()
+@in_world
+def weighed_gradients(world: World) -> dict[str, list[torch.Tensor]]:
+    number = world.rank
     found: dict[str, Any] = {}
     for sparse in (False, True):
         for name, options in OPTIONS.items():
             model = Words(sparse)
             task: Task = Classification(nn.CrossEntropyLoss())
-            wrapped, weighing = parallel.ddp(TrainStep(task, model), **options), Weighing(2, StepConsensus())
+            wrapped = parallel.ddp(TrainStep(task, model), world, **options)
+            weighing = Weighing(2, StepConsensus(world))
             for step, labels in enumerate(STEPS):
                 model.zero_grad()
                 weighing.begin()

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import World
 from ddp_hydra.training import builders, parallel
 from ddp_hydra.training.loop import first_step
 from ddp_hydra.training.train_step import TrainStep
@@ -26,7 +27,7 @@ class Branches(nn.Module):
         return self.one(x)
 
 
-def in_ddp(step: TrainStep, **options) -> parallel.Parallel:
+def in_ddp(step: TrainStep, world: World, **options) -> parallel.Parallel:
     return parallel.Parallel(step, DistributedDataParallel(step, gradient_as_bucket_view=True), uses_all=True)
 
 

@@ -17,6 +17,7 @@ from ddp_hydra.config.schema import resolved
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
+from ddp_hydra.rank.world import ALONE
 from ddp_hydra.training.profiler import Profiler
 from tests.ddp_hydra.training.loop_runs import config
 
@@ -31,7 +32,7 @@ def job(group, tmp_path) -> Callable[..., dict[str, Any]]:
         data = {"train": {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": 9}, "val": None}
         changes = {"faults": [], "data": data, "model": {"_target_": f"{HERE}.{model}"}, "objective": {"metric": None}}
         results.connect(DirectSender(lambda record: None, tmp_path))
-        return loop.train(resolved(OmegaConf.merge(config(**trainer), changes)))
+        return loop.train(ALONE, resolved(OmegaConf.merge(config(**trainer), changes)))
 
     return run
 

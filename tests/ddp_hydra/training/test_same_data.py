@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.data import random_split
@@ -34,11 +36,11 @@ def test_a_set_is_split_alike_whichever_part_is_built_and_the_generators_stay():
         assert other.indices != val_set.indices
 
 
-def compare(monkeypatch, *sets) -> None:
+def compare(*sets) -> None:
     """Check some data sets as if each were another rank's."""
     made = iter([[len(data) for data in sets], [data_description.fingerprint(data, 0) for data in sets]])
-    monkeypatch.setattr(data_description, "gather_objects", lambda value: next(made))
-    data_description.check_same_data(sets[0], "data.train", 0)
+    world = SimpleNamespace(gather_objects=lambda value: next(made))
+    data_description.check_same_data(sets[0], "data.train", 0, world)
 
 
 class Shifted(Numbers):
@@ -57,11 +59,11 @@ class Noise(Numbers):
         return {"x": torch.rand(3, generator=torch.Generator().manual_seed(torch.seed()))}
 
 
-def test_ranks_with_the_same_data_go_on(monkeypatch):
-    compare(monkeypatch, Numbers(9), Numbers(9))
-    compare(monkeypatch, Named(9), Named(9))
-    compare(monkeypatch, Numbers(9), Shifted(9, 1e-6))  # decoded by other instructions
-    compare(monkeypatch, Noise(9), Noise(9))
+def test_ranks_with_the_same_data_go_on():
+    compare(Numbers(9), Numbers(9))
+    compare(Named(9), Named(9))
+    compare(Numbers(9), Shifted(9, 1e-6))  # decoded by other instructions
+    compare(Noise(9), Noise(9))
 
 
 @pytest.mark.parametrize(
@@ -72,9 +74,9 @@ def test_ranks_with_the_same_data_go_on(monkeypatch):
         ((Named(9), Named(9).__class__(9)), None),
     ],
 )
-def test_ranks_with_other_data_do_not(monkeypatch, sets, said):
+def test_ranks_with_other_data_do_not(sets, said):
     if said is None:
         sets[1].x = sets[1].x.flip(0)
         said = "Named has other samples on rank 1"
     with pytest.raises(DataError, match=said):
-        compare(monkeypatch, *sets)
+        compare(*sets)

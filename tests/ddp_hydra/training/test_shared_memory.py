@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from ddp_hydra.rank.world import World
 from ddp_hydra.training import shared_memory
 from ddp_hydra.training.shared_memory import HostBarrier, SharedGradients, mapped, mean, new_memory
 
 
 @pytest.fixture
-def shared(monkeypatch) -> SharedGradients:
-    monkeypatch.setattr(shared_memory.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(shared_memory.dist, "get_world_size", lambda: 3)
-    return SharedGradients(torch.zeros(2, 3, 1024, dtype=torch.uint8), HostBarrier({}, {}, 1.0))
+def shared() -> SharedGradients:
+    return SharedGradients(World(0, 3), torch.zeros(2, 3, 1024, dtype=torch.uint8), HostBarrier({}, {}, 1.0))
 
 
 def lies(shared: SharedGradients, place: torch.Tensor) -> tuple[int, int, int]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ddp_hydra.data.streams import RepeatedPart, StreamLoader, StreamSampler, split, whole
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE
 from ddp_hydra.training import build_data
 from tests.ddp_hydra.training.loop_runs import config
 
@@ -56,15 +59,15 @@ def test_ranks_that_read_other_samples_are_told_what_to_type(way):
     assert read(Numbers(0, 2), Numbers(1, 2), way, "samples")
 
 
-def test_the_length_that_each_rank_counts_for_itself(monkeypatch):
+def test_the_length_that_each_rank_counts_for_itself():
     class Sized(Numbers):
         def __len__(self):
             return 21
 
     cfg = config(max_steps=9)
-    assert build_data._length_of_all(cfg, Sized()) == 21
-    monkeypatch.setattr(build_data, "gather_objects", lambda length: [length, 19])
+    assert build_data._length_of_all(cfg, Sized(), ALONE) == 21
+    two = SimpleNamespace(gather_objects=lambda length: [length, 19])
     with pytest.raises(ConfigError, match=r"Sized has 21, 19 samples on the ranks: .* type \+data\.shard_by=itself"):
-        build_data._length_of_all(cfg, Sized())
+        build_data._length_of_all(cfg, Sized(), two)
     cfg.data.shard_by = "itself"
-    assert build_data._length_of_all(cfg, Sized()) == 40
+    assert build_data._length_of_all(cfg, Sized(), two) == 40

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank import process_group as module
+from ddp_hydra.rank import world as module
 from ddp_hydra.rank.process import describe
-from ddp_hydra.rank.process_group import process_group
+from ddp_hydra.rank.world import joined
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -23,10 +23,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 def test_groups_made_beside_the_main_one_have_its_timeout():
     usual = distributed_c10d.default_pg_timeout
-    with process_group(dist.HashStore(), 0, 1, "gloo", timeout_s=77.0):
+    with joined(dist.HashStore(), 0, 1, 1, "gloo", timeout_s=77.0):
         assert timeout_of(dist.new_group()) == timedelta(seconds=77)
         assert timeout_of(dist.new_group(backend="gloo", timeout=timedelta(seconds=5))) == timedelta(seconds=5)
-    with process_group(dist.HashStore(), 0, 1, timeout_s=77.0, init=False):  # a script makes it
+    with joined(dist.HashStore(), 0, 1, timeout_s=77.0, makes_group=False):  # a script makes it
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         assert timeout_of(dist.group.WORLD) == timedelta(seconds=77)
     assert distributed_c10d.default_pg_timeout == usual
@@ -89,8 +89,9 @@ def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch
     monkeypatch.setattr(module, "choose_backend", lambda *args: asked.append("auto") or "gloo")
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
+    monkeypatch.setattr(module, "backend_in_use", lambda: "gloo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for backend in ("gloo", "auto", "nccl"):
-        with process_group(dist.HashStore(), 0, 1, backend):
+        with joined(dist.HashStore(), 0, 1, 1, backend):
             pass
     assert asked == ["auto", "nccl"]
