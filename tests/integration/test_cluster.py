@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect, scheduler_plugin
-from ddp_hydra.cluster.connection import BySource
+from ddp_hydra.cluster.connection import BySource, workers_of
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import fork_client
@@ -45,10 +45,6 @@ def pools_end() -> Iterator[None]:
 
 def pool(**arguments: Any) -> contextlib.AbstractContextManager:
     return connect.connect(OmegaConf.create({"_target_": "tests.integration.support.pool.Pool", **arguments}))
-
-
-def workers_of(client: Client) -> dict[str, Any]:
-    return client.scheduler_info(n_workers=-1)["workers"]
 
 
 # -- any class by its _target_ -----------------------------------------------------------------------------

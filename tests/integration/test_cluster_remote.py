@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra import dispatch
 from ddp_hydra.cluster import connect
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.errors import ClusterError
 from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.support.certificates import Authority
@@ -131,7 +132,7 @@ def test_files_go_to_ranks_and_come_back_over_tls(secured, gang, heard, tmp_path
     source = tmp_path / "source.bin"
     source.write_bytes(bytes(range(256)) * 4000)
     with remote(address=secured.address, security=secured.certificates(), n_workers=2) as client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
+        workers = workers_of(client)
         assert all(address.startswith("tls://") for address in workers)
         made = gang(client, ranks=1, files={"resume": source})
         made.on_record = lambda record: record.kind == "file" and made.fetch(record, tmp_path / "copy.bin")

@@ -21,6 +21,7 @@ from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from benchmarks import scale
 from ddp_hydra import dispatch, results
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.dispatch import placement
 from ddp_hydra.errors import ClusterError, RankFailed
 
@@ -86,7 +87,7 @@ def test_ranks_run_on_the_cores_of_their_worker_and_not_of_whoever_started_the_s
 
     everywhere = os.sched_getaffinity(0)
     wanted = [min(everywhere), max(everywhere)]
-    workers = placement.plan(dict.fromkeys(client2.scheduler_info(n_workers=-1)["workers"], "here"))
+    workers = placement.plan(dict.fromkeys(workers_of(client2), "here"))
     try:
         client2.run(bind, {spec.worker: core for spec, core in zip(workers, wanted, strict=True)})
         assert dispatch.run(client2, lambda: sorted(os.sched_getaffinity(0))) == [[core] for core in wanted]

@@ -26,6 +26,7 @@ from distributed import Client
 from hydra import compose, initialize_config_dir
 
 from ddp_hydra import dispatch, results
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import file_transfer
@@ -137,7 +138,7 @@ def test_two_workers_of_a_host_share_its_warm_server(hosts, client):
         assert [place[:2] for place in places] == [("0", "0"), ("1", "0"), ("1", "1"), ("2", "0")]
         assert places[1] == ("1", "0", places[2][2])
     finally:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
+        workers = workers_of(client)
         client.retire_workers([max((w for w in workers if hosts.number(w) == 2), key=lambda w: workers[w]["name"])])
 
 

@@ -15,6 +15,7 @@ from distributed import Client
 
 import ddp_hydra
 from ddp_hydra import dispatch
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.errors import ClusterError
 
 pytestmark = pytest.mark.integration
@@ -89,7 +90,7 @@ def cluster(warm_server, bare, tmp_path_factory) -> Iterator[tuple[Client, Add]]
 
 
 def addresses(client: Client) -> dict[str, str]:
-    return {worker["name"]: address for address, worker in client.scheduler_info(n_workers=-1)["workers"].items()}
+    return {worker["name"]: address for address, worker in workers_of(client).items()}
 
 
 def who_am_i() -> int:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distributed import Client, Nanny, Scheduler, SpecCluster
 
 from ddp_hydra import dispatch
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.errors import ClusterError
 from tests.integration.support.hosts import Hosts, ip, needs_hosts
 from tests.integration.support.training import train
@@ -121,7 +122,7 @@ def test_records_and_checkpoints_come_home_to_a_client_that_reaches_only_the_sch
     for number in (1, 2, 3):
         hosts.hide(number)
     with hosts.client() as far:  # nothing is left of connections that there may have been
-        host, port = next(iter(far.scheduler_info(n_workers=-1)["workers"])).removeprefix("tcp://").split(":")
+        host, port = next(iter(workers_of(far))).removeprefix("tcp://").split(":")
         with pytest.raises(OSError, match="No route to host"):
             socket.create_connection((host, int(port)), timeout=5)
         only_scheduler = train(far, project, tmp_path / "far", *tiny, ranks=3)
@@ -145,7 +146,7 @@ def test_a_worker_behind_mapped_ports_hosts_rank_0(warm_server, gang):
         hosts.add_worker(1, "--listen-address", "tcp://0.0.0.0:9001", "--contact-address", f"tcp://{outside}:9001")
         hosts.add_worker(2)
         client.wait_for_workers(2, timeout=100)
-        assert f"tcp://{outside}:9001" in client.scheduler_info(n_workers=-1)["workers"]
+        assert f"tcp://{outside}:9001" in workers_of(client)
         first, second = gang(client, port_range=(9101, 9101)).run(place)
     assert first[:2] == second[:2] == (2.0, [outside, "eth0", "=eth0"])
     assert {where.split()[0] for where in first[2] if where.endswith(" 9101")} == {"0.0.0.0"}
@@ -164,7 +165,7 @@ def six(*overrides: str) -> tuple[str, ...]:
 @needs_hosts
 def test_a_gang_trains_where_there_is_only_ipv6(warm_server, project, tmp_path):
     with Hosts(2, family=6) as hosts, hosts.client() as client:
-        assert all("[fd77:" in worker for worker in client.scheduler_info(n_workers=-1)["workers"])
+        assert all("[fd77:" in worker for worker in workers_of(client))
         places = dispatch.run(client, place)
         trained = train(client, project, tmp_path / "run", *six())
     assert [found[:2] for found in places] == [(2.0, [hosts.address(1), "eth0", "=eth0"])] * 2
@@ -179,7 +180,7 @@ def test_workers_on_the_loopback_of_ipv6():
     scheduler = {"cls": Scheduler, "options": {"host": "[::1]", "port": 0, "dashboard_address": "127.0.0.1:0"}}
     with SpecCluster(workers=workers, scheduler=scheduler) as cluster, Client(cluster) as client:
         client.wait_for_workers(2, timeout=100)
-        assert all("[::1]" in worker for worker in client.scheduler_info(n_workers=-1)["workers"])
+        assert all("[::1]" in worker for worker in workers_of(client))
         assert [found[:2] for found in dispatch.run(client, place)] == [(2.0, ["::1", "lo", "=lo"])] * 2
 
 

@@ -28,6 +28,8 @@ import psutil
 import pytest
 from distributed import Client
 
+from ddp_hydra.cluster.connection import workers_of
+
 ROOT = Path(__file__).resolve().parents[3]
 PREFIX = "ddph"
 """Of the names of namespaces, cables and bridges."""
@@ -360,7 +362,7 @@ class Hosts:
 
     def is_well(self, number: int, client: Client) -> bool:
         """Whether the workers of a host answer, and host no rank."""
-        workers = [worker for worker in client.scheduler_info(n_workers=-1)["workers"] if self.number(worker) == number]
+        workers = [worker for worker in workers_of(client) if self.number(worker) == number]
         answers = client.sync(client._run, os.getpid, workers=workers, on_error="ignore", callback_timeout=2)
         return len(answers) == self.workers_each and not self.ranks(number)
 
