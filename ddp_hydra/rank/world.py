@@ -6,6 +6,7 @@ process may live through several worlds, one after the other.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import socket
@@ -84,6 +85,27 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.cpu_group)
         return box[0]
 
+    def send(self, make: Callable[[], Any], source: int = 0) -> Any:
+        """Return what one rank makes of plain values and tensors on the CPU. A collective.
+
+        Large tensors travel one by one, from where they lie: only what holds them is pickled.
+        """
+        if self.size == 1:
+            return make()
+        tensors: list[torch.Tensor] = []
+        if self.rank == source:
+            content, frame = make(), io.BytesIO()
+            _Frame(frame, tensors).dump(content)
+            box = [frame.getvalue()]
+        else:
+            box = [b""]
+        dist.broadcast_object_list(box, src=source, group=self.cpu_group)
+        if self.rank != source:
+            content = _Filled(io.BytesIO(box[0]), tensors).load()
+        for tensor in tensors:
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=self.cpu_group)
+        return content
+
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduce a tensor over all ranks, in place. A collective."""
         if self.size > 1:
@@ -94,6 +116,39 @@ class World:
         """Make a tensor that of rank 0. A collective."""
         if self.size > 1:
             dist.broadcast(tensor, src=0, group=self.cpu_group if tensor.device.type == "cpu" else self.group)
+
+
+class _Frame(pickle.Pickler):
+    """Pickles a value without its large tensors, which it collects.
+
+    Args:
+        file: where to write.
+        tensors: gets them, in their order.
+    """
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_id(self, value: Any) -> Any:
+        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
+        if not is_plain or value.nbytes <= SMALL:
+            return None
+        self.tensors.append(value.detach().contiguous())
+        return value.dtype, tuple(value.shape)
+
+
+class _Filled(pickle.Unpickler):
+    """Reads what `_Frame` has written, with empty tensors, which it collects."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, described: Any) -> torch.Tensor:
+        dtype, shape = described
+        self.tensors.append(torch.empty(shape, dtype=dtype))
+        return self.tensors[-1]
 
 
 def in_world(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
+from zipfile import is_zipfile
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-            content = torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises about anything here

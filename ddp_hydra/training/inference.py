@@ -68,7 +68,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     # A collective.
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
-    content = world.from_rank_0(lambda: load_run.needed(read(Path(checkpoint))))
+    content = world.send(lambda: load_run.needed(read(Path(checkpoint))))
     split = job["split"]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if cfg.data.get(split) is None:

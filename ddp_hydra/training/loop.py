@@ -23,6 +23,7 @@ from ddp_hydra.record import Start
 from ddp_hydra.training import build_data, builders, memory, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
+from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.lr_schedules import steps_in_epoch
 from ddp_hydra.training.metrics import Count, Meter, count, named
@@ -63,10 +64,29 @@ def train(
         opened(cfg, "val", device, train_set, world) as val_set,
     ):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
-            run = TrainingRun(cfg, train_set, val_set, paths, fault, stop_signal, kept, world)
+            given = (paths.get("weights"), fault, stop_signal, kept, world)
+            run = TrainingRun(cfg, train_set, val_set, *given, lambda: resumed(world, paths.get("resume")))
             fit(run)
             summary = summarise(run)
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(world, train_set, val_set))}
+
+
+def resumed(world: World, checkpoint: Path | None) -> dict[str, Any]:
+    # A collective.
+    found: dict[str, Any] = {} if checkpoint is None else world.send(lambda: read(checkpoint))
+    return found
+
+
+def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
+    """Return the state of the rank that has come furthest in the world before; {} if no rank was there. A collective.
+
+    An exchange that has returned on one rank holds what all ranks have computed, so no completed step is lost.
+    """
+    steps = world.gather_objects(-1 if former is None else former.position.step)
+    if max(steps) < 0:
+        return {}
+    found: dict[str, Any] = world.send(lambda: former and former.state.begin_capture()(), steps.index(max(steps)))
+    return found
 
 
 def fit(run: TrainingRun) -> None:
@@ -247,7 +267,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     world_size = expected_ranks(cfg)
     epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
     cfg = OmegaConf.merge(cfg, {"trainer": {"compile": None}, "data": {"prefetch": 0}})  # type: ignore[assignment]
-    run = TrainingRun(cfg, train_set, val_set, {}, FaultInjector(), StopSignal())
+    run = TrainingRun(cfg, train_set, val_set, None, FaultInjector(), StopSignal())
     run.begin_epoch()
     micro_batches, meter = list(next(run.steps())), Meter(run.loader.device)
     for update in run.updates.values():

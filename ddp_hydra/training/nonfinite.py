@@ -14,7 +14,6 @@ from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training.checkpoint import refuse_nonfinite
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.plain_state import begin_copy
 from ddp_hydra.training.state import TrainingState
 
 SHOWN = 64
@@ -94,7 +93,7 @@ class NonFiniteHandler:
         assert self.checkpoint is not None
         content = self.checkpoint()
         refuse_nonfinite(content, self.state)
-        self.state.restore(begin_copy(content)())  # a copy: the optimizer will change these tensors
+        self.state.restore(content)
         return True
 
     def _message(self, step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import build_data, builders, load_run, memory, parameter_groups, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, RunView
-from ddp_hydra.training.checkpoint import CheckpointSaver, read
+from ddp_hydra.training.checkpoint import CheckpointSaver
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.lr_schedules import ScheduleProgress
@@ -42,11 +42,12 @@ class TrainingRun:
         cfg: the resolved config.
         train_set: the training data.
         val_set: the validation data; None for none.
-        files: "resume", the checkpoint to resume; "weights", to begin with.
+        weights: a file of weights to begin with; None for none.
         fault: faults to inject into this rank.
         stop_signal: tells whether this rank should stop.
         kept: the part of the config that checkpoints keep; None: all.
         world: of this rank.
+        saved: returns the state to go on from, the same on all ranks; {} for none.
 
     Attributes:
         model: the model, not wrapped.
@@ -67,11 +68,12 @@ class TrainingRun:
         cfg: DictConfig,
         train_set: Any,
         val_set: Any,
-        files: Mapping[str, Path],
+        weights: Path | None,
         fault: fault_injection.FaultInjector,
         stop_signal: StopSignal,
         kept: Mapping[str, Any] | None = None,
         world: World = ALONE,
+        saved: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         # A collective.
         DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
@@ -81,21 +83,21 @@ class TrainingRun:
         self.sampler, self.consensus = setup.build_sampler(cfg, train_set, world)
         builders.set_float32(cfg)
         seed_step(cfg.seed, 0, 0)  # all ranks build the same model
-        self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, files.get("weights"))
+        self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, weights)
         self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
-        saved = world.from_rank_0(lambda: read(files["resume"])) if "resume" in files else {}
-        description = setup.check_data(cfg, self.task, train_set, val_set, saved, world)
+        before = dict(saved())
+        description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
 
         self.schedule_progress = progress = ScheduleProgress(
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()
         )
-        progress.load_state_dict(saved.get("progress") or progress.state_dict())
+        progress.load_state_dict(before.get("progress") or progress.state_dict())
         self.builder = UpdateBuilder(cfg, self.model, self.task, self.consensus, self.sampler.global_batch, device)
-        self.updates = self.builder.first(progress, saved.get("unfrozen") or [])
+        self.updates = self.builder.first(progress, before.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
         self._build_state(dict(kept or checkpoint_config.stored_config(cfg)), description)
-        changed = load_run.restore(self.state, saved) if saved else ""
-        if saved:
+        changed = load_run.restore(self.state, before) if before else ""
+        if before:
             progress.move(self.state.scheduler)
         self.state.check()
 
@@ -123,7 +125,7 @@ class TrainingRun:
         self.stop, self.logged_at = 0, self.position.step
         self.held: dict[str, float] = {}
         self.is_done = self.ended_by_callback = False
-        self.header = setup.describe(self, train_set, val_set, changed, untouched if "weights" in files else None)
+        self.header = setup.describe(self, train_set, val_set, changed, None if weights is None else untouched)
 
     def _build_state(self, config: dict[str, Any], description: DataDescription) -> None:
         updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler

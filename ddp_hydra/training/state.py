@@ -132,7 +132,10 @@ class TrainingState:
 
     def restore(self, content: dict[str, Any]) -> None:
         load_weights(self.model, content)
-        content = plain_state.decode({name: part for name, part in content.items() if name != "model"})
+        averaged = content.get("ema")
+        # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
+        copied = plain_state.begin_copy({name: part for name, part in content.items() if name not in ("model", "ema")})
+        content = plain_state.decode({**copied(), "ema": averaged})
         # What each group has to have: torch adds an option to the defaults when it loads a state.
         needed = {name: set(optimizer.defaults) for name, optimizer in each(self.optimizer)}
         try:

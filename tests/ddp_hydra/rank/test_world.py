@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import threading
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -95,3 +97,20 @@ def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch
         with joined(dist.HashStore(), 0, 1, 1, backend):
             pass
     assert asked == ["auto", "nccl"]
+
+
+def test_large_tensors_are_not_pickled_but_sent_one_by_one():
+    weights = OrderedDict(large=torch.randn(40, 40), half=torch.randn(50, 60).bfloat16().T, small=torch.ones(3))
+    weights._metadata = {"": {"version": 2}}
+    sparse = torch.eye(3).to_sparse()
+    content, sent, found, frame = {"model": weights, "step": 3, "more": [sparse]}, [], [], io.BytesIO()
+    module._Frame(frame, sent).dump(content)
+    assert len(frame.getvalue()) < 4000
+    assert [tuple(one.shape) for one in sent] == [(40, 40), (60, 50)]
+    read = module._Filled(io.BytesIO(frame.getvalue()), found).load()
+    for one, other in zip(found, sent, strict=True):
+        one.reshape(-1).view(torch.uint8).copy_(other.reshape(-1).view(torch.uint8))
+    for name, value in weights.items():
+        assert torch.equal(read["model"][name], value)
+    assert (read["step"], read["model"]._metadata) == (3, {"": {"version": 2}})
+    assert torch.equal(read["more"][0].to_dense(), torch.eye(3))

@@ -12,8 +12,9 @@ from omegaconf import OmegaConf
 from ddp_hydra import heartbeat, results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.world import ALONE
 from ddp_hydra.training.consensus import StopSignal
-from ddp_hydra.training.loop import fit, summarise
+from ddp_hydra.training.loop import fit, resumed, summarise
 from ddp_hydra.training.run import TrainingRun
 from tests.ddp_hydra.training.loop_runs import Numbers, Run, config
 
@@ -61,8 +62,8 @@ def train(group, tmp_path):
         armed = fault_injection.activate(fault)
         cfg = OmegaConf.merge({**config(**trainer), **(whole or {})}, parts or {})
         stop_signal = StopSignal(cfg.trainer.time_limit_s)
-        given = {**({"resume": resume} if resume else {}), **({"weights": start} if start else {})}
-        run = TrainingRun(cfg, data(9), data(val) if val else None, given, armed, stop_signal)
+        sets = data(9), data(val) if val else None
+        run = TrainingRun(cfg, *sets, start, armed, stop_signal, saved=lambda: resumed(ALONE, resume))
         fit(run)
         made.value = summarise(run)
         return made

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks.classification import Classification
 from ddp_hydra.training import parallel as buffers
 from ddp_hydra.training.checkpoint import read
@@ -57,14 +57,15 @@ def test_what_can_be_sent(name):
         assert buffers.can_be_sent(torch.ones(2, 3, dtype=kind).T)
 
 
-def first_step() -> None:
-    number = dist.get_rank()
+@in_world
+def first_step(world: World) -> None:
+    number = world.rank
     model: Any = Odd()
     if number == 1:
         for name in ("int16", "uint16", "one", "turned", "table"):
             getattr(model, name).data.fill_(3)
         model.float8.copy_(torch.zeros(2))
-    wrapped = ddp(TrainStep(Classification(nn.CrossEntropyLoss()), model))
+    wrapped = ddp(TrainStep(Classification(nn.CrossEntropyLoss()), model), world)
     for _ in range(2):
         wrapped((torch.ones(2, 4) * number, torch.tensor([0, 1]))).loss.backward()
     assert model.weight.grad is not None
@@ -73,7 +74,7 @@ def first_step() -> None:
     assert model.table.equal(ODD["int16"]())
     assert model.float8.float().equal(ODD["float8"]().float())
     model.int16.fill_(number)
-    buffers.broadcast(model.buffers())
+    buffers.broadcast(model.buffers(), world)
     assert model.int16.tolist() == [0, 0]
 
 

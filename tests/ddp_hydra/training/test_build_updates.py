@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import parameter_groups, setup
 from ddp_hydra.training.consensus import StepConsensus
@@ -42,12 +42,13 @@ class Parts(nn.Module):
         self.scale = nn.Parameter(torch.randn(2))
 
 
-def first_state() -> dict[str, torch.Tensor]:
-    number = dist.get_rank()
+@in_world
+def first_state(world: World) -> dict[str, torch.Tensor]:
+    number = world.rank
     torch.manual_seed(number)
     model, task, sampler = Parts(), Adversaries(), Distributed(8, 2, number, 2)
     model.third.running_mean += number
-    builder = setup.UpdateBuilder(config(), model, task, StepConsensus(), 4, torch.device("cpu"))
+    builder = setup.UpdateBuilder(config(), model, task, StepConsensus(world), 4, torch.device("cpu"))
     builder.first(ScheduleProgress(1, None, sampler, Position()), [])
     return {**model.state_dict(), "judge": task.judge.weight.detach()}
 

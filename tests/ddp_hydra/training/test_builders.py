@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import World
 from ddp_hydra.training import builders
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
@@ -56,12 +57,11 @@ def test_an_optimizer_whose_step_needs_arguments_is_refused():
         builders.optimizer(cfg, torch.nn.Linear(1, 1))
 
 
-def test_a_static_graph_with_micro_batches_is_refused_once_there_are_several_ranks(monkeypatch):
+def test_a_static_graph_with_micro_batches_is_refused_once_there_are_several_ranks():
     cfg = config(gradient_accumulation_steps=2)
     cfg.parallel.static_graph = True
-    monkeypatch.setattr(builders, "world_size", lambda: 2)
     with pytest.raises(ConfigError, match=r"parallel.static_graph=true does not go with .* on several ranks"):
-        builders.parallel(cfg, None)
+        builders.parallel(cfg, None, World(0, 2))
 
 
 def criterion(**loss):

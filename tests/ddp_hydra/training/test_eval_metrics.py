@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Classification, Step, Task
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.evaluation import EvalMetrics
@@ -33,7 +33,7 @@ def samples() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(12, 3, generator=draw).softmax(1), torch.arange(12) % 3
 
 
-def results_of(first: int, last: int) -> dict[str, Any]:
+def results_of(first: int, last: int, world: World = ALONE) -> dict[str, Any]:
     """What each metric of the zoo computes from some samples, in batches of 2."""
     import torchmetrics.classification as zoo
 
@@ -42,7 +42,7 @@ def results_of(first: int, last: int) -> dict[str, Any]:
     for name, given in ZOO.items():
         kind = Kept if given["target"] == "Kept" else getattr(zoo, given["target"])
         metric = kind(**{key: value for key, value in given.items() if key != "target"})
-        metrics = EvalMetrics({name: metric})
+        metrics = EvalMetrics({name: metric}, world=world)
         for begin in range(first, last, 2):
             metric.update(prediction[begin : min(begin + 2, last)], target[begin : min(begin + 2, last)])
         found |= metrics.result()
@@ -80,19 +80,19 @@ class Counted:
     def reset(self) -> None: ...
 
 
-def test_a_metric_without_states_is_refused_where_several_ranks_count(monkeypatch):
+def test_a_metric_without_states_is_refused_where_several_ranks_count():
     assert EvalMetrics({"mine": Counted()}).result() == {"val/mine": 0.5}
-    monkeypatch.setattr("ddp_hydra.training.evaluation.world_size", lambda: 2)
     with pytest.raises(ConfigError, match=r"metrics\.mine \(Counted\) has no states by torchmetrics' add_state"):
-        EvalMetrics({"mine": Counted()}).result()
+        EvalMetrics({"mine": Counted()}, world=World(0, 2)).result()
 
 
-def results_of_shares() -> list[dict[str, Any]]:
+@in_world
+def results_of_shares(world: World) -> list[dict[str, Any]]:
     import warnings
 
     warnings.simplefilter("ignore")  # torchmetrics warns of a rank without samples
     without_samples, uneven = [(0, 12), (12, 12)], [(0, 3), (3, 12)]
-    return [results_of(*shares[dist.get_rank()]) for shares in (without_samples, uneven)]
+    return [results_of(*shares[world.rank], world) for shares in (without_samples, uneven)]
 
 
 @pytest.mark.integration
