@@ -173,11 +173,24 @@ def digest(checkpoint: Path) -> str:
     content = torch.load(checkpoint, weights_only=True)
     hashed = hashlib.sha256()
     for name in ("model", "optimizer", "ema"):
-        for path, value in leaves(content.get(name), name):
+        for path, value in leaves(numbered(content.get(name)), name):
             hashed.update(path.encode())
             data = value.contiguous().numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
             hashed.update(data)
     return hashed.hexdigest()
+
+
+def numbered(state: Any) -> Any:
+    """Return a part of a checkpoint with numbers in place of the names of an optimizer's parameters, as older ones."""
+    if not isinstance(state, dict):
+        return state
+    if "param_groups" not in state:
+        return {name: numbered(part) for name, part in state.items()}
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    numbers = {name: number for number, name in enumerate(names)}
+    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in state["param_groups"]]
+    slots = {numbers.get(name, name): value for name, value in state["state"].items()}
+    return {**state, "param_groups": groups, "state": slots}
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
