@@ -16,6 +16,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.console.text import printable
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.world import World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.training import plain_state
@@ -59,8 +60,9 @@ def first_sentence(error: Exception) -> str:
     return line.partition(". ")[0].rstrip(".")
 
 
-def load_fitting(model: nn.Module, path: Path) -> list[str]:
-    given = weights_in(path)
+def load_fitting(model: nn.Module, path: Path, world: World) -> list[str]:
+    # A collective. Only the host of rank 0 has the file.
+    given = world.send(lambda: weights_in(path))
     own = dict(plain_state.tensors(model.state_dict()))
     fitting = {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
     if len(fitting) < len(own) / 2:

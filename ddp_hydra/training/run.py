@@ -83,7 +83,7 @@ class TrainingRun:
         self.sampler, self.consensus = setup.build_sampler(cfg, train_set, world)
         builders.set_float32(cfg)
         seed_step(cfg.seed, 0, 0)  # all ranks build the same model
-        self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, weights)
+        self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, weights, world)
         self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
         before = dict(saved())
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)

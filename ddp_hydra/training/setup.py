@@ -58,12 +58,12 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
 
 
 def build_model(
-    cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None = None
+    cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None, world: World
 ) -> tuple[nn.Module, bool, list[str]]:
     results.reserve(check_names)
     model = builders.model(cfg, train_set).to(device)
     memory.watch(model)
-    untouched = load_fitting(model, weights) if weights is not None else []
+    untouched = load_fitting(model, weights, world) if weights is not None else []
     channels_last = builders.channels_last(cfg, model)
     if channels_last:
         model = model.to(memory_format=torch.channels_last)

@@ -254,6 +254,14 @@ def train(client, project, monkeypatch) -> Callable[..., None]:
     return run
 
 
+def test_weights_to_begin_with_reach_hosts_that_do_not_see_their_file(train, new_run):
+    first, second = new_run("first"), new_run("second")
+    train(first, "trainer.epochs=1")
+    train(second, f"+model.weights={first.folder}", "trainer.epochs=1", "optimizer.lr=1e-30")
+    for name, value in first.weights().items():
+        assert torch.equal(second.weights()[name], value)
+
+
 @pytest.fixture(scope="module")
 def wholes() -> dict[tuple[str, ...], Run]:
     return {}

@@ -17,9 +17,12 @@ class Tiny(nn.Module):
         dropout: between the layers, 0..1.
         norm: with a BatchNorm.
         tell: send a text record with the samples of each training batch.
+        weights: None; the loop loads what the config names.
     """
 
-    def __init__(self, num_classes: int, dropout: float = 0.0, norm: bool = False, tell: bool = False) -> None:
+    def __init__(
+        self, num_classes: int, dropout: float = 0.0, norm: bool = False, tell: bool = False, weights: None = None
+    ) -> None:
         super().__init__()
         self.tell = tell
         norms = [nn.BatchNorm1d(32)] if norm else []
