@@ -22,6 +22,15 @@ import ddp_hydra
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 
 
+def search_place(entry: str) -> str:
+    """Return an entry of sys.path as another working folder needs it.
+
+    What is no path stays: an editable install of a namespace package has an entry that only its own hook knows.
+    """
+    return str(Path(entry).absolute()) if not entry or Path(entry).exists() else entry
+
+
+
 def of_rank(
     job: JobSpec, spec: RankSpec, interface: str | None = None, error_file: str = "", gpu: int | None = None
 ) -> dict[str, str]:

@@ -166,7 +166,7 @@ class RankProcess:
                 job, spec, self.interface(), str(self.outbox.with_name("error.json")), share.position
             ),
             "cwd": self.working_folder(),
-            "path": [*([str(project)] if project else []), *(str(Path(entry).absolute()) for entry in sys.path)],
+            "path": [*([str(project)] if project else []), *map(environment.search_place, sys.path)],
             "affinity": environment.cores(),
             "keep_warm_s": settings.keep_warm_s or 0.0,
         }
