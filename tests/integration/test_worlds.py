@@ -41,7 +41,9 @@ def settings(ranks: int, **parts: Any) -> Any:
     return changed
 
 
-def live(number: int, worlds: Sequence[Sequence[int]], port: int, folder: Path, told: Connection, parts: Any) -> None:
+def live(
+    number: int, worlds: Sequence[Sequence[int]], ports: Sequence[int], folder: Path, told: Connection, parts: Any
+) -> None:
     """Be the member `number` of each world that has it."""
     heartbeat.connect(None)
     results.connect(DirectSender(lambda record: None, folder))
@@ -51,8 +53,8 @@ def live(number: int, worlds: Sequence[Sequence[int]], port: int, folder: Path, 
     for generation, members in enumerate(worlds):
         if number not in members:
             continue
-        store = dist.PrefixStore(str(generation), dist.TCPStore("127.0.0.1", port, None, False))
-        size = len(members)
+        store, size = dist.TCPStore("127.0.0.1", ports[generation], None, False), len(members)
+        torch.set_num_threads(1 + generation)
         try:
             with joined(store, members.index(number), size, size, "gloo", 60) as world:
                 given = (None, fault, StopSignal(), None, world)
@@ -68,11 +70,11 @@ def live(number: int, worlds: Sequence[Sequence[int]], port: int, folder: Path, 
 @pytest.mark.parametrize("parts", [{}, {"parallel": {"comm_hook": "none"}}], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("later", [[0, 1], [1, 0], [3, 0, 1]], ids=["smaller", "other ranks", "a newcomer is rank 0"])
 def test_a_gang_that_loses_a_member_forms_again_and_trains_on(alone, later, parts, tmp_path):
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    servers = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in range(2)]
     worlds, pipes, members = ([0, 1, KILLED], later), {}, {}
     for number in sorted({*worlds[0], *later}):
         pipes[number], end = FORK.Pipe(False)
-        given = (number, worlds, server.port, tmp_path, end, parts)
+        given = (number, worlds, [server.port for server in servers], tmp_path, end, parts)
         members[number] = FORK.Process(target=live, args=given)
         members[number].start()
         end.close()
