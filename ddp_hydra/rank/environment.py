@@ -30,7 +30,6 @@ def search_place(entry: str) -> str:
     return str(Path(entry).absolute()) if not entry or Path(entry).exists() else entry
 
 
-
 def of_rank(
     job: JobSpec, spec: RankSpec, interface: str | None = None, error_file: str = "", gpu: int | None = None
 ) -> dict[str, str]:

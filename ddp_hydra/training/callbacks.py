@@ -13,6 +13,7 @@ from torch import nn
 
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.cadence import is_due
 from ddp_hydra.training.parameter_groups import is_chosen
@@ -30,9 +31,13 @@ class Callback:
     A callback looks, logs, and may ask to stop. It does not change weights, learning rates or what is frozen: a run
     that is resumed would not repeat that. `RunView.unfreeze` is the exception, because checkpoints remember it. If a
     callback has to change more, it sets `changes_training`, and keeps what a resume needs in its own state.
+
+    A checkpoint keeps the state that a callback has on rank 0, and a resume gives it to all ranks. With `on_each_rank`,
+    it keeps the states of all ranks, and each rank gets its own; of more ranks than before, some get the same.
     """
 
     changes_training = False
+    on_each_rank = False
 
     def on_start(self, run: RunView) -> None:
         """Act before the first step, also of a resumed run."""
@@ -202,10 +207,12 @@ class Callbacks:
     Args:
         callbacks: by their names, in the order of the config.
         state: of the run.
+        world: of this rank.
     """
 
-    def __init__(self, callbacks: Mapping[str, Callback], state: TrainingState) -> None:
-        self.callbacks, self.state = dict(callbacks), state
+    def __init__(self, callbacks: Mapping[str, Callback], state: TrainingState, world: World = ALONE) -> None:
+        self.callbacks, self.state, self.world = dict(callbacks), state, world
+        self.of_ranks: dict[str, list[dict[str, Any]]] = {}
 
     def call(self, event: str, view: RunView) -> None:
         """Call the method of all callbacks for an event: start, step, validation, checkpoint or end.
@@ -245,13 +252,29 @@ class Callbacks:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback that has one."""
         states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
-        return {name: state for name, state in states.items() if state}
+        found = {name: state for name, state in states.items() if state}
+        return {
+            name: {"ranks": self.of_ranks.get(name, [state])} if self._has_ranks(name) else state
+            for name, state in found.items()
+        }
+
+    def gather(self) -> None:
+        """Collect the states that a checkpoint keeps of each rank. A collective."""
+        for name, callback in self.callbacks.items():
+            if self._has_ranks(name):
+                self.of_ranks[name] = self.world.gather_objects(callback.state_dict())
+
+    def _has_ranks(self, name: str) -> bool:
+        return self.callbacks[name].on_each_rank
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore the state of the callbacks that the checkpoint knows."""
         for name, callback in self.callbacks.items():
-            if name in states:
-                callback.load_state_dict(states[name])
+            state = states.get(name)
+            if state and self._has_ranks(name):
+                state = state["ranks"][self.world.rank % len(state["ranks"])]
+            if state:
+                callback.load_state_dict(state)
 
 
 class Histograms(Callback):

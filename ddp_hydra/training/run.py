@@ -152,7 +152,7 @@ class TrainingRun:
             description.as_dict(),
             ranks=self.world.size,
         )
-        self.callbacks = Callbacks(callbacks, self.state)
+        self.callbacks = Callbacks(callbacks, self.state, self.world)
         if callbacks:
             extras["callbacks"] = self.callbacks
 
@@ -352,6 +352,7 @@ class TrainingRun:
     def _remember(self) -> None:
         if (stream := self.state.extras.get("stream")) is not None:
             stream.gather(self.world.gather_objects)
+        self.callbacks.gather()
         self.nonfinite.remember()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.callbacks import Callback, Unfreeze, WallClock
+from ddp_hydra.rank.world import World
+from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import STEPS, flat, same
 
@@ -109,6 +111,34 @@ def test_their_state_is_resumed(train):
     assert texts(went_on)[0].startswith(
         "start 0/4, step 1, step 2, step 3, step 4, validation 1 True, checkpoint 8, start 4/8, step 5"
     )
+
+
+class Counts(Callback):
+    """Counts on each rank, from what each began with."""
+
+    on_each_rank = True
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = state["n"]
+
+
+def test_a_state_of_each_rank_comes_back_to_its_rank():
+    of_ranks = [{"n": 10}, {"n": 20}]
+    state = SimpleNamespace()
+    kept = Callbacks({"it": Counts(10)}, state, SimpleNamespace(rank=0, gather_objects=lambda value: of_ranks))
+    kept.gather()
+    content = kept.state_dict()
+    assert content == {"it": {"ranks": of_ranks}}
+    for rank, n in enumerate([10, 20, 10]):
+        callback = Counts(0)
+        Callbacks({"it": callback}, state, World(rank, 3)).load_state_dict(content)
+        assert callback.n == n
 
 
 def test_without_a_validation_set_epochs_count(train):
