@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.report import Figure, Goal
-from ddp_hydra.api.connection import ComposedConfig
+from ddp_hydra.api import ComposedConfig
 
 RUNS = 10_000
 CHANGED = 100

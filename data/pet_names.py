@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from ddp_hydra.data.limits import check_range
-from ddp_hydra.data.names import check, is_of
-from ddp_hydra.data.user_cache import private_folder, user_cache
+from ddp_hydra.data.names import check, check_range, is_of
 from ddp_hydra.storage import Access, is_remote
-from ddp_hydra.storage.files import replacing
-from ddp_hydra.storage.http import download
+from ddp_hydra.storage.files import private_folder, replacing, user_cache
+from ddp_hydra.storage.object_store import download
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")

@@ -11,14 +11,14 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0"
-_MODULES = {"Run": "api.run", "connect": "api.connection", "run": "api.run"}
+_OF_API = ("Run", "connect", "run")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    if name not in _OF_API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.api"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_MODULES])
+    return sorted([*globals(), *_OF_API])

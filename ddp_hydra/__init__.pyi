@@ -1,5 +1,5 @@
-from ddp_hydra.api.connection import connect as connect
-from ddp_hydra.api.run import Run as Run
-from ddp_hydra.api.run import run as run
+from ddp_hydra.api import Run as Run
+from ddp_hydra.api import connect as connect
+from ddp_hydra.api import run as run
 
 __version__: str

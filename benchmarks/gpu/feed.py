@@ -11,7 +11,7 @@ from benchmarks.gpu.bench import Bench, Missing
 from benchmarks.gpu.store import LARGE, SMALL, Sizes, of_store, upload
 from benchmarks.object_store import corpus
 from benchmarks.report import Figure
-from ddp_hydra.data import seaweed
+from ddp_hydra.data import demo_server
 
 SHARE = 0.97
 """The least share of the speed by hand."""
@@ -44,12 +44,12 @@ class Store:
 
 def feed(bench: Bench) -> Iterator[Figure]:
     """Read photos from a store on loopback: a DataLoader by hand without and with the device, and jobs by workers."""
-    if missing := seaweed.missing():
+    if missing := demo_server.missing():
         raise Missing(f"needs {missing}")
     sizes, cores = (LARGE if bench.on_gpu else SMALL), len(os.sched_getaffinity(0))
     photos = bench.new_folder("photos")
     corpus.write_photos(photos, sizes.photos, sizes.fields)
-    with seaweed.Seaweed(corpus.BUCKET) as server:
+    with demo_server.Seaweed(corpus.BUCKET) as server:
         upload(server, photos)
         key, secret = server.credentials
         access = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": "us-east-1"}

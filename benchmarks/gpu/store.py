@@ -12,7 +12,7 @@ from benchmarks import report
 from benchmarks.gpu.bench import Bench, Missing
 from benchmarks.object_store import corpus
 from benchmarks.report import Figure
-from ddp_hydra.data import seaweed
+from ddp_hydra.data import demo_server
 
 START_S = 60.0
 
@@ -48,7 +48,7 @@ SMALL = Sizes(32, 2, "resnet18", 64, 4, 12, 4, 100)
 
 def store(bench: Bench) -> Iterator[Figure]:
     """Train from the store, and compare with what the host's cores can decode when they do nothing else."""
-    if missing := seaweed.missing():
+    if missing := demo_server.missing():
         raise Missing(f"needs {missing}")
     sizes = LARGE if bench.on_gpu else SMALL
     photos = bench.new_folder("photos")
@@ -56,7 +56,7 @@ def store(bench: Bench) -> Iterator[Figure]:
     cores = len(os.sched_getaffinity(0))
     settings = (f"--threads={cores}", f"--side={sizes.side}", f"--images={sizes.decoded}")
     limit = bench.python("benchmarks.gpu.decode", str(photos), *settings)["images_per_s"]
-    with seaweed.Seaweed(corpus.BUCKET) as server:
+    with demo_server.Seaweed(corpus.BUCKET) as server:
         upload(server, photos)
         key, secret = server.credentials
         access = {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret, "AWS_REGION": "us-east-1"}
@@ -74,7 +74,7 @@ def store(bench: Bench) -> Iterator[Figure]:
     )
 
 
-def upload(server: seaweed.Seaweed, photos: Path) -> None:
+def upload(server: demo_server.Seaweed, photos: Path) -> None:
     """Put the photos into the store."""
     bucket = server.wait_until_ready(START_S)
     files = sorted(photos.rglob("*.jpg"))

@@ -1,22 +1,31 @@
-"""Composes a config: Hydra finds our plugins, the configs of a project, and the starter's behind them."""
+"""Composes a config: Hydra finds our plugins, the configs of a project, and the starter's behind them.
+
+Inside the command Hydra composes once, checks what it has composed, lists options quickly, and saves no secrets.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.hydra import Hydra
+from hydra.core import utils
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra.config import project, schema, unknown_keys
-from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config import project, redact, schema, unknown_keys
+from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 from ddp_hydra.errors import ConfigError
 
 PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher", "hydra_plugins.ddp_hydra_pbt:PBTSweeper")
@@ -80,3 +89,100 @@ def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
         cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
         unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
     return cfg
+
+
+@contextmanager
+def patched(owner: Any, name: str, function: Any) -> Iterator[None]:
+    """Replace a function of a class or module inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextmanager
+def composed_once(multirun: bool) -> Iterator[None]:
+    """Let Hydra use, inside the block, the config from which it has read the mode.
+
+    To find out whether a command line is a sweep (`hydra.mode`), Hydra 1.3 composes all of the config, throws it away,
+    and composes it again. That is a good part of the time to the first step of a job whose fork server is warm. Hydra
+    1.4 finds it without.
+    """
+    if not IS_1_3:
+        yield
+        return
+    wanted = RunMode.MULTIRUN if multirun else RunMode.RUN
+    word = f"hydra.mode={wanted.name}"
+    load: Any = ConfigLoaderImpl.load_configuration
+    find_mode: Any = Hydra.get_mode
+    kept: dict[tuple[str | None, tuple[str, ...]], DictConfig] = {}
+
+    def get_mode(self: Any, config_name: str | None, overrides: list[str]) -> Any:
+        try:
+            cfg = self.config_loader.load_configuration(config_name, overrides, run_mode=wanted)
+            mode = cfg.hydra.mode
+        except Exception:  # a sweep, or a mistake that Hydra reports when it composes again
+            return find_mode(self, config_name, overrides)
+        if mode is None:  # Hydra adds this word, and composes again
+            cfg.hydra.mode = wanted
+            cfg.hydra.overrides.hydra.append(word)
+            kept[config_name, (*overrides, word)] = cfg
+        return mode
+
+    def load_configuration(
+        self: Any, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **kwargs: Any
+    ) -> Any:
+        cfg = kept.pop((config_name, tuple(overrides)), None) if run_mode is wanted else None
+        return load(self, config_name, overrides, run_mode, *args, **kwargs) if cfg is None else cfg
+
+    with patched(ConfigLoaderImpl, "load_configuration", load_configuration), patched(Hydra, "get_mode", get_mode):
+        yield
+
+
+def checked_as_composed() -> AbstractContextManager[None]:
+    """Check what was typed, and the experiment, when Hydra has composed a job, so that `--cfg job` refuses it, too."""
+    original: Any = Hydra.compose_config
+
+    def compose_config(
+        self: Any, config_name: str | None, overrides: list[str], run_mode: RunMode, *args: Any, **more: Any
+    ) -> Any:
+        cfg = original(self, config_name, overrides, run_mode, *args, **more)
+        if run_mode is RunMode.RUN:  # a sweep composes its jobs later
+            unknown_keys.check_typed(cfg, cfg.hydra, self.config_loader)
+        return cfg
+
+    return patched(Hydra, "compose_config", compose_config)
+
+
+def listed_without_copies() -> AbstractContextManager[None]:
+    """Let Hydra ask its repository of configs directly inside the block, where no override can change the answer.
+
+    Otherwise it copies all configs for each group: `--help` takes a second more, and the tab key does not answer at
+    once.
+    """
+    original: Any = ConfigLoaderImpl.get_group_options
+
+    def get_group_options(
+        self: Any,
+        group_name: str,
+        results_filter: Any = ObjectType.CONFIG,
+        config_name: Any = None,
+        overrides: Any = (),
+    ) -> list[str]:
+        if config_name is None and not overrides:
+            return list(self.repository.get_group_options(group_name, results_filter))
+        return list(original(self, group_name, results_filter, config_name, overrides))
+
+    return patched(ConfigLoaderImpl, "get_group_options", get_group_options)
+
+
+def saved_without_secrets() -> AbstractContextManager[None]:
+    """Let Hydra save the configs of jobs without secrets inside the block, and quickly."""
+
+    def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
+
+    return patched(utils, "_save_config", save_config)

@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra import forked
-from ddp_hydra.cli import hydra_patches, overrides, prestart
+from ddp_hydra.cli import compose, overrides, prestart
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN
@@ -112,10 +112,10 @@ def compose_and_run() -> None:
     try:
         with (
             layered(given.config_dir) as folder,
-            hydra_patches.listed_without_copies(),
-            hydra_patches.composed_once(given.multirun),
-            hydra_patches.checked_as_composed(),
-            hydra_patches.saved_without_secrets(),
+            compose.listed_without_copies(),
+            compose.composed_once(given.multirun),
+            compose.checked_as_composed(),
+            compose.saved_without_secrets(),
         ):
             hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()
     finally:

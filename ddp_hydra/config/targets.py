@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.config.project import PACKAGES
-from ddp_hydra.console import tracebacks
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
 
@@ -142,8 +142,8 @@ def explain(target: str, error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, SyntaxError):
-        return describe_syntax(cause, tracebacks.user_path(cause.filename or "") or str(cause.filename))
-    if where := tracebacks.user_location(cause):
+        return describe_syntax(cause, text.user_path(cause.filename or "") or str(cause.filename))
+    if where := text.user_location(cause):
         return f"{where}: {type(cause).__name__}: {cause}"
     parts = target.split(".")
     for size in range(len(parts) - 1, 0, -1):

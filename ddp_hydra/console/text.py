@@ -1,10 +1,16 @@
-"""Writes texts for a terminal: ranks' texts and errors made safe, numbers with their nouns, and durations."""
+"""Writes texts for a terminal: ranks' texts and errors made safe, numbers with their nouns, and durations.
+
+Errors are shown with the user's own files, by the paths that the user knows, instead of the paths of libraries.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 import re
+import sysconfig
 import traceback
+from pathlib import Path
 
 MESSAGE_CHARS = 4_000
 TRACE_CHARS = 32_000
@@ -60,3 +66,80 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
+
+
+_PACKED = re.compile(r".*[/\\]project-[0-9a-f]{16}[/\\](.*)")
+"""Matches a file of a project space that was unpacked on a worker; see `project.Project.unpack`."""
+_STARTER = re.compile(r".*[/\\](ddp_hydra[/\\]starter[/\\].*)")
+"""Matches a file of the starter that is installed with the package."""
+_LIBRARY = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
+_LIBRARY_FOLDERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep)
+_DETERMINISTIC = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, ModuleNotFoundError, NameError,
+    NotImplementedError, RuntimeError, SyntaxError, TypeError, UnboundLocalError, ValueError, ZeroDivisionError,
+)  # fmt: skip
+_TEMPORARY = re.compile(r"CUDA|cu[A-Z]{3,}|NCCL|gloo|HIP|memory|connection|socket|time(d )?out", re.IGNORECASE)
+"""Matches a RuntimeError of torch that may come from outside of the project's code."""
+
+
+def user_path(file: str) -> str | None:
+    """Return the path of a source file as its user knows it; None for a library's file."""
+    if match := _PACKED.fullmatch(file):
+        return match[1]
+    if match := _STARTER.fullmatch(file):
+        return match[1]
+    if file.startswith(_LIBRARY_FOLDERS) or _LIBRARY.match(file):
+        return None
+    relative = os.path.relpath(file)
+    return file if relative.startswith("..") else relative
+
+
+def user_location(error: BaseException) -> str:
+    """Return where in the user's files an error was raised: "models/mine.py, line 12, in forward"; "" if in none."""
+    if isinstance(error, SyntaxError) and error.filename and (path := user_path(error.filename)):
+        return f"{path}, line {error.lineno}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if path := user_path(frame.filename):
+            return f"{path}, line {frame.lineno}, in {frame.name}"
+    return ""
+
+
+def is_deterministic(error: BaseException) -> bool:
+    """Tell whether the project's code would raise this again, unlike an error of a disk or a network."""
+    if type(error) not in _DETERMINISTIC or (type(error) is RuntimeError and _TEMPORARY.search(message_of(error))):
+        return False
+    return any(_PACKED.fullmatch(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def shortened(error: BaseException, others: str = "they are in the rank's log") -> str:
+    """Format an error with the user's own frames and the one that raised it; with all frames if none is the user's.
+
+    Args:
+        others: where the frames of libraries can be seen.
+    """
+    if not user_location(error):
+        return "".join(traceback.format_exception(error))
+    formatted = traceback.TracebackException.from_exception(error)
+    seen: set[int] = set()
+    left_out = 0
+    part: traceback.TracebackException | None = formatted
+    while part is not None and id(part) not in seen:
+        seen.add(id(part))
+        left_out += _shorten(part)
+        part = part.__cause__ or (None if part.__suppress_context__ else part.__context__)
+    more = f"\n({left_out} frames of libraries are left out: {others})" if left_out else ""
+    return "".join(formatted.format()).rstrip() + more
+
+
+def _shorten(part: traceback.TracebackException) -> int:
+    """Remove the frames of libraries except the last, and show the user's paths; return how many were removed."""
+    kept = [frame for frame in part.stack if user_path(frame.filename)]
+    if part.stack and part.stack[-1] not in kept:
+        kept.append(part.stack[-1])
+    left_out = len(part.stack) - len(kept)
+    for frame in kept:
+        frame.filename = user_path(frame.filename) or frame.filename
+    part.stack[:] = kept
+    if getattr(part, "filename", None):  # a SyntaxError has one
+        part.filename = user_path(part.filename) or part.filename
+    return left_out

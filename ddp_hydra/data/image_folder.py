@@ -16,8 +16,8 @@ from ddp_hydra.data import demo_server
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import Listing, StringArray, kinds_of, known_size, list_images_once
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
-from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import LocalFolder, Store
+from ddp_hydra.storage.files import user_cache
 
 _LOG = logging.getLogger(__name__)
 

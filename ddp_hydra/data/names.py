@@ -1,8 +1,12 @@
-"""Tells what the name of a sample says: its class, its split, and whether a system or a program left its file there."""
+"""Tells what the name of a sample says: its class, its split, and whether a system or a program left its file there.
+
+Checks arguments that data sets have in common.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 
 _NAMES = frozenset(
     ["__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini"]
@@ -55,3 +59,24 @@ def is_of(name: str, holdout: float, split: str) -> bool:
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     is_held_out = int.from_bytes(digest[:8], "big") < holdout * 2**64
     return is_held_out == (split == "val")
+
+
+def check_range(
+    name: str, value: float, low: float, high: float = math.inf, *, example: float, above: bool = False
+) -> None:
+    """Refuse a value that is out of its range.
+
+    Args:
+        name: of the key below `data`.
+        value: what was given.
+        low: the smallest value.
+        high: the largest value.
+        example: a value to type.
+        above: the value must be above `low`.
+
+    Raises:
+        ValueError: it is out of its range.
+    """
+    if not low <= value <= high or (above and value == low):
+        span = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        raise ValueError(f"{name} is {value}, and must be {span}: type data.{name}={example}")

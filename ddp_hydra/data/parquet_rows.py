@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddp_hydra.data import parquet_columns
+from ddp_hydra.data import parquet_files
 from ddp_hydra.data.parquet_files import PartFile, open_files
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Access, bare_url
@@ -81,10 +81,8 @@ class ParquetRows(ProcessLocal):
             self._check(part, wanted)
             self._take_up(part)
         self._ends = list(accumulate(self.shard_lengths))
-        self.feature_widths = tuple(parquet_columns.width_of(parts[0], column) for column in self.features)
-        self._whole = self.target is not None and all(
-            parquet_columns.is_whole(part.types[self.target]) for part in parts
-        )
+        self.feature_widths = tuple(parquet_files.width_of(parts[0], column) for column in self.features)
+        self._whole = self.target is not None and all(parquet_files.is_whole(part.types[self.target]) for part in parts)
         self._range = self._range_of_target(parts) if self._whole else None
         self.num_classes = self._range[1] + 1 if self._range is not None and self._range[1] >= 0 else None
         self._begin_process_state()
@@ -174,7 +172,7 @@ class ParquetRows(ProcessLocal):
     def _others(self, parts: Sequence[PartFile]) -> list[str]:
         found: list[list[str]] = []
         for part in parts:
-            index = parquet_columns.index_columns(part.file.schema_arrow) - {self.target}
+            index = parquet_files.index_columns(part.file.schema_arrow) - {self.target}
             self.left_out += [name for name in part.types if name in index and name not in self.left_out]
             found.append([name for name in part.types if name not in index and name != self.target])
             if other := set(found[-1]) ^ set(found[0]):
@@ -193,11 +191,11 @@ class ParquetRows(ProcessLocal):
             if part.file.schema_arrow.names.count(column) > 1:
                 raise ValueError(f"{part.name} has several columns {column}: write them with different names")
             kind, is_target = part.types[column], column == self.target
-            inner = kind.value_type if parquet_columns.is_vector(kind) and not is_target else kind
-            if not parquet_columns.is_number(inner):
+            inner = kind.value_type if parquet_files.is_vector(kind) and not is_target else kind
+            if not parquet_files.is_number(inner):
                 what = "the target" if is_target else "the column"
                 others = "" if is_target else "name others with data.features=[...], or "
-                advice = parquet_columns.advice(kind).replace("df[c]", f"df[{column!r}]")
+                advice = parquet_files.advice(kind).replace("df[c]", f"df[{column!r}]")
                 raise ValueError(
                     f"{part.name}: {what} {column} holds no numbers ({kind}): {others}write them as numbers{advice}"
                 )
@@ -215,7 +213,7 @@ class ParquetRows(ProcessLocal):
         found: list[int] = []
         for part in parts:
             groups = [group for other, group, _ in self._groups if other is part]
-            found += parquet_columns.range_of(part, str(self.target), groups)
+            found += parquet_files.range_of(part, str(self.target), groups)
         return min(found, default=0), max(found, default=0)
 
     def _read(self, group: int) -> tuple[np.ndarray, np.ndarray | None]:
@@ -227,13 +225,13 @@ class ParquetRows(ProcessLocal):
             part, number, first = self._groups[group]
             table = part.read(number, self._columns)
             features = (
-                parquet_columns.numbers(table.column(name), name, width, self.fill, part.name, first)
+                parquet_files.numbers(table.column(name), name, width, self.fill, part.name, first)
                 for name, width in zip(self.features, self.feature_widths, strict=True)
             )
             x, y = np.concatenate([*features], axis=1), None
             if self.target is not None:
                 values = table.column(self.target)
-                y = parquet_columns.targets(values, self.target, self._whole, part.name, first)
+                y = parquet_files.targets(values, self.target, self._whole, part.name, first)
             self._cache[group] = x, y
             while len(self._cache) > 1 and sum(map(n_bytes, self._cache.values())) > self.cache_mb * 2**20:
                 self._cache.popitem(last=False)

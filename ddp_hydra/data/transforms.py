@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddp_hydra.data.images.decode import JpegHeader, decode_jpeg
-from ddp_hydra.data.images.pixels import ColorParams, Jitter
-from ddp_hydra.data.limits import check_range
+from ddp_hydra.data.images.decode import ColorParams, Jitter, JpegHeader, decode_jpeg
+from ddp_hydra.data.names import check_range
 
 _before = os.environ.get("LD_LIBRARY_PATH")
 import cv2  # noqa: E402  it changes the environment

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 import ddp_hydra
 from ddp_hydra.checked import Count, Finite
 from ddp_hydra.config import project, unknown_keys
-from ddp_hydra.console import tracebacks
+from ddp_hydra.console import text
 from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
@@ -185,7 +185,7 @@ def explain(error: Exception) -> str:
         return unknown_keys.explain(error) or "\n".join(str(part) for part in (error, error.__cause__) if part)
     if getattr(error, "mistake", False):  # as in `rank.process.describe`
         return message_of(error)
-    if where := tracebacks.user_location(error):
-        told = tracebacks.shortened(error, others="HYDRA_FULL_ERROR=1 shows them")
+    if where := text.user_location(error):
+        told = text.shortened(error, others="HYDRA_FULL_ERROR=1 shows them")
         return f"{type(error).__name__}: {message_of(error)} ({where})\n\n{shorten(told, TRACE_CHARS)}"
     return traceback_of(error)

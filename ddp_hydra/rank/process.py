@@ -27,9 +27,8 @@ import torch.distributed as dist
 from hydra.errors import InstantiationException
 
 from ddp_hydra import forked, heartbeat, results
-from ddp_hydra.console import tracebacks
 from ddp_hydra.console.signals import own_handler
-from ddp_hydra.console.text import TRACE_CHARS, message_of, shorten
+from ddp_hydra.console.text import TRACE_CHARS, is_deterministic, message_of, shorten, shortened, user_location
 from ddp_hydra.errors import DdpHydraError, Failure
 from ddp_hydra.rank import environment, fault_injection, return_values
 from ddp_hydra.rank.spec import RankLaunch
@@ -202,10 +201,10 @@ def describe(error: BaseException) -> Failure:
     return Failure(
         "raised",
         message=message if mistake else ": ".join(filter(None, [type(error).__name__, message])),
-        traceback=shorten(tracebacks.shortened(error), TRACE_CHARS),
+        traceback=shorten(shortened(error), TRACE_CHARS),
         time_s=time_s,
-        place=tracebacks.user_location(error),
+        place=user_location(error),
         mistake=mistake,
-        deterministic=tracebacks.is_deterministic(error),
+        deterministic=is_deterministic(error),
         consequence=getattr(error, "consequence", False) is True,
     )

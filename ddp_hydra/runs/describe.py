@@ -17,7 +17,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED, LOST_S
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, State, Status, Summary, decode
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, read_tags, yaml_value
-from ddp_hydra.storage.results_root import POINTER
+from ddp_hydra.storage.urls import POINTER
 from ddp_hydra.writers.run_dir import LOCK, is_locked
 
 MOST_TEXT = 500

@@ -10,13 +10,13 @@ from msgspec.structs import asdict
 
 from ddp_hydra.config import project, redact
 from ddp_hydra.config.checkpoint_config import leaves
-from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import FailureEntry, Summary
 from ddp_hydra.runs import disk
 from ddp_hydra.runs.describe import MOST_ATTEMPTS, MOST_TEXT, RunRow, RunState, failed_attempts, read_state, text
 from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRunFiles, yaml_value
+from ddp_hydra.storage.files import private_folder, user_cache
 from ddp_hydra.storage.manifest import FOLDER, NAME, decode_manifest
 from ddp_hydra.writers.run_dir import json_object
 

@@ -14,7 +14,7 @@ from ddp_hydra.job.remote.uploader import is_active
 from ddp_hydra.runs.describe import status_of
 from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
 from ddp_hydra.runs.run_files import LocalRunFiles, StoredRunFiles, is_run, reachable
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import LOCK, locked
 
@@ -147,7 +147,7 @@ def _acquire(place: str) -> FencedStore:
 
     The clock of a driver's host may be wrong, and its file system slow: so it is watched for some seconds.
     """
-    store = FencedStore(results_root.open_folder(place))
+    store = FencedStore(urls.open_folder(place))
     owner = store.owner()
     if is_active(store):
         raise ConfigError(f"{place} is running: end it first, with ddp-hydra attach run={place} stop=true")

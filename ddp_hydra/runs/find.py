@@ -14,13 +14,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ddp_hydra.data.user_cache import private_folder, user_cache
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs.describe import RunRow, RunState, local_status, read_state, row_of, stored_status, text, texts
 from ddp_hydra.runs.run_files import MARKS, LocalRunFiles, StoredRunFiles, reachable
-from ddp_hydra.storage import results_root
-from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.storage import urls
+from ddp_hydra.storage.files import private_folder, user_cache, write_atomic
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.writers.run_dir import LOCK, is_held
 
@@ -92,9 +91,9 @@ _THREADS = 16
 def rows(roots: list[str]) -> list[RunRow]:
     found: dict[str, RunRow] = {}
     for root in roots or [name for name in DEFAULT_ROOTS if Path(name).is_dir()]:
-        place = results_root.plain_path(root)
+        place = urls.plain_path(root)
         below: Iterable[RunRow]
-        if results_root.is_url(place):
+        if urls.is_url(place):
             below = stored_rows(place)
         elif Path(place).is_dir():
             below = local_rows(place, Index(place))
@@ -213,7 +212,7 @@ def stored_runs(url: str) -> list[StoredRunFiles]:
     Raises:
         ConfigError: the store does not answer, or may not be read.
     """
-    root = results_root.open_folder(url)
+    root = urls.open_folder(url)
     try:
         with reachable():
             objects = dict(root.objects())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import Store, results_root
+from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.base import ObjectChangedError
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
@@ -181,7 +181,7 @@ def open_run(run: str) -> RunFiles:
     return LocalRunFiles(place)
 
 
-MARKS = frozenset({".hydra", "summary.json", "status.json", "metrics.jsonl", results_root.POINTER})
+MARKS = frozenset({".hydra", "summary.json", "status.json", "metrics.jsonl", urls.POINTER})
 """Names of which a run directory has at least one."""
 
 

@@ -1,4 +1,4 @@
-"""Writes files atomically, never outside of the run directory, with errors that name the file."""
+"""Writes files atomically, never outside of the run directory, with errors that name the file; finds user caches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -288,3 +289,29 @@ class AppendFile:
             os.close(handle)
             raise
         return handle
+
+
+def user_cache() -> Path:
+    """Return the folder of this user's caches."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ddp_hydra"
+
+
+def private_folder(path: Path) -> Path:
+    """Make a folder to which no other user may write, and return it.
+
+    Whoever may write to a folder may replace the files in it. So if the given folder belongs to somebody else, or
+    others may write to it, this user gets a folder of their own inside it. Users that share a cache share no files.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if _only_mine(path.stat()):
+        return path
+    mine = path / f"user-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        mine.mkdir(mode=0o700)
+    if not _only_mine(mine.lstat()):
+        raise PermissionError(errno.EACCES, f"{mine} is another user's, or others may write to it")
+    return mine
+
+
+def _only_mine(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022

@@ -30,7 +30,7 @@ from ddp_hydra.storage.manifest import (
     name_in_store,
     newest_first,
 )
-from ddp_hydra.storage.results_root import POINTER, is_url, open_folder, plain_path
+from ddp_hydra.storage.urls import POINTER, is_url, open_folder, plain_path
 
 log = logging.getLogger(__name__)
 

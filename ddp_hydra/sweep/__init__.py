@@ -18,8 +18,8 @@
     tables           the content of the last two, and the table on the terminal
     plot             sweep.png
     pruning          remove the checkpoints of jobs that are not among the best
-    pbt              population-based training (Jaderberg et al., 2017): a batch of jobs for each generation
-    population       the values of its members, and which are copied
+    pbt              population-based training (Jaderberg et al., 2017): a batch of jobs for each generation; the values
+                     of its members, and which are copied
 
-Hydra imports every plugin when any app starts, so `launcher`, `pbt` and `population` import little.
+Hydra imports every plugin when any app starts, so `launcher` and `pbt` import little.
 """

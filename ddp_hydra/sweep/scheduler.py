@@ -23,8 +23,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep.forked_process import ForkedProcess
-from ddp_hydra.sweep.job_process import JobOutcome
-from ddp_hydra.sweep.planned_job import PlannedJob
+from ddp_hydra.sweep.planned_job import JobOutcome, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import JobRow, JobState
 

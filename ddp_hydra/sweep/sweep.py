@@ -24,8 +24,7 @@ from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, row_content
 from ddp_hydra.sweep.forked_process import ForkedProcess, lock, unlock, wait_for_message
-from ddp_hydra.sweep.job_process import preload, run_planned_job
-from ddp_hydra.sweep.planned_job import PlannedJob, with_trace
+from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job, with_trace
 from ddp_hydra.sweep.plot import DRAW_S, draw_saved
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue

@@ -84,11 +84,11 @@ class RunsPlugin(base_plugin.TBPlugin):
     def _look(self) -> None:
         from ddp_hydra.errors import ConfigError
         from ddp_hydra.runs import find
-        from ddp_hydra.storage import results_root
+        from ddp_hydra.storage import urls
 
         try:
             for root in self.roots.values():
-                found = find.stored_runs(root) if results_root.is_url(root) else find.run_dirs(root)
+                found = find.stored_runs(root) if urls.is_url(root) else find.run_dirs(root)
                 if next(iter(found), None) is not None:
                     self._has_runs = True
                     return

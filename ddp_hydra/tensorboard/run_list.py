@@ -22,7 +22,7 @@ from ddp_hydra.runs import details, find, select
 from ddp_hydra.runs.describe import RunRow, number, text
 from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from ddp_hydra.writers.run_dir import json_object
 
 SHORTEST_PAUSE_S = 1.0
@@ -70,11 +70,9 @@ class RunList:
     """
 
     def __init__(self, roots: Mapping[str, str]) -> None:
-        self._roots = {
-            title: root if results_root.is_url(root) else os.path.normpath(root) for title, root in roots.items()
-        }
+        self._roots = {title: root if urls.is_url(root) else os.path.normpath(root) for title, root in roots.items()}
         self._lock = threading.Lock()
-        self._indexes = {root: Index(root) for root in self._roots.values() if not results_root.is_url(root)}
+        self._indexes = {root: Index(root) for root in self._roots.values() if not urls.is_url(root)}
         self._runs: dict[str, ListEntry] = {}
         self._removed: dict[str, int] = {}
         self._shown_sweeps: dict[str, dict[str, Any]] = {}
@@ -117,8 +115,8 @@ class RunList:
             if key not in self._runs:
                 raise NoSuchRunError(key)
             place, root = self._runs[key].row.run, self._runs[key].root
-        if results_root.is_url(place):
-            return StoredRunFiles(results_root.open_folder(place))
+        if urls.is_url(place):
+            return StoredRunFiles(urls.open_folder(place))
         inner = os.path.relpath(place, root)
         if os.path.realpath(place) != os.path.normpath(os.path.join(os.path.realpath(root), inner)):  # noqa: PTH118
             raise NoSuchRunError(key)  # a link has taken the place of a folder
@@ -169,7 +167,7 @@ class RunList:
         self._next_look = time.monotonic() + max(SHORTEST_PAUSE_S, PAUSE_FACTOR * took)
 
     def _rows(self, root: str) -> Sequence[RunRow]:
-        if results_root.is_url(root):
+        if urls.is_url(root):
             return find.stored_rows(root)
         return list(find.local_rows(root, index=self._indexes[root])) if Path(root).is_dir() else []
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ddp_hydra.console.tracebacks import user_path
+from ddp_hydra.console.text import user_path
 from ddp_hydra.data.batch import described
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task

@@ -31,9 +31,9 @@ from ddp_hydra.storage.manifest import (
     newest_first,
     read_manifest,
 )
-from ddp_hydra.storage.results_root import open_folder
 from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.storage.urls import open_folder
 
 FIRST_TIMEOUT_S = 5.0
 """Timeout of the first request to the store: the job waits for it, so it is short."""

@@ -1,8 +1,7 @@
 """Register `hydra/sweeper=pbt`. Hydra 1.3 finds sweepers only in this namespace; see `ddp_hydra.sweep.pbt`."""
 
 from ddp_hydra.config.hydra_compat import register
-from ddp_hydra.sweep.pbt.population import PopulationSettings
-from ddp_hydra.sweep.pbt.sweeper import PopulationSweeper
+from ddp_hydra.sweep.pbt import PopulationSettings, PopulationSweeper
 
 
 class PBTSweeper(PopulationSweeper):

@@ -12,7 +12,7 @@ import pytest
 
 from ddp_hydra.data import S3ImageFolder
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from tests.integration.conftest import wait_for
 from tests.integration.support.by_hand import program
 from tests.integration.support.training import CLOCKS
@@ -93,4 +93,4 @@ def test_who_has_no_password_is_refused_in_a_sentence(sftp, monkeypatch):
     with pytest.raises(PermissionError, match=r"was refused.*FSSPEC_SFTP_"):
         S3ImageFolder(bucket=f"{sftp.url}/pictures", prefix="train")
     with pytest.raises(ConfigError, match=r"was refused"):
-        results_root.open_folder(f"{sftp.url}/runs").get("x")
+        urls.open_folder(f"{sftp.url}/runs").get("x")

@@ -17,7 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from ddp_hydra.storage.manifest import decode_manifest
 from tests.integration.conftest import ROOT, CommandLine, alive, wait_for
 from tests.integration.support.chaos import Dask
@@ -94,7 +94,7 @@ class Results:
     def __init__(self, url: str, access: dict[str, str]) -> None:
         self.url = url
         with environment(access):
-            self.store = results_root.open_folder(url)
+            self.store = urls.open_folder(url)
             self.store.size_or_none("x")
 
     def get(self, name: str) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 import ddp_hydra
-from ddp_hydra.api.run import StartedRun
+from ddp_hydra.api import StartedRun
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
 from tests.integration.conftest import functions_travel_by_value, no_rank_left, started  # noqa: F401  fixtures

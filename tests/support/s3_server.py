@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hydra.data.seaweed import Seaweed
+from ddp_hydra.data.demo_server import Seaweed
 
 KEYS = {"AWS_ACCESS_KEY_ID": "testing-key", "AWS_SECRET_ACCESS_KEY": "testing-secret", "AWS_REGION": "us-east-1"}
 """The environment with credentials that the server takes."""

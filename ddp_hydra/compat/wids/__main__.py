@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.compat.wids.dataset import ShardListDataset
+from ddp_hydra.compat.wids import ShardListDataset
 from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_index
 from ddp_hydra.data.wids import WidsShards

@@ -28,9 +28,8 @@ from ddp_hydra.data.images.batch_loader import (
     TooManyBadSamplesError,
     examples,
 )
-from ddp_hydra.data.images.decode import decode, read_jpeg_header
-from ddp_hydra.data.images.pixels import adapted, normalise
-from ddp_hydra.data.limits import check_range
+from ddp_hydra.data.images.decode import adapted, decode, normalise, read_jpeg_header
+from ddp_hydra.data.names import check_range
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.storage import Access, TransferCounters
 from ddp_hydra.storage.base import Counters, ProcessLocal, StaleCredentialsError

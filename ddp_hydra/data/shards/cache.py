@@ -16,14 +16,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.data.limits import check_range
+from ddp_hydra.data.names import check_range
 from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
 from ddp_hydra.data.shards.download import Prefetcher, download, is_packed
 from ddp_hydra.data.shards.index import Shard, is_local
 from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, checksum_of_some, load_members, read_members
-from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.base import Counters, ProcessLocal
+from ddp_hydra.storage.files import user_cache
 
 GIB = 2**30
 WAIT_S = 60.0

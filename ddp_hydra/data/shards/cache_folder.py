@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from ddp_hydra.data.shards.tar_index import TarMembers
-from ddp_hydra.data.user_cache import private_folder
+from ddp_hydra.storage.files import private_folder
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
 """Only files with such names are ever removed from the folder."""

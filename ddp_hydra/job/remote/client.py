@@ -33,7 +33,7 @@ from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Record
 from ddp_hydra.run_state import Summary
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.handler import ResultsHandler
@@ -82,7 +82,7 @@ def started_driver(
     check(cfg)
     config = schema.resolved(cfg)
     packed = job_config.packed_project(cfg, config)
-    url = results_root.address(cfg.results.root, run_dir)
+    url = urls.address(cfg.results.root, run_dir)
     name = f"driver-{secrets.token_hex(6)}"
     with connect.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
@@ -105,7 +105,7 @@ def started_driver(
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
         )
         run_dir.mkdir(parents=True, exist_ok=True)
-        pointer = run_dir / results_root.POINTER
+        pointer = run_dir / urls.POINTER
         pointer.write_text(url + "\n")
         try:
             driver = _start(client, worker, spec)

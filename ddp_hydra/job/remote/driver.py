@@ -34,7 +34,7 @@ from ddp_hydra.job.remote.start_driver import DriverSpec, supervise
 from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run, has_ended, resume_run
 from ddp_hydra.run_state import Objective, Summary
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.writers.handler import Writer
 from ddp_hydra.writers.run_dir import read_summary
@@ -87,7 +87,7 @@ def open_runner(spec: DriverSpec, address: str, security: Any, scratch_root: str
     objective = msgspec.convert(spec.config["objective"], Objective)
     more = {"objective": objective, "tags": [str(tag) for tag in spec.config["tags"]]}
     status = DriverStatus(address, spec.project.sha256, spec.max_restarts, **more)
-    store = FencedStore(results_root.open_folder(spec.url))
+    store = FencedStore(urls.open_folder(spec.url))
     if not spec.is_restart:
         acquire_run(store, status, spec.hydra_files, spec.goes_on)
     elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 import ddp_hydra
-from ddp_hydra.api.connection import ComposedConfig
-from ddp_hydra.api.run import Run
+from ddp_hydra.api import ComposedConfig, Run
 from ddp_hydra.cli import commands
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.errors import ClusterError, ConfigError

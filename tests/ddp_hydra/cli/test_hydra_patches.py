@@ -20,7 +20,7 @@ from hydra.core.object_type import ObjectType
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from ddp_hydra.cli.hydra_patches import composed_once, listed_without_copies, saved_without_secrets
+from ddp_hydra.cli.compose import composed_once, listed_without_copies, saved_without_secrets
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 from ddp_hydra.config.project import starter
 

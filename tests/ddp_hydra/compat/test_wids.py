@@ -26,7 +26,7 @@ import torch
 from PIL import Image
 
 from ddp_hydra.compat import wids
-from ddp_hydra.compat.wids import dataset as wids_dataset
+from ddp_hydra.compat import wids as wids_dataset
 from ddp_hydra.compat.wids.__main__ import expanded, main
 from tests.support.tar_server import numbered, tar_of
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from ddp_hydra.console import tracebacks
+from ddp_hydra.console import text
 
 MODEL = """
 import json
@@ -51,8 +51,8 @@ def raised(tmp_path, monkeypatch):
 
 def test_the_users_own_file_is_named_as_they_know_it(raised):
     error = raised("layer")
-    assert tracebacks.user_location(error) == "models/told_model.py, line 9, in layer"
-    told = tracebacks.shortened(error)
+    assert text.user_location(error) == "models/told_model.py, line 9, in layer"
+    told = text.shortened(error)
     assert 'File "models/told_model.py", line 9, in layer\n    return nn.Sequential(nn.Linear(2, 2))(None)\n' in told
     assert "project-" not in told
     assert told.count("torch/") == 1  # where it was raised
@@ -60,7 +60,7 @@ def test_the_users_own_file_is_named_as_they_know_it(raised):
 
 
 def test_a_cause_is_shortened_too(raised):
-    told = tracebacks.shortened(raised("wrapped"))
+    told = text.shortened(raised("wrapped"))
     assert "project-" not in told
     assert told.index("TypeError") < told.index("direct cause") < told.index("ValueError: no text")
 
@@ -69,8 +69,8 @@ def test_a_library_alone_is_told_in_full():
     with pytest.raises(ValueError, match="Expecting") as caught:
         json.loads("{")
     caught.value.__traceback__ = caught.tb.tb_next  # without the frame of this file
-    assert tracebacks.user_location(caught.value) == ""
-    assert tracebacks.shortened(caught.value).count("File ") == 3
+    assert text.user_location(caught.value) == ""
+    assert text.shortened(caught.value).count("File ") == 3
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_a_library_alone_is_told_in_full():
     ids=["wrong-type", "wrong-value", "what-came-in", "the-device"],
 )
 def test_what_the_code_would_raise_again(raised, name, answer):
-    assert tracebacks.is_deterministic(raised(name)) is answer
+    assert text.is_deterministic(raised(name)) is answer
 
 
 def test_outside_of_a_project_nothing_is_known_to_come_again():
     with pytest.raises(TypeError) as caught:
         len(1)
-    assert not tracebacks.is_deterministic(caught.value)
+    assert not text.is_deterministic(caught.value)

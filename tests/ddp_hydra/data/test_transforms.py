@@ -9,8 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ddp_hydra.data.images.decode import decode, read_jpeg_header
-from ddp_hydra.data.images.pixels import ColorParams
+from ddp_hydra.data.images.decode import ColorParams, decode, read_jpeg_header
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
 
 

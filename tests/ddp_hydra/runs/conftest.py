@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.api.connection import ComposedConfig
+from ddp_hydra.api import ComposedConfig
 from ddp_hydra.errors import Failure, RankFailed
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.record import Checkpoint, File, Metrics, Record, Start

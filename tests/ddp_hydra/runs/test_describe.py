@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec import convert
 
-from ddp_hydra.api.run import Run
+from ddp_hydra.api import Run
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import Status
 from ddp_hydra.runs.describe import UNREADABLE, status_of, stored_status

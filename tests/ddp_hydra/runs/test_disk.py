@@ -16,7 +16,7 @@ from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.run_state import Status, encode
 from ddp_hydra.runs import disk, run_files
 from ddp_hydra.runs.run_files import LocalRunFiles
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text
@@ -75,7 +75,7 @@ def test_a_running_run_is_refused_and_a_killed_one_is_not(make_run, process_of):
 def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(uploader, "WATCH_S", 2.0)
     run_dir = tmp_path / "run"
-    store = FencedStore(results_root.open_folder(str(run_dir)))
+    store = FencedStore(urls.open_folder(str(run_dir)))
     store.acquire(None)
     old = time.time() - 100
     store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old)))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import asdict
 
-from ddp_hydra.data.user_cache import user_cache
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.runs import find, run_files
 from ddp_hydra.runs.describe import RunRow, choices
 from ddp_hydra.runs.run_files import LocalRunFiles
+from ddp_hydra.storage.files import user_cache
 from ddp_hydra.sweep.rows import JobRow as SweepRow
 from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import json_text

@@ -11,7 +11,7 @@ from ddp_hydra.cli import runs
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import OWNER, FencedStore
 from ddp_hydra.runs import disk
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.medium
@@ -26,7 +26,7 @@ def bucket(s3, monkeypatch) -> str:  # noqa: F811
 
 def stored(url: str, **status) -> FencedStore:
     """Write a run as its driver does; return the driver's store."""
-    driver = FencedStore(results_root.open_folder(url))
+    driver = FencedStore(urls.open_folder(url))
     driver.acquire(driver.owner())
     status = {"state": "done", "time": time.time(), "files": [], **status}
     for name in (".hydra/config.yaml", "metrics.jsonl", "checkpoints/last.pt"):
@@ -36,7 +36,7 @@ def stored(url: str, **status) -> FencedStore:
 
 
 def names(url: str) -> set[str]:
-    return {name for name, _ in results_root.open_folder(url).objects()}
+    return {name for name, _ in urls.open_folder(url).objects()}
 
 
 def test_a_run_is_removed_and_its_neighbours_stay(bucket, capsys):

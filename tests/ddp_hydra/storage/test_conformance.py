@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hydra.data.seaweed import Seaweed
+from ddp_hydra.data.demo_server import Seaweed
 from ddp_hydra.storage import Bucket, LocalFolder
 from ddp_hydra.storage.base import NoBucketError, ObjectChangedError
 from ddp_hydra.storage.fsspec_store import FsspecStore

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.storage import Access, Bucket, results_root
+from ddp_hydra.storage import Access, Bucket, urls
 from ddp_hydra.storage.base import TemporaryError
 from ddp_hydra.storage.fsspec_store import FsspecStore
 from ddp_hydra.storage.s3_messages import BucketAddress
@@ -173,7 +173,7 @@ def test_a_missing_package_is_named(monkeypatch):
     ):
         Access().open("sftp://host/a")
     with pytest.raises(ConfigError, match="sftp:// needs another package"):
-        results_root.open_folder("sftp://host/runs")
+        urls.open_folder("sftp://host/runs")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(REGISTRY, "s3", raising=False)
     with pytest.raises(ModuleNotFoundError, match=r"s3:// needs another package.*s3fs"):
@@ -193,12 +193,12 @@ def test_a_missing_package_is_named(monkeypatch):
 )
 def test_results_are_refused_where_they_cannot_be(faulty, url, said):
     with pytest.raises(ConfigError, match=said) as failure:
-        results_root.open_folder(url)
+        urls.open_folder(url)
     assert "secret" not in str(failure.value)
 
 
 def test_without_conditional_writes_it_is_said_and_the_owner_is_looked_up(faulty, caplog):
-    first, second = (FencedStore(results_root.open_folder("faulty://me@host/runs/a")) for _ in range(2))
+    first, second = (FencedStore(urls.open_folder("faulty://me@host/runs/a")) for _ in range(2))
     with caplog.at_level(logging.WARNING):
         first.acquire(first.owner())
         first.warn_if_unconditional()
@@ -212,7 +212,7 @@ def test_without_conditional_writes_it_is_said_and_the_owner_is_looked_up(faulty
 
 
 def test_results_say_whether_trying_again_may_help(faulty, monkeypatch):
-    folder = results_root.open_folder("faulty://host/runs")
+    folder = urls.open_folder("faulty://host/runs")
     assert (folder.size_or_none("none"), folder.etag("none")) == (None, None)
     with pytest.raises(FileNotFoundError):
         folder.get("none")

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage import Bucket, Store, results_root
+from ddp_hydra.storage import Bucket, Store, urls
 from ddp_hydra.storage.run_ref import RunRef
 
 
 @pytest.fixture
 def disk(tmp_path) -> Store:
-    return results_root.open_folder(f"file://{tmp_path}/runs/a")
+    return urls.open_folder(f"file://{tmp_path}/runs/a")
 
 
 def test_a_folder_of_a_disk_is_a_store(disk, tmp_path):
@@ -35,9 +35,9 @@ def test_what_cannot_be_written_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (f"{tmp_path}/file/runs", "/proc/runs"):
         with pytest.raises(ConfigError, match=r"is the disk mounted there, and may its user write it\?"):
-            results_root.open_folder(path).put("x", b"")
+            urls.open_folder(path).put("x", b"")
         with pytest.raises(ConfigError, match=r"is the disk mounted there, and may its user write it\?"):
-            results_root.open_folder(path).put_if("x", b"", None)
+            urls.open_folder(path).put_if("x", b"", None)
 
 
 def test_a_full_disk_may_pass(disk):
@@ -52,21 +52,21 @@ def test_a_full_disk_may_pass(disk):
 
 @pytest.mark.parametrize("url", ["s3://bucket/runs", "gs://bucket/runs", "az://container/runs"])
 def test_a_bucket_is_one(url):
-    assert isinstance(results_root.open_folder(url), Bucket)
-    assert results_root.is_url(url)
+    assert isinstance(urls.open_folder(url), Bucket)
+    assert urls.is_url(url)
 
 
 @pytest.mark.parametrize("url", ["runs", "", "s3://key:top-secret@bucket/a", "http://bucket/a"])
 def test_anything_else_is_none(url):
     with pytest.raises(ConfigError, match="a bucket is given as") as caught:
-        results_root.open_folder(url)
+        urls.open_folder(url)
     assert "top-secret" not in str(caught.value)
 
 
 def test_another_hosts_files_are_refused():
     with pytest.raises(ConfigError, match="with three slashes"):
-        results_root.plain_path("file://shared/runs")
-    assert results_root.plain_path("file:///a%20b/c") == "/a b/c"
+        urls.plain_path("file://shared/runs")
+    assert urls.plain_path("file:///a%20b/c") == "/a b/c"
 
 
 @pytest.mark.parametrize(
@@ -81,23 +81,23 @@ def test_another_hosts_files_are_refused():
 )
 def test_each_run_has_its_own_folder_below_the_root(run_dir, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert results_root.address("s3://bucket/runs/", Path(run_dir).absolute()) == f"s3://bucket/runs/{name}"
-    assert results_root.address("file:///shared", Path(run_dir).absolute()) == f"/shared/{name}"
+    assert urls.address("s3://bucket/runs/", Path(run_dir).absolute()) == f"s3://bucket/runs/{name}"
+    assert urls.address("file:///shared", Path(run_dir).absolute()) == f"/shared/{name}"
 
 
 def test_the_working_folder_may_be_a_run_directory(tmp_path, monkeypatch):
     (tmp_path / "a" / "b").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "a" / "b")
-    assert results_root.address("/shared", Path()) == "/shared/a/b"
+    assert urls.address("/shared", Path()) == "/shared/a/b"
 
 
 def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"results.root=shared/runs: give s3://bucket/folder, or the whole path"):
-        results_root.address("shared/runs", tmp_path)
+        urls.address("shared/runs", tmp_path)
 
 
 def test_a_run_directory_may_point_to_its_results(tmp_path):
     assert RunRef.named(tmp_path).place == str(tmp_path)
-    (tmp_path / results_root.POINTER).write_text("s3://bucket/runs/a\n")
+    (tmp_path / urls.POINTER).write_text("s3://bucket/runs/a\n")
     assert RunRef.named(tmp_path).place == "s3://bucket/runs/a"
     assert RunRef.named("s3://bucket/runs/b").place == "s3://bucket/runs/b"

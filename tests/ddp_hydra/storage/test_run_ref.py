@@ -11,8 +11,8 @@ from ddp_hydra.cli.overrides import _overrides_of
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.job.loggers import read_runs
 from ddp_hydra.storage import run_ref
-from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.storage.urls import POINTER
 
 
 @pytest.fixture

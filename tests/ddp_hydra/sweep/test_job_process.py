@@ -14,9 +14,8 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE
-from ddp_hydra.sweep import job_process, other_apps
-from ddp_hydra.sweep.job_process import JobOutcome, run_planned_job
-from ddp_hydra.sweep.planned_job import PlannedJob
+from ddp_hydra.sweep import other_apps, planned_job
+from ddp_hydra.sweep.planned_job import JobOutcome, PlannedJob, run_planned_job
 from ddp_hydra.sweep.rows import JobRow, JobState
 
 
@@ -87,16 +86,16 @@ def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_p
 
 
 def test_what_is_preloaded_exists(monkeypatch):
-    for name in job_process.PRELOAD:
+    for name in planned_job.PRELOAD:
         assert importlib.util.find_spec(name), name
     imported, real = [], importlib.import_module
 
     def note(name: str, package: str | None = None) -> object:
-        imported.extend({name} & set(job_process.PRELOAD))
+        imported.extend({name} & set(planned_job.PRELOAD))
         return real(name, package)
 
-    monkeypatch.setattr(job_process.importlib, "import_module", note)
-    job_process.preload(is_ours=False)
+    monkeypatch.setattr(planned_job.importlib, "import_module", note)
+    planned_job.preload(is_ours=False)
     assert imported == []
-    job_process.preload(is_ours=True)
-    assert imported == list(job_process.PRELOAD)
+    planned_job.preload(is_ours=True)
+    assert imported == list(planned_job.PRELOAD)

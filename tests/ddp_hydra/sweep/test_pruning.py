@@ -12,8 +12,8 @@ import pytest
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage import run_ref
 from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest, find_checkpoint, name_in_store, read_manifest
-from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.storage.run_ref import fetch_checkpoint
+from ddp_hydra.storage.urls import POINTER
 from ddp_hydra.sweep.pruning import Pruning, losers, number_kept
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.writers.run_dir import locked

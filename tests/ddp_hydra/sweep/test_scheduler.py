@@ -10,8 +10,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.sweep import scheduler as module
-from ddp_hydra.sweep.job_process import JobOutcome
-from ddp_hydra.sweep.planned_job import Need, PlannedJob
+from ddp_hydra.sweep.planned_job import JobOutcome, Need, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import JobRow, JobState
 from ddp_hydra.sweep.scheduler import JobScheduler, RunningJob

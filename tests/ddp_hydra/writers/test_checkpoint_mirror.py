@@ -24,8 +24,8 @@ import pytest
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.base import PIECE_BYTES
 from ddp_hydra.storage.manifest import Entries, decode_manifest, find_checkpoint, read_manifest
-from ddp_hydra.storage.results_root import open_folder
 from ddp_hydra.storage.run_ref import fetch_checkpoint, remove_checkpoints
+from ddp_hydra.storage.urls import open_folder
 from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror, MirrorWriter
 from ddp_hydra.writers.files import CheckpointWriter
 from ddp_hydra.writers.handler import ResultsHandler, default_writers

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.cluster.kinds import base
-from ddp_hydra.cluster.kinds.ray import Ray
+from ddp_hydra.cluster.kinds.services import Ray
 from ddp_hydra.errors import ClusterError
 
 TARGET = "ddp_hydra.cluster.kinds.ray_cluster.RayCluster"

@@ -14,7 +14,7 @@ from torchvision import transforms
 from torchvision.transforms import v2
 
 from ddp_hydra.data import S3ImageFolder
-from ddp_hydra.data.images.pixels import PilTransform, adapted
+from ddp_hydra.data.images.decode import PilTransform, adapted
 from ddp_hydra.data.transforms import EvalTransform
 
 OLD = transforms.Compose([transforms.Resize(10), transforms.CenterCrop(8), transforms.ToTensor()])

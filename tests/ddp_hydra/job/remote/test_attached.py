@@ -9,7 +9,7 @@ from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
 from ddp_hydra.job.remote.attached import Attached
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.storage import Store, results_root
+from ddp_hydra.storage import Store, urls
 from ddp_hydra.writers.status import encode
 
 
@@ -56,7 +56,7 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path) -> Run:
-    return Run(results_root.open_folder(str(tmp_path)))
+    return Run(urls.open_folder(str(tmp_path)))
 
 
 def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.api.connection import ComposedConfig
+from ddp_hydra.api import ComposedConfig
 from ddp_hydra.cli import commands
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.job.remote import client as remote
 from ddp_hydra.job.remote.client import Follower, StartedDriver
 from ddp_hydra.run_state import Summary
-from ddp_hydra.storage.results_root import POINTER
 from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.storage.urls import POINTER
 
 pytestmark = pytest.mark.medium
 SPEC = SimpleNamespace(name="run-1", url="s3://bucket/run-1")

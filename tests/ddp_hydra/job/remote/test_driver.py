@@ -23,7 +23,7 @@ from ddp_hydra.job.remote.uploader import has_ended
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
 from ddp_hydra.writers.status import encode
@@ -32,7 +32,7 @@ PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror":
 
 
 def owned(url: str) -> FencedStore:
-    store = FencedStore(results_root.open_folder(url))
+    store = FencedStore(urls.open_folder(url))
     store.acquire(None)
     return store
 
@@ -76,7 +76,7 @@ def test_one_that_is_there_stays(runner, spec, resume):
 
 
 def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
-    store = results_root.open_folder(spec.url)
+    store = urls.open_folder(spec.url)
     store.put("metrics.jsonl", b'{"step":1}\n')
     store.put("logs/rank-0.log", b"hello\n")
     before = DriverStatus("tcp://scheduler:8786", "abc")
@@ -105,7 +105,7 @@ def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_fails_for_want_of_it
 
 
 def test_a_run_that_has_ended_or_was_removed_needs_no_other_driver(spec):
-    store = results_root.open_folder(spec.url)
+    store = urls.open_folder(spec.url)
     assert has_ended(store, 100)
     status = DriverStatus("tcp://scheduler:8786", "abc")
     status.now.state = "done"
@@ -134,13 +134,13 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
     assert (found, message) == (state, str(error))
     runner.uploader.start()
     assert runner.uploader.finish_run(0, found, message) == ""
-    store = results_root.open_folder(spec.url)
+    store = urls.open_folder(spec.url)
     assert has_ended(store, 100) is (state == "failed")
     assert (store.size_or_none("summary.json") is None) is (state == "lost")
 
 
 def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
-    store = results_root.open_folder(spec.url)
+    store = urls.open_folder(spec.url)
     before = DriverStatus("tcp://scheduler:8786", "abc")
     before.note_attempts([AttemptEntry(attempt=0, failure=FailureEntry(message="a rank was killed"))])
     before.write(Record(Start(world_size=2, total_steps=20), step=4, attempt=1))

@@ -8,7 +8,7 @@ from obstore.exceptions import NotSupportedError
 
 from ddp_hydra.errors import TakenOver
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.storage import LocalFolder, Store, results_root
+from ddp_hydra.storage import LocalFolder, Store, urls
 from ddp_hydra.storage.base import ObjectChangedError
 from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 
@@ -16,10 +16,10 @@ from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 @pytest.fixture(params=["disk", "bucket"])
 def there(request, tmp_path, monkeypatch, s3) -> Store:  # noqa: F811
     if request.param == "disk":
-        return results_root.open_folder(str(tmp_path / "runs"))
+        return urls.open_folder(str(tmp_path / "runs"))
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3.endpoint_url}.items():
         monkeypatch.setenv(name, value)
-    return results_root.open_folder(f"s3://{s3.fill({})}/runs")
+    return urls.open_folder(f"s3://{s3.fill({})}/runs")
 
 
 def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
@@ -114,6 +114,6 @@ def test_a_bucket_that_knows_no_conditions_says_so(monkeypatch):
         raise NotSupportedError("501")
 
     monkeypatch.setattr("obstore.put", put)
-    folder = results_root.open_folder("s3://bucket/a")
+    folder = urls.open_folder("s3://bucket/a")
     with pytest.raises(NotImplementedError):
         folder.put_if("x", b"", None)

@@ -7,14 +7,15 @@ import math
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.pbt.population import (
+from ddp_hydra.sweep.pbt import (
+    Choice,
+    Interval,
     Member,
     PopulationSettings,
     first_generation,
     next_generation,
     ranked,
 )
-from ddp_hydra.sweep.pbt.space import Choice, Interval
 
 SPACE = {"lr": Interval(1e-4, 1.0, is_log=True), "size": Choice(("16", "32", "64"))}
 KEEP = PopulationSettings(resample_probability=0.0, factors=(0.8, 1.2))

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.pbt.space import Choice, Interval, parse
+from ddp_hydra.sweep.pbt import Choice, Interval, parse
 
 
 @pytest.mark.parametrize(

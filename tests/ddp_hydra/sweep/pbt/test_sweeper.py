@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.errors import ConfigError, SweepFailed
-from ddp_hydra.sweep.pbt.sweeper import PopulationSweeper, quoted
+from ddp_hydra.sweep.pbt import PopulationSweeper, quoted
 
 ARGUMENTS = ["trainer.epochs=3", "optimizer.lr=tag(log,interval(1e-4,1.0))", "resume=start"]
 
