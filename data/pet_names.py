@@ -235,14 +235,14 @@ def _parse(content: bytes | bytearray, source: str) -> list[str]:
     if not isinstance(names, list) or not names:
         raise ValueError(f"{source} holds {str(names)[:60]!r}, and must be a list of names; {_SET_SOURCE}")
     allowed = frozenset(ALPHABET) - {"*", "+"}
-    bad = [f"{name!r} (number {index})" for index, name in enumerate(names) if not _is_name(name, allowed)]
+    bad = [
+        f"{name!r} (number {index})"
+        for index, name in enumerate(names)
+        if not (isinstance(name, str) and name and allowed.issuperset(name))
+    ]
     if bad:
         raise ValueError(
             f"{len(bad)} of the {len(names)} names in {source} are not text of the characters {ALPHABET[2:]!r}: "
             f"{', '.join(bad[:5])}{', ...' if len(bad) > 5 else ''}. Write them in lower case"
         )
     return names
-
-
-def _is_name(name: object, allowed: frozenset[str]) -> bool:
-    return isinstance(name, str) and bool(name) and allowed.issuperset(name)

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, InterpolationToMissingValueError, OmegaConfBaseException
 
 from ddp_hydra.config import redact
-from ddp_hydra.config.schema import Config
+from ddp_hydra.config.schema import Config, missing_key
 from ddp_hydra.errors import ConfigError
 
 _OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
@@ -87,9 +87,8 @@ def composed(
     try:
         resolved = OmegaConf.create(_resolved(cfg, without))
     except OmegaConfBaseException as error:
-        key, reason = error.full_key, str(error).splitlines()[0]
-        if isinstance(error, InterpolationToMissingValueError):  # of the key that points to the missing one
-            key, reason = str(error).partition("value: ")[2].split()[0], "it has no value"
+        key, is_missing = missing_key(error), isinstance(error, InterpolationToMissingValueError)
+        reason = "it has no value" if is_missing else str(error).splitlines()[0]
         raise ConfigError(f"{key}: {reason}: give {key}=<value>") from error
     OmegaConf.set_struct(resolved, True)
     return resolved

@@ -103,12 +103,17 @@ def without(value: Any) -> Any:
 
 def hidden(config: Any, prefix: str = "") -> Iterator[str]:
     """Yield the keys whose value, or a part of it, was removed by `without`."""
+    return (key for key, value in values_of(config, prefix) if isinstance(value, str) and HIDDEN in value)
+
+
+def values_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in dicts and lists, each by its key: ("callbacks.0._target_", "models.gan.ShowSamples")."""
     items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
     for key, value in items:
-        if isinstance(value, str) and HIDDEN in value:
-            yield f"{prefix}{key}"
+        if isinstance(value, dict | list):
+            yield from values_of(value, f"{prefix}{key}.")
         else:
-            yield from hidden(value, f"{prefix}{key}.")
+            yield f"{prefix}{key}", value
 
 
 def secret_line(text: str) -> str | None:

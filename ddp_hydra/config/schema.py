@@ -16,7 +16,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue
+from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, objective
 from ddp_hydra.errors import ConfigError
@@ -228,15 +228,19 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     try:
         container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
-        key = str(error.full_key)
-        if isinstance(error, InterpolationToMissingValueError):  # of the key that points to the missing one
-            key = str(error).partition("value: ")[2].split()[0]
+        key = missing_key(error)
         or_none = ", or data.val=null for no validation" if key.startswith("data.val_") else ""
         raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
     assert isinstance(container, dict)
     if "objective" in cfg:
         container["objective"] = dict(zip(("metric", "direction"), objective.metric_and_direction(cfg), strict=True))
     return {str(key): value for key, value in container.items()}
+
+
+def missing_key(error: OmegaConfBaseException) -> str:
+    if isinstance(error, InterpolationToMissingValueError):  # its `full_key` points to the missing one
+        return str(error).partition("value: ")[2].split()[0]
+    return str(error.full_key)
 
 
 def _without_validation_keys(cfg: DictConfig) -> DictConfig:

@@ -11,10 +11,11 @@ import difflib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.config import redact
 from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -22,22 +23,12 @@ from ddp_hydra.errors import ConfigError
 
 def check(config: dict[str, Any], roots: Sequence[Path], installed_here: bool) -> None:
     sources = Sources(roots, installed_here)
-    for key, target in targets(config):
-        try:
-            sources.check_target(target, installed_here and not key.startswith("cluster."))
-        except ConfigError as error:
-            raise ConfigError(f"{key}={target}: {error}") from None
-
-
-def targets(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each `_target_` of a config with its key, "model._target_"."""
-    items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, value in items:
-        inner = f"{key}.{name}" if key else str(name)
-        if name == "_target_" and isinstance(value, str):
-            yield inner, value
-        else:
-            yield from targets(value, inner)
+    for key, target in redact.values_of(config):
+        if key.rpartition(".")[2] == "_target_" and isinstance(target, str):
+            try:
+                sources.check_target(target, installed_here and not key.startswith("cluster."))
+            except ConfigError as error:
+                raise ConfigError(f"{key}={target}: {error}") from None
 
 
 class Sources:

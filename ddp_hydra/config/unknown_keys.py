@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
 
+from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed, leaves
 from ddp_hydra.config.schema import SCHEMAS, Config, allowed
 from ddp_hydra.errors import ConfigError
@@ -42,7 +43,7 @@ def check_experiments(
             groups, content = read_option(repository, f"{group}/{option}", "_global_")
             chosen |= {key: (value, f"{group}={option}") for key, value in groups.items()}
             own = dict(leaves(content))
-            values = {key: pair for key, pair in values.items() if not any(_meet(key, other) for other in own)}
+            values = {key: pair for key, pair in values.items() if not any(meet(key, other) for other in own)}
             values |= {key: (value, f"{group}={option}") for key, value in own.items()}
     lists = read_option(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
     for key, (value, by) in chosen.items():
@@ -53,7 +54,7 @@ def check_experiments(
                 f"wins over it: move that line into a file of conf/experiment, or type {key}={as_typed(value)}, too"
             )
     set_by_hand = [word for word in given if word not in choices]
-    _check_values(cfg, {key: pair for key, pair in values.items() if not any(_meet(key, word) for word in set_by_hand)})
+    _check_values(cfg, {key: pair for key, pair in values.items() if not any(meet(key, word) for word in set_by_hand)})
 
 
 def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> None:
@@ -108,7 +109,8 @@ def _options(value: Any) -> list[str]:
     return [value] if isinstance(value, str) else list(value)
 
 
-def _meet(key: str, other: str) -> bool:
+def meet(key: str, other: str) -> bool:
+    """Return whether two keys are the same, or one is a part of the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
@@ -125,7 +127,7 @@ def check(cfg: DictConfig) -> None:
     """
     raw = OmegaConf.to_container(cfg)
     assert isinstance(raw, dict)
-    read = set(_interpolated(raw, ()))
+    read = set(_interpolated(raw))
     for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for key in node:
@@ -136,16 +138,13 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"metrics.{key}={value}: a metric is a node with a _target_, as in conf/metrics")
 
 
-def _interpolated(node: Any, place: tuple[str, ...]) -> Iterator[str]:
+def _interpolated(node: Any) -> Iterator[str]:
     """Yield the words inside all interpolations, with the full names of the keys that other values refer to."""
-    if isinstance(node, str):
-        for word in re.findall(r"[\w.\[\]-]+", node) if "${" in node else ():
+    for key, value in redact.values_of(node):
+        for word in re.findall(r"[\w.\[\]-]+", value) if isinstance(value, str) and "${" in value else ():
             name = word.replace("[", ".").replace("]", "")
             dots = len(name) - len(name.lstrip(".")) if word.startswith(".") else 0
-            yield ".".join([*place[: len(place) - dots], name[dots:]]) if dots else name
-    elif isinstance(node, dict | list):
-        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
-            yield from _interpolated(value, (*place, str(key)))
+            yield ".".join([*key.split(".")[:-dots], name[dots:]]) if dots else name
 
 
 def _is_read(key: str, words: Iterable[str]) -> bool:
@@ -155,9 +154,7 @@ def _is_read(key: str, words: Iterable[str]) -> bool:
         key: its full name, "trainer.seed".
         words: from `_interpolated`; one that ends with a dot goes on with the value of another interpolation.
     """
-    return any(
-        key == word or f"{key}.".startswith(f"{word.rstrip('.')}.") or word.startswith(f"{key}.") for word in words
-    )
+    return any(meet(key, word.rstrip(".")) for word in words)
 
 
 def unknown(key: str, known: Iterable[str], more: str = "") -> str:
@@ -232,7 +229,7 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
     """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
-    read = set(_interpolated(OmegaConf.to_container(cfg), ()))
+    read = set(_interpolated(OmegaConf.to_container(cfg)))
     for key in new:
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None

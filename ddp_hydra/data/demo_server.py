@@ -30,7 +30,6 @@ from pathlib import Path
 
 import psutil
 
-from ddp_hydra.data import demo_server
 from ddp_hydra.storage import Bucket
 
 _PORTS = (

@@ -121,11 +121,8 @@ class Loader:
         next(loaded, None)  # at its end it closes the threads
 
     def ahead(self, batches: Iterable[Indices]) -> Iterator[Any]:
-        def is_quick() -> bool:
-            return self._made_in_s < QUICK_S
-
         calls = (partial(self.make, indices) for indices in batches)
-        with Lookahead(calls, self.prefetch, depth_of=self.affordable, here=is_quick) as made:
+        with Lookahead(calls, self.prefetch, depth_of=self.affordable, here=lambda: self._made_in_s < QUICK_S) as made:
             while self.wait(partial(made.wait_for, 1)):
                 yield made.take()
 

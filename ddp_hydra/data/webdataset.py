@@ -139,7 +139,8 @@ class TarSamples(IterableDataset):
         if self.shuffle_buffer:
             chance = random.Random(f"{self.seed} {self.epoch} {self.rank}")  # noqa: S311
             found = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=chance)(found)
-        decoder = webdataset.autodecode.Decoder(_handlers(self.decode))
+        handlers = [] if self.decode is None else [webdataset.autodecode.ImageHandler(self.decode)]
+        decoder = webdataset.autodecode.Decoder(handlers)
         for sample in found:
             seen += 1
             self._counts["samples"] += 1
@@ -207,12 +208,6 @@ def _expanded(pattern: str) -> list[str]:
             raise ConfigError(f"no file is named {url}: check data.urls=… and data.val_urls=…")
         found += matches
     return found
-
-
-def _handlers(decode: str | None) -> list[Any]:
-    from webdataset.autodecode import ImageHandler
-
-    return [] if decode is None else [ImageHandler(decode)]
 
 
 def samples_of(urls: Sequence[str], lose: Callable[[_LostShard, int, Sequence[int]], None]) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,6 @@ The first tags are from the config; tags.json holds them once they are changed.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from typing import Any
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.base import ObjectChangedError
-from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.storage.files import flocked, write_atomic
 from ddp_hydra.storage.run_ref import RunRef
 
 MOST_BYTES = 16 * 2**20
@@ -222,7 +221,7 @@ def change_tags(files: RunFiles, of_config: object, words: Sequence[str]) -> lis
             raise ConfigError(f"{word!r}: give +good or -old, of at most 64 letters, digits and . _ : / @ -")
     if isinstance(files, StoredRunFiles):
         return _change_stored_tags(files, of_config, words)
-    with _tags_locked(Path(files.place)):
+    with flocked(Path(files.place)):
         found = changed_tags(read_tags(files, of_config), words)
         write_atomic(Path(files.place) / TAGS, _encoded_tags(found), durable=False)
     return found
@@ -252,18 +251,6 @@ def _change_stored_tags(files: StoredRunFiles, of_config: object, words: Sequenc
                     files.store.put(files.key(TAGS), _encoded_tags(found))
                 return found
     raise ConfigError(f"others change the tags of {files.place} all the time: try again")
-
-
-@contextmanager
-def _tags_locked(run_dir: Path) -> Iterator[None]:
-    """Keep other commands from changing the tags inside the block."""
-    handle = os.open(run_dir, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def _encoded_tags(tags: Sequence[str]) -> bytes:

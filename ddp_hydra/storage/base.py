@@ -116,6 +116,14 @@ def bare_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+def cause(full: str) -> str:
+    """Return " (why)" from the depths of the client's error, or nothing."""
+    if "InvalidCertificate" in full:
+        return " (its certificate is not trusted: set SSL_CERT_FILE to the file of whoever signed it)"
+    found = re.findall(r'message: "([^"]+)"', full) or re.findall(r"kind: (TimedOut|Timeout)", full)
+    return f" ({found[-1]})" if found else ""
+
+
 class Store(ProcessLocal):
     """A place for data or results: a folder, a bucket, a web server. Its methods may be called from many threads.
 

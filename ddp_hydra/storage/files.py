@@ -174,6 +174,23 @@ def _remove_if_abandoned(folder: Path) -> None:
             os.close(handle)
 
 
+@contextmanager
+def flocked(path: Path, flags: int = os.O_RDONLY) -> Iterator[None]:
+    """Hold the lock of a file or folder inside the block, on all hosts where the disk has locks (NFS 4 has).
+
+    Args:
+        path: the file or folder; with O_CREAT, a file is made.
+        flags: to open it.
+    """
+    handle = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    try:
+        with contextlib.suppress(OSError):  # without locks, this is the best that can be done
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
 def link_or_copy(source: Path, target: Path) -> None:
     """Give a file a second name, or copy it where the file system has no links."""
     try:

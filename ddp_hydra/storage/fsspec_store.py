@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from ddp_hydra.storage.base import Store, TemporaryError
-from ddp_hydra.storage.s3_messages import BucketAddress, explain_s3fs
+from ddp_hydra.storage.s3 import BucketAddress, explain_s3fs
 
 OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"))
 """Stores where a file is there whole or not at all."""

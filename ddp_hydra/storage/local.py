@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.base import ObjectChangedError, Store, TemporaryError, TransferCounters
-from ddp_hydra.storage.files import passing, replacing
+from ddp_hydra.storage.files import flocked, passing, replacing
 
 LOCK = ".lock"
 
@@ -131,7 +129,8 @@ class LocalFolder(Store):
                 part.write_bytes(content)
 
     def _put_if(self, client: None, key: str, content: bytes, etag: str | None) -> str:
-        with self._locked():
+        _make_folder(self.folder)
+        with flocked(self.folder / LOCK, os.O_RDWR | os.O_CREAT):
             if self.etag(key) != etag:
                 raise ObjectChangedError(key)
             self._put(client, key, content, 0)
@@ -143,18 +142,6 @@ class LocalFolder(Store):
     def _etag(self, client: None, key: str) -> str:
         found = self.path(key).stat()
         return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Keep others from conditional writes meanwhile, on all hosts where the disk has locks (NFS 4 has)."""
-        _make_folder(self.folder)
-        handle = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            with suppress(OSError):  # without locks, this is the best that can be done
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(handle)
 
     def path(self, key: str) -> Path:
         """Return where a file is.

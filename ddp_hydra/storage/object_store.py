@@ -11,9 +11,8 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError, Store, TemporaryError, bare_url
+from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError, Store, TemporaryError, bare_url, cause
 from ddp_hydra.storage.forked_reader import by_reader, note_use
-from ddp_hydra.storage.s3_messages import cause
 
 _MOST_PIECES = 9000  # S3 takes 10,000
 _STREAMED_BYTES = 2**20

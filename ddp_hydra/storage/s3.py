@@ -3,14 +3,203 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ddp_hydra.storage.base import ObjectChangedError, TransferCounters
+from ddp_hydra.storage.base import (
+    NoBucketError,
+    ObjectChangedError,
+    OtherRegionError,
+    StaleCredentialsError,
+    TemporaryError,
+    TransferCounters,
+    bare_url,
+    cause,
+)
 from ddp_hydra.storage.object_store import ObjectStore
-from ddp_hydra.storage.s3_messages import BucketAddress, explain
+
+_STALE = ("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401")
+_REFUSED = (*_STALE, "AccessDenied", "403")
+_REFUSALS = ("PermissionDeniedError", "UnauthenticatedError")
+_OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
+_ROLE_REQUESTS = ("/latest/api/token", "/latest/meta-data", "169.254.169.254", "169.254.170.2")
+
+
+@dataclass(frozen=True)
+class BucketAddress:
+    """Where a bucket is, and how to sign in.
+
+    Args:
+        name: the bucket.
+        endpoint_url: where the store is, e.g. "http://127.0.0.1:9000"; None: what the environment says
+            (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL), else AWS.
+        region: e.g. "eu-west-1"; None: what the environment says, else "us-east-1".
+        anon: read without credentials, as public buckets allow.
+        addressing: "path": the bucket's name comes after the host's name, which most stores understand; "virtual": it
+            is a part of the host's name; None: what the environment says, else "path".
+        credentials: access key and secret of a store where they are not secret, as the embedded one.
+        setting: the config key that names the bucket, for messages; None: only the environment says where the store
+            is and who may use it.
+        scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.
+        prefix: a folder in it: keys are below that.
+
+    Raises:
+        ValueError: the bucket, the endpoint or the addressing is not written as one.
+    """
+
+    name: str
+    endpoint_url: str | None = None
+    region: str | None = None
+    anon: bool = False
+    addressing: str | None = "path"
+    credentials: tuple[str, str] | None = None
+    setting: str | None = "data.bucket"
+    scheme: str = "s3"
+    prefix: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, self.setting)
+        if self.addressing not in ("path", "virtual", None):
+            raise ValueError(f"addressing is {self.addressing!r}, and is path or virtual: type data.addressing=path")
+        given = (self.endpoint_url, *map(os.environ.get, ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")))
+        endpoint = next(filter(None, given), None) if self.scheme == "s3" else None
+        object.__setattr__(self, "endpoint_url", endpoint)
+        if endpoint is not None:
+            url = urlsplit(endpoint)
+            if url.scheme not in ("http", "https") or not url.hostname:
+                raise ValueError(
+                    f"endpoint_url is {bare_url(endpoint)!r}, and must start with http:// or https://, "
+                    f"for example {'data.endpoint_url' if self.setting else 'AWS_ENDPOINT_URL'}=http://127.0.0.1:9000"
+                )
+
+    @property
+    def url(self) -> str:
+        """Return the URL of the bucket, or of the folder in it."""
+        return f"{self.scheme}://{self.name}/{self.prefix}".rstrip("/")
+
+
+def check_name(name: str, setting: str | None) -> None:
+    """Check the name of a bucket.
+
+    Args:
+        name: of the bucket.
+        setting: the config key that names it, for the message.
+
+    Raises:
+        ValueError: it can't be one.
+    """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
+        raise ValueError(
+            f"{name!r} is not the name of a bucket (3 to 63 letters, digits, .-) or a path: check {setting}=..."
+        )
+
+
+def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> Exception:
+    """Turn an error of the client into a builtin one that says what to type.
+
+    Args:
+        error: raised by obstore.
+        bucket: the bucket that was asked.
+        key: the object, if the request was about one.
+
+    Returns:
+        FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for an unknown error. It is a kind
+        of `base.py` where another try may help.
+    """
+    if isinstance(error, RuntimeError | ImportError | PermissionError):
+        return error
+    full = str(error)
+    text = full.split("\n\nDebug source")[0]
+    status = (re.findall(r"status code: (\d{3})", text) or re.findall(r"\b([45]\d\d) [A-Z]", text) or [""])[0]
+    code = (re.findall(r"<Code>(\w+)</Code>", text) or [status])[0]
+    where, name, is_data = _where(bucket), f"bucket {bucket.name!r}", bucket.setting is not None
+    endpoint = "data.endpoint_url=..." if is_data else "AWS_ENDPOINT_URL in the environment"
+
+    public = ", or type data.anon=true for a public bucket" if is_data and bucket.scheme == "s3" else ""
+    if code == "NoSuchBucket":
+        typed = f"check {bucket.setting}=..." if is_data else "make it, or check its name"
+        return NoBucketError(f"there is no {name} {where}: {typed} and {endpoint}")
+    if isinstance(error, FileNotFoundError):
+        return FileNotFoundError(f"there is no object {bucket.url}/{key} {where}")
+    if any(request in text for request in _ROLE_REQUESTS):  # the last place where the client looks
+        keys = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE and `pip install botocore`,"
+        keys = {"gs": "GOOGLE_*", "az": "AZURE_*"}.get(bucket.scheme, keys)
+        return PermissionError(
+            f"no credentials were found for {name}: set {keys} in the environment (of the workers, too){public}"
+        )
+    if "without LOCATION" in text or code in _OTHER_REGION:
+        return _other_region(text, bucket, where, endpoint)
+    if code in _REFUSED or status in ("401", "403") or type(error).__name__ in _REFUSALS:
+        refused = StaleCredentialsError if code in _STALE else PermissionError
+        return refused(
+            f"{name} {where} refused {_credentials(bucket)} ({code or 'no reason'}): check AWS_ACCESS_KEY_ID, "
+            f"AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE{public}"
+        )
+    if "HTTP error" in text:
+        return TemporaryError(f"the store {where} is not reachable{cause(full)}: check the network and {endpoint}")
+    if status:
+        kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
+        return kind(f"the store {where} answered {name} with {code}: try again later, or check {endpoint}")
+    if "invalid path" in text or "parse path" in text:
+        path = (re.findall(r'[Pp]ath "([^"]*)"', text) or ["?"])[0]
+        return ValueError(
+            f"{name} holds an object {path!r}, which has an empty or dotted folder: rename it, or give another prefix"
+        )
+    # The client's own words may be long, and a log of results repeats them.
+    return OSError(f"the store {where} failed for {name}: {text if is_data else type(error).__name__}")
+
+
+def explain_s3fs(error: Exception, bucket: BucketAddress, key: str | None = None) -> Exception:
+    """Turn an error of s3fs into a builtin one that says what to type; see `explain`."""
+    kind = type(error).__name__
+    if kind == "NoCredentialsError":
+        text = "/latest/meta-data"  # the place where the other client looks last
+    elif kind == "ProfileNotFound":
+        return PermissionError(f"{error}: check AWS_PROFILE=...")
+    elif "SSO" in kind or "TokenRetrieval" in kind or kind == "CredentialRetrievalError":
+        return PermissionError(f"{error}: type `aws sso login`, or check AWS_PROFILE=...")
+    else:
+        # botocore's error is behind s3fs's own
+        answer: Any = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
+        status = code = ""
+        with suppress(KeyError, TypeError):
+            status = str(answer["ResponseMetadata"]["HTTPStatusCode"])
+            code = str(answer["Error"].get("Code") or status)
+        reason = str(error).replace('"', "'").partition("\n")[0][:200]
+        text = f"status code: {status} <Code>{code}</Code> {reason}" if code else f'HTTP error, message: "{reason}"'
+    is_missing = isinstance(error, FileNotFoundError | IsADirectoryError)
+    return explain((FileNotFoundError if is_missing else OSError)(text), bucket, key)
+
+
+def _where(bucket: BucketAddress) -> str:
+    if bucket.endpoint_url:
+        return f"at {bare_url(bucket.endpoint_url)}"
+    if bucket.scheme != "s3":
+        return "at Google" if bucket.scheme == "gs" else "at Azure"
+    return f"at AWS (no {'data.endpoint_url is given' if bucket.setting else 'AWS_ENDPOINT_URL is set'})"
+
+
+def _other_region(text: str, bucket: BucketAddress, where: str, endpoint: str) -> OtherRegionError:
+    region = repr(bucket.region) if bucket.region else "the default one"
+    there = (re.findall(r"<Region>([\w-]+)</Region>", text) or [""])[0]
+    key = "type data.region=" if bucket.setting else "set AWS_REGION="
+    typed = f"{key}{there}" if there else f"{key}..., for example {key.split()[1]}us-east-2"
+    return OtherRegionError(
+        f"bucket {bucket.name!r} {where} is in another region than {region}: {typed}; or check {endpoint}"
+    )
+
+
+def _credentials(bucket: BucketAddress) -> str:
+    if bucket.anon:
+        return "a reader without credentials (data.anon=true)"
+    if bucket.credentials is None and "AWS_ACCESS_KEY_ID" in os.environ:
+        return f"the credentials of the environment (AWS_ACCESS_KEY_ID={os.environ['AWS_ACCESS_KEY_ID'][:4]}...)"
+    return "the credentials that were found"
 
 
 class Bucket(ObjectStore):

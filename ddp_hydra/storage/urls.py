@@ -15,8 +15,7 @@ from ddp_hydra.storage.base import Store, TransferCounters
 from ddp_hydra.storage.fsspec_store import FsspecStore, check_installed, is_known
 from ddp_hydra.storage.local import LocalFolder
 from ddp_hydra.storage.object_store import WebServer
-from ddp_hydra.storage.s3 import Bucket
-from ddp_hydra.storage.s3_messages import BucketAddress, check_name
+from ddp_hydra.storage.s3 import Bucket, BucketAddress, check_name
 
 CLIENTS = ("obstore", "s3fs")
 _BUCKETS = ("s3", "gs", "az")

@@ -153,7 +153,7 @@ def _panel(
     # On a linear axis, a very high loss would flatten the others.
     if objective.maximize is False and needs_logarithm([_value(row) for row in good]):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(_format_number)
+        axes.yaxis.set_major_formatter("{x:g}")
     _mark_numbers(axes, sorted(set(at.values()))) if not labels else _mark_texts(axes, labels)
     axes.tick_params(which="both", length=0)
 
@@ -162,7 +162,7 @@ def _mark_numbers(axes: Axes, numbers: Sequence[float]) -> None:
     is_log = needs_logarithm(numbers)
     if is_log:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(_format_number)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(lambda *_: "")
     places = [math.log(number) for number in numbers] if is_log else numbers
     gap = min((after - before for before, after in pairwise(places)), default=0.0)
@@ -189,10 +189,6 @@ def _has_value(row: JobRow) -> bool:
 def _value(row: JobRow) -> float:
     assert row.objective is not None
     return row.objective if abs(row.objective) > 1 / HUGE else 0.0
-
-
-def _format_number(value: float, _: Any = None) -> str:
-    return f"{value:g}"
 
 
 def positions(values: Mapping[int, str | None]) -> tuple[dict[int, float], list[str]]:

@@ -12,8 +12,8 @@ from pathlib import Path
 from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, encode_manifest, read_manifest
-from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, sort_key, typed
+from ddp_hydra.sweep.scheduler import ForkedProcess, wait_for_message
 from ddp_hydra.writers.run_dir import locked
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
-from ddp_hydra.sweep.row_content import fill_row
 from ddp_hydra.sweep.rows import JobRow, JobState, comparable, typed
+from ddp_hydra.sweep.summary_files import fill_row
 
 CHECKED = 64
 """Number of jobs of a sweep that are composed and checked before the first one starts. Of later jobs, only those are
@@ -121,7 +121,7 @@ def is_value(config: DictConfig, key: str, overrides: Sequence[Override]) -> boo
         return False
     groups = groups_of(config)
     keys = [one.key_or_group for one in overrides if one.key_or_group not in groups or isinstance(one.value(), dict)]
-    return sum(f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.") for other in keys) == 1
+    return sum(unknown_keys.meet(key, other) for other in keys) == 1
 
 
 def groups_of(config: DictConfig) -> Container[str]:

@@ -24,10 +24,10 @@ from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.row_content import as_number
 from ddp_hydra.sweep.rows import JobState, SweepObjective
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
+from ddp_hydra.sweep.summary_files import as_number
 from ddp_hydra.writers.run_dir import json_object, read_summary, write_summary
 
 log = logging.getLogger(__name__)

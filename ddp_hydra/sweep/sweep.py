@@ -22,14 +22,21 @@ from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client
-from ddp_hydra.sweep import planned_job, row_content
-from ddp_hydra.sweep.forked_process import ForkedProcess, lock, unlock, wait_for_message
+from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job, with_trace
 from ddp_hydra.sweep.plot import DRAW_S, draw_saved
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
 from ddp_hydra.sweep.rows import JobState, describe_counts
-from ddp_hydra.sweep.scheduler import ClusterProcess, JobScheduler, RunningJob
+from ddp_hydra.sweep.scheduler import (
+    ClusterProcess,
+    ForkedProcess,
+    JobScheduler,
+    RunningJob,
+    lock,
+    unlock,
+    wait_for_message,
+)
 from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
 from ddp_hydra.sweep.stopping import JobStopper
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
@@ -83,7 +90,7 @@ class Sweep:
         for row in self.rows:
             if row.state == JobState.running:  # the earlier run was killed
                 row.state = JobState.interrupted
-                row_content.take_end(row, folder / row.folder, self.objective)
+                summary_files.take_end(row, folder / row.folder, self.objective)
                 row.state = self.stopping.state_at_end if row.state == JobState.done else row.state
         self.stop_reason = ""
         self.polled = 0.0
@@ -113,7 +120,7 @@ class Sweep:
             job.row.labels = own
         for row in self.rows if len(self.queue.keys) > known else ():
             if row.state != JobState.queued:
-                row_content.fill_row_from_folder(row, self.queue.keys, self.folder / row.folder)
+                summary_files.fill_row_from_folder(row, self.queue.keys, self.folder / row.folder)
         self.stopping.add(jobs)
         replaced = [id(job.earlier) for job in jobs]
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
@@ -175,11 +182,11 @@ class Sweep:
         row.wall_s, row.eta_s = job.wall_s, None
         row.state, row.message = outcome.state, outcome.message
         if job.planned.is_ours:
-            ended = row_content.read_summary(row, job.planned.folder, self.objective)
+            ended = summary_files.read_summary(row, job.planned.folder, self.objective)
         if outcome.result is not None:
             job.planned.result = with_trace(outcome.result, outcome.trace)
             if outcome.state == JobState.done:
-                row_content.take_value(row, outcome.result.return_value, self.objective)
+                summary_files.take_value(row, outcome.result.return_value, self.objective)
                 if ended == "paused":
                     row.state = JobState.paused
         if not self.is_stopping():
@@ -205,7 +212,7 @@ class Sweep:
         for job in self.running:
             if job.planned.is_ours:
                 was_waiting = self.scheduler.cluster is not None and not job.row.workers
-                row_content.read_status(job.row, job.planned.folder, self.objective)
+                summary_files.read_status(job.row, job.planned.folder, self.objective)
                 if was_waiting:  # the time until it gets its workers does not count
                     job.begun = now
             job.row.wall_s = job.wall_s

@@ -100,7 +100,12 @@ class RunsPlugin(base_plugin.TBPlugin):
     def get_plugin_apps(self) -> dict[str, App]:
         """Return the answer to each address: the files of the page, and JSON."""
         self._start_to_look()  # so that the answer is there when the browser asks
-        answers = {"/runs": self._runs, "/run": self._run, "/log": self._log, "/diff": self._diff}
+        answers: dict[str, Callable[[wrappers.Request], Mapping[str, Any]]] = {
+            "/runs": self._runs,
+            "/run": lambda request: self.runs.details(request.args.get("id", "")),
+            "/log": lambda request: self.runs.log(request.args.get("id", ""), _count(request.args.get("rank", "0"))),
+            "/diff": self._diff,
+        }
         apps: dict[str, App] = {route: _json_app(answer) for route, answer in answers.items()}
         for file in resources.files(__package__).joinpath("page").iterdir():
             if (kind := TYPES.get(Path(file.name).suffix)) is not None:
@@ -110,12 +115,6 @@ class RunsPlugin(base_plugin.TBPlugin):
     def _runs(self, request: wrappers.Request) -> Mapping[str, Any]:
         args = request.args
         return self.runs.changes(args.get("instance", ""), _count(args.get("since", "0")), args.get("filter", ""))
-
-    def _run(self, request: wrappers.Request) -> Mapping[str, Any]:
-        return self.runs.details(request.args.get("id", ""))
-
-    def _log(self, request: wrappers.Request) -> Mapping[str, Any]:
-        return self.runs.log(request.args.get("id", ""), _count(request.args.get("rank", "0")))
 
     def _diff(self, request: wrappers.Request) -> Mapping[str, Any]:
         keys = list(dict.fromkeys(request.args.getlist("id")))

@@ -232,7 +232,8 @@ class BatchLoader:
         self._images = images
         self._memory = MemoryBudget(memory)
         self._fetching = ThreadPoolExecutor(threads, "images")
-        self._decoding = ThreadPoolExecutor(decoders, "images-decode", initializer=_compute_alone)
+        # torch uses one thread in each decoding thread, for which alone this is set: more would compete for the cores.
+        self._decoding = ThreadPoolExecutor(decoders, "images-decode", torch.set_num_threads, (1,))
         self._closing = False
 
     def make(self, indices: Sequence[int], epoch: int, size: int | None) -> Batch:
@@ -292,11 +293,6 @@ class BatchLoader:
         self._closing = True
         self._fetching.shutdown()
         self._decoding.shutdown()
-
-
-def _compute_alone() -> None:
-    # Let torch use one thread in each decoding thread: with more they would compete for the cores.
-    torch.set_num_threads(1)  # this sets the calling thread's number only
 
 
 class Cache:

@@ -232,9 +232,7 @@ class ShardFolder:
         (self.path / name).unlink(missing_ok=True)
 
 
-@functools.cache
-def _booted_at() -> float:
-    return psutil.boot_time()
+_booted_at = functools.cache(psutil.boot_time)
 
 
 def _open_locked(path: Path, flags: int = 0) -> int | None:

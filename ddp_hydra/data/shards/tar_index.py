@@ -119,14 +119,11 @@ def read_members(path: Path, descriptor: int | None = None) -> TarMembers:
         size = os.fstat(file.fileno()).st_size
         if not size:
             raise ValueError(f"{path} is empty, and must be a tar file")
-        _refuse_packed(path, file.read(8))
+        start = file.read(8)
+        if kind := next((kind for magic, kind in _PACKED.items() if start.startswith(magic)), None):
+            advice = "name it .tar.gz, in the index, too" if kind == "gzip" else "unpack it, or pack it with gzip"
+            raise ValueError(f"{path} is compressed with {kind}: {advice}")
         return _group(path, _members(file, path, size), size)
-
-
-def _refuse_packed(path: Path, start: bytes) -> None:
-    if kind := next((kind for magic, kind in _PACKED.items() if start.startswith(magic)), None):
-        advice = "name it .tar.gz, in the index, too" if kind == "gzip" else "unpack it, or pack it with gzip"
-        raise ValueError(f"{path} is compressed with {kind}: {advice}")
 
 
 Member = tuple[str, int, int]

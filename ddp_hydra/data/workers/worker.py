@@ -195,7 +195,8 @@ class WorkerSet:
         try:
             return Result(SharedBatch(self._make(request)), _number(), self._report(request.indices))
         except BaseException as error:
-            frames = _frames(error.__traceback__)
+            found = traceback.walk_tb(error.__traceback__)
+            frames = [(frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in found]
             return Result(None, _number(), error=_packed(error), frames=frames)
 
     def _make(self, request: Request) -> Any:
@@ -233,10 +234,6 @@ def as_it_is(result: Result) -> Result:
 def _number() -> int:
     info = get_worker_info()
     return info.id if info else 0
-
-
-def _frames(found: TracebackType | None) -> list[tuple[str, str, int]]:
-    return [(frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in traceback.walk_tb(found)]
 
 
 def _packed(error: BaseException) -> bytes:

@@ -2,7 +2,7 @@
 
     base       what a logger for a service has to define
     process    gives each record to the logger, and repeats what a service did not take
-    mlflow, wandb, aim, clearml    one service each, imported only in the logger's process
+    services   MLflow, W&B, Aim, ClearML, imported only in the logger's process
 
 `job/loggers.py` starts a process for each logger. These libraries take up to 9 s of CPU and 230 MiB to import, register
 six exit handlers or more, start threads and processes, and set `sys.excepthook` (W&B, ClearML) or signal handlers

@@ -26,7 +26,6 @@ import torch
 from PIL import Image
 
 from ddp_hydra.compat import wids
-from ddp_hydra.compat import wids as wids_dataset
 from ddp_hydra.compat.wids.__main__ import expanded, main
 from tests.support.tar_server import numbered, tar_of
 
@@ -267,7 +266,7 @@ def test_the_newest_files_are_kept(tmp_path):
 
 
 def test_the_bound_of_a_cache_folder_is_kept_by_the_data_set(shards, tmp_path, monkeypatch):
-    monkeypatch.setattr(wids_dataset, "_bounds", {})
+    monkeypatch.setattr(wids, "_bounds", {})
     process = wids.create_cleanup_background_process(f"{tmp_path}/cache/*", maxsize=3e6, every=1)
     data = wids.ShardListDataset(shards, cache_dir="cache")
     assert data.data._cache.budget_bytes == 3_000_000

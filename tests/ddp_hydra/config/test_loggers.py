@@ -38,7 +38,7 @@ def test_a_name_has_the_settings_of_its_group():
     found = loggers.nodes(composed("results.loggers=[mlflow,wandb]", "results.mlflow.tracking_uri=http://h:5000"))
     assert list(found) == ["mlflow", "wandb"]
     assert found["mlflow"] == {
-        "_target_": "ddp_hydra.writers.loggers.mlflow.MlflowLogger", "tracking_uri": "http://h:5000",
+        "_target_": "ddp_hydra.writers.loggers.services.MlflowLogger", "tracking_uri": "http://h:5000",
         "experiment": None, "run_name": None, "tags": {}, "checkpoints": None,
     }  # fmt: skip
 

@@ -17,8 +17,8 @@ from ddp_hydra.run_state import Status, encode
 from ddp_hydra.runs import disk, run_files
 from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage import urls
-from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
+from ddp_hydra.sweep.scheduler import lock, unlock
 from ddp_hydra.sweep.summary_files import json_text
 from ddp_hydra.writers.run_dir import locked as run_locked
 from tests.ddp_hydra.runs.conftest import kill

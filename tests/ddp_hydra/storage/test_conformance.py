@@ -18,7 +18,7 @@ from ddp_hydra.data.demo_server import Seaweed
 from ddp_hydra.storage import Bucket, LocalFolder
 from ddp_hydra.storage.base import NoBucketError, ObjectChangedError
 from ddp_hydra.storage.fsspec_store import FsspecStore
-from ddp_hydra.storage.s3_messages import BucketAddress
+from ddp_hydra.storage.s3 import BucketAddress
 
 pytestmark = pytest.mark.integration
 BUCKETS = ("obstore", "s3fs")

@@ -20,7 +20,7 @@ from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.storage import Access, Bucket, urls
 from ddp_hydra.storage.base import TemporaryError
 from ddp_hydra.storage.fsspec_store import FsspecStore
-from ddp_hydra.storage.s3_messages import BucketAddress
+from ddp_hydra.storage.s3 import BucketAddress
 from tests.support.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
 
 REGISTRY = importlib.import_module("fsspec.registry")._registry

@@ -7,8 +7,8 @@ from enum import Enum
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.sweep.row_content import fill_row, fill_row_from_folder
 from ddp_hydra.sweep.rows import JobRow, swept
+from ddp_hydra.sweep.summary_files import fill_row, fill_row_from_folder
 
 CHOICES = {"model": "resnet18", "mix": None, "experiment@here": "a"}
 

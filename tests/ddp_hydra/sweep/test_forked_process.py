@@ -17,8 +17,8 @@ import weakref
 import pytest
 
 from ddp_hydra import forked
-from ddp_hydra.sweep import forked_process
-from ddp_hydra.sweep.forked_process import ForkedProcess, wait_for_message
+from ddp_hydra.sweep import scheduler
+from ddp_hydra.sweep.scheduler import ForkedProcess, wait_for_message
 from tests.support.warm_server import alive, wait_for
 
 pytestmark = pytest.mark.integration
@@ -106,7 +106,7 @@ def test_it_ends_with_all_that_it_has_started_also_when_it_does_not_listen(start
 def test_an_interrupt_at_its_very_start_ends_it_and_runs_nothing_of_this_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, signal\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import ForkedProcess\n"
+        "import os, signal\nfrom pathlib import Path\nfrom ddp_hydra.sweep.scheduler import ForkedProcess\n"
         "fork = os.fork\n"
         "def interrupted() -> int:\n"
         "    pid = fork()\n    if pid == 0:\n        os.kill(os.getpid(), signal.SIGINT)\n    return pid\n"
@@ -124,7 +124,7 @@ def test_an_interrupt_at_its_very_start_ends_it_and_runs_nothing_of_this_process
 def test_one_that_hangs_at_its_very_start_can_be_ended(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import ForkedProcess\n"
+        "import os, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.scheduler import ForkedProcess\n"
         "os.register_at_fork(after_in_child=lambda: time.sleep(60))\n"
         f"child = ForkedProcess(lambda pipe: 1, Path({str(tmp_path)!r}) / 'out')\n"
         "child.end(0.1)\nprint(child.process.exitcode)\n"
@@ -136,7 +136,7 @@ def test_one_that_hangs_at_its_very_start_can_be_ended(tmp_path):
 def test_it_dies_with_us(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import os, sys, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.forked_process import ForkedProcess\n"
+        "import os, sys, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.scheduler import ForkedProcess\n"
         f"child = ForkedProcess(lambda pipe: time.sleep(60), Path({str(tmp_path)!r}) / 'out')\n"
         "print(child.pid, flush=True)\ntime.sleep(60)\n"
     )
@@ -149,7 +149,7 @@ def test_it_dies_with_us(tmp_path):
 
 def test_it_keeps_no_lock_of_this_process(start, monkeypatch):
     read_end, write_end = os.pipe()
-    monkeypatch.setattr(forked_process, "LOCKS", {write_end})
+    monkeypatch.setattr(scheduler, "LOCKS", {write_end})
 
     def work(pipe):
         with pytest.raises(OSError, match="Bad file"):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.sweep import row_content
+from ddp_hydra.sweep import summary_files
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 
 ACCURACY = SweepObjective("val/accuracy", maximize=True)
@@ -24,21 +24,21 @@ def row():
 def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
     status = {"step": 5, "total_steps": 10, "epoch": 1, "epochs": 2, "world_size": 2, "eta_s": 1.5}
     (tmp_path / "status.json").write_text(json.dumps(status | {"metrics": {"val/accuracy": 0.5, "lr": None}}))
-    row_content.read_status(row, tmp_path, ACCURACY)
+    summary_files.read_status(row, tmp_path, ACCURACY)
     assert (row.step, row.total_steps, row.workers, row.eta_s, row.objective) == (5, 10, 2, 1.5, 0.5)
     (tmp_path / "summary.json").write_text(
         json.dumps({"status": "done", "steps": 10, "metrics": {"val/accuracy": 0.75}})
     )
-    row_content.read_summary(row, tmp_path, ACCURACY)
+    summary_files.read_summary(row, tmp_path, ACCURACY)
     assert (row.step, row.workers, row.objective, row.metrics) == (10, 2, 0.75, {"val/accuracy": 0.75, "lr": None})
     assert (row.epoch, row.epochs) == (2, 2)
 
 
 def test_the_epoch_of_a_job_that_ended_before_its_last_step_is_not_known(row, tmp_path):
     (tmp_path / "status.json").write_text(json.dumps({"step": 5, "total_steps": 10, "epoch": 1, "epochs": 2}))
-    row_content.read_status(row, tmp_path, ACCURACY)
+    summary_files.read_status(row, tmp_path, ACCURACY)
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 8}))
-    row_content.read_summary(row, tmp_path, ACCURACY)
+    summary_files.read_summary(row, tmp_path, ACCURACY)
     assert (row.step, row.total_steps, row.epoch) == (8, 10, None)
 
 
@@ -47,21 +47,21 @@ def test_a_job_that_was_done_when_the_sweep_was_killed_is_done(row, tmp_path, st
     row.state = JobState.interrupted
     summary = {"status": status, "steps": 10, "metrics": {"val/accuracy": 0.75}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    row_content.take_end(row, tmp_path, ACCURACY)
+    summary_files.take_end(row, tmp_path, ACCURACY)
     assert row.state == state
     assert row.value == row.objective == (0.75 if status == "done" else None)
-    row_content.take_end(row, tmp_path / "nowhere", ACCURACY)
+    summary_files.take_end(row, tmp_path / "nowhere", ACCURACY)
 
 
 def test_a_job_that_ends_keeps_its_number_of_steps(row, tmp_path):
     (tmp_path / "status.json").write_text(json.dumps({"step": 5, "total_steps": 10}))
-    row_content.read_status(row, tmp_path, ACCURACY)
+    summary_files.read_status(row, tmp_path, ACCURACY)
     (tmp_path / "status.json").unlink()
-    row_content.read_status(row, tmp_path, ACCURACY)
+    summary_files.read_status(row, tmp_path, ACCURACY)
     assert (row.step, row.total_steps) == (5, 10)
     quick = JobRow(1, [], "1")
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 10}))
-    row_content.read_summary(quick, tmp_path, ACCURACY)
+    summary_files.read_summary(quick, tmp_path, ACCURACY)
     assert (quick.step, quick.total_steps) == (10, 10)
 
 
@@ -71,8 +71,8 @@ def test_a_job_that_ends_keeps_its_number_of_steps(row, tmp_path):
 def test_what_is_none_changes_nothing_that_matters(row, tmp_path, text):
     for name in ("status.json", "summary.json"):
         (tmp_path / name).write_text(text)
-    row_content.read_status(row, tmp_path, ACCURACY)
-    row_content.read_summary(row, tmp_path / "nowhere", ACCURACY)
+    summary_files.read_status(row, tmp_path, ACCURACY)
+    summary_files.read_summary(row, tmp_path / "nowhere", ACCURACY)
     assert (row.step, row.objective, row.epoch) == (None, None, None)
 
 
@@ -81,18 +81,18 @@ def test_what_is_none_changes_nothing_that_matters(row, tmp_path, text):
     [(0.5, 0.5), ((1, 2.0), [1, 2.0]), ({"a": 1}, {"a": 1}), ({1: 2}, None), (object(), None), ("t", "t")],
 )
 def test_a_value_is_kept_where_json_keeps_it(row, value, kept):
-    row_content.take_value(row, value, ACCURACY)
+    summary_files.take_value(row, value, ACCURACY)
     assert row.value == kept
     assert row.objective == (0.5 if value == 0.5 else None)
 
 
 @pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.array(0.5), torch.tensor(0.5)], ids=repr)
 def test_a_scalar_of_numpy_or_torch_is_a_number(row, value):
-    row_content.take_value(row, value, ACCURACY)
+    summary_files.take_value(row, value, ACCURACY)
     assert (row.value, row.objective) == (0.5, 0.5)
     assert type(row.value) is float
-    assert row_content.plain_value({"a": [value, np.int64(3)]}) == {"a": [0.5, 3]}
-    assert row_content.plain_value(np.array([0.5])) is None
+    assert summary_files.plain_value({"a": [value, np.int64(3)]}) == {"a": [0.5, 3]}
+    assert summary_files.plain_value(np.array([0.5])) is None
 
 
 @pytest.mark.medium
@@ -100,4 +100,4 @@ def test_a_scalar_of_numpy_or_torch_is_a_number(row, value):
     st.recursive(st.none() | st.floats() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
 )
 def test_any_value_is_taken_without_an_error(value):
-    json.dumps(row_content.plain_value(value))
+    json.dumps(summary_files.plain_value(value))

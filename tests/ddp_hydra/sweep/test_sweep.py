@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.sweep import sweep
-from ddp_hydra.sweep.forked_process import lock, unlock
 from ddp_hydra.sweep.queue import CachingConfigLoader
+from ddp_hydra.sweep.scheduler import lock, unlock
 from ddp_hydra.sweep.settings import SweepSettings
 from ddp_hydra.sweep.sweep import Sweep
 

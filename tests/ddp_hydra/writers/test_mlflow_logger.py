@@ -10,7 +10,7 @@ import pytest
 
 from ddp_hydra.record import Metrics, Record
 from ddp_hydra.writers.loggers.base import Refusal, RunInfo
-from ddp_hydra.writers.loggers.mlflow import MlflowLogger, allowed_name
+from ddp_hydra.writers.loggers.services import MlflowLogger, allowed_name
 
 pytestmark = pytest.mark.medium
 
