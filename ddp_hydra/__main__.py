@@ -1,7 +1,6 @@
 """`python -m ddp_hydra`."""
 
 import sys
-from typing import Any
 
 
 def main() -> None:
@@ -16,6 +15,7 @@ def main() -> None:
         run()
         return
     from ddp_hydra.errors import DdpHydraError
+    from ddp_hydra.rank import fork_client
 
     try:
         place = torchrun.find_place()
@@ -27,10 +27,16 @@ def main() -> None:
     with torchrun.ended_together(place):
         if place.hosts > 1:
             torchrun.Hosts.connect()
-        if place.rank:
-            work_on_host(place)
-        else:
+        if not place.rank:
             run()
+            return
+        fork_client.hold()  # this process is the worker of a host other than the first one
+        from ddp_hydra.cli.compose import compose
+        from ddp_hydra.cli.main import report
+        from ddp_hydra.cluster.kinds import torchrun as kind
+
+        words = [one for one in sys.argv[1:] if one.lstrip("+~").startswith(("cluster=", "cluster.", "experiment="))]
+        sys.exit(report(lambda: sys.exit(kind.work_on_host(place, lambda: compose(words).cluster))))
 
 
 def run() -> None:
@@ -44,19 +50,6 @@ def run() -> None:
     from ddp_hydra.cli.main import entry
 
     entry()
-
-
-def work_on_host(place: Any) -> None:
-    """Be the worker of a host other than the first one."""
-    from ddp_hydra.rank import fork_client
-
-    fork_client.hold()
-    from ddp_hydra.cli.compose import compose
-    from ddp_hydra.cli.main import report
-    from ddp_hydra.cluster.kinds import torchrun as kind
-
-    words = [word for word in sys.argv[1:] if word.lstrip("+~").startswith(("cluster=", "cluster.", "experiment="))]
-    sys.exit(report(lambda: sys.exit(kind.work_on_host(place, lambda: compose(words).cluster))))
 
 
 if __name__ == "__main__":  # Dask's workers import this module, too

@@ -3,7 +3,8 @@
     launcher         the class that Hydra calls
     settings         the options of hydra.launcher
     sweep            run all jobs: start, watch and stop them
-    scheduler        decide which job starts next, and on which cluster, which runs in a process of its own; forked processes
+    scheduler        decide which job starts next, and on which cluster, which runs in a process of its own; fork
+                     such processes
     queue            the jobs that have not started; compose their configs, and check the first ones at once
     planned_job      a job: its config, its folder, what it needs of a cluster, how it runs, and its result
     other_apps       run the task of another Hydra app on the ranks of a gang
