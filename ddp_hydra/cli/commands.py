@@ -195,7 +195,6 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
 
 
 def parse_all(options: type[T], arguments: Sequence[str], usage: str) -> T:
-    """Return the options of a command that takes no other words."""
     found, others = parse(options, arguments, usage)
     if others:
         keys = ", ".join(vars(found))

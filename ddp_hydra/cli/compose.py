@@ -93,7 +93,6 @@ def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
 
 @contextmanager
 def patched(owner: Any, name: str, function: Any) -> Iterator[None]:
-    """Replace a function of a class or module inside the block."""
     before = getattr(owner, name)
     setattr(owner, name, function)
     try:
@@ -179,8 +178,6 @@ def listed_without_copies() -> AbstractContextManager[None]:
 
 
 def saved_without_secrets() -> AbstractContextManager[None]:
-    """Let Hydra save the configs of jobs without secrets inside the block, and quickly."""
-
     def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
         output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")

@@ -123,7 +123,6 @@ def predict(
 
 @contextmanager
 def parts_kept(folder: Path) -> Iterator[None]:
-    """Remove the folder of parts after the block if it holds none."""
     try:
         yield
     finally:

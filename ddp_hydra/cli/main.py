@@ -103,7 +103,6 @@ def run_command() -> None:
 
 
 def compose_and_run() -> None:
-    """Let Hydra parse the command line, compose the config and call `main`."""
     signals.leave_at_once()
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()

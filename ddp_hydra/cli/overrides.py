@@ -72,7 +72,6 @@ def _overrides_of(run: str) -> list[str] | None:
 
 
 def _words(saved: Any) -> list[str]:
-    """Return overrides as they were typed, with interpolations unresolved."""
     return [str(word) for word in OmegaConf.to_container(saved) or ()]
 
 
@@ -103,7 +102,6 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:
-    """Have a job that torchrun has started again go on in its run directory."""
     run_dir = None if {"-m", "--multirun"} & set(arguments) else torchrun.remembered()
     if run_dir is None:
         return arguments

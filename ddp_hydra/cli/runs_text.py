@@ -103,7 +103,6 @@ def details_text(found: Mapping[str, Any]) -> str:
 
 
 def _without_repeats(lines: Iterable[tuple[str, str]]) -> list[str]:
-    """Return lines with their names in front, but a name only once if it repeats."""
     found, before = [], ""
     for name, value in lines:
         found.append(f"  {'' if name == before else name:<11} {value}")
@@ -188,7 +187,6 @@ def steps(row: RunRow) -> str:
 
 
 def when(started: float | None) -> str:
-    """Return a time in seconds since 1970 as the local date and time."""
     if started is None:
         return ""
     try:

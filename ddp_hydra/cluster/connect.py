@@ -219,7 +219,6 @@ def _states(client: Any) -> Counter[str] | None:
 
 
 def _call_within(timeout_s: float, status: Callable[[], str]) -> str:
-    """Return the result of a call; "" if it takes too long."""
     answers: list[str] = []
 
     def call() -> None:

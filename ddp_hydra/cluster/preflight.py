@@ -26,7 +26,6 @@ Probes = Mapping[str, Mapping[str, Any]]
 
 
 def check_requirements(texts: Iterable[Any]) -> list[str]:
-    """Return the requirements of `cluster.pip` as texts."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     for text in texts:

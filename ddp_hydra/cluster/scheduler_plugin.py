@@ -198,7 +198,6 @@ def _ahead(gang: str, scheduler: Any, total: int, now: float) -> int:
 
 
 def release(gang: str, dask_scheduler: Any = None) -> None:
-    """Release a gang's workers, and the records of it that the scheduler still keeps."""
     entry = _reservations(dask_scheduler).pop(gang, None)
     dask_scheduler._ddp_hydra_queue.pop(gang, None)
     _wake_up(dask_scheduler)
@@ -344,7 +343,6 @@ def set_up(client: str | None, timeout_s: float, dask_scheduler: Any = None) -> 
 
 
 def count_other_jobs(client: str, dask_scheduler: Any = None) -> int:
-    """Return how many gangs of other clients run. Runs on the scheduler."""
     return sum(holder != client for holder in holders(dask_scheduler))
 
 

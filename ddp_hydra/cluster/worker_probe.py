@@ -47,7 +47,6 @@ FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def version(name: str) -> str | None:
-    """Return the version of an installed package; None if it is not installed."""
     if name == "ddp_hydra":  # may be a checkout on the path, without metadata
         try:
             return str(importlib.import_module(name).__version__)

@@ -47,7 +47,6 @@ def check(cfg: DictConfig) -> None:
 
 
 def check_installed(cfg: DictConfig) -> None:
-    """Refuse loggers whose package this process does not have."""
     for name in nodes(cfg):
         if name in NAMES and importlib.util.find_spec(name) is None:
             raise ConfigError(f"results.loggers=[{name}] needs a package: pip install 'ddp-hydra[{name}]'")

@@ -58,7 +58,6 @@ def _of_task(cfg: Any, validates: bool) -> tuple[str, str | None]:
 
 
 def direction_of(metric: str) -> str:
-    """Return minimize or maximize, by the metric's name."""
     if _LESS_IS_BETTER.search(metric):
         return "minimize"
     if _MORE_IS_BETTER.search(metric):

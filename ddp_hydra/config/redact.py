@@ -57,7 +57,6 @@ def named_secret(name: str) -> bool:
 
 
 def holds_secret(value: object) -> bool:
-    """Tell whether a value contains a key whose name looks like the name of a secret."""
     if isinstance(value, dict):
         return any(named_secret(str(key)) or holds_secret(inner) for key, inner in value.items())
     return isinstance(value, list) and any(holds_secret(inner) for inner in value)

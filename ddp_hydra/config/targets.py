@@ -87,11 +87,9 @@ class Sources:
         return ConfigError(f"there is no {'/'.join(parts)}.py{meant}")
 
     def shown(self, path: Path) -> str:
-        """Return a path relative to the project, as its user knows it."""
         return next(path.relative_to(root).as_posix() for root in self.roots if path.is_relative_to(root))
 
     def read(self, path: Path) -> ast.Module:
-        """Parse a module, and the project's modules that it imports."""
         if path not in self.trees:
             source = path.read_bytes()
             try:
@@ -166,7 +164,6 @@ def defined(body: Iterable[ast.stmt]) -> set[str] | None:
 
 
 def is_installed(package: str) -> bool:
-    """Tell whether a package can be found, without importing it."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:

@@ -55,7 +55,6 @@ def check_numbers(cfg: DictConfig) -> None:
 
 
 def check_number(key: str, value: object) -> None:
-    """Refuse a number that a key may not have, without a config."""
     group, _, name = key.rpartition(".")
     check_limits(f"{group}.", {name: value}, _limits().get(group, {}))
 

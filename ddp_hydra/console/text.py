@@ -38,7 +38,6 @@ def shorten(text: str, most: int) -> str:
 
 
 def message_of(error: object) -> str:
-    """Return the message of an error, also if its `__str__` fails."""
     try:
         return shorten(str(error), MESSAGE_CHARS)
     except Exception as failed:

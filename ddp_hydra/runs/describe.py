@@ -164,18 +164,15 @@ def choices(content: bytes) -> dict[str, str]:
 
 
 def text(value: object) -> str:
-    """Return a text, cut if it is long; "" for anything else."""
     return value[:MOST_TEXT] if isinstance(value, str) else ""
 
 
 def texts(value: object) -> list[str]:
-    """Return the texts in a list; [] for anything else."""
     found = value if isinstance(value, list) else []
     return [str(one)[:MOST_TEXT] for one in found if isinstance(one, str | int | float)]
 
 
 def number(value: object) -> float | None:
-    """Return a finite number; None for anything else."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
@@ -186,7 +183,6 @@ def number(value: object) -> float | None:
 
 
 def numbers(value: object) -> dict[str, float | None]:
-    """Return the numbers of a table by name; None for one that is not finite."""
     return {text(name): number(inner) for name, inner in value.items()} if isinstance(value, dict) else {}
 
 

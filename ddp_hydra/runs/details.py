@@ -112,7 +112,6 @@ def between(*runs: RunFiles) -> dict[str, Any]:
 
 
 def differing(*tables: dict[str, Any]) -> dict[str, list[Any]]:
-    """Return the values of each key that has not the same in all tables."""
     keys = dict.fromkeys(key for table in tables for key in table)
     found = {key: [table.get(key, ABSENT) for table in tables] for key in keys}
     return {key: values for key, values in found.items() if len({(type(one), repr(one)) for one in values}) > 1}

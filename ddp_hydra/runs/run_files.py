@@ -128,7 +128,6 @@ class StoredRunFiles:
         return f"{self._folder}/{name}".lstrip("/")
 
     def read(self, name: str, last_bytes: int = 0) -> bytes:
-        """Return the content of an object; see `LocalRunFiles`."""
         key, content = self.key(name), b""
         with contextlib.suppress(FileNotFoundError), reachable():
             size = self.store.size(key) if self._listed is None or last_bytes else self._listed.get(name)
@@ -206,7 +205,6 @@ _TRIES = 5
 
 
 def read_tags(files: RunFiles, of_config: object) -> list[str]:
-    """Return the tags of a run."""
     try:
         kept = json.loads(files.read(TAGS) or b"null")
     except (ValueError, RecursionError):

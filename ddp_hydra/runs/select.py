@@ -106,7 +106,6 @@ def begin_of(text: str) -> float:
 
 
 def value_of(row: RunRow, metric: str) -> float | None:
-    """Return the last value of a metric, or of the objective."""
     return row.value if metric == OBJECTIVE else row.metrics.get(metric)
 
 

@@ -335,7 +335,6 @@ class Store(ProcessLocal):
             self.traffic.add(retries=1)
 
     def _retry_timeout_s(self, error: Exception, first: bool) -> float:
-        """Return how long to retry a request that has failed for the first time."""
         if not self._worked and isinstance(error, OtherRegionError):
             return min(self.retry_timeout_s, self.REGION_RETRY_TIMEOUT_S)
         if not self._worked and first:
@@ -343,7 +342,6 @@ class Store(ProcessLocal):
         return self.retry_timeout_s
 
     def _explained(self, error: Exception, key: str | None) -> Exception:
-        """Turn any error into one of ours."""
         if isinstance(error, TemporaryError | StaleCredentialsError | ObjectChangedError | NotImplementedError):
             return error
         return self._explain(error, key)

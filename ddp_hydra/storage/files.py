@@ -275,7 +275,6 @@ class AppendFile:
                 self._take_back()
 
     def _take_back(self) -> None:
-        """Remove an incomplete piece. If the disk fails, the next call tries this again."""
         if self._torn is not None and self._handle is not None:
             os.ftruncate(self._handle, self._torn)
             self._torn = None

@@ -230,7 +230,6 @@ def _write(fs: Any, path: str, content: Any) -> None:
 
 
 def _replace(fs: Any, path: str, content: Any) -> None:
-    """Write a file under another name, and rename it."""
     folder, slash, name = path.rpartition("/")
     part = f"{folder}{slash}.{name[:100]}.{secrets.token_hex(4)}.part"
     if folder:

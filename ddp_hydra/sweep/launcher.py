@@ -87,7 +87,6 @@ class GangLauncher(Launcher):
             self._hide_secrets()  # a batch that Hydra refuses is never launched
 
     def _hide_secrets(self) -> None:
-        """Remove the secrets from the config that Hydra's sweeper has saved."""
         from ddp_hydra.config.redact import rewrite
         from ddp_hydra.sweep.planned_job import is_ours
 

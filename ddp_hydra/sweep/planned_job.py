@@ -33,7 +33,6 @@ from ddp_hydra.sweep.rows import JobRow, JobState, typed
 
 
 def _compressed(name: str) -> Any:
-    """Return a property that keeps its value compressed."""
     return property(
         lambda self: pickle.loads(zlib.decompress(self.__dict__[name])),  # noqa: S301, pickled in the next line
         lambda self, value: self.__dict__.update({name: zlib.compress(pickle.dumps(value), 1)}),
@@ -179,7 +178,6 @@ def without_hydras(overrides: Sequence[str]) -> list[str]:
 
 @contextmanager
 def hydra_config_of(config: DictConfig) -> Iterator[None]:
-    """Resolve `${hydra:…}` by a job's config inside the block."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().cfg = cast(Any, config)  # `set_config` would copy Hydra's part
     try:
@@ -221,7 +219,6 @@ def take_over_folder(planned: PlannedJob) -> None:
 
 
 def resume(planned: PlannedJob, spent_s: float) -> None:
-    """Let a job of ours resume from its last checkpoint, if it has one."""
     manifest = planned.folder / FOLDER / NAME
     if planned.is_ours and (manifest.is_file() or has_checkpoint(planned.folder)):
         with open_dict(planned.config):
@@ -230,7 +227,6 @@ def resume(planned: PlannedJob, spent_s: float) -> None:
 
 
 def first_need(config: DictConfig) -> Need:
-    """Return what the first job of a sweep probably needs, before it is composed."""
     with hydra_config_of(config):
         swept = [override for override in config.hydra.overrides.task if override.startswith("cluster")]
         return need_of(config) if is_ours(config) and not any("," in override for override in swept) else Need()

@@ -119,7 +119,6 @@ class Rungs(StopPolicy):
         return Verdict(number, above.goal, standing, goes_on=True)
 
     def _score(self, trial: Trial, goal: int) -> float | None:
-        """Return the score of a job's result in a rung; None while it is to come."""
         if len(trial.values) >= goal:
             return score(trial.values[goal - 1], self.maximize)
         if trial.end == "done" and trial.values:

@@ -71,7 +71,6 @@ class RunningJob:
 
     @property
     def wall_s(self) -> float:
-        """Return how long it has taken, with the earlier runs that it resumes, in seconds."""
         return self.planned.spent_s + time.monotonic() - self.begun
 
     def outcome(self, is_interrupted: bool) -> JobOutcome:

@@ -71,7 +71,6 @@ class StopPolicy:
         self.trials[number] = Trial(number, values, end, is_complete=end == "done", is_known=bool(end))
 
     def update(self, number: int, values: Sequence[float], end: str = "", is_complete: bool = False) -> None:
-        """Take over the reports of a job, and its end; see `Trial`."""
         trial = self.trials[number]
         trial.values, trial.end, trial.is_complete = values, end, is_complete
 
@@ -80,15 +79,12 @@ class StopPolicy:
         return None
 
     def must_run(self, number: int) -> bool:
-        """Return whether a job has to run before more can be decided about it."""
         return not self.trials[number].end
 
     def is_settled(self, number: int) -> bool:
-        """Return whether nothing is left to decide about a job that has ended."""
         return True
 
     def decide(self) -> list[Verdict]:
-        """Decide what can be decided now."""
         raise NotImplementedError
 
     def finish(self) -> list[Verdict]:

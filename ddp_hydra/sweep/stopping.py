@@ -282,7 +282,6 @@ class JobStopper:
         self.policy.update(number, self._values(number), end, self._is_complete(job))
 
     def _is_complete(self, job: PlannedJob) -> bool:
-        """Return whether a job of ours has made the last report of the whole run."""
         trainer, reports = self._trainer(job), self.reports[job.row.number]
         if not self.is_ours or trainer is None or not reports:
             return False

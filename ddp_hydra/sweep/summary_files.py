@@ -73,7 +73,6 @@ def take_value(row: JobRow, value: Any, objective: SweepObjective) -> None:
 
 
 def plain_value(value: Any) -> Any:
-    """Return a value as JSON represents it; None if JSON cannot."""
     try:
         value = to_scalar(value)
         kept = json.loads(json.dumps(value, default=to_scalar))

@@ -238,7 +238,6 @@ class Sweep:
         self.running.clear()
 
     def close(self) -> None:
-        """End all, also the cluster, which is kept up between batches."""
         self.end_all()
         picture = ForkedProcess(lambda pipe: draw_saved(self.folder, self.objective))
         self.scheduler.close_cluster()

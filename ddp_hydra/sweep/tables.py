@@ -284,7 +284,6 @@ class LiveTable:
         self.printed: dict[int, JobState] = {}
 
     def show(self, rows: Sequence[JobRow]) -> None:
-        """Show the present state; this is cheap if nothing has changed."""
         if not self.is_live:
             self._print_changes(rows)
         elif time.monotonic() - self.drawn >= REFRESH_S:

@@ -74,7 +74,6 @@ class RunsPlugin(base_plugin.TBPlugin):
         return self._has_runs
 
     def _start_to_look(self) -> None:
-        """Look for a run beside what TensorBoard does, unless that was done just now."""
         if self._has_runs or not self.roots or self._looking is not None:
             return
         if not self._looked or time.monotonic() - self._looked > LOOK_AGAIN_S:
@@ -148,8 +147,6 @@ def _count(word: str) -> int:
 
 
 def _json_app(answer: Callable[[wrappers.Request], Mapping[str, Any]]) -> App:
-    """Return the WSGI application that gives an answer as JSON."""
-
     @wrappers.Request.application
     def app(request: wrappers.Request) -> wrappers.Response:
         from ddp_hydra.errors import ConfigError

@@ -123,19 +123,16 @@ class RunList:
         return LocalRunFiles(place)
 
     def details(self, key: str) -> dict[str, Any]:
-        """Return all that is known of a run."""
         files = self.files(key)
         found = details.run_details(files)
         own = {"id": key, "name": self._name(key), "place": files.place, "code": found["project"], "logs": logs(files)}
         return {**shown(found), **own, **progress(files, found["objective"])}
 
     def log(self, key: str, rank: int) -> dict[str, Any]:
-        """Return the end of a rank's log."""
         content = self.files(key).read(f"logs/rank-{rank}.log", LOG_BYTES)
         return {"rank": rank, "text": content.decode(errors="replace"), "is_cut": len(content) >= LOG_BYTES}
 
     def comparison(self, keys: Sequence[str]) -> dict[str, Any]:
-        """Return what differs between runs."""
         found = details.between(*map(self.files, keys))
         parts = {part: _texts_of(found[part]) for part in ("choices", "config", "metrics")}
         own = {"ids": list(keys), "names": [self._name(key) for key in keys]}
@@ -146,7 +143,6 @@ class RunList:
             return str(self._runs[key].shown["name"]) if key in self._runs else ""
 
     def _look(self) -> None:
-        """Look at all runs again, unless that was done just now."""
         begin = time.monotonic()
         if begin < self._next_look:
             return
@@ -226,7 +222,6 @@ def _words_of(run: ListEntry) -> str:
 
 
 def below(place: str, root: str) -> str:
-    """Return the path of a run below its root; "" for the root itself."""
     root = root.rstrip("/")
     return place[len(root) :].strip("/") if place.startswith(root) else place
 

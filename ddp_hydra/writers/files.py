@@ -88,7 +88,6 @@ class FileReceiver:
             raise
 
     def drop(self) -> None:
-        """Forget the last record, and delete its content if that is not in place."""
         part, self._part, self._record = self._part, None, None
         if part is not None:
             _remove(part)

@@ -68,7 +68,6 @@ class ResultsHandler:
         self.samples: float | None = None
 
     def handle(self, record: Record) -> None:
-        """Give one record to every writer, also after one of them has failed."""
         if isinstance(record.data, Metrics) and record.rank == 0:
             self.metrics.update(record.data.metrics)
             self.step = record.step if record.step is not None else self.step

@@ -133,7 +133,6 @@ def next_attempt(run_dir: Path) -> int:
 
 
 def read_summary(run_dir: Path) -> Summary | None:
-    """Return the content of summary.json; None if there is none."""
     try:
         content = (run_dir / SUMMARY).read_bytes()
     except OSError:

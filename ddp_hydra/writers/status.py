@@ -53,7 +53,6 @@ class JobStatus:
         self._first: tuple[float, int] = (clock(), 0)
 
     def update(self, record: Record) -> bool:
-        """Take a record; return whether it says something new."""
         data, now = record.data, self.now
         if record.rank != 0:
             return False
@@ -124,7 +123,6 @@ class JobStatus:
 
 
 def _rank_of_name(item: tuple[str, float]) -> tuple[bool, bool, str]:
-    """Return a sort key: training first, the loss before other metrics."""
     name = item[0]
     return not name.startswith("train/"), not name.endswith("/loss"), name
 

@@ -42,7 +42,6 @@ def encoded(event: Event) -> bytes:
 
 
 def _checksum(content: bytes) -> bytes:
-    """Return the CRC-32C, masked as in TFRecord files."""
     crc = google_crc32c.value(content)
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 

@@ -126,7 +126,6 @@ class Manager:
         return cluster.get_client()
 
     def scale(self, cluster: Any, workers: int) -> None:
-        """Ask for `n_workers` workers, if the class has no such argument."""
         if self.n_workers is not None and "n_workers" not in self.accepted and hasattr(cluster, "scale"):
             cluster.scale(self.n_workers)
 

@@ -125,7 +125,6 @@ class Ssh(Manager):
     required_packages = ("asyncssh",)
 
     def check(self) -> None:
-        """Check the hosts, and count the workers that they make."""
         super().check()
         hosts = self.arguments.get("hosts")
         if not isinstance(hosts, list) or len(hosts) < 2:

@@ -50,7 +50,6 @@ class Slurm(Manager):
         return super().open()
 
     def instantiate(self, target: str, arguments: Mapping[str, Any]) -> Any:
-        """Call the class, with a class of batch jobs that keeps the messages of sbatch."""
         make = super().instantiate(target, {**arguments, "_partial_": True})
         with signals_kept():
             return make(job_cls=job_class_that_notes_refusals(get_object(target).job_cls, self.refusals))
@@ -135,7 +134,6 @@ class Kubernetes(Manager):
             cluster.scale(self.n_workers)
 
     def status(self, cluster: Any) -> str:
-        """Say in which phase each pod is, and what its containers wait for."""
         return f"its pods: {cluster.sync(_describe_pods, cluster.name, cluster.namespace)}"
 
 

@@ -50,7 +50,6 @@ def run(
 
 
 def _call(function: Callable[..., Any], pass_local_rank: bool, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a user's function on a rank."""
     if pass_local_rank:
         kwargs["local_rank"] = int(os.environ["LOCAL_RANK"])
     return function(*args, **kwargs)

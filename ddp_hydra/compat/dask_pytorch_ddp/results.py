@@ -100,12 +100,10 @@ class FileInbox:
             self._kept = None
 
     def _size_of(self, path: PurePosixPath) -> int:
-        """Return the size of a kept file, which another one with its path replaces."""
         file = self._kept / path if self._kept is not None else None
         return file.stat().st_size if file is not None and file.is_file() else 0
 
     def _keep(self) -> Path:
-        """Return a temporary folder, which goes with this object."""
         if self._kept is None:
             self._kept = Path(tempfile.mkdtemp(prefix="ddp_hydra-"))
             weakref.finalize(self, shutil.rmtree, self._kept, ignore_errors=True)

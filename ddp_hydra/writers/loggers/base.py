@@ -134,7 +134,6 @@ class Logger:
         """Close the run; `status` is `FINISHED`, `FAILED` or `KILLED`."""
 
     def write(self, record: Record) -> None:
-        """Give a record to the method for its kind."""
         step = record.step or 0
         match record.data:
             case Metrics(metrics, epoch, samples) if record.rank == 0:
@@ -152,7 +151,6 @@ class Logger:
 
 
 def picture(png: bytes) -> Any:
-    """Return an image as one of Pillow."""
     from PIL import Image
 
     return Image.open(io.BytesIO(png))
