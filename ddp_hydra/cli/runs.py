@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,25 +57,10 @@ class ListOptions:
     json: bool = False
 
 
-@dataclass
-class PrintOptions:
-    """The option of `show`, `diff` and `du`: print JSON."""
-
-    json: bool = False
-
-
-@dataclass
-class RemoveOptions:
-    """The option of `rm`: do not ask."""
-
-    yes: bool = False
-
-
-@dataclass
-class ReproduceOptions:
-    """The option of `reproduce`: run it, instead of printing what to type."""
-
-    run: bool = False
+# The others have one option each: print JSON; do not ask; run it, instead of printing what to type.
+PrintOptions, RemoveOptions, ReproduceOptions = (
+    make_dataclass("Options", [(name, bool, False)]) for name in ("json", "yes", "run")
+)
 
 
 def main(words: Sequence[str]) -> None:
@@ -134,7 +119,7 @@ def rm(words: Sequence[str]) -> None:
     from ddp_hydra.storage.run_ref import RunRef
 
     runs, rest = split(words)
-    options = parse_all(RemoveOptions, rest, USAGE)
+    options: Any = parse_all(RemoveOptions, rest, USAGE)
     if not runs:
         raise ConfigError(f"rm needs a run; usage:\n{USAGE}")
     count = sum(disk.count(run) for run in runs)
@@ -159,7 +144,7 @@ def du(words: Sequence[str]) -> None:
     from ddp_hydra.runs import disk, find
 
     roots, rest = split(words)
-    options = parse_all(PrintOptions, rest, USAGE)
+    options: Any = parse_all(PrintOptions, rest, USAGE)
     found = disk.usage(roots or [name for name in find.DEFAULT_ROOTS if Path(name).is_dir()])
     if options.json:
         for run, kinds in found.items():

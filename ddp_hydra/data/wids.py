@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
@@ -212,6 +213,9 @@ def field_of(fields: dict[str, memoryview], extensions: Collection[str]) -> memo
     return fields[found[0]] if found else None
 
 
+_OF_SHARDS = frozenset(inspect.signature(WidsShards).parameters) - {"index", "access"}
+
+
 class WidsImages(StoredImages):
     """Labelled images of a wids index: one field of a sample is the image, another one its class number.
 
@@ -219,12 +223,12 @@ class WidsImages(StoredImages):
     next shard replace its samples, just as one image replaces another.
 
     Args:
-        index: as in `WidsShards`, and so are base, dataset, cache_dir, cache_gb and prefetch_shards.
+        index: as in `WidsShards`.
         label: extension of the field that holds the class number as text; None: there is none, and the images are to
             be predicted.
         classes: names of the classes, or their number; None: what the index says (`info.classes`).
-        images: arguments of `StoredImages` (endpoint_url, region, anon and more) and of `ImageDataset` (transform,
-            threads, max_bad_fraction and more).
+        more: arguments of `WidsShards` (base, dataset, cache_dir, cache_gb, prefetch_shards), of `StoredImages`
+            (endpoint_url, region, anon and more) and of `ImageDataset` (transform, threads, max_bad_fraction and more).
 
     Raises:
         ValueError: an argument is out of its range, the file is not such an index, or the classes are not known.
@@ -240,27 +244,15 @@ class WidsImages(StoredImages):
         self,
         index: str,
         *,
-        base: str | None = None,
-        dataset: str | None = None,
         label: str | None = ".cls",
         classes: list[str] | int | None = None,
-        cache_dir: str | Path | None = None,
-        cache_gb: float = 50,
-        prefetch_shards: int = 4,
-        **images: Any,
+        **more: Any,
     ) -> None:
-        super().__init__(**images)
+        shards = {name: more.pop(name) for name in _OF_SHARDS & more.keys()}
+        super().__init__(**more)
         self.index = index
         self.label, self.labelled = label and f".{label.lower().lstrip('.')}", label is not None
-        self.shards = WidsShards(
-            index,
-            base=base,
-            dataset=dataset,
-            cache_dir=cache_dir,
-            cache_gb=cache_gb,
-            prefetch_shards=prefetch_shards,
-            access=self.access,
-        )
+        self.shards = WidsShards(index, access=self.access, **shards)
         self.shard_lengths = self.shards.shard_lengths
         self._starts = np.cumsum([0, *self.shard_lengths])
         found = self.shards.info.get("classes") if classes is None and isinstance(self.shards.info, dict) else classes

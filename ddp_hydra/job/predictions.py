@@ -23,8 +23,7 @@ from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.rank import return_values
 from ddp_hydra.record import File, Record, Rows
 from ddp_hydra.storage.files import part_of, prepared_path, remove_parts, replacing, write_atomic, writing
-from ddp_hydra.writers.files import Fetch, FileReceiver
-from ddp_hydra.writers.text_files import LogWriter
+from ddp_hydra.writers.files import Fetch, FileReceiver, LogWriter
 
 PLAN = "plan.json"
 _PART = re.compile(r"parts/part-(\d{8})\.rows", re.ASCII)

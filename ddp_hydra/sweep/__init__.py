@@ -9,8 +9,7 @@
     planned_job      a job: its config, its folder, what it needs of a cluster, how it runs, and its result
     other_apps       run the task of another Hydra app on the ranks of a gang
     stopping         stop jobs early, and let paused ones go on: hydra.launcher.stop
-    stop_rules       decide which are stopped, by what the jobs have reported
-    rungs            decide which go on: asha and hyperband
+    stop_rules       decide which are stopped, by what the jobs have reported, and which go on: asha and hyperband
     rows             the jobs of a sweep with their states and results, and their order
     summary_files    fill a row from the files and the config of its job; write sweep.json, sweep.csv, sweep.md
     tables           the content of the last two, and the table on the terminal

@@ -253,7 +253,6 @@ PRELOAD = (
     "ddp_hydra.dispatch.gang",
     "ddp_hydra.writers.files",
     "ddp_hydra.writers.hparams",
-    "ddp_hydra.writers.text_files",
     "ddp_hydra.writers.progress",
     "tornado.platform.asyncio",
 )

@@ -18,7 +18,6 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours
 from ddp_hydra.sweep.pruning import number_kept
 from ddp_hydra.sweep.rows import SweepObjective
-from ddp_hydra.sweep.rungs import Rungs
 from ddp_hydra.sweep.stop_rules import (
     Halving,
     Median,
@@ -26,6 +25,7 @@ from ddp_hydra.sweep.stop_rules import (
     Patient,
     ReportPolicy,
     Rule,
+    Rungs,
     StopPolicy,
     Threshold,
 )

@@ -1,9 +1,9 @@
 """Turns a job's records into files and a live display.
 
     handler            the protocol of a writer; gives each record of a job to every writer, and waits for a full disk
-    text_files         metrics.jsonl, logs/rank-<r>.log
     tensorboard        tensorboard/events…
-    files              files that ranks submit, complete or not at all; checkpoints/, its manifest and retention
+    files              metrics.jsonl, logs/rank-<r>.log; files that ranks submit, complete or not at all; checkpoints/,
+                       its manifest and retention
     checkpoint_mirror  a copy of checkpoints/ in a bucket
     progress           the live display
     status             status.json, while the job runs

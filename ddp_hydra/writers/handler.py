@@ -161,8 +161,7 @@ def default_writers(
         status: what status.json says from the beginning; it is kept up to date.
     """
     from ddp_hydra.storage.files import open_run_dir
-    from ddp_hydra.writers.files import CheckpointWriter, FileWriter
-    from ddp_hydra.writers.text_files import JsonLinesWriter, LogWriter
+    from ddp_hydra.writers.files import CheckpointWriter, FileWriter, JsonLinesWriter, LogWriter
 
     folder = open_run_dir(run_dir)
     writers: list[Writer] = [

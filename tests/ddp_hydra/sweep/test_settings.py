@@ -10,9 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import SweepObjective
-from ddp_hydra.sweep.rungs import Rungs
 from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
-from ddp_hydra.sweep.stop_rules import Halving, Median, OptunaRule, Patient, ReportPolicy, Threshold
+from ddp_hydra.sweep.stop_rules import Halving, Median, OptunaRule, Patient, ReportPolicy, Rungs, Threshold
 
 OURS = {"cluster": {"_target_": "distributed.LocalCluster"}, "dispatch": {}, "trainer": {}}
 STOPPABLE = {**OURS, "results": {"handler": "client"}}

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep.rungs import Rungs, bracket_pattern
 from ddp_hydra.sweep.stop_rules import (
     Halving,
     Median,
@@ -21,9 +20,11 @@ from ddp_hydra.sweep.stop_rules import (
     Patient,
     ReportPolicy,
     Rule,
+    Rungs,
     Threshold,
     Trial,
     Verdict,
+    bracket_pattern,
 )
 
 NAN = math.nan

@@ -15,9 +15,8 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
-from ddp_hydra.sweep.rungs import Rungs
 from ddp_hydra.sweep.scheduler import RunningJob
-from ddp_hydra.sweep.stop_rules import Median, ReportPolicy, Rule, Threshold
+from ddp_hydra.sweep.stop_rules import Median, ReportPolicy, Rule, Rungs, Threshold
 from ddp_hydra.sweep.stopping import WAITS, JobStopper, ReportFile
 from ddp_hydra.writers.run_dir import read_summary
 

@@ -7,7 +7,7 @@ import pytest
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Log, Metrics, Record, Start
-from ddp_hydra.writers.text_files import JsonLinesWriter, LogWriter
+from ddp_hydra.writers.files import JsonLinesWriter, LogWriter
 
 
 def read_lines(run_dir):
