@@ -162,9 +162,6 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
     Args:
         options: a dataclass with a field `run`.
         groups: groups and keys of the run's config that are taken, too.
-
-    Raises:
-        ConfigError: a word is not key=value, a value has the wrong type, or `run` is missing.
     """
     if {"-h", "--help"} & set(arguments):
         print(usage)  # noqa: T201

@@ -75,12 +75,7 @@ def layered(config_dir: str | None = None) -> Iterator[Path]:
 
 
 def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
-    """Return a config with Hydra's own part, composed in this process as Hydra does it for the command.
-
-    Raises:
-        ConfigError: this process composes one already, or a value has the wrong type.
-        HydraException: there is no such config, or a value has the wrong type.
-    """
+    """Return a config with Hydra's own part, composed in this process as Hydra does it for the command."""
     project.make_importable(project.layers())
     schema.register()
     if GlobalHydra.instance().is_initialized():

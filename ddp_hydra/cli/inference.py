@@ -172,9 +172,6 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
     Args:
         split: "val" or "train".
         words: groups and keys that are typed. Those of a group that is chosen anew belong to the new one.
-
-    Raises:
-        ConfigError: there is no such key, or a value is missing.
     """
     words = overrides.with_faults(list(words))
     faults = [word for word in words if overrides.key_of(word) == "faults"]

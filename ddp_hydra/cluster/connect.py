@@ -79,9 +79,6 @@ def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
 
     Yields:
         The `distributed.Client`.
-
-    Raises:
-        ClusterError: it cannot be started, or too few workers came in time.
     """
     with ExitStack() as stack:
         yield start(cfg, stack, logs=logs) if _existing is None else stack.enter_context(_existing.client())
@@ -114,9 +111,6 @@ def start(
         cfg: see `connect`.
         notify: receives the sentence that says how to use a kept cluster again.
         logs: see `connect`.
-
-    Raises:
-        ClusterError: it cannot be started, or too few workers came in time.
     """
     manager = _manager_class(cfg)(cfg, logs)
     manager.check()

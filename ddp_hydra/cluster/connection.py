@@ -140,9 +140,6 @@ def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
     """Wait for a scheduler that may still be starting, or be busy.
 
     Dask itself would wait for ever where a program listens that says nothing.
-
-    Raises:
-        ClusterError: nobody listens, or the listener is not a scheduler, or it refuses the connection.
     """
     deadline = time.monotonic() + timeout_s
     while reason := diagnose(address, security):

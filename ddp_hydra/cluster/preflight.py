@@ -115,11 +115,7 @@ def check_packages(found: Probes) -> None:
 
 
 def check_network(found: Probes, interface: str | None) -> None:
-    """Check that every host has `dispatch.interface`; warn of environment variables that override it.
-
-    Raises:
-        ClusterError: some hosts have no such interface.
-    """
+    """Check that every host has `dispatch.interface`; warn of environment variables that override it."""
     without = {address: there for address, there in found.items() if not there["interfaces"].get(interface)}
     if interface and without:
         texts = {

@@ -75,9 +75,6 @@ class Reservation:
 
         Returns:
             Worker address -> host.
-
-        Raises:
-            ClusterError: not enough workers became free in time.
         """
         begin, is_logged = time.monotonic(), False
         while "workers" not in (answer := self._first_answer(topic, begin + timeout_s)):
@@ -101,9 +98,6 @@ class Reservation:
         Args:
             silent: workers that went silent; they are reserved again only if they answer.
             least: this many are enough when the others have not come in time; None for as many as before.
-
-        Raises:
-            ClusterError: there are fewer than `least`.
         """
         assert self.wanted is not None, "reserve comes first"
         begin, is_logged, silent = time.monotonic(), False, set(silent)

@@ -70,9 +70,6 @@ def composed(
 
     Returns:
         The resolved config.
-
-    Raises:
-        ConfigError: a change does not fit, or a value cannot be resolved here.
     """
     cfg = changed(config, overrides, groups)
     if split == "train":

@@ -31,11 +31,7 @@ def class_axis(cfg: Any) -> int | None:
 
 
 def metric_and_direction(cfg: Any) -> tuple[str, str]:
-    """Return the objective's metric and direction, derived from the rest of the config where they are null.
-
-    Raises:
-        ConfigError: the job cannot have that metric, or it is not known whether more or less of it is better.
-    """
+    """Return the objective's metric and direction, derived from the rest of the config where they are null."""
     metric, direction = cfg.objective.metric, cfg.objective.get("direction")
     direction = getattr(direction, "name", direction)
     validates = "data" not in cfg or OmegaConf.select(cfg, "data.val") is not None

@@ -72,11 +72,7 @@ def starter() -> Path:
 
 
 def find() -> Path:
-    """Return the project's folder: `DDP_HYDRA_PROJECT`, or the current folder if it holds a project, or the starter.
-
-    Raises:
-        ConfigError: `DDP_HYDRA_PROJECT` names a folder without a project.
-    """
+    """Return the project's folder: `DDP_HYDRA_PROJECT`, or the current folder if it holds a project, or the starter."""
     named = os.environ.get(VARIABLE)
     folder = typed_in() / (named or "")
     if is_project(folder):

@@ -220,9 +220,6 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     """Return the config as dicts and values that can travel to ranks: interpolations resolved, enums by name.
 
     The objective's metric and direction are filled in.
-
-    Raises:
-        ConfigError: a key has no value that must have one.
     """
     cfg = _without_validation_keys(cfg)
     try:

@@ -120,11 +120,7 @@ OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb", 
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse keys that no schema has: Hydra accepts them after `+`.
-
-    Raises:
-        ConfigError: with the key that may be meant, and the known keys.
-    """
+    """Refuse keys that no schema has: Hydra accepts them after `+`."""
     raw = OmegaConf.to_container(cfg)
     assert isinstance(raw, dict)
     read = set(_interpolated(raw))
@@ -198,9 +194,6 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     Args:
         hydra_cfg: Hydra's own part of the config, which has the typed words.
         loader: Hydra's, which reads the files of the search path; None if it is not known.
-
-    Raises:
-        ConfigError: with the value in the group's file.
     """
     typed, repository = hydra_cfg.overrides.task, getattr(loader, "repository", None)
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:

@@ -21,11 +21,7 @@ RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse values that no job can have.
-
-    Raises:
-        ConfigError: with the key, the value given and what is allowed.
-    """
+    """Refuse values that no job can have."""
     check_numbers(cfg)
     trainer = cfg.trainer
     if trainer.log_every_steps == 0 and trainer.log_every_s is None:

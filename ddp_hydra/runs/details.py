@@ -167,9 +167,6 @@ def kept_code(files: RunFiles, sha256: str) -> str:
 
     Returns:
         "" if there is none, or it is not the code that the run was made with.
-
-    Raises:
-        ConfigError: it can't be unpacked.
     """
     try:
         kept = project.packed(files.read(project.ARCHIVE))

@@ -34,11 +34,7 @@ def by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Return the bytes of each kind for each run below some folders and URLs, by run.
-
-    Raises:
-        ConfigError: there is no such folder, or a store does not answer.
-    """
+    """Return the bytes of each kind for each run below some folders and URLs, by run."""
     found: dict[str, dict[str, int]] = {}
     for root in roots:
         ref = RunRef.named(root)
@@ -83,9 +79,6 @@ def remove(run: str) -> int:
     """Remove a run, or the folder of a sweep with its runs, and return the bytes that are freed.
 
     No link is followed: a link inside is removed itself. Nobody can write a run while it is removed.
-
-    Raises:
-        ConfigError: as `count`, or a run is running, or a file cannot be removed.
     """
     ref = RunRef.own(run)
     if ref.is_stored:

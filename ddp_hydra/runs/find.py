@@ -207,11 +207,7 @@ def stored_rows(url: str) -> list[RunRow]:
 
 
 def stored_runs(url: str) -> list[StoredRunFiles]:
-    """Return all runs below a URL, from one listing.
-
-    Raises:
-        ConfigError: the store does not answer, or may not be read.
-    """
+    """Return all runs below a URL, from one listing."""
     root = urls.open_folder(url)
     try:
         with reachable():

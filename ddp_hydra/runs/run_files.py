@@ -150,11 +150,7 @@ RunFiles = LocalRunFiles | StoredRunFiles
 
 @contextmanager
 def reachable() -> Iterator[None]:
-    """Turn the error of a store that does not answer into a sentence.
-
-    Raises:
-        ConfigError: the store does not answer.
-    """
+    """Turn the error of a store that does not answer into a sentence."""
     try:
         yield
     except FileNotFoundError:

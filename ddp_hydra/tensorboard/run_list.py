@@ -87,9 +87,6 @@ class RunList:
             instance: as the page got it before; all rows are returned if it is another one, "" for example.
             filter_text: words as `ddp-hydra runs ls` takes them, and "sweep=<name>"; others are looked for in names,
                 overrides, tags and messages.
-
-        Raises:
-            ConfigError: the filter is not allowed, or a store does not answer.
         """
         with self._lock:
             self._look()

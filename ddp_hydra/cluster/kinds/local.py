@@ -219,11 +219,7 @@ class Remote(Manager):
         return contextlib.nullcontext()
 
     def client(self, cluster: Any) -> Any:
-        """Connect.
-
-        Raises:
-            ClusterError: there is no such scheduler, or it refuses the connection.
-        """
+        """Connect."""
         load()
         address = self.arguments.get("address") or read_address(Path(self.arguments["scheduler_file"]))
         security = make_security(self.arguments.get("security"))

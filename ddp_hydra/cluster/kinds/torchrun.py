@@ -75,11 +75,7 @@ class Torchrun(Local):
         return self.hosts
 
     def secure(self) -> None:
-        """Choose TLS for what goes between hosts.
-
-        Raises:
-            ClusterError: there is no key, and the network is not trusted.
-        """
+        """Choose TLS for what goes between hosts."""
         load()
         given = self.arguments.get("security")
         if isinstance(given, bool):
@@ -149,11 +145,7 @@ def work_on_host(place: ProcessPlace, compose: Callable[[], DictConfig]) -> int:
 
 
 async def work(scheduler: str, arguments: Any) -> bool:
-    """Be a worker until the scheduler closes it; return whether a signal has ended it.
-
-    Raises:
-        ClusterError: the store names a scheduler of the wrong kind, or one that does not take this host's certificate.
-    """
+    """Be a worker until the scheduler closes it; return whether a signal has ended it."""
     if not scheduler.startswith(arguments["protocol"]):
         raise ClusterError(f"torchrun's store names the scheduler {scheduler}, not one of {arguments['protocol']}")
     from distributed import Worker
