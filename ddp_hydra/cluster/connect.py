@@ -18,7 +18,7 @@ import dask
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster.connection import QUIET, BySource, Scheduler, load, without_broadcast_errors
-from ddp_hydra.cluster.kinds.base import Inline, Manager
+from ddp_hydra.cluster.kinds import Inline, Manager
 from ddp_hydra.cluster.kinds.local import Local, LocalCuda, Remote, Ssh
 from ddp_hydra.cluster.kinds.services import Gateway, Kubernetes, Ray, Saturn, Slurm
 from ddp_hydra.cluster.kinds.torchrun import Torchrun

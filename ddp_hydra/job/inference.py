@@ -113,4 +113,4 @@ def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:
     target = str(cfg.cluster.get("_target_")).rpartition(".")[2]
     if named or target not in ("LocalCluster", "Torchrun"):
         return cfg
-    return checkpoint_config.changed(cfg, groups={"cluster": {"_target_": "ddp_hydra.cluster.kinds.base.Inline"}})
+    return checkpoint_config.changed(cfg, groups={"cluster": {"_target_": "ddp_hydra.cluster.kinds.Inline"}})

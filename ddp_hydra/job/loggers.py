@@ -33,7 +33,7 @@ from ddp_hydra.job.run_dir import is_resumed
 from ddp_hydra.record import Record
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
-from ddp_hydra.writers.loggers.base import FAILED, FINISHED, KILLED, Answer, Order, RunInfo
+from ddp_hydra.writers.loggers import FAILED, FINISHED, KILLED, Answer, Order, RunInfo
 
 RUNS = "loggers.json"
 """The file of a run directory with the runs at the services: {"mlflow": {"id": …, "url": …}}."""

@@ -25,7 +25,7 @@ from ddp_hydra.cluster.connection import (
     load,
     without_messages,
 )
-from ddp_hydra.cluster.kinds.base import Manager
+from ddp_hydra.cluster.kinds import Manager
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank import environment

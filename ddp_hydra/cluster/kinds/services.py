@@ -16,7 +16,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster.connection import Scheduler, user_name
-from ddp_hydra.cluster.kinds.base import Manager, signals_kept
+from ddp_hydra.cluster.kinds import Manager, signals_kept
 from ddp_hydra.errors import ClusterError
 
 SQUEUE_S = 4.0

@@ -20,7 +20,7 @@ from typing import Any, TextIO
 from ddp_hydra.config import project, redact, targets
 from ddp_hydra.console.text import message_of, printable, shorten, traceback_of
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import KILLED, Answer, Logger, Order, Refusal, ServiceRun
+from ddp_hydra.writers.loggers import KILLED, Answer, Logger, Order, Refusal, ServiceRun
 
 FLUSH_S = 1.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import FAILED, FINISHED, PROJECT, Logger, Refusal, RunInfo, ServiceRun, picture
+from ddp_hydra.writers.loggers import FAILED, FINISHED, PROJECT, Logger, Refusal, RunInfo, ServiceRun, picture
 
 MAX_METRICS, MAX_PARAMS, MAX_KEY = 1000, 100, 250
 """MLflow's limits for one request, and for a name."""

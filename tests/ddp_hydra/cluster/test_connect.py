@@ -22,8 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import without_broadcast_errors
-from ddp_hydra.cluster.kinds import services
-from ddp_hydra.cluster.kinds.base import Manager
+from ddp_hydra.cluster.kinds import Manager, services
 from ddp_hydra.cluster.kinds.local import LocalCuda
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.schema import register

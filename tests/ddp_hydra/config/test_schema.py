@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra.cluster.kinds.base import signals_kept
+from ddp_hydra.cluster.kinds import signals_kept
 from ddp_hydra.config import loggers, schema, unknown_keys, validate
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
@@ -136,7 +136,7 @@ def test_without_validation_its_files_need_not_be_given(options):
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug)
     validate.check(cfg)
-    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.kinds.base.Inline"
+    assert cfg.cluster["_target_"] == "ddp_hydra.cluster.kinds.Inline"
 
 
 @pytest.mark.medium

@@ -20,7 +20,7 @@ import pytest
 from ddp_hydra.config.project import starter
 from ddp_hydra.job.loggers import LoggerProcess, RecordBuffer
 from ddp_hydra.record import Beat, Checkpoint, File, Image, Log, Metrics, Record, Text
-from ddp_hydra.writers.loggers.base import Order, RunInfo
+from ddp_hydra.writers.loggers import Order, RunInfo
 from ddp_hydra.writers.loggers.process import RedactedOutput
 
 ROOT = Path(__file__).parents[3]
@@ -28,7 +28,7 @@ LONG_S = 45.0
 MINE = '''
 import json, os, subprocess, sys, time
 from pathlib import Path
-from ddp_hydra.writers.loggers.base import Logger, Refusal, ServiceRun
+from ddp_hydra.writers.loggers import Logger, Refusal, ServiceRun
 
 
 class Mine:
@@ -344,7 +344,7 @@ def test_the_logger_of_a_killed_job_ends_by_itself(folder, does):
 import sys, time
 from pathlib import Path
 from ddp_hydra.job.loggers import LoggerProcess
-from ddp_hydra.writers.loggers.base import Order, RunInfo
+from ddp_hydra.writers.loggers import Order, RunInfo
 folder = {str(folder)!r}
 node = {{"_target_": "models.my_writer.Service", "folder": folder, "does": {does!r}}}
 order = Order(node, RunInfo("a", Path(folder)), (Path(folder), Path({str(starter())!r})), 0.5)

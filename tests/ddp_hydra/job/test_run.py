@@ -599,7 +599,7 @@ def test_a_fault_of_a_rank_that_no_attempt_has_is_refused(tmp_path):
         made.run_here()
     assert make(tmp_path, faults=["kill,rank=4", "interrupt,rank=9"], dispatch__ranks=5).call(0, 4)
     assert made.call(1, 2)
-    inline = config(cluster___target_="ddp_hydra.cluster.kinds.base.Inline")
+    inline = config(cluster___target_="ddp_hydra.cluster.kinds.Inline")
     with pytest.raises(ConfigError, match="rank 0 only"):
         InferenceJob(inline, tmp_path / "a.pt", [], {}, faults=("kill,rank=4",)).run("no:function")
 

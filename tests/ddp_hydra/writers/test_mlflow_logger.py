@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ddp_hydra.record import Metrics, Record
-from ddp_hydra.writers.loggers.base import Refusal, RunInfo
+from ddp_hydra.writers.loggers import Refusal, RunInfo
 from ddp_hydra.writers.loggers.services import MlflowLogger, allowed_name
 
 pytestmark = pytest.mark.medium

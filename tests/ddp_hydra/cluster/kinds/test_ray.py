@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.cluster.kinds import base
+from ddp_hydra.cluster import kinds
 from ddp_hydra.cluster.kinds.services import Ray
 from ddp_hydra.errors import ClusterError
 
@@ -23,7 +23,7 @@ def test_a_ray_that_ends_with_the_command_keeps_nothing():
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch):
-    monkeypatch.setattr(base, "is_installed", lambda package: package != "ray")
+    monkeypatch.setattr(kinds, "is_installed", lambda package: package != "ray")
     with pytest.raises(ClusterError, match=r"pip install 'ddp-hydra\[ray\]'"):
         manager().check()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.record import Record
-from ddp_hydra.writers.loggers.base import Logger, RunInfo, ServiceRun
+from ddp_hydra.writers.loggers import Logger, RunInfo, ServiceRun
 
 
 class Tracker(Logger):
