@@ -138,17 +138,15 @@ class Loader:
             self._quickest_s = min(self._quickest_s, self._made_in_s)
             if self.dataset.asked or self.probes >= PROBES:
                 self.uses_workers = self.dataset.asked or self._quickest_s >= QUICK_S
-            if self.uses_workers and (self.dataset.asked or self.probes >= PROBES):
-                self.workers = self.dataset.start(n_bytes(batch), self.memory_mb, self.device.type == "cuda")
+                if self.uses_workers:
+                    self.workers = self.dataset.start(n_bytes(batch), self.memory_mb, self.device.type == "cuda")
         if self.workers is not None:
             loaded = self.workers.load(rest, pending)
             try:
-                while True:
-                    batch = self.wait(partial(next, loaded, loaded))
-                    if batch is loaded:
-                        return
+                while (batch := self.wait(partial(next, loaded, loaded))) is not loaded:
                     self.progress()
                     yield batch
+                return
             except UnpicklableInWorker as refused:
                 self.uses_workers, self.workers = False, None
                 self.warn(

@@ -228,9 +228,6 @@ class Remote(Manager):
         await_scheduler(address, security, CONNECT_S)
         return Scheduler(address, security, timeout_s=CONNECT_S).client()
 
-    def scale(self, cluster: Any, workers: int) -> None:
-        """Leave the number of workers as it is."""
-
 
 def make_security(given: Mapping[str, Any] | None) -> Any:
     """Make a `distributed.Security` from a config; the rest comes from Dask's own config."""
