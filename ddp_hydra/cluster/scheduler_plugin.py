@@ -168,9 +168,13 @@ def _dismiss_suspended(gang: str, scheduler: Any, now: float) -> bool:
     }
     dismissed = [holder for holder, since in watched.items() if now - since > CONFIRM_S]
     for holder in dismissed:
-        scheduler.remove_client(holder)  # releases the tasks of its ranks; the plugin releases its workers
-        scheduler.client_comms[holder].abort()
+        _dismiss(holder, scheduler)
     return bool(dismissed)
+
+
+def _dismiss(client: str, scheduler: Any) -> None:
+    scheduler.remove_client(client)  # releases the tasks of its ranks; the plugin releases its workers
+    scheduler.client_comms[client].abort()
 
 
 def _note_turn(winner: Mapping[str, Any], queue: Mapping[str, Any]) -> None:
@@ -344,6 +348,20 @@ def set_up(client: str | None, timeout_s: float, dask_scheduler: Any = None) -> 
 
 def count_other_jobs(client: str, dask_scheduler: Any = None) -> int:
     return sum(holder != client for holder in holders(dask_scheduler))
+
+
+def is_connected(client: str, silence_s: float = math.inf, dask_scheduler: Any = None) -> bool:
+    """Return whether a client is connected; disconnect one without a heartbeat for so long. Runs on the scheduler."""
+    found = dask_scheduler.clients.get(client)
+    if found is not None and scheduler_time() - found.last_seen > silence_s:
+        _dismiss(client, dask_scheduler)
+    return client in dask_scheduler.clients
+
+
+def delete_topics(topics: list[str], dask_scheduler: Any = None) -> None:
+    """Delete the messages of topics after a delay, so that a client can still read the last. Runs on the scheduler."""
+    for topic in topics:
+        dask_scheduler.loop.call_later(LATE_S, dask_scheduler._broker._topics.pop, topic, None)
 
 
 def holders(scheduler: Any) -> list[str]:

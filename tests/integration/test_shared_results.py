@@ -350,7 +350,7 @@ def test_a_failing_run_says_why_in_the_store(cli, remote, root, access):
 
 @pytest.mark.slow
 def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote, root, access):
-    """A driver hangs on the scheduler, not on the worker that started it; and the scheduler has another one started."""
+    """A driver outlives the worker that started it; and another one is started by a task, which has outlived its worker."""
     job = (*SLOW, f"results.root={root}", "hydra.run.dir=hurt", "dispatch.lost_timeout_s=5", "detach=true")
     cli.done(*job, *remote)
     results = Results(f"{root}/hurt", access)
@@ -358,6 +358,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
     (driver,) = drivers()
     psutil.Process(driver.ppid()).kill()
     wait_for(lambda: results.status().get("attempt") == 1 and results.step() > 6, "a second attempt")
+    assert drivers() == [driver]
 
     driver.kill()
     killed_at = results.step()
@@ -378,8 +379,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
 
     def kept(dask_scheduler):
         topics = [name for name in dask_scheduler._broker._topics if name.startswith(("driver-", "job-"))]
-        specs = dask_scheduler.plugins["ddp_hydra-supervisor"].specs
-        return [*topics, *specs, *dask_scheduler._ddp_hydra_reservations, *dask_scheduler.tasks]
+        return [*topics, *dask_scheduler._ddp_hydra_reservations, *dask_scheduler.tasks]
 
     with dask.client() as client:
         dask.heal(client)
@@ -495,7 +495,7 @@ def test_each_job_of_a_sweep_has_its_own_folder(cli, remote, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lost_scheduler_ends_a_run_that_is_alone(cli, tmp_path, warm_server):
+def test_a_run_goes_on_once_its_scheduler_is_back_and_ends_without_one(cli, tmp_path, warm_server):
     folder = tmp_path / "dask"
     folder.mkdir()
     dask = Dask(folder, programs=1)
@@ -507,14 +507,45 @@ def test_a_lost_scheduler_ends_a_run_that_is_alone(cli, tmp_path, warm_server):
             "results.handler=cluster",
             f"results.root={tmp_path}/runs",
         )
-        cli.done(*SLOW, *where, "dispatch.ranks=1", "detach=true", "hydra.run.dir=a")
+        cli.done(*SLOW, *where, "dispatch.ranks=1", "detach=true", "dispatch.restart_wait_s=120", "hydra.run.dir=a")
         run = Results(f"{tmp_path}/runs/a", {})
         wait_for(lambda: run.step() >= 6, "some steps")
+        first = run.status()
         dask.scheduler.kill()
-        shown = attach(cli, {}, f"run={run.url}")
+        wait_for(lambda: run.status()["state"] == "lost", "the driver notices it")
+
+        wait_for(lambda: not dask.programs[0].is_running(), "the end of the workers")
+        dask.scheduler = dask.start("scheduler", "--host", "127.0.0.1", "--port", address.rpartition(":")[2])
+        dask.programs = [dask.add()]
+        wait_for(lambda: run.status()["pid"] != first["pid"] and run.step() > first["step"], "it goes on")
+        wait_for(lambda: [driver.pid for driver in drivers()] == [run.status()["pid"]], "one driver")
+        (lost,) = run.status()["attempts"]
+        assert lost["failure"]["message"].endswith("lost the scheduler")
+
+        dask.scheduler.kill()
+        wait_for(lambda: run.status()["state"] == "lost", "the driver notices it")
+        shown = attach(cli, {}, f"run={run.url}", "stop=true")
         assert shown.returncode == 1
         assert "the scheduler tcp://" in shown.stderr
-        assert run.status()["state"] == "lost"  # another driver may go on with it: it is not over
+        assert run.json("summary.json")["status"] == "failed"
         wait_for(lambda: not drivers(), "no driver left running")
     finally:
         dask.close()
+
+
+@pytest.mark.slow
+def test_a_driver_that_is_suspended_is_replaced_and_writes_no_more(cli, remote, root, access):
+    job = (*SLOW, f"results.root={root}", "hydra.run.dir=asleep", "dispatch.lost_timeout_s=5", "detach=true")
+    cli.done(*job, *remote)
+    results = Results(f"{root}/asleep", access)
+    wait_for(lambda: results.step() >= 6, "some steps")
+    (asleep,) = drivers()
+    asleep.suspend()
+    try:
+        step = results.step()
+        wait_for(lambda: results.status()["pid"] != asleep.pid and results.step() > step, "another driver")
+    finally:
+        asleep.resume()
+    wait_for(lambda: not alive(asleep.pid), "the end of the one before")
+    assert results.status()["pid"] != asleep.pid
+    assert attach(cli, access, f"run={root}/asleep", "stop=true").returncode == 130

@@ -27,8 +27,8 @@ from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, RecordError
 from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
-from ddp_hydra.job.remote.start_driver import DriverSpec
-from ddp_hydra.job.remote.status import conclude, liveness_watched, stop_topic
+from ddp_hydra.job.remote.start_driver import DriverSpec, liveness_watched, stop_topic
+from ddp_hydra.job.remote.status import conclude
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Record

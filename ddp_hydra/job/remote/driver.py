@@ -16,6 +16,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -23,21 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from distributed.scheduler import KilledWorker
 from msgspec import to_builtins
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.cluster.connection import Scheduler, load
-from ddp_hydra.errors import DdpHydraError, SchedulerLost
+from ddp_hydra.cluster.connection import Scheduler, diagnose, load
+from ddp_hydra.errors import ClusterError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.start_driver import DriverSpec, supervise
-from ddp_hydra.job.remote.status import LOST, DriverStatus, EventChannel, liveness_watched, stop_topic
-from ddp_hydra.job.remote.uploader import Uploader, acquire_run, has_ended, resume_run
+from ddp_hydra.job.remote.start_driver import DriverSpec, EventChannel, liveness_watched, stop_topic, submit_guard
+from ddp_hydra.job.remote.status import HEARTBEAT_S, LOST, STOP, DriverStatus
+from ddp_hydra.job.remote.uploader import AlreadyEnded, Uploader, acquire_run, resume_run
 from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.storage import urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.writers.handler import Writer
 from ddp_hydra.writers.run_dir import read_summary
+from ddp_hydra.writers.status import NAME, encode
 
 log = logging.getLogger(__name__)
 SCRATCH = "ddp_hydra-run-"
@@ -49,25 +52,22 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     load()
-    spec, *place = pickle.load(sys.stdin.buffer)  # noqa: S301, from the worker that has started this process
+    # from the worker that has started this process
+    spec, address, security, scratch_root = pickle.load(sys.stdin.buffer)  # noqa: S301
     setproctitle(f"ddp_hydra driver {spec.url}")
+    scheduler = Scheduler(address, _client_security(security), spec.sweep)
     try:
-        with open_runner(spec, *place) as runner:
+        with open_runner(spec, scheduler, scratch_root) as runner:
             if spec.max_restarts:
-                runner.client.run_on_scheduler(supervise, runner.client.id, runner.spec)
-            answer(client=runner.client.id, pid=os.getpid())
+                runner.guard(runner.client)
+            answer(client=runner.client.id)
             runner.run()
-            if spec.max_restarts and runner.state != LOST:
-                with contextlib.suppress(Exception):  # a scheduler that is gone restarts nothing
-                    runner.client.run_on_scheduler(supervise, runner.client.id, None)
+            if runner.state == LOST:
+                runner.await_scheduler(scheduler)
     except AlreadyEnded:
-        answer(client="", pid=os.getpid())
+        answer(client="")
     except (DdpHydraError, OSError) as error:
         answer(error=str(error))
-
-
-class AlreadyEnded(Exception):
-    """The run that this driver was to resume has ended."""
 
 
 def answer(**values: Any) -> None:
@@ -75,23 +75,19 @@ def answer(**values: Any) -> None:
 
 
 @contextlib.contextmanager
-def open_runner(spec: DriverSpec, address: str, security: Any, scratch_root: str) -> Iterator[RemoteJobRunner]:
+def open_runner(spec: DriverSpec, scheduler: Scheduler, scratch_root: str) -> Iterator[RemoteJobRunner]:
     """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block.
 
     Args:
-        address: of the scheduler, as workers reach it.
-        security: of the worker's own connections.
+        scheduler: as workers reach it.
         scratch_root: the folder for temporary files.
     """
-    scheduler = Scheduler(address, _client_security(security), spec.sweep)
     objective = msgspec.convert(spec.config["objective"], Objective)
     more = {"objective": objective, "tags": [str(tag) for tag in spec.config["tags"]]}
-    status = DriverStatus(address, spec.project.sha256, spec.max_restarts, **more)
+    status = DriverStatus(scheduler.address, spec.project.sha256, spec.max_restarts, **more)
     store = FencedStore(urls.open_folder(spec.url))
     if not spec.is_restart:
         acquire_run(store, status, spec.hydra_files, spec.goes_on)
-    elif has_ended(store, spec.config["dispatch"]["lost_timeout_s"]):
-        raise AlreadyEnded
     with scratch_folder(SCRATCH, scratch_root) as scratch, scheduler.client() as client:
         connect.use_existing(scheduler)
         runner = RemoteJobRunner(spec, scratch, store, status, client)
@@ -122,6 +118,34 @@ class RemoteJobRunner:
     def take_over(self) -> None:
         if resume_run(self.store, self.status, self.run_dir):
             self.spec = replace(self.spec, resume=self.spec.url)
+
+    def guard(self, client: Any) -> None:
+        """Have another driver started when this one is lost."""
+        self.guarding = submit_guard(client, self.spec)
+        self.guarding.add_done_callback(self.guard_again)
+
+    def guard_again(self, future: Any) -> None:
+        """Replace a guard that Dask gave up, after some workers were lost, or has forgotten. Called by Dask."""
+        if self.state != "running" or self.client.status != "running":
+            return
+        if future.cancelled() or isinstance(error := future.exception(), KilledWorker):
+            self.guard(self.client)
+        elif error is not None:
+            log.warning("no other driver will follow if this one is lost: %s", error)
+
+    def await_scheduler(self, scheduler: Scheduler) -> None:
+        """Wait for a scheduler that is gone, and have another driver started by a worker of the next one."""
+        until = time.monotonic() + self.spec.config["dispatch"]["restart_wait_s"]
+        while time.monotonic() < until and not self.uploader.give_up.wait(HEARTBEAT_S):
+            with contextlib.suppress(OSError, ClusterError):
+                self.store.put(NAME, encode(self.status.content()))  # raises TakenOver if another driver goes on
+                if self.store.size_or_none(STOP) is not None:
+                    self.uploader.finish_run(0, "failed", self.status.now.message)
+                    return
+                if not diagnose(scheduler.address, scheduler.security):
+                    with scheduler.client() as client:
+                        submit_guard(client, self.spec)
+                    return
 
     def run(self) -> None:
         self.redirect_output()

@@ -1,4 +1,4 @@
-"""Describes a job to a driver; starts its process on a worker, and another one when a detached run's driver is lost."""
+"""Starts the driver of a remote run on a worker, and another when it is lost; carries what it and its command say."""
 
 from __future__ import annotations
 
@@ -8,24 +8,41 @@ import json
 import logging
 import os
 import pickle
-import random
+import secrets
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distributed.diagnostics.plugin import SchedulerPlugin
+from distributed import fire_and_forget, get_worker, secede
 from distributed.protocol.pickle import dumps
 
 import ddp_hydra
+from ddp_hydra.cluster import scheduler_plugin
+from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.config.project import Project
+from ddp_hydra.errors import RunFailed
 from ddp_hydra.job.loggers import LoggedJob
+from ddp_hydra.job.remote.uploader import is_lost
 from ddp_hydra.rank.environment import without_dasks_limits
+from ddp_hydra.record import Metrics, Record, Start
+from ddp_hydra.storage import results_root
 
 STDERR_BYTES = 2000
 """How much of stderr an error message contains."""
+TRIES = 10
+PAUSE_S = 5.0
+"""How often a driver is tried to be started, and the seconds between."""
+ANSWER_S = 5.0
+"""Seconds that a scheduler may take to answer."""
+POLL_S = 0.5
+GONE_S = 3.0
+"""A client that is not connected to the scheduler for so long is gone."""
 
 
 @dataclass(frozen=True)
@@ -68,18 +85,18 @@ class DriverSpec:
 
 
 async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
-    """Start a driver, and wait until it answers. Runs on a worker, called by the client or the supervisor.
+    """Start a driver, and wait until it answers. Runs on a worker, called by the client.
 
-    The driver outlives this worker, which Dask may restart at any time, but not the scheduler.
+    It is no task: all slots may be taken by ranks. The driver outlives this worker, which Dask may restart at any time.
 
     Returns:
-        `error`, a message; or `client`, the id of its client at the scheduler, and its `pid`.
+        `error`, a message; or `client`, the id of its client at the scheduler.
     """
-    place = dask_worker.scheduler.address, dask_worker.security, str(Path(dask_worker.local_directory).parent)
-    return await asyncio.to_thread(_start, pickle.dumps((spec, *place)))
+    return await asyncio.to_thread(_start, spec, dask_worker)
 
 
-def _start(pickled: bytes) -> dict[str, Any]:
+def _start(spec: DriverSpec, worker: Any) -> dict[str, Any]:
+    place = worker.scheduler.address, worker.security, str(Path(worker.local_directory).parent)
     environment = without_dasks_limits(os.environ)
     path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     process = subprocess.Popen(
@@ -97,7 +114,7 @@ def _start(pickled: bytes) -> dict[str, Any]:
     threading.Thread(target=process.wait, daemon=True, name=f"driver {process.pid}").start()
     with process.stdout, process.stderr:
         with contextlib.suppress(BrokenPipeError), process.stdin:
-            process.stdin.write(pickled)
+            pickle.dump((spec, *place), process.stdin)
         answer = process.stdout.readline()
         errors = b"" if answer else process.stderr.read()[-STDERR_BYTES:]
     try:
@@ -106,55 +123,115 @@ def _start(pickled: bytes) -> dict[str, Any]:
         return {"error": f"the driver could not be started: {errors.decode(errors='replace').strip()}"}
 
 
-NAME = "ddp_hydra-supervisor"
-TRIES = 10
-PAUSE_S = 5.0
-
-log = logging.getLogger("distributed.ddp_hydra")
-
-
-class DriverSupervisor(SchedulerPlugin):
-    """Starts another driver when a supervised one disconnects.
+@dataclass(frozen=True)
+class PickledGuard:
+    """Guards a driver when it is unpickled; see `rank.task.PickledTask`.
 
     Args:
-        scheduler: of the cluster.
+        spec: of the driver that follows if this one is lost.
+        driver: the id of this driver's client at the scheduler.
     """
 
-    def __init__(self, scheduler: Any) -> None:
-        self.scheduler = scheduler
-        self.specs: dict[str, DriverSpec] = {}
+    spec: DriverSpec
+    driver: str
 
-    def remove_client(self, scheduler: Any, client: str) -> None:
-        """Restart the driver whose client has disconnected. Called by Dask."""
-        spec = self.specs.pop(client, None)
-        if spec is not None and spec.max_restarts > 0:
-            remaining = replace(spec, max_restarts=spec.max_restarts - 1, is_restart=True)
-            scheduler.loop.add_callback(self.restart_driver, remaining)
-
-    async def restart_driver(self, spec: DriverSpec) -> None:
-        for _ in range(TRIES):
-            workers = [address for address, worker in self.scheduler.workers.items() if worker.status.name == "running"]
-            if workers:
-                call = {
-                    "op": "run",
-                    "function": dumps(start),
-                    "args": dumps((spec,)),
-                    "kwargs": dumps({}),
-                }
-                chosen = [random.choice(workers)]  # noqa: S311
-                answers = await self.scheduler.broadcast(msg={**call, "wait": True}, workers=chosen, on_error="ignore")
-                if any(answer["status"] == "OK" and "error" not in answer["result"] for answer in answers.values()):
-                    return
-            await asyncio.sleep(PAUSE_S)
-        log.warning("the driver of %s is lost, and no worker could start another", spec.url)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return guard, (self.spec, self.driver)
 
 
-def supervise(client: str, spec: DriverSpec | None, dask_scheduler: Any = None) -> None:
-    """Restart a driver if its client disconnects; with None, no more: it has done its job. Runs on the scheduler."""
-    if NAME not in dask_scheduler.plugins:
-        dask_scheduler.add_plugin(DriverSupervisor(dask_scheduler), name=NAME)
-    specs = dask_scheduler.plugins[NAME].specs
-    if spec is None:
-        specs.pop(client, None)
-    else:
-        specs[client] = spec
+def submit_guard(client: Any, spec: DriverSpec) -> Any:
+    """Have a worker start another driver if this one, whose client is given, is lost. The task outlives the client."""
+    following = PickledGuard(replace(spec, max_restarts=spec.max_restarts - 1, is_restart=True), client.id)
+    key = f"{spec.name}-guard-{secrets.token_hex(4)}"
+    future = client.submit(pickle.loads, pickle.dumps(following), key=key, pure=False, retries=TRIES)
+    fire_and_forget(future)
+    return future
+
+
+def guard(spec: DriverSpec, driver: str) -> None:
+    """Start a driver once the one before is lost. A task: Dask runs it on another worker when its own is lost."""
+    secede()  # the slot is for ranks
+    worker = get_worker()
+    try:
+        silence_s = spec.config["dispatch"]["lost_timeout_s"]
+        if is_lost(results_root.open_folder(spec.url), partial(_is_connected, worker, driver, silence_s)):
+            answer = _start(spec, worker)
+            if "error" in answer:
+                raise RunFailed(f"the driver of {spec.url} is lost, and another can't be started: {answer['error']}")
+    except Exception:
+        time.sleep(PAUSE_S)  # before Dask tries again
+        raise
+
+
+def _is_connected(worker: Any, client: str, silence_s: float) -> bool:
+    """Ask a worker's scheduler whether it hears of a client; True where it doesn't answer."""
+    function, args = dumps(BySource(scheduler_plugin.is_connected)), dumps((client, silence_s))
+    call = worker.scheduler.run_function(function=function, args=args, kwargs=dumps({}))
+    try:
+        answer = asyncio.run_coroutine_threadsafe(call, worker.loop.asyncio_loop).result(ANSWER_S)
+    except (OSError, TimeoutError):
+        return True
+    return bool(answer.get("result", True))
+
+
+def stop_topic(driver: str) -> str:
+    return f"{driver}-stop"
+
+
+class EventChannel(logging.Handler):
+    """Sends the driver's records and log lines to the command. It is a writer and a logging handler.
+
+    Args:
+        client: the driver's client.
+        driver: the driver's name.
+    """
+
+    def __init__(self, client: Any, driver: str) -> None:
+        super().__init__(logging.INFO)
+        self._client, self._topic = client, driver
+
+    def send(self, **message: Any) -> None:
+        if self._client.status == "running":
+            self._client.log_event(self._topic, message)
+
+    def write(self, record: Record) -> None:
+        if record.rank == 0 and isinstance(record.data, Start | Metrics):
+            self.send(record=record.encode())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self.send(line=record.getMessage(), level=record.levelno)
+        except Exception:
+            self.handleError(record)  # as every handler does: a message that can't be made stops nobody
+
+    def delete_topics(self) -> None:
+        """Have the scheduler delete the driver's topics soon."""
+        if self._client.status == "running":
+            topics = [self._topic, stop_topic(self._topic)]
+            self._client.run_on_scheduler(BySource(scheduler_plugin.delete_topics), topics)
+
+
+@contextlib.contextmanager
+def liveness_watched(client: Any, other: str, on_gone: Callable[[], None]) -> Iterator[None]:
+    """Watch whether another client is connected to the scheduler; `on_gone` is called in a thread, once it isn't."""
+    end = threading.Event()
+
+    def watch() -> None:
+        seen = time.monotonic()
+        while not end.wait(POLL_S):
+            try:
+                if client.run_on_scheduler(BySource(scheduler_plugin.is_connected), other):
+                    seen = time.monotonic()
+            except Exception:  # the scheduler does not answer; the job itself notices its loss
+                seen = time.monotonic()
+            if time.monotonic() - seen > GONE_S:
+                on_gone()
+                return
+
+    thread = threading.Thread(target=watch, name="liveness watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()

@@ -1,19 +1,16 @@
-"""Tells commands where a remote run is: by status.json in the store, and by messages to a command that waits for it."""
+"""Tells commands where a remote run is, by status.json in the store."""
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from msgspec.structs import replace
 
 import ddp_hydra
 from ddp_hydra.errors import Interrupted, RunFailed
-from ddp_hydra.record import Metrics, Record, Start
+from ddp_hydra.record import Record
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Status, decode
 from ddp_hydra.storage.base import Store
 from ddp_hydra.writers.status import NAME, JobStatus, encode
@@ -110,85 +107,3 @@ def conclude(state: str, message: str) -> None:
     if state not in SUCCEEDED:
         raise RunFailed(message)
     print(message)  # noqa: T201
-
-
-POLL_S = 0.5
-GONE_S = 3.0
-"""A client that is not connected to the scheduler for so long is gone."""
-DELETE_DELAY_S = 2.0
-"""How long a topic outlives its last message, so that the command can still read it."""
-
-log = logging.getLogger(__name__)
-
-
-def stop_topic(driver: str) -> str:
-    return f"{driver}-stop"
-
-
-class EventChannel(logging.Handler):
-    """Sends the driver's records and log lines to the command. It is a writer and a logging handler.
-
-    Args:
-        client: the driver's client.
-        driver: the driver's name.
-    """
-
-    def __init__(self, client: Any, driver: str) -> None:
-        super().__init__(logging.INFO)
-        self._client, self._topic = client, driver
-
-    def send(self, **message: Any) -> None:
-        if self._client.status == "running":
-            self._client.log_event(self._topic, message)
-
-    def write(self, record: Record) -> None:
-        if record.rank == 0 and isinstance(record.data, Start | Metrics):
-            self.send(record=record.encode())
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            self.send(line=record.getMessage(), level=record.levelno)
-        except Exception:
-            self.handleError(record)  # as every handler does: a message that can't be made stops nobody
-
-    def delete_topics(self) -> None:
-        """Have the scheduler delete the driver's topics soon."""
-        if self._client.status == "running":
-            self._client.run_on_scheduler(delete_topics, [self._topic, stop_topic(self._topic)])
-
-
-@contextmanager
-def liveness_watched(client: Any, other: str, on_gone: Callable[[], None]) -> Iterator[None]:
-    """Watch whether another client is connected to the scheduler; `on_gone` is called in a thread, once it isn't."""
-    end = threading.Event()
-
-    def watch() -> None:
-        seen = time.monotonic()
-        while not end.wait(POLL_S):
-            try:
-                if client.run_on_scheduler(is_connected, other):
-                    seen = time.monotonic()
-            except Exception:  # the scheduler does not answer; the job itself notices its loss
-                seen = time.monotonic()
-            if time.monotonic() - seen > GONE_S:
-                on_gone()
-                return
-
-    thread = threading.Thread(target=watch, name="liveness watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        end.set()
-        thread.join()
-
-
-def is_connected(client: str, dask_scheduler: Any = None) -> bool:
-    """Return whether a client is connected. Runs on the scheduler."""
-    return client in dask_scheduler.clients
-
-
-def delete_topics(topics: list[str], dask_scheduler: Any = None) -> None:
-    """Delete the messages of topics after a delay. Runs on the scheduler."""
-    for topic in topics:
-        dask_scheduler.loop.call_later(DELETE_DELAY_S, dask_scheduler._broker._topics.pop, topic, None)

@@ -30,11 +30,17 @@ from ddp_hydra.writers.run_dir import SUMMARY, write_summary
 from ddp_hydra.writers.status import NAME, encode
 
 WATCH_S = 2.5 * HEARTBEAT_S
+"""A driver that has not updated its status for so long is silent."""
+POLL_S = 1.0
 BYTES_PER_S = 2**20
 """A file that grows is uploaded whole each time, so large files less often: on average, this many bytes a second."""
 CURVES = ("metrics.jsonl", "tensorboard/")
 EVERYTHING = ("",)
 EXCLUDED = (FOLDER, NAME, SUMMARY)
+
+
+class AlreadyEnded(Exception):
+    """A run needs no other driver."""
 
 
 class Uploader(Repeater):
@@ -168,15 +174,27 @@ def is_active(store: FencedStore) -> bool:
     return abs(age_s) < LOST_S or is_updated(store, last, WATCH_S)
 
 
-def has_ended(store: Store, silence_s: float) -> bool:
-    """Return whether a run has ended, or was removed, and needs no other driver.
+def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
+    """Wait until a run has lost its driver, and return True; return False once it has ended, or was removed.
 
-    The previous driver may only have lost the scheduler, so this waits until it has been silent for `silence_s`.
+    Args:
+        store: the run's folder.
+        is_connected: whether the scheduler hears of the driver, which may only be slow to reach the store.
     """
-    silence_s = max(silence_s, WATCH_S)
-    while (last := read(store)) and last.state not in (*ENDED, LOST) and is_updated(store, last, silence_s):
-        pass
-    return last is None or last.state in ENDED
+    changed, seen = time.monotonic(), None
+    while True:
+        try:
+            last = read(store)
+        except OSError:  # it says nothing of the driver
+            changed = time.monotonic()
+        else:
+            if last is None or last.state in ENDED:
+                return False
+            if last.time != seen:
+                changed, seen = time.monotonic(), last.time
+            if last.state == LOST or (time.monotonic() - changed > WATCH_S and not is_connected()):
+                return True
+        time.sleep(POLL_S)
 
 
 def is_updated(store: Store, last: Status, watch_s: float) -> bool:
@@ -190,9 +208,14 @@ def is_updated(store: Store, last: Status, watch_s: float) -> bool:
 
 
 def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
-    """Take over the run of a lost driver: download what it has uploaded. Return whether it has a checkpoint."""
+    """Take over the run of a lost driver: download what it has uploaded. Return whether it has a checkpoint.
+
+    Raises:
+        AlreadyEnded: it has ended, or was removed.
+    """
     store.acquire(store.owner())
-    before = read(store) or Status()
+    if (before := read(store)) is None or before.state in ENDED:
+        raise AlreadyEnded
     status.now.attempts, status.files = failed_attempts(before), before.files
     write_summary(run_dir, Summary(status="failed", attempts=status.now.attempts))  # the job adds its own attempts
     for name in status.files:

@@ -15,15 +15,16 @@ from ddp_hydra.errors import CheckpointError, ClusterError, SchedulerLost
 from ddp_hydra.job.job_config import find_resume
 from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
+from ddp_hydra.job.remote import uploader
 from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus
-from ddp_hydra.job.remote.uploader import has_ended
+from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
-from ddp_hydra.storage import urls
+from ddp_hydra.storage import LocalFolder, urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
 from ddp_hydra.writers.status import encode
@@ -97,6 +98,7 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
 def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_fails_for_want_of_it(runner, spec, tmp_path, caplog):
     sent = outbox.path(str(tmp_path / "worker"), spec.name, 0, "in") / "step-000005.pt"
     runner.spec = replace(spec, resume=str(sent), is_restart=True)
+    runner.store.put("status.json", encode(runner.status.content()))
     runner.take_over()
     assert runner.resume_from() == str(sent)
     assert "was on the host of the first driver" in caplog.text
@@ -104,13 +106,44 @@ def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_fails_for_want_of_it
         find_resume(OmegaConf.create({"resume": str(sent), "results": {"retry_s": 0}}), tmp_path)
 
 
-def test_a_run_that_has_ended_or_was_removed_needs_no_other_driver(spec):
+def test_a_run_that_has_ended_or_was_removed_needs_no_other_driver(runner, spec):
     store = urls.open_folder(spec.url)
-    assert has_ended(store, 100)
+    with pytest.raises(AlreadyEnded):
+        runner.take_over()
+    assert not is_lost(store, lambda: False)
     status = DriverStatus("tcp://scheduler:8786", "abc")
     status.now.state = "done"
     store.put("status.json", encode(status.content()))
-    assert has_ended(store, 100)
+    with pytest.raises(AlreadyEnded):
+        runner.take_over()
+    assert not is_lost(store, lambda: False)
+
+
+def test_a_driver_is_lost_if_neither_store_nor_scheduler_hears_of_it(spec, monkeypatch):
+    monkeypatch.setattr(uploader, "WATCH_S", 0.05)
+    monkeypatch.setattr(uploader, "POLL_S", 0.01)
+    store, status = urls.open_folder(spec.url), DriverStatus("tcp://scheduler:8786", "abc")
+    status.now.state = "running"
+    asked, updates, failures = [], 20, [ConnectionError("away")] * 5
+
+    def get(key):
+        nonlocal updates
+        if failures:
+            raise failures.pop()
+        updates -= 1
+        if updates > 0:
+            store.put("status.json", encode(status.content()))
+        return LocalFolder.get(store, key)
+
+    def is_connected():
+        asked.append(updates)
+        return len(asked) < 3
+
+    store.put("status.json", encode(status.content()))
+    monkeypatch.setattr(store, "get", get)
+    assert is_lost(store, is_connected)
+    assert len(asked) == 3
+    assert max(asked) < 1  # a driver that writes is not asked for
 
 
 @pytest.mark.parametrize(
@@ -135,7 +168,7 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
     runner.uploader.start()
     assert runner.uploader.finish_run(0, found, message) == ""
     store = urls.open_folder(spec.url)
-    assert has_ended(store, 100) is (state == "failed")
+    assert is_lost(store, lambda: True) is (state == "lost")
     assert (store.size_or_none("summary.json") is None) is (state == "lost")
 
 

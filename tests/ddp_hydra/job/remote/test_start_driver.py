@@ -4,29 +4,43 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.job.remote import status
-from ddp_hydra.job.remote.status import delete_topics, is_connected, liveness_watched
+from ddp_hydra.cluster.scheduler_plugin import LATE_S, delete_topics, is_connected
+from ddp_hydra.job.remote import start_driver
+from ddp_hydra.job.remote.start_driver import EventChannel, liveness_watched, stop_topic
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(status, "POLL_S", 0.01)
-    monkeypatch.setattr(status, "GONE_S", 0.05)
+    monkeypatch.setattr(start_driver, "POLL_S", 0.01)
+    monkeypatch.setattr(start_driver, "GONE_S", 0.05)
 
 
 @pytest.mark.medium
 def test_a_client_that_goes_is_noticed_once():
-    scheduler, gone = SimpleNamespace(clients={"other"}), threading.Event()
-    client = SimpleNamespace(run_on_scheduler=lambda call, name: call(name, dask_scheduler=scheduler))
+    scheduler, gone = SimpleNamespace(clients={"other": SimpleNamespace(last_seen=0.0)}), threading.Event()
+    client = SimpleNamespace(run_on_scheduler=lambda call, name: call.function(name, dask_scheduler=scheduler))
     with liveness_watched(client, "other", gone.set):
         assert not gone.wait(0.2)
         scheduler.clients.clear()
         assert gone.wait(60)
-    assert is_connected("other", SimpleNamespace(clients={"other"}))
+
+
+def test_a_client_without_heartbeats_is_disconnected():
+    aborted = []
+    scheduler = SimpleNamespace(clients={}, remove_client=lambda name: scheduler.clients.pop(name))
+    scheduler.client_comms = {"other": SimpleNamespace(abort=lambda: aborted.append("other"))}
+    assert not is_connected("other", 5, dask_scheduler=scheduler)
+    scheduler.clients["other"] = SimpleNamespace(last_seen=time.time())
+    assert is_connected("other", 60, dask_scheduler=scheduler)
+    scheduler.clients["other"].last_seen -= 100
+    assert is_connected("other", dask_scheduler=scheduler)
+    assert not is_connected("other", 60, dask_scheduler=scheduler)
+    assert (scheduler.clients, aborted) == ({}, ["other"])
 
 
 @pytest.mark.medium
@@ -50,7 +64,7 @@ def test_topics_are_deleted_after_a_while():
     delete_topics(["a", "b", "never written"], dask_scheduler=scheduler)
     assert topics == {"a": 1, "b": 2, "c": 3}
     for delay_s, call, *args in later:
-        assert delay_s == status.DELETE_DELAY_S
+        assert delay_s == LATE_S
         call(*args)
     assert topics == {"c": 3}
 
@@ -59,7 +73,7 @@ def test_lines_are_sent_while_the_scheduler_is_there(monkeypatch):
     sent = []
     client = SimpleNamespace(status="running", log_event=lambda topic, message: sent.append((topic, message)))
     client.run_on_scheduler = lambda call, topics: sent.append((call, topics))
-    sender = status.EventChannel(client, "run-1")
+    sender = EventChannel(client, "run-1")
     sender.emit(logging.LogRecord("x", logging.WARNING, "file", 1, "rank %d", (1,), None))
     sender.delete_topics()
     monkeypatch.setattr(logging, "raiseExceptions", False)
@@ -69,4 +83,4 @@ def test_lines_are_sent_while_the_scheduler_is_there(monkeypatch):
     sender.delete_topics()
     (topic, line), (call, topics) = sent
     assert (topic, line) == ("run-1", {"line": "rank 1", "level": logging.WARNING})
-    assert (call, topics) == (delete_topics, ["run-1", status.stop_topic("run-1")])
+    assert (call.function, topics) == (delete_topics, ["run-1", stop_topic("run-1")])
