@@ -99,14 +99,19 @@ class Scheduler:
         security: for TLS, as Dask's clients take it; None for the settings of Dask's own config.
         sweep: name of the sweep for which workers are reserved there.
         timeout_s: how long the scheduler may take to answer.
+        connected: a client that all jobs share; None: each has its own.
     """
 
     address: str
     security: Any = None
     sweep: str = ""
     timeout_s: float = 30.0
+    connected: Any = None
 
     def client(self) -> Any:
+        """Return a client for a `with` block."""
+        if self.connected is not None:
+            return contextlib.nullcontext(self.connected)
         load()
         from distributed import Client
 

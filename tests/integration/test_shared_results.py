@@ -83,7 +83,8 @@ def nothing_left(dask) -> Iterator[None]:
 def drivers() -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
-        if any(word.startswith("ddp_hydra driver") for word in process.info["cmdline"] or ()) and alive(process.pid):
+        command = " ".join(process.info["cmdline"] or ())  # a title, in one word or several
+        if command.startswith("ddp_hydra driver") and alive(process.pid):
             found.append(process)
     return found
 

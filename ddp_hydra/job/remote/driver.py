@@ -89,7 +89,7 @@ def open_runner(spec: DriverSpec, scheduler: Scheduler, scratch_root: str) -> It
     if not spec.is_restart:
         acquire_run(store, status, spec.hydra_files, spec.goes_on)
     with scratch_folder(SCRATCH, scratch_root) as scratch, scheduler.client() as client:
-        connect.use_existing(scheduler)
+        connect.use_existing(replace(scheduler, connected=client))  # one client: if it's gone, so is the gang
         runner = RemoteJobRunner(spec, scratch, store, status, client)
         if spec.is_restart:
             runner.take_over()
