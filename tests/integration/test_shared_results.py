@@ -351,13 +351,20 @@ def test_a_failing_run_says_why_in_the_store(cli, remote, root, access):
 
 @pytest.mark.slow
 def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote, root, access):
-    """A driver outlives the worker that started it; and another one is started by a task, which has outlived its worker."""
+    """A driver outlives the worker that started it; another one is started by a task, which has outlived its worker."""
+
+    def guards(dask_scheduler):
+        return [task.processing_on.address for key, task in dask_scheduler.tasks.items() if "-guard-" in str(key)]
+
     job = (*SLOW, f"results.root={root}", "hydra.run.dir=hurt", "dispatch.lost_timeout_s=5", "detach=true")
     cli.done(*job, *remote)
     results = Results(f"{root}/hurt", access)
     wait_for(lambda: results.step() >= 6, "some steps")
     (driver,) = drivers()
-    psutil.Process(driver.ppid()).kill()
+    with dask.client() as client:  # the guard runs beside ranks that take all slots
+        killed = client.run(os.getpid, workers=client.run_on_scheduler(guards)).values()
+    for pid in {driver.ppid(), *killed}:
+        psutil.Process(pid).kill()
     wait_for(lambda: results.status().get("attempt") == 1 and results.step() > 6, "a second attempt")
     assert drivers() == [driver]
 

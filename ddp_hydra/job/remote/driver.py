@@ -59,7 +59,7 @@ def main() -> None:
     try:
         with open_runner(spec, scheduler, scratch_root) as runner:
             if spec.max_restarts:
-                runner.guard(runner.client)
+                runner.guard()
             answer(client=runner.client.id)
             runner.run()
             if runner.state == LOST:
@@ -119,17 +119,17 @@ class RemoteJobRunner:
         if resume_run(self.store, self.status, self.run_dir):
             self.spec = replace(self.spec, resume=self.spec.url)
 
-    def guard(self, client: Any) -> None:
+    def guard(self) -> None:
         """Have another driver started when this one is lost."""
-        self.guarding = submit_guard(client, self.spec)
+        self.guarding = submit_guard(self.client, self.spec)
         self.guarding.add_done_callback(self.guard_again)
 
     def guard_again(self, future: Any) -> None:
-        """Replace a guard that Dask gave up, after some workers were lost, or has forgotten. Called by Dask."""
+        """Replace a guard that Dask has dropped, as it does when some of its workers were lost. Called by Dask."""
         if self.state != "running" or self.client.status != "running":
             return
         if future.cancelled() or isinstance(error := future.exception(), KilledWorker):
-            self.guard(self.client)
+            self.guard()
         elif error is not None:
             log.warning("no other driver will follow if this one is lost: %s", error)
 

@@ -21,7 +21,7 @@ from ddp_hydra.job.remote.status import (
     read,
 )
 from ddp_hydra.record import check_path
-from ddp_hydra.run_state import Status, Summary
+from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
 from ddp_hydra.storage.manifest import FOLDER
@@ -170,8 +170,14 @@ def is_active(store: FencedStore) -> bool:
     last = read(store)
     if last is None or last.state in (*ENDED, LOST):
         return False
-    age_s = LOST_S if last.time is None else time.time() - last.time
-    return abs(age_s) < LOST_S or is_updated(store, last, WATCH_S)
+    if last.time is not None and abs(time.time() - last.time) < LOST_S:
+        return True
+    until = time.monotonic() + WATCH_S
+    while time.monotonic() < until:
+        time.sleep(WATCH_S / 10)
+        if (now := read(store)) is None or now.time != last.time:
+            return True
+    return False
 
 
 def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
@@ -195,16 +201,6 @@ def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
             if last.state == LOST or (time.monotonic() - changed > WATCH_S and not is_connected()):
                 return True
         time.sleep(POLL_S)
-
-
-def is_updated(store: Store, last: Status, watch_s: float) -> bool:
-    """Watch for a while whether a driver updates its status."""
-    until = time.monotonic() + watch_s
-    while time.monotonic() < until:
-        time.sleep(WATCH_S / 10)
-        if (now := read(store)) is None or now.time != last.time:
-            return True
-    return False
 
 
 def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from distributed import Security
+from distributed.scheduler import KilledWorker
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.project import Project
@@ -15,7 +16,7 @@ from ddp_hydra.errors import CheckpointError, ClusterError, SchedulerLost
 from ddp_hydra.job.job_config import find_resume
 from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
-from ddp_hydra.job.remote import uploader
+from ddp_hydra.job.remote import driver, uploader
 from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_security
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec
@@ -144,6 +145,26 @@ def test_a_driver_is_lost_if_neither_store_nor_scheduler_hears_of_it(spec, monke
     assert is_lost(store, is_connected)
     assert len(asked) == 3
     assert max(asked) < 1  # a driver that writes is not asked for
+
+
+def test_a_guard_that_dask_has_dropped_is_replaced(runner, spec, monkeypatch, caplog):
+    submitted = []
+    future = SimpleNamespace(add_done_callback=lambda call: None)
+    monkeypatch.setattr(driver, "submit_guard", lambda client, spec: submitted.append(spec) or future)
+    runner.client = SimpleNamespace(status="running")
+
+    def ended(error=None, cancelled=False):
+        runner.guard_again(SimpleNamespace(cancelled=lambda: cancelled, exception=lambda: error))
+        return len(submitted)
+
+    assert ended(KilledWorker("guard", None, 3)) == 1
+    assert ended(cancelled=True) == 2
+    assert ended() == 2
+    assert not caplog.text
+    assert ended(ImportError("no obstore")) == 2
+    assert "no other driver will follow if this one is lost: no obstore" in caplog.text
+    runner.state = "done"
+    assert ended(cancelled=True) == 2
 
 
 @pytest.mark.parametrize(
