@@ -128,7 +128,7 @@ class Attempt(watchdog.Watchdog):
     def submit(self, worker: str, job: JobSpec) -> Future:
         return self.client.submit(
             pickle.loads,
-            pickle.dumps(task.PickledTask(job.encode())),
+            pickle.dumps(task.PickledCall(task.run_ranks, (job.encode(),))),
             key=f"{self.name}-rank-{ranges(spec.rank for spec in job.ranks)}",
             workers=[worker],
             allow_other_workers=False,  # Dask would move the task from a busy worker to one of another job

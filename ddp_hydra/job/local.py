@@ -75,12 +75,12 @@ class RemoteContext:
     Args:
         spec: the job as the command has sent it.
         writers: further writers that get the job's records.
-        note_attempts: called with the failed attempts when another attempt starts.
+        status: what is known of the run; the job adds its failed attempts.
     """
 
     spec: DriverSpec
     writers: Sequence[Writer]
-    note_attempts: Callable[[list[AttemptEntry]], None]
+    status: Status
 
 
 @dataclass(eq=False, repr=False)
@@ -251,7 +251,7 @@ class Job:
         if isinstance(record.data, Start):
             self.status.attempts = self.attempts(gang)
             if self.remote:
-                self.remote.note_attempts(self.status.attempts)
+                self.remote.status.attempts = self.status.attempts
         handler.handle(record)
         self.saved |= record.checkpoint is not None
         if not isinstance(record.data, Start):

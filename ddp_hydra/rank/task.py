@@ -34,20 +34,18 @@ class Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class PickledTask:
-    """Runs the ranks when it is unpickled.
+class PickledCall:
+    """Calls a function when it is unpickled.
 
     A scheduler unpickles each task that it passes on. The task that it sees is the unpickling of these bytes, so the
     scheduler needs no ddp_hydra.
-
-    Args:
-        job: a `JobSpec`, encoded.
     """
 
-    job: bytes
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return run_ranks, (self.job,)
+        return self.function, self.args
 
 
 def run_ranks(data: bytes) -> None:

@@ -182,7 +182,7 @@ class RemoteJobRunner:
 
         spec = self.spec
         writers: list[Writer] = [self.status, self.channel] if self.channel else [self.status]
-        remote = RemoteContext(spec=spec, writers=writers, note_attempts=self.status.note_attempts)
+        remote = RemoteContext(spec=spec, writers=writers, status=self.status.now)
         try:
             run_job(cfg, self.run_dir, spec.overrides, remote)
             summary = read_summary(self.run_dir)

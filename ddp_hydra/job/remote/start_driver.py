@@ -30,6 +30,7 @@ from ddp_hydra.errors import RunFailed
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.uploader import is_lost
 from ddp_hydra.rank.environment import without_dasks_limits
+from ddp_hydra.rank.task import PickledCall
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.storage import results_root
 
@@ -123,27 +124,12 @@ def _start(spec: DriverSpec, worker: Any) -> dict[str, Any]:
         return {"error": f"the driver could not be started: {errors.decode(errors='replace').strip()}"}
 
 
-@dataclass(frozen=True)
-class PickledGuard:
-    """Guards a driver when it is unpickled; see `rank.task.PickledTask`.
-
-    Args:
-        spec: of the driver that follows if this one is lost.
-        driver: the id of this driver's client at the scheduler.
-    """
-
-    spec: DriverSpec
-    driver: str
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return guard, (self.spec, self.driver)
-
-
 def submit_guard(client: Any, spec: DriverSpec) -> Any:
     """Have a worker start another driver if this one, whose client is given, is lost. The task outlives the client."""
-    following = PickledGuard(replace(spec, max_restarts=spec.max_restarts - 1, is_restart=True), client.id)
+    next_spec = replace(spec, max_restarts=spec.max_restarts - 1, is_restart=True)
+    call = pickle.dumps(PickledCall(guard, (next_spec, client.id)))
     key = f"{spec.name}-guard-{secrets.token_hex(4)}"
-    future = client.submit(pickle.loads, pickle.dumps(following), key=key, pure=False, retries=TRIES)
+    future = client.submit(pickle.loads, call, key=key, pure=False, retries=TRIES)
     fire_and_forget(future)
     return future
 

@@ -55,10 +55,6 @@ class DriverStatus(JobStatus):
         with self._lock:
             self.update(record)
 
-    def note_attempts(self, attempts: list[AttemptEntry]) -> None:
-        with self._lock:
-            self.now.attempts = attempts
-
     def close(self) -> None:
         """Note that the job writes no more; the uploader still uploads what is there."""
         self.now.state = "ending"

@@ -196,7 +196,7 @@ def test_a_cut_link_is_not_the_end_of_a_run_that_another_driver_may_go_on_with(
 def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     store = urls.open_folder(spec.url)
     before = DriverStatus("tcp://scheduler:8786", "abc")
-    before.note_attempts([AttemptEntry(attempt=0, failure=FailureEntry(message="a rank was killed"))])
+    before.now.attempts = [AttemptEntry(attempt=0, failure=FailureEntry(message="a rank was killed"))]
     before.write(Record(Start(world_size=2, total_steps=20), step=4, attempt=1))
     before.write(Record(Metrics({"train/loss": 1.0}), step=9, attempt=1))
     store.put("status.json", encode(before.content()))
