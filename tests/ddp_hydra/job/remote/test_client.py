@@ -53,7 +53,7 @@ def test_what_no_driver_can_run_is_refused(words, said, tmp_path, monkeypatch):
 def test_a_driver_starts_on_a_worker_that_runs():
     def client(**states: str) -> Any:
         workers = {name: {"status": state} for name, state in states.items()}
-        return SimpleNamespace(scheduler_info=lambda n_workers: {"workers": workers})
+        return SimpleNamespace(status="closed", scheduler_info=lambda n_workers: {"workers": workers})
 
     assert {remote._choose_worker(client(a="running", b="paused", c="running")) for _ in range(50)} == {"a", "c"}
     with pytest.raises(ClusterError, match="the cluster has no worker that runs"):
