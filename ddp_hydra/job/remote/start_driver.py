@@ -26,13 +26,14 @@ import ddp_hydra
 from ddp_hydra.cluster import scheduler_plugin
 from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.config.project import Project
-from ddp_hydra.errors import RunFailed
+from ddp_hydra.errors import ConfigError, RunFailed
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.uploader import is_lost
+from ddp_hydra.rank import outbox
 from ddp_hydra.rank.environment import without_dasks_limits
 from ddp_hydra.rank.task import PickledCall
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.storage import results_root
+from ddp_hydra.storage import urls
 
 STDERR_BYTES = 2000
 """How much of stderr an error message contains."""
@@ -97,6 +98,10 @@ async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
 
 
 def _start(spec: DriverSpec, worker: Any) -> dict[str, Any]:
+    try:
+        outbox.secure(worker.local_directory)  # the driver works beside it, and imports code from there
+    except ConfigError as error:
+        return {"error": str(error)}
     place = worker.scheduler.address, worker.security, str(Path(worker.local_directory).parent)
     environment = without_dasks_limits(os.environ)
     path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
@@ -140,7 +145,7 @@ def guard(spec: DriverSpec, driver: str) -> None:
     worker = get_worker()
     try:
         silence_s = spec.config["dispatch"]["lost_timeout_s"]
-        if is_lost(results_root.open_folder(spec.url), partial(_is_connected, worker, driver, silence_s)):
+        if is_lost(urls.open_folder(spec.url), partial(_is_connected, worker, driver, silence_s)):
             answer = _start(spec, worker)
             if "error" in answer:
                 raise RunFailed(f"the driver of {spec.url} is lost, and another can't be started: {answer['error']}")

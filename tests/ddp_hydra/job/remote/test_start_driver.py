@@ -12,6 +12,7 @@ import pytest
 from ddp_hydra.cluster.scheduler_plugin import LATE_S, delete_topics, is_connected
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.start_driver import EventChannel, liveness_watched, stop_topic
+from ddp_hydra.rank import outbox
 
 
 @pytest.fixture(autouse=True)
@@ -84,3 +85,11 @@ def test_lines_are_sent_while_the_scheduler_is_there(monkeypatch):
     (topic, line), (call, topics) = sent
     assert (topic, line) == ("run-1", {"line": "rank 1", "level": logging.WARNING})
     assert (call.function, topics) == (delete_topics, ["run-1", stop_topic("run-1")])
+
+
+def test_no_driver_starts_beside_a_folder_that_another_user_can_swap(tmp_path, monkeypatch):
+    monkeypatch.setattr(start_driver.subprocess, "Popen", lambda *_, **__: pytest.fail("a driver has started"))
+    (tmp_path / "worker").mkdir()
+    monkeypatch.setattr(outbox.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    worker = SimpleNamespace(local_directory=str(tmp_path / "worker"))
+    assert "can swap the worker's folder" in start_driver._start(None, worker)["error"]  # type: ignore[arg-type]
