@@ -103,7 +103,7 @@ class World:
         if self.rank != source:
             content = _Filled(io.BytesIO(box[0]), tensors).load()
         for tensor in tensors:
-            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=source, group=self.cpu_group)
+            dist.broadcast(as_bytes(tensor), src=source, group=self.cpu_group)
         return content
 
     def reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -134,8 +134,9 @@ class _Frame(pickle.Pickler):
         is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
         if not is_plain or value.nbytes <= SMALL:
             return None
-        self.tensors.append(value.detach().contiguous())
-        return value.dtype, tuple(value.shape)
+        sent = value.detach() if is_dense(value) else value.detach().contiguous()
+        self.tensors.append(sent)
+        return sent.dtype, tuple(sent.shape), sent.stride()
 
 
 class _Filled(pickle.Unpickler):
@@ -146,9 +147,24 @@ class _Filled(pickle.Unpickler):
         self.tensors = tensors
 
     def persistent_load(self, described: Any) -> torch.Tensor:
-        dtype, shape = described
-        self.tensors.append(torch.empty(shape, dtype=dtype))
+        dtype, shape, stride = described  # in another layout, an optimizer's sums would round otherwise
+        self.tensors.append(torch.empty_strided(shape, stride, dtype=dtype))
         return self.tensors[-1]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor lie side by side, in any order of its axes."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a dense tensor as (bytes,) uint8."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def in_world(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -100,17 +100,20 @@ def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch
 
 
 def test_large_tensors_are_not_pickled_but_sent_one_by_one():
-    weights = OrderedDict(large=torch.randn(40, 40), half=torch.randn(50, 60).bfloat16().T, small=torch.ones(3))
+    images = torch.randn(4, 8, 8, 8).to(memory_format=torch.channels_last)
+    large, half = torch.randn(40, 40), torch.randn(50, 60).bfloat16().T
+    weights = OrderedDict(large=large, half=half, small=torch.ones(3), images=images, part=torch.randn(60, 60)[:, 5:50])
     weights._metadata = {"": {"version": 2}}
     sparse = torch.eye(3).to_sparse()
     content, sent, found, frame = {"model": weights, "step": 3, "more": [sparse]}, [], [], io.BytesIO()
     module._Frame(frame, sent).dump(content)
     assert len(frame.getvalue()) < 4000
-    assert [tuple(one.shape) for one in sent] == [(40, 40), (60, 50)]
+    assert [tuple(one.shape) for one in sent] == [(40, 40), (60, 50), (4, 8, 8, 8), (60, 45)]
     read = module._Filled(io.BytesIO(frame.getvalue()), found).load()
     for one, other in zip(found, sent, strict=True):
-        one.reshape(-1).view(torch.uint8).copy_(other.reshape(-1).view(torch.uint8))
+        module.as_bytes(one).copy_(module.as_bytes(other))
     for name, value in weights.items():
         assert torch.equal(read["model"][name], value)
+        assert read["model"][name].stride() == (value if module.is_dense(value) else value.contiguous()).stride()
     assert (read["step"], read["model"]._metadata) == (3, {"": {"version": 2}})
     assert torch.equal(read["more"][0].to_dense(), torch.eye(3))
