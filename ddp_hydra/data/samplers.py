@@ -57,9 +57,9 @@ class Sampler(ABC):
         if self.drop_last and self.n_samples < self.global_batch:
             raise ConfigError(
                 f"the data set has {self.n_samples} samples, fewer than one global batch of {self.global_batch} "
-                f"(data.batch_size={self.batch_size} x {self.world_size} ranks), so with sampler.drop_last=true no "
-                f"step is left: give data.batch_size={max(1, self.n_samples // self.world_size)} or less, or "
-                "sampler.drop_last=false"
+                f"({self.batch_size} x {self.world_size} ranks), so with sampler.drop_last=true no step is left: give "
+                f"data.batch_size={max(1, self.n_samples // self.world_size)} or less (fewer with "
+                "trainer.gradient_accumulation_steps), or sampler.drop_last=false"
             )
 
     @abstractmethod

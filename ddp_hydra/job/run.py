@@ -18,7 +18,7 @@ from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
 from ddp_hydra.job import loggers
-from ddp_hydra.job.job_config import DOWNLOADS, check, find_resume, find_weights, packed_project
+from ddp_hydra.job.job_config import DOWNLOADS, check, find_resume, find_weights, packed_project, weights_path
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, metrics_at, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
@@ -102,8 +102,10 @@ def train(
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
         stack.callback(shutil.rmtree, run_dir / DOWNLOADS, ignore_errors=True)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
-        if (weights := find_weights(cfg, run_dir)) is not None:
-            files["weights"], config["model"]["weights"], saved_config["model"]["weights"] = weights, None, None
+        if weights_path(cfg) is not None:
+            config["model"]["weights"] = saved_config["model"]["weights"] = None
+            if not cfg.resume and (weights := find_weights(cfg, run_dir)) is not None:
+                files["weights"] = weights
         packed = remote.spec.project if remote else packed_project(cfg, config)
         summary.project = packed.sha256
         keep_project(run_dir, packed)

@@ -119,7 +119,7 @@ class World:
 
 
 class _Frame(pickle.Pickler):
-    """Pickles a value without its large tensors, which it collects.
+    """Pickles a value without its large tensors, which it collects; small ones are bytes.
 
     Args:
         file: where to write.
@@ -131,12 +131,15 @@ class _Frame(pickle.Pickler):
         self.tensors = tensors
 
     def persistent_id(self, value: Any) -> Any:
-        is_plain = type(value) is torch.Tensor and value.layout is torch.strided and value.device.type == "cpu"
-        if not is_plain or value.nbytes <= SMALL:
+        if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return None
-        sent = value.detach() if is_dense(value) else value.detach().contiguous()
+        sent = value.detach().resolve_conj().resolve_neg()
+        sent = sent if is_dense(sent) else sent.contiguous()
+        layout = sent.dtype, tuple(sent.shape), sent.stride()
+        if sent.nbytes <= SMALL:  # pickle knows no storage of some types, and takes the whole storage of a part
+            return *layout, as_bytes(sent).numpy().tobytes()
         self.tensors.append(sent)
-        return sent.dtype, tuple(sent.shape), sent.stride()
+        return *layout, None
 
 
 class _Filled(pickle.Unpickler):
@@ -147,9 +150,13 @@ class _Filled(pickle.Unpickler):
         self.tensors = tensors
 
     def persistent_load(self, described: Any) -> torch.Tensor:
-        dtype, shape, stride = described  # in another layout, an optimizer's sums would round otherwise
-        self.tensors.append(torch.empty_strided(shape, stride, dtype=dtype))
-        return self.tensors[-1]
+        dtype, shape, stride, content = described
+        tensor = torch.empty_strided(shape, stride, dtype=dtype)  # in another layout, an optimizer rounds otherwise
+        if content is None:
+            self.tensors.append(tensor)
+        elif content:
+            as_bytes(tensor).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        return tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

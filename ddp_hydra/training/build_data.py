@@ -201,7 +201,7 @@ def _refuse_without_length(cfg: DictConfig, data: Any) -> None:
     if needs:
         raise ConfigError(
             f"{type(data).__name__} does not know how many samples it has, as needed for {', '.join(needs)}: give "
-            "trainer.max_steps=<optimizer steps> (and scheduler.warmup_steps=…), or data.n_samples=<their number>"
+            "trainer.max_steps=<optimizer steps> (and scheduler.warmup_steps=…), or +data.n_samples=<their number>"
         )
 
 

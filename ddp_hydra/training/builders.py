@@ -57,8 +57,10 @@ def give_memory(model: nn.Module) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             strided = buffer.layout == torch.strided
-            if strided and any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True)):
-                whole.setdefault(id(buffer), buffer.clone(memory_format=torch.contiguous_format))
+            expanded = strided and any(step == 0 < n - 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True))
+            if expanded or (strided and (buffer.is_conj() or buffer.is_neg())):
+                own = buffer.resolve_conj().resolve_neg()
+                whole.setdefault(id(buffer), own.clone(memory_format=torch.contiguous_format))
                 module._buffers[name] = whole[id(buffer)]
 
 

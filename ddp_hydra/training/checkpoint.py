@@ -49,6 +49,8 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:  # torch raises about anything here
         what = first_sentence(error)
         raise CheckpointError(f"{path} can't be read as a checkpoint ({what}): take an earlier step file") from None
+    if isinstance(content, dict) and type(number := content.get("format")) is int and number != FORMAT:
+        raise CheckpointError(f"{path} is not a checkpoint of this ddp_hydra: it has format={number}, not {FORMAT}")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of ddp_hydra: it has no format={FORMAT}")
     return content

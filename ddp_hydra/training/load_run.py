@@ -28,7 +28,7 @@ from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR
-from ddp_hydra.training.state import ByName, TrainingState, each, load_weights
+from ddp_hydra.training.state import ByName, TrainingState, each, load_copied, load_weights
 
 
 @dataclass
@@ -135,7 +135,7 @@ def restore(state: TrainingState, content: dict[str, Any]) -> str:
         one.put_back()
     if (ema := state.extras.get("ema")) is not None and not content.get("ema"):
         # The checkpoint has no average: start from its weights.
-        ema.model.load_state_dict(state.model.state_dict())
+        load_copied(ema.model, state.model.state_dict())
     if before != now and _objective(before) != _objective(now):
         state.best = None
         if (early_stopping := state.extras.get("early_stopping")) is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,6 +25,7 @@ from ddp_hydra.training.finite import STATISTICS, is_finite
 FORMAT = 4
 SHOWN = 6
 """The most parameters in a message."""
+_OWN_KEYS = ("state", "param_groups", "others")
 
 
 @dataclass
@@ -97,13 +98,9 @@ class TrainingState:
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
-        model = self.model.state_dict()
-        if "ema" in parts:  # the average has tensors of its own; other values are the model's
-            others = {name: value for name, value in model.items() if not isinstance(value, torch.Tensor)}
-            parts["ema"]["model"].update(others)
         return {
             "format": FORMAT,
-            "model": model,
+            "model": self.model.state_dict(),
             "optimizer": self.optimizer_state(),
             "scheduler": self.scheduler.state_dict(),
             **parts,
@@ -126,8 +123,8 @@ class TrainingState:
     def _names(self) -> dict[nn.Parameter, str]:
         names = {parameter: name for name, parameter in self.model.named_parameters()}
         if (loss := self.extras.get("loss")) is not None:
-            for name, parameter in loss.named_parameters(prefix="loss"):
-                names.setdefault(parameter, name)
+            for name, parameter in loss.named_parameters():
+                names.setdefault(parameter, f"loss: {name}")  # no name of a model's
         return names
 
     def restore(self, content: dict[str, Any]) -> None:
@@ -136,8 +133,11 @@ class TrainingState:
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
         copied = plain_state.begin_copy({name: part for name, part in content.items() if name not in ("model", "ema")})
         content = plain_state.decode({**copied(), "ema": averaged})
-        # What each group has to have: torch adds an option to the defaults when it loads a state.
-        needed = {name: set(optimizer.defaults) for name, optimizer in each(self.optimizer)}
+        # What each group has to have: torch adds options to the defaults when it loads a state.
+        needed = {
+            name: optimizer.defaults.keys() & optimizer.param_groups[0].keys()
+            for name, optimizer in each(self.optimizer)
+        }
         try:
             names, saved = self._names(), content["optimizer"]
             for name, optimizer in each(self.optimizer):
@@ -196,9 +196,13 @@ def by_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[st
     state, own = optimizer.state_dict(), _own_names(optimizer, names)
     if not _is_by_numbers(state, len(own)):
         return state
+    of_parameters = {key for key in state["state"] if type(key) is int and key in range(len(own))}
+    slots = {own[key]: slots for key, slots in state["state"].items() if key in of_parameters}
+    others = {key: slots for key, slots in state["state"].items() if key not in of_parameters}
     return {
         **state,
-        "state": {own[key] if isinstance(key, int) else key: slots for key, slots in state["state"].items()},
+        "state": slots,
+        **({"others": others} if others else {}),  # under keys of the optimizer's own
         "param_groups": [
             {**group, "params": [own[number] for number in group["params"]]} for group in state["param_groups"]
         ],
@@ -209,26 +213,33 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
     """Return a state of `by_names` as this optimizer numbers its parameters.
 
     Raises:
-        ValueError: it is of other parameters, or a group here has parameters of two groups there.
+        ValueError: it is of other parameters, or its groups are others.
     """
     if not _is_by_numbers(optimizer.state_dict(), len(own := _own_names(optimizer, names))):
         return state
-    groups = [(frozenset(group["params"]), group) for group in state["param_groups"]]
-    saved = frozenset[str]().union(*(params for params, _ in groups))
+    groups = state["param_groups"]
+    saved = frozenset[str]().union(*(group["params"] for group in groups))
     if lacking := [name for name in own if name not in saved]:
         raise ValueError(f"it has nothing of {shown(lacking, SHOWN)}")
     if unknown := sorted(saved.difference(own)):
         raise ValueError(f"it trains {shown(unknown, SHOWN)}, too")
     numbers = {name: number for number, name in enumerate(own)}
-    fitted, left = [], iter(own)
-    for place, group in enumerate(optimizer.param_groups):
-        params = list(islice(left, len(group["params"])))
-        fitting = [one for known, one in groups[place : place + 1] + groups if known.issuperset(params)]
-        if not fitting:
-            raise ValueError(f"{shown(params, SHOWN)} are not in one group there")
-        fitted.append({**fitting[0], "params": [numbers[name] for name in params]})
-    slots = {numbers.get(name, name): slots for name, slots in state["state"].items()}
-    return {**state, "state": slots, "param_groups": fitted}
+    here, left = [], iter(own)
+    for group in optimizer.param_groups:
+        here.append(list(islice(left, len(group["params"]))))
+    if [frozenset(params) for params in here] != [frozenset(group["params"]) for group in groups]:
+        # A schedule knows the groups by their order.
+        there = _first(group["params"] for group in groups)
+        raise ValueError(f"its groups of parameters begin with {there}, and those here with {_first(here)}")
+    fitted = [
+        {**group, "params": [numbers[name] for name in params]} for group, params in zip(groups, here, strict=True)
+    ]
+    slots = {numbers[name]: slots for name, slots in state["state"].items()} | state.get("others", {})
+    return {"state": slots, "param_groups": fitted, **{key: state[key] for key in state if key not in _OWN_KEYS}}
+
+
+def _first(groups: Iterable[Sequence[str]]) -> str:
+    return shown([params[0] if params else "nothing" for params in groups], SHOWN)
 
 
 def _own_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:
@@ -246,12 +257,25 @@ def _is_by_numbers(state: Mapping[str, Any], n_parameters: int) -> bool:
 
 def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
     try:
-        model.load_state_dict(plain_state.decode(content["model"]))
+        load_copied(model, content["model"])
     except (KeyError, TypeError, RuntimeError) as error:
         lines = str(error).splitlines()
         raise CheckpointError(
             f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
         ) from None
+
+
+def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
+    # Parameters and buffers are copied by torch; what `set_extra_state` gets may be kept, so it is a copy, too.
+    copied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    copied |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    if not isinstance(state, Mapping):
+        raise TypeError(f"it has a {type(state).__name__} in place of a model's state")
+    decoded = plain_state.decode(state)
+    for name, value in state.items():
+        if name not in copied:
+            decoded[name] = plain_state.decode(plain_state.begin_copy(value)())
+    model.load_state_dict(decoded)
 
 
 class Ema:
@@ -275,6 +299,11 @@ class Ema:
         self.decay = decay
         self.model: nn.Module = _copied(model).requires_grad_(False)
         self.steps = 0
+        self.with_extra_state = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
         self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
 
     @torch.no_grad()
@@ -288,6 +317,8 @@ class Ema:
             else:
                 for old, new in zip(averaged, current, strict=True):  # an infinite value has no average
                     old.copy_(torch.where(old.isfinite(), torch.lerp(old, new, weight), new))
+        for name, module in self.with_extra_state:
+            module.set_extra_state(copy.deepcopy(model.get_submodule(name).get_extra_state()))
         self.steps += 1
 
     def _by_type(
@@ -312,7 +343,7 @@ class Ema:
         return {"model": self.model.state_dict(), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        self.model.load_state_dict(state["model"])  # type: ignore[arg-type]
+        load_copied(self.model, state["model"])  # type: ignore[arg-type]
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 
 

@@ -16,7 +16,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import CheckpointSaver, ReportingFile, read, write
-from ddp_hydra.training.state import FORMAT, Position, TrainingState, load_weights
+from ddp_hydra.training.state import FORMAT, Ema, Position, TrainingState, load_weights
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"cls": torch.optim.Adam, "lr": 0.01}
@@ -97,35 +97,109 @@ def in_groups(*groups):
     return TrainingState(model, optimizer, lr_schedules.cosine(optimizer, 20), Position(), {})
 
 
-def test_an_optimizer_is_saved_by_the_names_of_parameters_and_goes_on_in_another_order_of_groups():
-    linear, norm = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
-    run = train(in_groups((linear, 0.1), (norm, 0.01)), 2)
+LINEAR, NORM = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
+
+
+def test_an_optimizer_is_saved_by_the_names_of_parameters_and_goes_on_in_another_order():
+    run = train(in_groups((LINEAR, 0.1), (NORM, 0.01)), 2)
     content = run.begin_capture()()
-    assert [group["params"] for group in content["optimizer"]["param_groups"]] == [linear, norm]
-    assert set(content["optimizer"]["state"]) == {*linear, *norm}
-    other = in_groups((norm[::-1], 0.5), (linear[::-1], 0.5))
-    content["scheduler"]["base_lrs"].reverse()
+    assert [group["params"] for group in content["optimizer"]["param_groups"]] == [LINEAR, NORM]
+    assert set(content["optimizer"]["state"]) == {*LINEAR, *NORM}
+    other = in_groups((LINEAR[::-1], 0.5), (NORM[::-1], 0.5))
     other.restore(content)
-    assert [group["lr"] for group in other.optimizer.param_groups] == [
-        group["lr"] for group in reversed(run.optimizer.param_groups)
-    ]
     assert flat(train(run, 2).begin_capture()()["model"]) == flat(train(other, 2).begin_capture()()["model"])
 
 
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ([(["0.weight", "0.bias", "1.weight"], 0.1)], "it trains 1.bias, too"),
-        ([(["0.weight", "1.weight"], 0.1), (["0.bias", "1.bias"], 0.1)], "0.weight, 1.weight are not in one group"),
+        ([([*LINEAR, "1.weight"], 0.1)], "it trains 1.bias, too"),
+        ([(NORM, 0.1), (LINEAR, 0.1)], "groups of parameters begin with 0.weight, 1.weight, and those here with 1.w"),
+        ([(["0.weight"], 0.1), (["0.bias"], 0.1), (NORM, 0.1)], "here with 0.weight, 0.bias, 1.weight"),
+        ([([*LINEAR, *NORM], 0.1)], "begin with 0.weight, 1.weight, and those here with 0.weight"),
     ],
 )
 def test_an_optimizer_of_other_parameters_or_groups_is_refused_by_their_names(groups, said):
-    content = train(in_groups((["0.weight", "0.bias"], 0.1), (["1.weight", "1.bias"], 0.1)), 1).begin_capture()()
+    content = train(in_groups((LINEAR, 0.1), (NORM, 0.1)), 1).begin_capture()()
     with pytest.raises(CheckpointError, match=said):
         in_groups(*groups).restore(content)
-    content = train(in_groups((["0.weight", "0.bias"], 0.1)), 1).begin_capture()()
+    content = train(in_groups((LINEAR, 0.1)), 1).begin_capture()()
     with pytest.raises(CheckpointError, match=r"it has nothing of 1\.weight"):
-        in_groups((["0.weight", "0.bias", "1.weight"], 0.1)).restore(content)
+        in_groups(([*LINEAR, "1.weight"], 0.1)).restore(content)
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps values under keys that are no parameters, and has but one option."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for key in ("0.weight", -1, 1000, ("a", 1), 0.5):
+            self.state[key]["n"] = self.state[key].get("n", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                slots = self.state[parameter]
+                slots["sum"] = slots.get("sum", 0) + parameter.grad
+                parameter -= group["lr"] * slots["sum"]
+
+
+def test_values_under_keys_of_an_optimizers_own_stay_apart_and_it_is_restored_again_and_again():
+    run = train(state(optimizer={"cls": Odd, "lr": 0.01}), 2)
+    content = run.begin_capture()()
+    assert content["optimizer"]["others"] == {key: {"n": 2} for key in ("0.weight", -1, 1000, ("a", 1), 0.5)}
+    other = state(seed=1, optimizer={"cls": Odd, "lr": 0.01})
+    for _ in range(2):  # as by two rollbacks
+        other.restore(content)
+    assert flat(train(run, 2).begin_capture()()["model"]) == flat(train(other, 2).begin_capture()()["model"])
+    assert other.optimizer.state[1000] == {"n": 4}
+
+
+class Counting(nn.Linear):
+    """Keeps what it is given as its extra state, and changes it in place."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.count = torch.zeros(())
+
+    def forward(self, x):
+        self.count += 1
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"count": self.count}
+
+    def set_extra_state(self, given):
+        self.count = given["count"]
+
+
+def test_extra_state_is_no_part_of_the_checkpoint_that_it_came_from_and_the_average_has_the_models():
+    run = state(build=Counting)
+    run.extras = {"ema": Ema(run.model, 0.5)}
+    content = train(run, 2).begin_capture()()
+    run.restore(content)
+    train(run, 3)
+    run.extras["ema"].update(run.model)
+    assert content["model"]["0._extra_state"]["count"] == content["ema"]["model"]["0._extra_state"]["count"] + 2 == 2
+    assert run.extras["ema"].model[0].count == run.model[0].count == 5
+    run.model(torch.zeros(4, 2))
+    assert run.extras["ema"].model[0].count == 5
+
+
+def test_a_loss_and_a_part_of_the_model_may_have_one_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.loss = nn.Linear(2, 2)
+
+    model, loss = Named(), nn.Linear(2, 2)
+    optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()])
+    schedule = lr_schedules.constant(optimizer, 1)
+    run = TrainingState(model, optimizer, schedule, Position(), {}, {"loss": loss})
+    assert run.optimizer_state()["param_groups"][0]["params"] == [
+        "loss.weight", "loss.bias", "loss: weight", "loss: bias",
+    ]  # fmt: skip
 
 
 class Ours(torch.optim.SGD):
@@ -265,8 +339,8 @@ BAD = {
     "code in a checkpoint": (saved({"format": FORMAT, "model": Bomb()}), "can't be read as a checkpoint"),
     "a list": (saved([1, 2]), f"not a checkpoint of ddp_hydra: it has no format={FORMAT}"),
     "a state dict": (saved(nn.Linear(1, 1).state_dict()), "not a checkpoint of ddp_hydra"),
-    "of the past": (saved({"format": FORMAT - 1}), "not a checkpoint of ddp_hydra"),
-    "of the future": (saved({"format": FORMAT + 1}), "not a checkpoint of ddp_hydra"),
+    "of the past": (saved({"format": FORMAT - 1}), f"of this ddp_hydra: it has format={FORMAT - 1}, not {FORMAT}"),
+    "of the future": (saved({"format": FORMAT + 1}), f"of this ddp_hydra: it has format={FORMAT + 1}, not {FORMAT}"),
 }
 
 
