@@ -27,6 +27,7 @@ pytestmark = pytest.mark.integration
 
 GLOBAL_BATCH, KILLED = 12, 2
 FORK = multiprocessing.get_context("fork")
+"""No child computes with several threads: OpenMP does not survive a fork once it has threads."""
 
 
 def settings(ranks: int, **parts: Any) -> Any:
@@ -54,7 +55,6 @@ def live(
         if number not in members:
             continue
         store, size = dist.TCPStore("127.0.0.1", ports[generation], None, False), len(members)
-        torch.set_num_threads(1 + generation)
         try:
             with joined(store, members.index(number), size, size, "gloo", 60) as world:
                 given = (None, fault, StopSignal(), None, world)
@@ -67,8 +67,18 @@ def live(
             leave_process_group()
 
 
-@pytest.mark.parametrize("parts", [{}, {"parallel": {"comm_hook": "none"}}], ids=["shared memory", "gloo"])
-@pytest.mark.parametrize("later", [[0, 1], [1, 0], [3, 0, 1]], ids=["smaller", "other ranks", "a newcomer is rank 0"])
+BY_GLOO = {"parallel": {"comm_hook": "none"}}
+CASES = {
+    "smaller": ([0, 1], {}),
+    "with other ranks": ([1, 0], {}),
+    "a newcomer is rank 0": ([3, 0, 1], {}),
+    "smaller, by gloo": ([0, 1], BY_GLOO),
+    "with other ranks, by gloo": pytest.param([1, 0], BY_GLOO, marks=pytest.mark.slow),
+    "a newcomer is rank 0, by gloo": pytest.param([3, 0, 1], BY_GLOO, marks=pytest.mark.slow),
+}
+
+
+@pytest.mark.parametrize(("later", "parts"), CASES.values(), ids=CASES.keys())
 def test_a_gang_that_loses_a_member_forms_again_and_trains_on(alone, later, parts, tmp_path):
     servers = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in range(2)]
     worlds, pipes, members = ([0, 1, KILLED], later), {}, {}
@@ -78,6 +88,7 @@ def test_a_gang_that_loses_a_member_forms_again_and_trains_on(alone, later, part
         members[number] = FORK.Process(target=live, args=given)
         members[number].start()
         end.close()
+    assert all(pipes[number].poll(120) for number in later)
     found = [pipes[number].recv() for number in later]
     for member in members.values():
         member.join(60)
