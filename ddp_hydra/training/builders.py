@@ -231,6 +231,12 @@ def check_groups(
 def fused(node: DictConfig, weights: Iterable[nn.Parameter]) -> dict[str, bool]:
     # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
     # takes are left to it, and so is what the config says itself.
+    weights = list(weights)
+    if node.get("fused") is True and (others := {one.dtype for one in weights if not one.is_floating_point()}):
+        raise ConfigError(
+            f"optimizer.fused=true takes parameters of floating-point types, and the model has some of "
+            f"{others.pop()}: give optimizer.fused=false"
+        )
     can_be = all(one.is_cuda and one.is_floating_point() for one in weights) and node["_target_"] in FUSED
     return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 

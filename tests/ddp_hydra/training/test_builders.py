@@ -84,3 +84,13 @@ def test_arguments_of_a_loss_and_a_task_may_refer_to_other_parts_of_the_config()
     cfg = config()
     cfg.task = {"_target_": "ddp_hydra.tasks.classification.LanguageModel", "ignore": "${seed}"}
     assert builders.task(cfg, Numbers(3), torch.device("cpu")).ignore == cfg.seed
+
+
+def test_a_fused_optimizer_and_complex_parameters_are_refused_with_what_to_type():
+    cfg = config()
+    cfg.optimizer = {"_target_": "torch.optim.Adam", "lr": 0.1, "fused": True}
+    model = torch.nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ConfigError, match=r"the model has some of torch.complex64: give optimizer.fused=false"):
+        builders.optimizer(cfg, model)
+    cfg.optimizer.fused = False
+    assert builders.optimizer(cfg, model).defaults["fused"] is False
