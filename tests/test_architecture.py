@@ -33,7 +33,6 @@ TORCH_MODULES = (
     "ddp_hydra.rank.world",
     "ddp_hydra.rank.torchrun_store",
     "ddp_hydra.cli.export",
-    "ddp_hydra.cli.export",
     "ddp_hydra.compat.dask_pytorch_ddp.data",
     "ddp_hydra.compat.wids",
 )

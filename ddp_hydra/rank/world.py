@@ -51,11 +51,6 @@ class World:
     timeout_s: float = 1800.0
 
     @property
-    def shards(self) -> tuple[int, ...]:
-        """The shares of a step that this rank computes; there are as many as ranks."""
-        return (self.rank,)
-
-    @property
     def is_on_one_host(self) -> bool:
         return self.local_size == self.size
 
@@ -86,9 +81,9 @@ class World:
         return box[0]
 
     def send(self, make: Callable[[], Any], source: int = 0) -> Any:
-        """Return what one rank makes of plain values and tensors on the CPU. A collective.
+        """Return a state that one rank makes: plain values, and tensors on the CPU. A collective.
 
-        Large tensors travel one by one, from where they lie: only what holds them is pickled.
+        Large tensors are sent one by one. Only the rest is pickled.
         """
         if self.size == 1:
             return make()
@@ -113,7 +108,7 @@ class World:
         return tensor
 
     def send_from_rank_0(self, tensor: torch.Tensor) -> None:
-        """Make a tensor that of rank 0. A collective."""
+        """Fill a tensor with the values of rank 0. A collective."""
         if self.size > 1:
             dist.broadcast(tensor, src=0, group=self.cpu_group if tensor.device.type == "cpu" else self.group)
 

@@ -224,9 +224,8 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
     if unknown := sorted(saved.difference(own)):
         raise ValueError(f"it trains {shown(unknown, SHOWN)}, too")
     numbers = {name: number for number, name in enumerate(own)}
-    here, left = [], iter(own)
-    for group in optimizer.param_groups:
-        here.append(list(islice(left, len(group["params"]))))
+    left = iter(own)
+    here = [list(islice(left, len(group["params"]))) for group in optimizer.param_groups]
     if [frozenset(params) for params in here] != [frozenset(group["params"]) for group in groups]:
         # A schedule knows the groups by their order.
         there = _first(group["params"] for group in groups)
@@ -289,6 +288,7 @@ class Ema:
         model: the average, a copy of the model.
         steps: number of updates. It is not a tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
             from a GPU waits for the GPU.
+        with_extra_state: modules of the average, by name, whose `get_extra_state` is taken from the model at each step.
         infinite: names of parameters that held infinite values from the beginning, as masks do.
 
     Raises:

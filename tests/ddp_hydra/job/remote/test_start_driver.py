@@ -11,8 +11,11 @@ import pytest
 
 from ddp_hydra.cluster.scheduler_plugin import LATE_S, delete_topics, is_connected
 from ddp_hydra.job.remote import start_driver
-from ddp_hydra.job.remote.start_driver import EventChannel, liveness_watched, stop_topic
+from ddp_hydra.job.remote.start_driver import DriverSpec, EventChannel, liveness_watched, stop_topic, submit_guard
+from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.rank import outbox
+from ddp_hydra.writers.status import NAME, encode
+from tests.support.warm_server import local_client, wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +96,24 @@ def test_no_driver_starts_beside_a_folder_that_another_user_can_swap(tmp_path, m
     monkeypatch.setattr(outbox.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     worker = SimpleNamespace(local_directory=str(tmp_path / "worker"))
     assert "can swap the worker's folder" in start_driver._start(None, worker)["error"]  # type: ignore[arg-type]
+
+
+@pytest.mark.integration
+def test_the_guard_is_on_another_worker_once_its_own_ends_as_planned(tmp_path):
+    status = DriverStatus("tcp://scheduler:8786", "abc")
+    (tmp_path / NAME).write_bytes(encode(status.content()))
+    given = {"saved_config": {}, "overrides": (), "project": None, "hydra_files": {}, "client": None, "logged": None}
+    config = {"dispatch": {"lost_timeout_s": 15}}
+    spec = DriverSpec("driver-1", str(tmp_path), config, cwd="", sweep="", **given)  # type: ignore[arg-type]
+    with local_client(2) as client:
+        guard = submit_guard(client, spec)
+
+        def places() -> list[str]:
+            return [worker for worker, keys in client.processing().items() if guard.key in keys]
+
+        (first,) = wait_for(places, "a guard")
+        client.retire_workers([first])
+        wait_for(lambda: places() not in ([], [first]), "a guard on the other worker")
+        status.now.state = "done"
+        (tmp_path / NAME).write_bytes(encode(status.content()))
+        assert guard.result(timeout=60) is None
