@@ -104,10 +104,14 @@ class Loader:
         return laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
 
     def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
-        # Ranks may have different numbers of batches, so a loop over them must not contain a collective.
+        # Ranks may have different numbers of batches.
         own = range(rank, len(self.dataset), world_size)
         batches = [list(own[start : start + batch_size]) for start in range(0, len(own), batch_size)]
         yield from zip(self.load(batches), batches, strict=True)
+
+    def spare(self) -> Any:
+        # A batch for a rank that has none of its own.
+        return self.placed(self.make(draws.placed([0], self.seed)))
 
     def steps(self, batches: Iterable[list[int]], micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
         cut, ahead = tee(split(batch, micro_batches) for batch in batches)

@@ -1,11 +1,11 @@
-"""Lets all ranks decide alike whether a step counts and whether to stop after it, and share their numbers."""
+"""Lets all ranks decide alike whether a step counts and whether to stop after it, and compute equally many batches."""
 
 from __future__ import annotations
 
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,6 +99,55 @@ class StepConsensus:
 def things(votes: torch.Tensor) -> list[float]:
     found: list[float] = torch.amax(votes[:, FIELDS:], 0).tolist()
     return found
+
+
+class Rounds:
+    """Gives each rank as many batches as the rank with the most has, and ends all ranks after the same one.
+
+    A forward pass may contain a collective, so all ranks have to make equally many. A rank whose batches have ended
+    gets its last one again, marked as none of its own.
+
+    Args:
+        world: of this rank.
+        stop: returns the reason to stop after this round, a number of `heartbeat.REASONS`; 0 to continue.
+        spare: makes a batch for a rank that has none; None if that can't be.
+
+    Attributes:
+        stopped: the reason for which all ranks have stopped; 0 if they have computed everything.
+    """
+
+    def __init__(self, world: World, stop: Callable[[], Any], spare: Callable[[], Any]) -> None:
+        self.world, self.stop, self.spare = world, stop, spare
+        self.stopped = 0
+
+    def of(self, batches: Iterable[tuple[Any, list[int]]]) -> Iterator[tuple[Any, list[int], bool]]:
+        # A collective. The vote on a round travels while the round before is computed.
+        own = iter(batches)
+        coming = next(own, None)
+        goes_on, _ = self._vote(coming is not None, lambda: 0)()
+        batch, indices = coming or (self.spare() if goes_on else None, [])
+        while goes_on:
+            is_own = coming is not None
+            batch, indices = coming or (batch, indices)
+            coming = next(own, None) if is_own else None
+            decision = self._vote(coming is not None, self.stop)
+            if batch is not None:
+                yield batch, indices, is_own
+            goes_on, self.stopped = decision()
+            goes_on = goes_on and not self.stopped
+
+    def _vote(self, has_more: bool, stop: Callable[[], Any]) -> Callable[[], tuple[int, int]]:
+        if self.world.size == 1:
+            return lambda: (has_more, int(stop()))
+        votes = torch.tensor([int(has_more), int(stop())])
+        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.world.cpu_group, async_op=True)
+
+        def decision() -> tuple[int, int]:
+            work.wait()
+            more, reason = votes.tolist()
+            return more, reason
+
+        return decision
 
 
 class StopSignal:

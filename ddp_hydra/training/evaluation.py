@@ -20,6 +20,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
+from ddp_hydra.training.consensus import Rounds
 from ddp_hydra.training.metrics import Meter, count, named
 from ddp_hydra.training.parallel import broadcast
 from ddp_hydra.training.parameter_groups import restored_buffers
@@ -64,20 +65,20 @@ class Evaluation:
 
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
-        # A collective. The ranks' shares of the samples may differ in size.
+        # A collective. The ranks' shares of the samples may differ in size; the number of forward passes does not.
         world = self.metrics.world
         if world.size > 1:
             broadcast(model.buffers(), world)  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
         meter = Meter(self.loader.device)
-        for batch, indices in self.loader.each_once(self.batch_size, world.rank, world.size):
+        batches = self.loader.each_once(self.batch_size, world.rank, world.size)
+        for batch, indices, is_own in Rounds(world, stop, self.loader.spare).of(batches):
             with self.autocast, explained(batch):
                 step = as_step(self.task.validation_step(model, batch), self.task)
-            meter.add(count(step, len(indices)))
-            self.metrics.add(self.task, step)
+            if is_own:
+                meter.add(count(step, len(indices)))
+                self.metrics.add(self.task, step)
             heartbeat.progress()
-            if stop():
-                break
         sums = meter.result(world)
         own = named("val", self.task.metrics(sums)) if sums else {}
         more = self.metrics.result(are_few)

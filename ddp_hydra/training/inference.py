@@ -23,6 +23,7 @@ from torch import Tensor
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import streams
+from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank import fault_injection, return_values
 from ddp_hydra.rank.world import World, in_world
@@ -30,7 +31,7 @@ from ddp_hydra.record import Rows
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, load_run
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.consensus import StepConsensus, StopSignal
+from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import TrainedModel
 
@@ -149,7 +150,7 @@ def send_samples(run: Inference, done: Collection[int], kind: str) -> tuple[int,
         for begin in range(part * length, min((part + 1) * length, n_samples), cfg.data.batch_size)
     ]
     loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
-    return n_samples, send_parts(run, zip(loader.load(batches), batches, strict=True), length, kind)
+    return n_samples, send_parts(run, loader, zip(loader.load(batches), batches, strict=True), length, kind)
 
 
 def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, str]:
@@ -166,7 +167,7 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
 
     loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
     assert isinstance(loader, streams.StreamLoader)
-    interrupted = send_parts(run, loader.in_order(reader, cfg.data.batch_size, wanted), length, kind)
+    interrupted = send_parts(run, loader, loader.in_order(reader, cfg.data.batch_size, wanted), length, kind)
     counts = run.world.gather_objects(None if interrupted else reader.n_read)
     if None not in counts and len(set(counts)) > 1:
         raise DataError(
@@ -180,28 +181,31 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
     return reader.n_read, interrupted
 
 
-def send_parts(run: Inference, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
-    trained, stop, classes = run.trained, StopSignal(None), DataDescription.of(run.data).classes
+def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
+    # A collective.
+    trained, classes = run.trained, DataDescription.of(run.data).classes
     autocast = builders.autocast(trained.cfg, trained.device)
-    number = 0
+    rounds, number = Rounds(run.world, StopSignal(None).reason, loader.spare), 0
     heartbeat.at("load", 1)
-    for part, own in groupby(batches, lambda one: one[1][0] // length):
+    for part, group in groupby(rounds.of(batches), lambda one: one[1][0] // length if one[2] else None):
         with tempfile.SpooledTemporaryFile(SPOOL_BYTES) as spool:
-            for batch, indices in own:
-                if reason := stop.reason():
-                    return heartbeat.REASONS[reason]
+            for batch, indices, is_own in group:
                 number += 1
                 heartbeat.at("validate", number)
                 with torch.no_grad(), autocast:
                     predicted = run.task.predict(trained.model, batch)
+                if not is_own:
+                    continue
                 values = columns(predicted, len(indices), kind)
                 if run.with_targets:
                     true = targets(batch, len(indices), classes)
                     more = columns(true, len(indices), "arrays" if kind == "arrays" else "table")
                     values |= {name: column for name, column in more.items() if name not in values}
                 return_values.write_rows(spool, identified(run.data, indices, values))
-            submit(spool, part)
-    return ""
+            is_whole = not rounds.stopped or indices[-1] + 1 == (part or 0) * length + length
+            if part is not None and is_whole:
+                submit(spool, part)
+    return heartbeat.REASONS[rounds.stopped]
 
 
 def identified(data: Any, indices: Sequence[int], values: Mapping[str, Any]) -> dict[str, Any]:

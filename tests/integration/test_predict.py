@@ -104,6 +104,31 @@ def test_a_rank_that_is_killed_leaves_no_gap_and_no_row_twice(client4, project_h
     check(tmp_path / "out.csv", run)
 
 
+@pytest.fixture(scope="module")
+def meeting(module_cli) -> Path:
+    """A run of three ranks that validate seven samples, one at a time, and meet in each forward pass."""
+    words = ("model._target_=models.tiny.Meeting", "data.batch_size=1", "data.n=6", "data.val.n=7")
+    module_cli.done(*TINY, *words, "cluster.n_workers=3", "dispatch.timeout_s=30", "hydra.run.dir=meeting")
+    return module_cli.folder / "meeting"
+
+
+@pytest.mark.parametrize("n", [7, 2])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_all_ranks_make_equally_many_forward_passes(client4, project_here, meeting, tmp_path, n, kind):
+    """Two of three ranks have fewer samples, or one has none."""
+    of_kind = ["+data.val._target_=data.streams.PointStream"] if kind == "stream" else []
+    words = [*of_kind, f"data.val.n={n}", "data.batch_size=1"]
+    connect.use_existing(Scheduler(client4.scheduler.address))
+    try:
+        alone = inference.evaluate(str(meeting), "last", changes=[*words, "dispatch.ranks=1"])
+        found = inference.evaluate(str(meeting), "last", changes=[*words, "dispatch.ranks=3"])
+        inference.predict(str(meeting), tmp_path / "out.csv", changes=[*words, "dispatch.ranks=3"])
+    finally:
+        connect.use_existing(None)
+    assert found["metrics"] == pytest.approx(alone["metrics"])
+    assert [int(row["index"]) for row in read(tmp_path / "out.csv")] == list(range(n))
+
+
 @pytest.mark.slow
 def test_what_is_interrupted_goes_on_where_it_ended(module_cli, run):
     """It fails in the third batch, when two parts have arrived."""

@@ -247,6 +247,13 @@ class StreamLoader(Loader):
         part = split_stream(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
         return self.in_order(part, batch_size, lambda start: True)
 
+    def spare(self) -> Any:
+        part = split_stream(self.dataset, 0, 1, self.way, self.progress, self.seed, training=False)
+        part.open(0)
+        with self.state_guard():
+            found = [sample for _, sample in islice(part.once(), 1)]
+            return self.placed(self.made(found, draws.EVALUATION, 0)) if found else None
+
     def in_order(self, part: Part, batch_size: int, wanted: Callable[[int], bool]) -> Iterator[tuple[Any, list[int]]]:
         # wanted: number of a batch's first sample -> whether to make the batch.
         def batches() -> Iterator[StepBatches]:

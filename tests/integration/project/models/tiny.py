@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_hydra import results
@@ -35,3 +37,12 @@ class Tiny(nn.Module):
         if self.tell and self.training:
             results.text("samples", json.dumps((x[:, 0] * 1024).int().tolist()))
         return self.layers(x)
+
+
+class Meeting(Tiny):
+    """All ranks meet in each forward pass, as they do in a sharded model."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if dist.is_initialized():
+            dist.all_reduce(torch.zeros(1))
+        return super().forward(x)
