@@ -150,6 +150,7 @@ SAME_NAME_ON_PURPOSE = {"MLP", "S3ImageFolder"}
 """A model of the starter and of a new project; a data set and the call of dask-pytorch-ddp."""
 
 
+@pytest.mark.medium
 def test_every_class_has_a_name_of_its_own():
     places = defaultdict(list)
     for root in OURS:

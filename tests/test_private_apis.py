@@ -10,6 +10,8 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ddp_hydra", "hydra_plugins", "models", "data")
 PRIVATE = re.compile(r"_[a-z][a-z0-9_]*|_[A-Z]\w*")
@@ -115,6 +117,7 @@ def trees() -> dict[str, ast.AST]:
     return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
 
 
+@pytest.mark.medium
 def test_private_names_of_other_packages_are_listed():
     parsed = trees()
     own = set().union(*map(own_names, parsed.values()))

@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
 from ddp_hydra import forked
 
 
+@pytest.mark.medium
 def test_it_is_searched_for_again_only_after_a_pause():
     assert gc.isenabled()
     frozen = gc.get_freeze_count()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +64,7 @@ def trained_on(data, ranks: int, batch: int, micro: int, epoch: int, stop: int, 
     return [row for number in sorted(steps) for row in steps[number]]
 
 
+@pytest.mark.medium
 @given(st.sampled_from([1, 2, 3, 4]), st.sampled_from([2, 4]), st.integers(1, 2), st.integers(0, 1), st.integers(0, 4))
 def test_draws_do_not_depend_on_the_split(ranks, batch, micro, epoch, stop):
     right = trained_on(Drawing(), 1, 48, 1, epoch, 0)
@@ -99,6 +101,7 @@ def test_what_fills_the_last_batch_is_drawn_anew():
     assert len({row[1:] for row in drawn}) == 8
 
 
+@pytest.mark.medium
 @given(st.integers(1, 3), st.integers(1, 5))
 def test_validation_draws_by_index_alone(ranks, batch):
     found = {}
@@ -109,6 +112,7 @@ def test_validation_draws_by_index_alone(ranks, batch):
     assert found == right
 
 
+@pytest.mark.medium
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([2, 4]), st.integers(0, 2))
 def test_a_stream_draws_by_position(ranks, batch, epoch):
     def read(ranks: int, batch: int, stop: int) -> dict:

@@ -145,6 +145,7 @@ CRITERIA |= {
 }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", CRITERIA)
 @settings(max_examples=8)
 @given(split=SPLITS)

@@ -39,6 +39,7 @@ def distilled(model: nn.Module, teacher: nn.Module, x: Any, y: torch.Tensor, opt
     return 0.4 * 9 * (distance * weight).sum() / weight.sum() + 0.6 * own
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("name", "are_shares"), [*((name, False) for name in LOSSES), *((name, True) for name in MIXED)]
 )

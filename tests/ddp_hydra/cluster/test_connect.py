@@ -154,6 +154,7 @@ def test_slurm_wants_its_commands(monkeypatch, tmp_path):
     assert "cluster=slurm: there is no sbatch here: type it on a login node" in refused("slurm")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -197,6 +198,7 @@ def test_what_sbatch_said_is_taken_out_of_the_report():
     assert services.sbatch_message("Could not parse job id\nfrom it") == "Could not parse job id; from it"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("given", "ours"),
     [
@@ -228,6 +230,7 @@ def test_local_cuda_without_a_gpu(monkeypatch):
     assert "or give cluster=local" in said
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("visible", ["", "-1"])
 def test_local_cuda_where_none_may_be_used(visible, monkeypatch, gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -105,6 +105,7 @@ def test_a_client_that_failed_is_gone_before_the_next_one_starts(monkeypatch):
     assert isinstance(Scheduler("tcp://127.0.0.1:1").client(), Client)
 
 
+@pytest.mark.medium
 def test_a_scheduler_that_is_busy_for_a_moment_is_asked_again(clients):
     clients += [AssertionError(), OSError("timed out"), TypeError()]
     assert Scheduler("tcp://127.0.0.1:1").client() == "connected"

@@ -132,6 +132,7 @@ def test_a_busy_scheduler_is_asked_again_while_nothing_runs_yet(client, clock, m
         assert len(asked) == 1
 
 
+@pytest.mark.medium
 def test_a_cluster_that_adapts_its_size_may_take_as_long_as_the_queue(scheduler, client, clock):
     scheduler.reserve("other", 1, holder="you")
     scheduler.adaptive_target()
@@ -179,6 +180,7 @@ def test_the_number_of_workers_stays_what_it_was_at_first(scheduler, client, clo
         assert len(held.renew("t-1", [], None, 1.0)) == 4
 
 
+@pytest.mark.medium
 def test_a_lost_worker_is_replaced_and_survivors_stay_held_while_waiting(scheduler, client, clock):
     seen = []
     with Reservation(client, "one", 2) as held:
@@ -209,6 +211,7 @@ def test_in_the_end_a_gang_goes_on_with_the_least_it_may(scheduler, client, cloc
         assert len(held.renew("t-2", [], 2, 10.0)) == 4
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("least", "need"), [(None, 4), (4, 4), (99, 4), (2, 2)])
 def test_below_the_least_it_gives_up_and_says_what_to_do(scheduler, client, clock, least, need):
     with Reservation(client, "one", 4) as held:

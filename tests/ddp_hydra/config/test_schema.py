@@ -59,6 +59,7 @@ def targets(node: Any) -> Iterator[str]:
             yield from targets(part)
 
 
+@pytest.mark.medium
 def test_the_default_is_a_job():
     cfg = composed()
     validate.check(cfg)
@@ -66,6 +67,7 @@ def test_the_default_is_a_job():
     assert not GlobalHydra().is_initialized()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("bucket", "told"),
     [

@@ -11,6 +11,7 @@ from tests.ddp_hydra.config.test_schema import composed
 ACCUMULATES = ("parallel.static_graph=true", "trainer.gradient_accumulation_steps=2")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -47,6 +48,7 @@ def test_what_does_not_go_together_is_refused(overrides, words):
         validate.check(composed(*overrides))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "overrides",
     [

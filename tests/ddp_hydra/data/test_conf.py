@@ -113,6 +113,7 @@ def test_photos_are_cut_as_imagenet_is(name, png, tmp_path):
     assert instantiate(data.val.transform).center_crop == 0.875
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("size", [224, 32])
 def test_validation_sees_as_much_of_a_photo_at_any_size(size):
     data = read("data/s3_photos", "data.bucket=file:///photos", f"data.image_size={size}").data

@@ -160,6 +160,7 @@ def test_table_and_images_come_from_buckets(s3, png):
     data.close()
 
 
+@pytest.mark.medium
 def test_no_secret_of_a_url_is_said(table):
     url, secret = "https://host/1.png", "https://me:secret@host/1.png?token=secret"
     data = table(f"path,label\n{secret},a\n", root="sftp://me:secret@host/photos")

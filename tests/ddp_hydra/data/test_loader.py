@@ -74,6 +74,7 @@ def test_so_many_batches_are_made_ahead_and_no_more(prefetch):
     loaded.close()
 
 
+@pytest.mark.medium
 @pytest.mark.usefixtures("all_slow")
 def test_batches_made_ahead_stay_within_the_memory_given():
     data = Squares()
@@ -260,6 +261,7 @@ def once(n: int, batch_size: int, rank: int, world_size: int) -> list[list[int]]
     return [indices for _, indices in loaded]
 
 
+@pytest.mark.medium
 @given(st.integers(0, 60), st.integers(1, 7), st.integers(1, 9))
 def test_evaluation_reads_every_sample_exactly_once(n, batch_size, world_size):
     shares = [once(n, batch_size, rank, world_size) for rank in range(world_size)]

@@ -286,6 +286,7 @@ def test_a_shard_that_is_not_there_or_empty_is_told(tmp_path):
         seen(by_stream(tmp_path / "a.tar"))
 
 
+@pytest.mark.medium
 def test_bad_samples_are_judged_over_a_pass(tar):
     members: dict[str, bytes | None] = {}
     for number in range(300):

@@ -124,6 +124,7 @@ def test_eval_is_what_torchvision_makes_of_it():
     assert (ours.int() - theirs.int()).abs().float().mean() < 1
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("transform", [EvalTransform(64, center_crop=0.875), TrainTransform(64, (0.3, 1.0))])
 def test_a_large_jpeg_is_decoded_smaller_and_looks_the_same(transform):
     data = jpeg(smooth(900, 1200))

@@ -64,6 +64,7 @@ def test_the_order_hangs_on_seed_and_epoch(urls):
     assert read(mixed, position=7) == read(mixed)[7:]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_of_a_users_dataloader_share_the_shards(urls, workers):
     loaded = DataLoader(TarSamples(urls, transform=label_of), batch_size=None, num_workers=workers)

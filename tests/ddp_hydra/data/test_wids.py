@@ -334,6 +334,7 @@ def test_more_shards_than_files_that_may_be_open(write, monkeypatch):
     data.close()
 
 
+@pytest.mark.medium
 def test_raw_samples_come_fast(write):
     data = WidsShards(write(**{f"s{number}": (numbered(0, 500), 500) for number in range(4)}))
     order = random.Random(0).choices(range(2000), k=20_000)

@@ -359,6 +359,7 @@ def test_what_was_downloaded_to_begin_with_goes_at_the_end(returned, tmp_path, m
     assert not downloads.exists()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
@@ -420,6 +421,7 @@ def test_hostile_values_of_a_rank_leave_a_whole_summary_of_a_failed_job(returned
     assert (summary["status"], summary["failure"]["kind"], summary["steps"]) == ("failed", "RecordError", 7)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("reason", "status"), [("", STATUS_SUCCESS), ("pause", STATUS_SUCCESS), ("time_limit", STATUS_UNKNOWN)]
 )
@@ -470,6 +472,7 @@ def test_the_failure_of_a_rank_is_in_the_summary(tmp_path):
     assert {"started", "wall_s", "ddp_hydra", "steps_lost"} <= summary.keys()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "error",
     [ConfigError("bad"), NonFiniteLoss("nan"), DdpHydraError("x"), ZeroDivisionError("oops"), OSError(28, "full")],

@@ -95,6 +95,7 @@ def test_a_run_of_a_sweep_knows_the_folder_of_the_sweep(tmp_path, monkeypatch, m
     assert run_dir.sweep_dir(tmp_path / run) == (tmp_path / "sweep" if found else None)
 
 
+@pytest.mark.medium
 def test_one_process_at_a_time_writes_and_a_dead_one_lets_go(tmp_path):
     run_dir = tmp_path / "run"
     with subprocess.Popen(

@@ -8,6 +8,7 @@ import pytest
 from ddp_hydra.rank.spare_forks import become_rank
 
 
+@pytest.mark.medium
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the fork server has no threads
 def test_a_fork_that_cannot_become_a_rank_says_why_in_the_output_of_the_rank(tmp_path):
     read, write = os.pipe()

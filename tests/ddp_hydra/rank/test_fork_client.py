@@ -194,6 +194,7 @@ def test_variables_that_each_rank_reads_itself_do_not(monkeypatch, name):
     assert environment.identity() == before
 
 
+@pytest.mark.medium
 def test_limits_and_the_mask_of_new_files_tell_servers_apart():
     program = (
         "import os, resource; from ddp_hydra.rank.environment import identity; names = [identity()]\n"

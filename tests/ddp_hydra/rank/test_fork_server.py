@@ -295,6 +295,7 @@ def test_without_its_socket_it_leaves(idle):
     assert idle.is_time_over()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("change", ["edited", "replaced", "removed"])
 def test_what_was_imported_is_out_of_date_after_a_change(tmp_path, monkeypatch, change):
     file = tmp_path / "library.py"

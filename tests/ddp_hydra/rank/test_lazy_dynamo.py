@@ -134,6 +134,7 @@ def test_a_module_that_does_not_exist_is_not_found(torch):
         importlib.import_module(f"{NAME}.nonsense")
 
 
+@pytest.mark.medium
 def test_a_fork_that_needs_it_has_the_next_ones_find_it(torch):
     fork_preload.import_if_wanted()
     assert is_put_off(torch)

@@ -60,6 +60,7 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.medium
 def test_a_fork_gets_the_request_and_the_descriptors(spares, ask):
     spares.add()
     (fork,) = spares.connections
@@ -71,6 +72,7 @@ def test_a_fork_gets_the_request_and_the_descriptors(spares, ask):
     assert ask(request) == (None, [])
 
 
+@pytest.mark.medium
 def test_it_holds_nothing_of_the_others(spares, ask):
     """Else the end of the server would not be the end of them."""
     for _ in range(3):
@@ -83,6 +85,7 @@ def test_it_holds_nothing_of_the_others(spares, ask):
     assert others.isdisjoint(told[3])
 
 
+@pytest.mark.medium
 def test_they_end_with_the_server(spares):
     for _ in range(2):
         spares.add()
@@ -105,6 +108,7 @@ def test_as_many_are_missing_as_are_wanted(spares, monkeypatch):
     assert not spares.are_missing
 
 
+@pytest.mark.medium
 def test_one_that_was_killed_gets_nothing(spares, ask):
     for _ in range(2):
         spares.add()
@@ -118,6 +122,7 @@ def test_one_that_was_killed_gets_nothing(spares, ask):
     assert not Path(f"/proc/{last}").exists()
 
 
+@pytest.mark.medium
 def test_one_that_is_suspended_is_killed(spares, ask, monkeypatch):
     monkeypatch.setattr(spare_forks, "SEND_S", 0.1)
     spares.add()

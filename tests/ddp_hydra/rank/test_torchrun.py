@@ -85,6 +85,7 @@ with torchrun.ended_together(place):
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("end", "first", "others"),
     [

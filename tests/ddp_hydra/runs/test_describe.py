@@ -19,6 +19,7 @@ from ddp_hydra.writers.run_dir import LOCK, is_locked, locked
 from tests.ddp_hydra.runs.conftest import kill
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("end", ["done", "failed", "interrupted"])
 def test_a_run_that_has_ended_has_said_how(make_run, end):
     run_dir = make_run("run", end=end)
@@ -33,6 +34,7 @@ def test_a_process_that_is_killed_leaves_a_killed_run(tmp_path, process_of):
     assert (is_locked(tmp_path), status_of(tmp_path)) == (False, "killed")
 
 
+@pytest.mark.medium
 def test_a_run_that_is_resumed_in_its_folder_and_killed_is_not_what_it_was_before(make_run, process_of):
     run_dir = make_run("run", end="interrupted")
     os.utime(run_dir / "summary.json", (1e9, 1e9))
@@ -78,6 +80,7 @@ def test_a_driver_that_falls_silent_is_lost(tmp_path, state, age, found):
     assert status_of(tmp_path) == stored_status("", convert(content, Status)) == found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("content", ["{", "{}", '{"format": 99, "status": "done", "ddp_hydra": "9.0"}'])
 def test_a_summary_that_cannot_be_read_is_no_end(make_run, process_of, content):
     run_dir = make_run("run", end="done")
@@ -116,6 +119,7 @@ def test_a_look_does_not_keep_a_job_from_its_folder(tmp_path, monkeypatch):
             assert is_locked(tmp_path)
 
 
+@pytest.mark.medium
 def test_two_jobs_are_still_kept_apart(tmp_path, process_of):
     process = process_of(tmp_path)
     with pytest.raises(ConfigError, match=f"is being written by process {process.pid} on "), locked(tmp_path):

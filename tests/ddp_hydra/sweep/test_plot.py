@@ -243,6 +243,7 @@ def test_numbers_lie_where_they_are_and_texts_side_by_side(given, places, labels
     assert short_text("key") == "key"
 
 
+@pytest.mark.medium
 def test_what_was_saved_is_drawn_and_a_broken_file_is_not(tmp_path):
     (tmp_path / "sweep.json").write_text(json_text(grid(float, a=[1, 2, 3]), ACCURACY))
     draw_saved(tmp_path, ACCURACY)

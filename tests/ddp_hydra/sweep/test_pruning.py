@@ -136,6 +136,7 @@ def test_a_sweep_that_was_killed_while_it_removed_goes_on_with_it(tmp_path):
     assert "removed" in rows[0].message
 
 
+@pytest.mark.medium
 def test_a_run_that_somebody_writes_or_whose_manifest_is_odd_is_left_alone(tmp_path, caplog):
     rows = [row(0, 0.1), row(1, 0.2), row(2, 0.3), row(3, 0.0)]
     folder, odd = with_checkpoints(tmp_path / "0"), with_checkpoints(tmp_path / "1")

@@ -87,6 +87,7 @@ rows = st.builds(
 )
 
 
+@pytest.mark.medium
 @given(st.lists(rows, max_size=3, unique_by=lambda row: row.number))
 def test_what_was_written_is_read(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("sweep")

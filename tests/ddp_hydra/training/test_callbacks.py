@@ -146,6 +146,7 @@ def test_without_a_validation_set_epochs_count(train):
     assert "validation 1 False, checkpoint 8" in texts(run)[0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("what", "said"),
     [("weights", "changed weights"), ("rate", "the optimizer's settings"), ("frozen", "what is frozen")],
@@ -172,6 +173,7 @@ def test_one_may_call_the_run_done_which_is_validated_then(train):
     assert texts(run) == ["enough"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("trainer", [{}, {"validate_every_steps": 3}], ids=str)
 def test_a_run_that_is_done_at_a_validation_takes_no_further_step(train, trainer):
     run = train(parts=with_callbacks(it=(f"{HERE}.Satisfied", {})), **trainer)

@@ -23,6 +23,7 @@ def bests(run: Run) -> list[tuple[int, bool]]:
     return [(record.step, record.data.checkpoint.best) for record in run.saved]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("every", [1, 3, 4, 9])
 def test_the_mean_is_that_over_the_epoch_whatever_is_logged_between(train, every):
     steps = dict(train(log_every_steps=1).metrics("train/loss"))
@@ -75,6 +76,7 @@ def test_a_resume_whose_validation_is_due_counts_its_epoch_for_an_objective_of_t
     assert read(resumed.last)["best"] == means(resumed)[0][1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("policy", ["rollback", "skip"])
 @pytest.mark.parametrize("every", [1, 3])
 def test_steps_that_are_left_out_or_taken_again_count_once_or_not_at_all(train, policy, every):

@@ -33,6 +33,7 @@ def test_a_run_of_two_epochs_logs_validates_and_saves(train):
     assert content["validation_due"] is False
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("epochs", [None, 99])
 def test_a_run_may_end_in_the_middle_of_an_epoch(epochs, train):
     run = train(epochs=epochs, max_steps=6)
@@ -59,6 +60,7 @@ RISING = {"objective": {"metric": "val/loss", "direction": "maximize"}}
 """An objective that gets better with each validation of so small a set."""
 
 
+@pytest.mark.medium
 def test_only_a_checkpoint_whose_weights_were_just_validated_can_be_the_best(train):
     run = train(epochs=6, validate_every_epochs=2, checkpoint_every_epochs=3, parts=RISING)
     assert bests(run) == [(12, False), (24, True)]
@@ -84,6 +86,7 @@ class OwnNames(Classification):
         return super().metrics(sums)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("metric", "val"), [("val/acc", 5), ("train/acc", 0)])
 def test_an_unknown_objective_is_said_at_the_first_validation_and_nothing_is_lost(metric, val, train):
     options = {"val": val, "checkpoint_every_epochs": 0, "early_stopping_patience": 9}

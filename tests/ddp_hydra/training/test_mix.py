@@ -64,6 +64,7 @@ def by_hand(colours: Tensor, logits: Tensor) -> float:
     return -(colours * logits.log_softmax(1)).sum(1).mean().item()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("mix", ["mixup", "cutmix"])
 def test_the_loss_is_that_of_the_mixed_targets_and_validation_is_not_mixed(mix, train, seen):
     run = train(data=Colours, epochs=4, log_every_steps=1, parts=parts(mix))

@@ -40,6 +40,7 @@ def test_it_has_no_wrapper(group):
     assert wrapped.wrapped is wrapped.step
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"gradient_accumulation_steps": 2}, {"clip_norm": 0.1}, {"precision": "bf16"}])
 def test_it_has_the_bits_of_ddp(train, options):
     alone, wrapped = train(**options), train(parts=DDP, **options)

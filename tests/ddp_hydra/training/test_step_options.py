@@ -193,6 +193,7 @@ def test_a_compiled_model_trains_the_same(train):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.medium
 def test_each_part_that_is_trained_apart_is_compiled_where_the_task_finds_it(group):
     model = nn.ModuleDict({"one": nn.Linear(4, 3), "other": nn.Linear(3, 4)})
     step = TrainStep(Apart(), model, "one")

@@ -64,6 +64,7 @@ def test_a_loss_is_trained_and_saved_as_by_hand(train):
     assert flat(saved["loss"]) == flat(loss.state_dict())
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}, {"clip_norm": 0.1}], ids=str)
 def test_a_resumed_run_ends_with_the_loss_of_the_uninterrupted_one(train, options):
     first = train(whole=LOSS, stop_at=("update", 3), **options)

@@ -44,6 +44,7 @@ def test_they_change_nothing_of_the_training(train):
     assert ends[0]["optimizer"] == ends[1]["optimizer"]
 
 
+@pytest.mark.medium
 def test_the_best_is_saved_amid_an_epoch(train):
     for parts, sign in ((RISING, 1), (FALLING, -1)):
         run, known, expected = train(validate_every_steps=3, parts=parts), float("-inf"), []
@@ -121,6 +122,7 @@ def test_an_unknown_objective_is_said_before_the_first_step(train):
     assert found[0].metrics("train/loss") == found[0].steps_saved == []
 
 
+@pytest.mark.medium
 def test_an_unknown_objective_of_a_task_with_its_own_metrics_is_said_there_and_nothing_is_lost(train):
     found: list[Run] = []
     parts = {"objective": {"metric": "val/acc"}, "task": {"_target_": f"{__name__}.WithMetrics"}}

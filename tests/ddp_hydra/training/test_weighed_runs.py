@@ -51,6 +51,7 @@ def split(train, parts, size, **options):
     return train(parts={**SOME, "data": {"batch_size": size}}, gradient_accumulation_steps=parts, **options)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
@@ -69,6 +70,7 @@ def test_micro_batches_of_different_weight_make_the_step_of_one_batch(train, opt
         assert torch.allclose(weights(whole), weights(split(train, parts, size, **options)), atol=tolerance)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"precision": "fp16", "clip_norm": 0.05}], ids=str)
 def test_a_resumed_run_weighs_as_the_uninterrupted_one(train, options):
     first = split(train, 2, 2, stop_at=("update", 1), **options)
@@ -76,6 +78,7 @@ def test_a_resumed_run_weighs_as_the_uninterrupted_one(train, options):
     assert flat(read(resumed.last)) == flat(read(split(train, 2, 2, **options).last))
 
 
+@pytest.mark.medium
 def test_a_sum_stays_a_sum(train):
     summed = {**SOME, "task": {"_target_": f"{__name__}.Sum", "metric": "loss"}, "optimizer": {"lr": 0.001}}
     runs = [

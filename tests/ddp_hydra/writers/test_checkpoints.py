@@ -32,6 +32,7 @@ def check_whole(folder):
         assert find_checkpoint(folder / name) == folder / name
 
 
+@pytest.mark.medium
 def test_names_manifest_and_retention(tmp_path, folder, checkpoint_record):
     writer = CheckpointWriter(tmp_path, keep=2)
     for step in (100, 200, 300, 400, 500):
@@ -52,6 +53,7 @@ def test_names_manifest_and_retention(tmp_path, folder, checkpoint_record):
     assert files["best.pt"]["size"] == len(b"weights 200")
 
 
+@pytest.mark.medium
 def test_keep_all_and_a_bad_keep(tmp_path, folder, checkpoint_record):
     writer = CheckpointWriter(tmp_path, keep=None)
     for step in range(1, 8):
@@ -61,6 +63,7 @@ def test_keep_all_and_a_bad_keep(tmp_path, folder, checkpoint_record):
         CheckpointWriter(tmp_path, keep=0)
 
 
+@pytest.mark.medium
 def test_checkpoints_of_later_steps_go_where_a_run_begins_again(tmp_path, folder, checkpoint_record):
     writer = CheckpointWriter(tmp_path, keep=3)
     writer.write(checkpoint_record(20))
@@ -140,6 +143,7 @@ def test_links_are_not_followed(tmp_path, folder, checkpoint_record):
     assert list(victim.iterdir()) == []
 
 
+@pytest.mark.medium
 def test_a_new_writer_goes_on_and_clears_what_was_interrupted(tmp_path, folder, checkpoint_record):
     CheckpointWriter(tmp_path, keep=2).write(checkpoint_record(1))
     CheckpointWriter(tmp_path, keep=2).write(checkpoint_record(2))
@@ -189,6 +193,7 @@ def test_find_says_what_was_found_instead(tmp_path):
         find_checkpoint(tmp_path)
 
 
+@pytest.mark.medium
 def test_a_truncated_or_changed_checkpoint_names_the_one_to_use(tmp_path, folder, checkpoint_record):
     writer = CheckpointWriter(tmp_path)
     for step in (1, 2, 3):
@@ -206,6 +211,7 @@ def test_a_truncated_or_changed_checkpoint_names_the_one_to_use(tmp_path, folder
         find_checkpoint(folder / "step-000001.pt")
 
 
+@pytest.mark.medium
 def test_the_one_to_use_is_never_later_and_content_belongs_to_its_step(tmp_path, folder, checkpoint_record):
     writer = CheckpointWriter(tmp_path)
     for step in (1, 2, 3):
@@ -299,6 +305,7 @@ def zipped(number: int) -> bytes:
     return content.getvalue()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("last", [3, 2, None])
 def test_a_checkpoint_that_the_manifest_does_not_name_yet_is_used(tmp_path, folder, checkpoint_record, last, caplog):
     """A process that is killed may leave one. An older one, which was only not removed in time, is not meant."""

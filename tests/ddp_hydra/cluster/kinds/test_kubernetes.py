@@ -95,6 +95,7 @@ def test_native_arguments_arrive(monkeypatch):
     assert worker["env"] == [{"name": "NCCL_DEBUG", "value": "1"}]
 
 
+@pytest.mark.medium
 def test_the_commands_are_those_of_todays_dask(monkeypatch):
     spec = created(monkeypatch)["custom_cluster_spec"]["spec"]
     scheduler, worker = (spec[part]["spec"]["containers"][0]["args"] for part in ("scheduler", "worker"))

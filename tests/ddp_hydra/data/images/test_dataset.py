@@ -82,6 +82,7 @@ def test_a_batch_is_made_in_place_and_needs_no_collating(stored):
         assert torch.equal(image, data[index][0])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("options", [{"threads": 1}, {"threads": 7, "decoders": 1}, {"threads": 3, "decoders": 5}])
 def test_chance_depends_on_seed_epoch_and_index_and_not_on_threads(stored, options):
     transform = TrainTransform(32, hue=0.2, erase=0.5)
@@ -144,6 +145,7 @@ def test_a_file_larger_than_the_memory_given_is_read_alone(stored):
     assert len(data.__getitems__(range(24))) == 24
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("wrong", [b"text", FILES[5][:300], b"", FileNotFoundError("gone"), PermissionError("403")])
 def test_what_cannot_be_read_is_replaced_by_the_next_and_named(stored, wrong):
     data = stored({5: wrong, 6: wrong}, transform=EvalTransform(32))

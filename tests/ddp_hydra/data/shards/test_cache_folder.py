@@ -16,6 +16,7 @@ OTHER = f"{'1' * 32}-b.tar"
 SIZE = 1000
 
 
+@pytest.mark.medium
 def test_a_shard_that_gets_its_name_while_it_is_counted_is_counted(tmp_path, monkeypatch):
     """The budget would be exceeded: a name is listed, the file has another one when its size is asked for."""
     folder = ShardFolder(tmp_path, with_index(SIZE))

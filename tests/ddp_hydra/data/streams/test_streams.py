@@ -389,6 +389,7 @@ def order(make: Callable[[], Any], rank: int = 0, world_size: int = 1, epoch: in
     return numbers
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_the_order_of_a_users_dataloader_depends_on_seed_and_epoch_alone(workers):
     make = lambda: DataLoader(range(24), batch_size=None, shuffle=True, num_workers=workers)  # noqa: E731

@@ -115,6 +115,7 @@ def test_it_begins_with_what_rank_0_said_although_others_spoke_later(run, capsys
     assert capsys.readouterr().out.splitlines() == ["  model  Tiny", "epoch 1/2  train/loss 1", "done"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("further", [6, 8])
 def test_a_restart_shows_each_epoch_once(run, capsys, further):
     """It cuts the file, which has grown beyond its old size, or not, until it is looked at."""

@@ -120,6 +120,7 @@ def test_a_run_that_has_ended_or_was_removed_needs_no_other_driver(runner, spec)
     assert not is_lost(store, lambda: False)
 
 
+@pytest.mark.medium
 def test_a_driver_is_lost_if_neither_store_nor_scheduler_hears_of_it(spec, monkeypatch):
     monkeypatch.setattr(uploader, "WATCH_S", 0.05)
     monkeypatch.setattr(uploader, "POLL_S", 0.01)

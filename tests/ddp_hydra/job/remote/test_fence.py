@@ -22,6 +22,7 @@ def there(request, tmp_path, monkeypatch, s3) -> Store:  # noqa: F811
     return urls.open_folder(f"s3://{s3.fill({})}/runs")
 
 
+@pytest.mark.medium
 def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
     assert there.etag("x") is None
     first = there.put_if("x", b"1", None)
@@ -36,6 +37,7 @@ def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
     assert there.etag("x") == second
 
 
+@pytest.mark.medium
 def test_of_many_who_acquire_at_once_one_is_the_owner(there):
     stores = [FencedStore(there) for _ in range(4)]
     seen, won = [one.owner() for one in stores], []
@@ -57,6 +59,7 @@ def test_of_many_who_acquire_at_once_one_is_the_owner(there):
     assert there.get("owner").decode().strip() == owner.token
 
 
+@pytest.mark.medium
 def test_who_was_the_owner_overwrites_and_removes_nothing(there):
     one, other = FencedStore(there), FencedStore(there)
     one.acquire(one.owner())
@@ -76,6 +79,7 @@ def test_who_was_the_owner_overwrites_and_removes_nothing(there):
     assert (there.size_or_none("checkpoints/new"), there.size_or_none("checkpoints/step")) == (None, None)
 
 
+@pytest.mark.medium
 def test_what_the_one_before_put_there_late_is_replaced(there):
     one, other = FencedStore(there), FencedStore(there)
     one.acquire(one.owner())
