@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -100,6 +99,7 @@ def predict(
         instead = "another folder" if target.is_dir() else "overwrite=true, or another file"
         raise ConfigError(f"out={out} exists: give {instead}")
     folder = target.with_name(f"{target.name}.parts")
+    predictions.check_folder(folder, out)
     with (
         tempfile.TemporaryDirectory(prefix="ddp_hydra-") as download,
         locked(folder, "wait for it, or give another out="),
@@ -127,7 +127,7 @@ def parts_kept(folder: Path) -> Iterator[None]:
         yield
     finally:
         if folder.is_dir() and not (folder / PLAN).exists():
-            shutil.rmtree(folder)
+            predictions.remove_parts_in(folder)
 
 
 def merge(parts: Parts, target: Path) -> list[str]:

@@ -134,8 +134,12 @@ def rm(words: Sequence[str]) -> None:
         results = own = RunRef.own(run)
         with suppress(ConfigError):  # a pointer that is broken names no results, and goes with its run
             results = RunRef.named(run)
-        freed = disk.remove(run)
-        print(f"removed {shown(run)}, {runs_text.size_text(freed)}")  # noqa: T201
+        removal = disk.remove(run)
+        print(f"removed {shown(run)}, {runs_text.size_text(removal.freed)}")  # noqa: T201
+        if removal.left:
+            more = f" and {len(removal.left) - 8} more" if len(removal.left) > 8 else ""
+            left = shown(", ".join(removal.left[:8]))
+            print(f"left there, as no run has written it: {left}{more}")  # noqa: T201
         if results != own:
             print(f"its results stay in {shown(results.place)}")  # noqa: T201
 

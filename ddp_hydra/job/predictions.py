@@ -5,8 +5,10 @@ The file is CSV, Parquet, NPZ, or a folder of PNGs. It is written a few rows at 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
+import os
 import re
 import shutil
 import zipfile
@@ -27,6 +29,8 @@ from ddp_hydra.writers.files import Fetch, FileReceiver, LogWriter
 
 PLAN = "plan.json"
 _PART = re.compile(r"parts/part-(\d{8})\.rows", re.ASCII)
+_OURS = re.compile(rf"{_PART.pattern}|plan\.json|logs/rank-\d+\.log|\.lock|(parts/)?\.part-[0-9a-f]{{12}}", re.ASCII)
+"""Files that a prediction writes, by their paths in its folder."""
 
 
 class PredictionPlan(Struct):
@@ -67,8 +71,7 @@ class Parts:
         except ConfigError:
             if not overwrite:
                 raise
-            shutil.rmtree(folder / "parts", ignore_errors=True)
-            (folder / PLAN).unlink()
+            self.remove()
             found = None
         if found:
             self.samples, self.length = found.samples, found.rows
@@ -156,7 +159,40 @@ class Parts:
                 raise RecordError(f"{self.path(part)} ends with row {begin} of {end}: remove it, and try again")
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder)
+        remove_parts_in(self.folder)
+
+
+def check_folder(folder: Path, out: str | Path) -> None:
+    """Check that a folder for parts is new, empty, or of a prediction.
+
+    Raises:
+        ConfigError: somebody else has made it.
+    """
+    if not os.path.lexists(folder):
+        return
+    try:
+        plan = json.loads((folder / PLAN).read_bytes())
+        is_ours = isinstance(plan, dict) and {"plan", "samples", "rows"} <= plan.keys()
+    except FileNotFoundError:
+        is_ours = folder.is_dir() and not folder.is_symlink() and all(map(_OURS.fullmatch, _files(folder)))
+    except (OSError, ValueError, RecursionError):
+        is_ours = False
+    if not is_ours:
+        raise ConfigError(f"out={out} needs {folder} for its parts, and no prediction has made that: give another out=")
+
+
+def remove_parts_in(folder: Path) -> None:
+    """Remove what a prediction has written in its folder, and the folder if nothing else is in it."""
+    for name in _files(folder):
+        if _OURS.fullmatch(name):
+            (folder / name).unlink(missing_ok=True)
+    for empty in (folder / "parts", folder / "logs", folder):
+        with contextlib.suppress(OSError):  # somebody's files are in it
+            empty.rmdir()
+
+
+def _files(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
 
 
 KINDS = {".csv": "table", ".parquet": "table", ".npz": "arrays", "": "pictures"}

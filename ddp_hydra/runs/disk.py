@@ -1,11 +1,14 @@
-"""Measures the size of runs, and removes them."""
+"""Measures the size of runs, and removes them: what a run or a sweep has written, and nothing else."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-import shutil
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, TakenOver
@@ -13,15 +16,28 @@ from ddp_hydra.job.remote.fence import OWNER, FencedStore
 from ddp_hydra.job.remote.uploader import is_active
 from ddp_hydra.runs.describe import status_of
 from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
-from ddp_hydra.runs.run_files import LocalRunFiles, StoredRunFiles, is_run, reachable
-from ddp_hydra.storage import urls
+from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles, is_run, reachable, yaml_value
+from ddp_hydra.storage import manifest, urls
 from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.writers.files import SUBMITTED
 from ddp_hydra.writers.run_dir import LOCK, locked
 
 KINDS = ("checkpoints", "logs", "other")
 _LOGS = ("logs", "tensorboard", "profile")
-_LAST = (".hydra", "summary.json", "status.json", LOCK, OWNER)
+_LAST = (SUBMITTED, ".hydra", "summary.json", "status.json", LOCK, OWNER)
 """Removed last, so that what is removed in part is still known as a run, and has an owner."""
+_OF_RUN = re.compile(
+    rf"\.hydra/(config|hydra|overrides)\.yaml|metrics\.jsonl|(summary|status|tags|loggers)\.json|project\.zip|{OWNER}"
+    rf"|{re.escape(urls.POINTER)}|{re.escape(SUBMITTED)}|{re.escape(LOCK)}"
+    r"|checkpoints/(manifest\.json|step-\d+(-[0-9a-f]{12})?\.pt)"
+    r"|logs/((rank-\d+|job|driver)\.log|slurm-\d+\.out)|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+|\.resume/.+"
+    r"|(checkpoints/|logs/|tensorboard/)?\.part-[0-9a-f]{12}"
+)
+"""Files that a run writes, by their paths in its directory. The files of its ranks are in a list of their own."""
+_OF_SWEEP = re.compile(
+    r"sweep\.(json|csv|md|png)|seeds\.csv|multirun\.yaml|optimization_results\.yaml|cluster\.log|project\.zip"
+    r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+|\.part-[0-9a-f]{12}"
+)
 
 
 def by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -50,6 +66,19 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
     return found
 
 
+@dataclass
+class Removal:
+    """What was removed, and what was not.
+
+    Args:
+        freed: bytes.
+        left: paths that neither a run nor a sweep has written; they are still there.
+    """
+
+    freed: int = 0
+    left: list[str] = field(default_factory=list)
+
+
 def count(run: str) -> int:
     return 1 if RunRef.own(run).is_stored and _stored_run(run) else len(removable(run))
 
@@ -61,13 +90,15 @@ def removable(run: str) -> list[Path]:
     if not folder.is_dir():
         raise ConfigError(f"{run}: there is no such folder")
     names = set(os.listdir(folder))  # noqa: PTH208
-    if SWEEP in names:
-        if SweepJobs(str(folder)).is_held():
+    if SWEEP in names and (jobs := SweepJobs(str(folder))).objective.metric:
+        if jobs.is_held():
             raise ConfigError(f"{run}: the sweep is running; end it first")
-        return [Path(name) for name, _ in run_dirs(str(folder))]
-    if not is_run(names):
+        return [Path(name) for name, _ in run_dirs(str(folder)) if is_ours(LocalRunFiles(name))]
+    if not is_run(names) or not is_ours(LocalRunFiles(folder)):
+        but = "it has files of such names, but ddp_hydra has not written them" if is_run(names) else ""
         raise ConfigError(
-            f"{run} is not a run directory, nor the folder of a sweep; ddp-hydra runs ls {run} lists runs below it"
+            f"{run} is not a run directory, nor the folder of a sweep; "
+            f"{but or f'ddp-hydra runs ls {run} lists runs below it'}"
         )
     inner = [name for name, _ in run_dirs(str(folder)) if name != os.path.normpath(folder)]
     if inner:
@@ -75,41 +106,95 @@ def removable(run: str) -> list[Path]:
     return [folder]
 
 
-def remove(run: str) -> int:
-    """Remove a run, or the folder of a sweep with its runs, and return the bytes that are freed.
+def is_ours(files: RunFiles) -> bool:
+    """Return whether ddp_hydra has written a run: many programs write a summary.json, and all of Hydra's a .hydra."""
+    config, pointer = yaml_value(files.read(".hydra/config.yaml")), files.read(urls.POINTER)
+    if isinstance(config, dict) and {"cluster", "dispatch", "results"} <= config.keys():
+        return True
+    if files.read(LOCK).startswith(b"process ") or urls.is_url(pointer.decode(errors="replace").strip()):
+        return True
+    first_line = files.read("metrics.jsonl").partition(b"\n")[0]
+    return any(
+        keys <= _keys(content)
+        for content, keys in (
+            (files.read("summary.json"), {"status", "failure", "ddp_hydra"}),
+            (files.read("status.json"), {"state", "time"}),
+            (first_line, {"time", "attempt", "step"}),
+        )
+    )
 
-    No link is followed: a link inside is removed itself. Nobody can write a run while it is removed.
+
+def _keys(content: bytes) -> set[str]:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        return set()
+    return set(found) if isinstance(found, dict) else set()
+
+
+def remove(run: str) -> Removal:
+    """Remove what a run, or a sweep and its runs, have written, and the folders that are empty then.
+
+    No link is followed or removed. Nobody can write a run while it is removed.
     """
     ref = RunRef.own(run)
     if ref.is_stored:
         return _remove_stored(run)
-    folder, runs = Path(ref.place), removable(run)
-    for one in runs:
-        if status_of(one) == "running":
-            raise ConfigError(f"{one} is running: end it first")
-    freed = sum(LocalRunFiles(folder).sizes().values())
+    folder, runs, removal = Path(ref.place), removable(run), Removal()
+    is_sweep = runs != [folder]
     try:
-        for one in reversed(runs):  # those inside another one first
-            if (one / OWNER).is_file():
-                _acquire(str(one.absolute()))
-            with locked(one, "end it first"):  # one at a time: a sweep may have more jobs than a process may open files
-                _remove_run(one)
-        if folder not in runs:
-            shutil.rmtree(folder)
+        with sweep_held(folder) if is_sweep else nullcontext():
+            for one in runs:
+                if status_of(one) == "running":
+                    raise ConfigError(f"{one} is running: end it first")
+            for one in reversed(runs):  # those inside another one first
+                if (one / OWNER).is_file():
+                    _acquire(str(one.absolute()))
+                with locked(one, "end it first"):  # one at a time: a process may not open files without end
+                    _remove_files(one, written_by_run(LocalRunFiles(one)), removal)
+                with contextlib.suppress(OSError):
+                    one.rmdir()
+            if is_sweep:
+                _remove_files(folder, _OF_SWEEP.fullmatch, removal)
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
     except OSError as error:
         raise ConfigError(f"{error.filename or folder} cannot be removed: {error.strerror or error}") from None
-    return freed
+    if folder.is_dir():
+        removal.left = sorted(os.listdir(folder))  # noqa: PTH208
+    return removal
 
 
-def _remove_run(run_dir: Path) -> None:
-    for name in sorted(os.listdir(run_dir), key=_removal_order):  # noqa: PTH208
-        path = run_dir / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-    with contextlib.suppress(FileNotFoundError):
-        run_dir.rmdir()
+@contextmanager
+def sweep_held(folder: Path) -> Iterator[None]:
+    """Keep a sweep from beginning again in a folder."""
+    from ddp_hydra.sweep.scheduler import lock, unlock
+
+    handle = lock(folder)
+    try:
+        yield
+    finally:
+        unlock(handle)
+
+
+def written_by_run(files: RunFiles) -> Callable[[str], object]:
+    """Return a function that tells whether a run has written the file of a path in its directory."""
+    known = set(files.read(SUBMITTED).decode(errors="replace").splitlines())
+    with contextlib.suppress(ValueError):  # there is none, or it is broken
+        entries = manifest.decode_manifest(files.read(f"{manifest.FOLDER}/{manifest.NAME}")).files
+        known |= {f"{manifest.FOLDER}/{name}" for name in entries}
+    return lambda name: name in known or _OF_RUN.fullmatch(name)
+
+
+def _remove_files(folder: Path, is_written: Callable[[str], object], removal: Removal) -> None:
+    sizes = {name: size for name, size in LocalRunFiles(folder).sizes().items() if is_written(name)}
+    for name in sorted(sizes, key=_removal_order):
+        (folder / name).unlink(missing_ok=True)
+    removal.freed += sum(sizes.values())
+    parents = {parent for name in sizes for parent in Path(name).parents if parent.name}
+    for parent in sorted({*parents, *map(Path, (*_LOGS, "checkpoints"))}, key=lambda path: -len(path.parts)):
+        with contextlib.suppress(OSError):  # it is not empty
+            (folder / parent).rmdir()
 
 
 def _stored_run(url: str) -> StoredRunFiles:
@@ -117,22 +202,26 @@ def _stored_run(url: str) -> StoredRunFiles:
     run = next((one for one in found if one.place == url.rstrip("/")), None)
     if run is None:
         raise ConfigError(f"{url} holds no run: give the URL that a run has printed; ddp-hydra runs ls {url} lists")
+    if not is_ours(run):
+        raise ConfigError(f"{url} is not a run: it has files of such names, but ddp_hydra has not written them")
     if len(found) > 1:
         other = next(one for one in found if one is not run)
         raise ConfigError(f"{url} holds other runs, too, such as {other.place}: remove these first")
     return run
 
 
-def _remove_stored(url: str) -> int:
-    sizes = _stored_run(url).sizes()
+def _remove_stored(url: str) -> Removal:
+    files = _stored_run(url)
+    sizes, is_written = files.sizes(), written_by_run(files)
+    written = {name: size for name, size in sizes.items() if is_written(name)}
     with reachable():
         store = _acquire(url)
         try:
-            for name in sorted({*sizes, OWNER}, key=_removal_order):
+            for name in sorted({*written, OWNER}, key=_removal_order):
                 store.delete(name)
         except TakenOver:
             raise _resumed(url) from None
-    return sum(sizes.values())
+    return Removal(sum(written.values()), sorted(sizes.keys() - written.keys()))
 
 
 def _acquire(place: str) -> FencedStore:

@@ -158,6 +158,10 @@ def _verify(file: File, name: str, part: Path) -> None:
         raise RecordError(f"{name} was changed on its way: its sha256 is {digest[:12]}…; the one before is kept")
 
 
+SUBMITTED = "submitted.txt"
+"""Paths of the files that ranks have submitted, one a line: `runs rm` removes these."""
+
+
 class FileWriter:
     """Writes each submitted file into the run directory; another writer handles checkpoints.
 
@@ -169,6 +173,7 @@ class FileWriter:
     def __init__(self, run_dir: Path, fetch: Fetch | None = None) -> None:
         self._run_dir = run_dir
         self._receiver = FileReceiver(fetch)
+        self._listed: set[str] | None = None
 
     def write(self, record: Record) -> None:
         if not isinstance(record.data, File) or record.checkpoint is not None:
@@ -181,6 +186,16 @@ class FileWriter:
                 f"none of {', '.join(RESERVED)}"
             )
         self._receiver.receive(record, prepared_path(self._run_dir, path))
+        self._list(str(path))
+
+    def _list(self, path: str) -> None:
+        file = self._run_dir / SUBMITTED
+        if self._listed is None:
+            self._listed = set(file.read_text().splitlines()) if file.exists() else set()
+        if path not in self._listed:
+            with writing(file), file.open("a") as listed:
+                listed.write(f"{path}\n")
+            self._listed.add(path)
 
     def close(self) -> None:
         self._receiver.drop()

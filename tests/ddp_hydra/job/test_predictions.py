@@ -190,3 +190,31 @@ def test_what_no_file_can_be_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
     with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[parquet\]', or give out=predictions.csv"):
         predictions.kind_of(Path("out.parquet"))
+
+
+def test_a_folder_that_no_prediction_has_made_is_refused_and_stays(tmp_path):
+    folder = tmp_path / "out.parts"
+    predictions.check_folder(folder, "out")  # it is new
+    (folder / "parts").mkdir(parents=True)
+    predictions.check_folder(folder, "out")
+    for name in (".lock", "logs/rank-0.log", "parts/part-00000000.rows"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    predictions.check_folder(folder, "out")  # it was interrupted early
+    for name, content in (("list.txt", "mine"), ("plan.json", "{}"), ("plan.json", "no JSON"), ("parts/mine", "")):
+        (folder / name).write_text(content)
+        with pytest.raises(ConfigError, match=r"^out=out needs .*: give another out="):
+            predictions.check_folder(folder, "out")
+        (folder / name).unlink()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "link.parts").symlink_to(tmp_path / "other")
+    with pytest.raises(ConfigError, match="no prediction has made that"):
+        predictions.check_folder(tmp_path / "link.parts", "link")
+
+
+def test_what_others_have_put_between_the_parts_stays(parts, tmp_path):
+    fill(parts, tmp_path, "table")
+    (parts.folder / "notes.txt").write_text("mine")
+    predictions.check_folder(parts.folder, "out")
+    parts.remove()
+    assert [path.name for path in parts.folder.iterdir()] == ["notes.txt"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from ddp_hydra.cli import runs
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote import uploader
 from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.record import File, Record
 from ddp_hydra.run_state import Status, encode
 from ddp_hydra.runs import disk, run_files
 from ddp_hydra.runs.run_files import LocalRunFiles
@@ -20,6 +23,7 @@ from ddp_hydra.storage import urls
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.scheduler import lock, unlock
 from ddp_hydra.sweep.summary_files import json_text
+from ddp_hydra.writers.files import FileWriter
 from ddp_hydra.writers.run_dir import locked as run_locked
 from tests.ddp_hydra.runs.conftest import kill
 
@@ -46,18 +50,59 @@ def test_a_run_inside_another_counts_once(make_run, tmp_path):
     assert sizes[str(inner)]["checkpoints"] == sizes[str(outer)]["checkpoints"]
 
 
-def test_a_run_is_removed_and_nothing_behind_its_links(make_run, tmp_path):
+def test_a_run_is_removed_and_what_others_have_put_there_is_not(make_run, tmp_path):
     run_dir, other = make_run("outputs/a"), make_run("outputs/b")
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "file").write_text("1")
-    (run_dir / "link").symlink_to(precious)
-    (run_dir / "checkpoints" / "link").symlink_to(precious)
-    (run_dir / "checkpoints" / "file").hardlink_to(precious / "file")
-    assert disk.remove(str(run_dir)) > 0
-    assert not run_dir.exists()
-    assert (precious / "file").read_text() == "1"
+    writer = FileWriter(run_dir)
+    for name in ("samples/1.txt", "samples/2.txt", "samples/1.txt"):
+        writer.write(Record(File(name, 1, hashlib.sha256(b"1").hexdigest(), inline="MQ==")))
+    writer.close()
+    (run_dir / "samples" / "mine.txt").write_text("1")
+    (run_dir / "checkpoints" / "theirs.ckpt").write_text("1")
+    (run_dir / "link").symlink_to(other)
+    (run_dir / "notes").mkdir()
+    removal = disk.remove(str(run_dir))
+    assert removal.freed > 1000
+    assert removal.left == ["checkpoints", "link", "notes", "samples"]
+    left = {str(path.relative_to(run_dir)) for path in run_dir.rglob("*")}
+    assert left == {"checkpoints", "checkpoints/theirs.ckpt", "link", "notes", "samples", "samples/mine.txt"}
     assert (other / "summary.json").exists()
+    disk.remove(str(other))
+    assert not other.exists()
+
+
+def test_a_project_that_was_a_run_directory_stays(make_run, tmp_path, capsys):
+    project = make_run("mine")
+    for name in (".git/HEAD", "models/net.py", "thesis.txt", "logs/app.log", "tensorboard/notes.md", ".hydra/x.yaml"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("mine")
+    runs.main(["rm", str(project), "yes=true"])
+    assert (
+        "left there, as no run has written it: .git, .hydra, logs, models, tensorboard, thesis"
+        in capsys.readouterr().out
+    )
+    assert {path.read_text() for path in project.rglob("*") if path.is_file()} == {"mine"}
+    assert len([path for path in project.rglob("*") if path.is_file()]) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", "{}"),
+        ("summary.json", '{"status": "ok"}'),
+        ("summary.json", "[" * 100_000),
+        ("status.json", '{"state": "open"}'),
+        ("metrics.jsonl", '{"loss": 1}\n'),
+        (".hydra/config.yaml", "db: {driver: mysql}"),
+        ("sweep.json", '{"method": "grid"}'),
+    ],
+)
+def test_a_folder_of_another_program_is_refused(tmp_path, name, content):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(content)
+    for call in (disk.count, disk.remove):
+        with pytest.raises(ConfigError, match="is not a run directory, nor the folder of a sweep"):
+            call(str(tmp_path))
+    assert (tmp_path / name).exists()
 
 
 def test_a_running_run_is_refused_and_a_killed_one_is_not(make_run, process_of):
@@ -90,7 +135,7 @@ def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp
     with pytest.raises(ConfigError, match=r"is running: end it first, with ddp-hydra attach run="):
         disk.remove(str(run_dir))
     driver.join()
-    assert disk.remove(str(run_dir)) > 0  # its driver is gone
+    assert disk.remove(str(run_dir)).freed > 0  # its driver is gone
     assert not run_dir.exists()
     with pytest.raises(TakenOver):
         store.put("status.json", b"{}")
@@ -125,8 +170,11 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
         disk.remove(str(folder))
     unlock(handle)
     assert len(disk.removable(str(folder))) == 2
-    disk.remove(str(folder))
-    assert list((tmp_path / "multirun").iterdir()) == []
+    (folder / "multirun.yaml").write_text("")
+    (folder / "1" / "notes.txt").write_text("")
+    (folder / "plots").mkdir()
+    assert disk.remove(str(folder)).left == ["1", "plots"]
+    assert {path.name for path in folder.rglob("*")} == {"1", "notes.txt", "plots"}
 
 
 def test_the_runs_of_a_sweep_are_removed_one_at_a_time_those_inside_others_first(make_run, tmp_path, monkeypatch):

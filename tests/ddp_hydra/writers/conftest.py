@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.record import Checkpoint, File, Metrics, Record
+from ddp_hydra.writers.files import SUBMITTED
 
 MakeRecord = Callable[..., Record]
 
@@ -45,8 +46,9 @@ def checkpoint_record(file_record: MakeRecord) -> MakeRecord:
 
 
 def tree(folder: Path) -> set[str]:
-    """Every file under `folder`, hidden ones too."""
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    """Every file under `folder`, hidden ones too, but for the list of those that ranks have submitted."""
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
+    return files - {SUBMITTED}
 
 
 @pytest.fixture(name="tree")
