@@ -131,7 +131,10 @@ class Seaweed:
         )
         assert self._process.stdout is not None
         with self._process.stdout as told:
-            self._weed = psutil.Process(int(told.readline()))
+            number = int(told.readline())
+        self._weed: psutil.Process | None = None
+        with suppress(psutil.NoSuchProcess):  # it has ended at once, and the shell knows already
+            self._weed = psutil.Process(number)
 
     def wait_until_ready(self, timeout_s: float) -> Bucket:
         # Wait until the store takes objects, and return its bucket; start it again where a port was taken meanwhile.
@@ -156,7 +159,8 @@ class Seaweed:
 
     def is_running(self) -> bool:
         with suppress(psutil.Error):
-            return self._owner == os.getpid() and self._weed.status() != psutil.STATUS_ZOMBIE
+            if self._weed is not None and self._owner == os.getpid():
+                return self._weed.status() != psutil.STATUS_ZOMBIE
         return False
 
     def stop(self) -> None:
@@ -169,7 +173,7 @@ class Seaweed:
     def _note_sockets(self) -> None:
         # Write down the ports of its sockets outside its folder: for one that was taken, it takes another.
         with suppress(psutil.Error, FileNotFoundError), (self._folder / _PORTS_NOTED).open("a") as noted:
-            for one in self._weed.net_connections("unix"):
+            for one in self._weed.net_connections("unix") if self._weed is not None else ():
                 if str(one.laddr).startswith("/tmp/seaweedfs-"):  # noqa: S108 (weed has no setting for most of them)
                     noted.write(str(one.laddr).rpartition("-")[2].removesuffix(".sock") + "\n")
 

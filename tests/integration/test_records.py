@@ -125,6 +125,10 @@ def test_files_of_every_rank_arrive_whole_whether_small_or_large(client2, run_in
     assert [files.pop(f"notes/from-{number}.txt") for number in (0, 1)] == [b"hello from 0", b"hello from 1"]
     assert [files.pop(f"large/{number}.bin") for number in (0, 1)] == [content(0, 20_000_000), content(1, 20_000_000)]
     assert files.pop("notes/same.txt") == b"first"
+    listed = files.pop("submitted.txt").decode().splitlines()
+    assert sorted(listed) == [f"{name}.bin" for name in ("large/0", "large/1")] + [
+        f"notes/{name}.txt" for name in ("from-0", "from-1", "same")
+    ]
     assert sorted(files) == ["logs/rank-0.log", "logs/rank-1.log"]
 
 

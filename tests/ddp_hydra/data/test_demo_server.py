@@ -290,6 +290,25 @@ def test_a_store_that_does_not_start_says_why_and_leaves_nothing(does, reason, t
     assert list(tmp_path.iterdir()) == [program]
 
 
+@pytest.mark.integration
+def test_a_store_that_has_ended_before_we_look_says_why_and_leaves_nothing(tmp_path, monkeypatch):
+    program = tmp_path / "weed"
+    program.write_text("#!/bin/sh\necho the disk is full\n")
+    program.chmod(0o755)
+    before = psutil.Process().children()
+
+    def ended(number: int) -> psutil.Process:
+        time.sleep(0.5)
+        raise psutil.NoSuchProcess(number)
+
+    monkeypatch.setattr(demo_server, "find_weed", lambda: str(program))
+    with monkeypatch.context() as patched:
+        patched.setattr(demo_server.psutil, "Process", ended)
+        with pytest.raises(ConnectionError, match="did not start: the disk is full"):
+            demo_server.acquire()
+    assert psutil.Process().children() == before
+
+
 @pytest.mark.slow
 @pytest.mark.integration
 def test_a_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch):
