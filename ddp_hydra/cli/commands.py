@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import sys
 import time
 from collections.abc import Collection, Sequence
@@ -55,7 +56,8 @@ def attach(words: Sequence[str]) -> None:
     except KeyboardInterrupt as error:
         if isinstance(error, Interrupted):
             raise
-        raise Interrupted(f"the run goes on; to end it: ddp-hydra attach run={store.url} stop=true") from None
+        run = shlex.quote(f"run={store.url}")
+        raise Interrupted(f"the run goes on; to end it: ddp-hydra attach {run} stop=true") from None
 
 
 TEMPLATE = Path(__file__).parent / "template"

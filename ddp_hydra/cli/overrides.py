@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import HIDDEN
+from ddp_hydra.console import text
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import torchrun
 from ddp_hydra.storage.manifest import find_checkpoint
 
 
 def read(arguments: list[str]) -> list[str]:
+    arguments = [quoted_path(word) for word in arguments]
     resumed = with_resumed_sweep(with_resumed_overrides(with_search(arguments)))
     return with_run_dir_before(with_faults(with_params(resumed)))
+
+
+def quoted_path(word: str) -> str:
+    """Quote a value that is the path of a file or folder, where Hydra would read it otherwise: resume=runs/lr=0.1."""
+    key, _, value = word.partition("=")
+    return f"{key}={text.quoted(value)}" if os.path.lexists(value) else word
 
 
 def with_search(arguments: list[str]) -> list[str]:
@@ -31,12 +41,12 @@ def with_search(arguments: list[str]) -> list[str]:
 
 def with_resumed_overrides(arguments: list[str]) -> list[str]:
     """Add to `resume=<run>` the overrides that the run was started with; those typed now have priority."""
-    resumed = next((word.partition("=")[2] for word in arguments if word.startswith("resume=")), "").strip("'\"")
+    resumed = next((value_of(word) for word in arguments if word.startswith("resume=")), "")
     saved = _overrides_of(resumed)
     if saved is None:
         return arguments
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
-    given = {key_of(word) for word in arguments} | {
+    given = {word.partition("=")[0].lstrip("+~") for word in arguments} | {
         "resume",
         "dry_run",
         "faults",
@@ -46,7 +56,8 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
-    kept = [word for word in saved if not {key_of(word), key_of(word).split(".")[0]} & given]
+    chosen = {package_of(word) for word in arguments if "@" in word.partition("=")[0]}
+    kept = [word for word in saved if not places_of(word) & (given | chosen)]
     _refuse_hidden(kept, f"resume={resumed}: the run")
     first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
     return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
@@ -84,7 +95,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     if not {"-m", "--multirun"} & set(arguments):
         return arguments
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")
-    folders = [word.partition("=")[2].strip("'\"") for word in arguments if key_of(word) in keys and "=" in word]
+    folders = [value_of(word) for word in arguments if key_of(word) in keys and "=" in word]
     saved = Path(folders[0]) / "multirun.yaml" if folders else None
     if saved is None or not saved.is_file():
         return arguments
@@ -98,7 +109,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
         ]
         _refuse_hidden(kept, f"{saved.parent}: the sweep", beside=" with the other words of the sweep")
         given += kept
-    return [*given, f"hydra.sweep.dir='{folders[0]}'"]
+    return [*given, f"hydra.sweep.dir={QuotedString(folders[0], Quote.single).with_quotes()}"]
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:
@@ -138,6 +149,26 @@ def with_faults(arguments: list[str]) -> list[str]:
     texts = [re.sub("['\"]", "", word.partition("=")[2]) for word in given]
     quoted = ",".join(f"'{text}'" for text in texts)
     return [word for word in arguments if word not in given] + [f"faults=[{quoted}]"]
+
+
+def value_of(word: str) -> str:
+    value = word.partition("=")[2]
+    if value[:1] in ("'", '"'):
+        with contextlib.suppress(HydraException):  # Hydra says later what is wrong with it
+            return str(parse_override(word).value())
+    return value
+
+
+def package_of(word: str) -> str:
+    """Return the place in the config that an override is for: of a group that is chosen for a package, the package."""
+    key = word.partition("=")[0].lstrip("+~")
+    return key.partition("@")[2] or key
+
+
+def places_of(word: str) -> set[str]:
+    """Return what a later override would have to name so that this one no longer counts: its key, or a node above."""
+    parts = package_of(word).split(".")
+    return {word.partition("=")[0].lstrip("+~"), *(".".join(parts[:size]) for size in range(1, len(parts) + 1))}
 
 
 def key_of(override: str) -> str:

@@ -132,8 +132,8 @@ def explain(target: str, error: BaseException) -> str:
         cause = cause.__cause__
     if isinstance(cause, SyntaxError):
         return describe_syntax(cause, text.user_path(cause.filename or "") or str(cause.filename))
-    if where := text.user_location(cause):
-        return f"{where}: {type(cause).__name__}: {cause}"
+    if where := text.raised_at(cause):
+        return where
     parts = target.split(".")
     for size in range(len(parts) - 1, 0, -1):
         if module := sys.modules.get(".".join(parts[:size])):

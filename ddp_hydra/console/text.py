@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import sysconfig
 import traceback
 from pathlib import Path
@@ -81,6 +82,21 @@ _TEMPORARY = re.compile(r"CUDA|cu[A-Z]{3,}|NCCL|gloo|HIP|memory|connection|socke
 """Matches a RuntimeError of torch that may come from outside of the project's code."""
 
 
+def typed(key: str, value: str | Path) -> str:
+    """Return "key=value" as it can be pasted into a shell for Hydra, whatever is in the value."""
+    word = f"{key}={quoted(str(value))}"
+    return word if word == f"{key}={value}" else shlex.quote(word)
+
+
+def quoted(value: str) -> str:
+    """Quote a value for Hydra, where a shell or Hydra would take something in it for more than a character."""
+    if re.fullmatch(r"[\w./:@%+-]+", value, re.ASCII):
+        return value
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    return QuotedString(value.replace("${", r"\${"), Quote.double).with_quotes()
+
+
 def user_path(file: str) -> str | None:
     """Return the path of a source file as its user knows it; None for a library's file."""
     if match := _PACKED.fullmatch(file):
@@ -97,10 +113,21 @@ def user_location(error: BaseException) -> str:
     """Return where in the user's files an error was raised: "models/mine.py, line 12, in forward"; "" if in none."""
     if isinstance(error, SyntaxError) and error.filename and (path := user_path(error.filename)):
         return f"{path}, line {error.lineno}"
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if path := user_path(frame.filename):
-            return f"{path}, line {frame.lineno}, in {frame.name}"
-    return ""
+    frame = user_frame(error)
+    return f"{user_path(frame.filename)}, line {frame.lineno}, in {frame.name}" if frame else ""
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame for frame in frames if user_path(frame.filename)), None)
+
+
+def raised_at(error: BaseException) -> str:
+    """Return place, type, message and source line of an error in the user's files; "" if no frame is in one."""
+    if (frame := user_frame(error)) is None:
+        return ""
+    source = f"\n    {frame.line.strip()}" if frame.line else ""
+    return f"{user_location(error)}: {type(error).__name__}: {message_of(error)}{source}"
 
 
 def is_deterministic(error: BaseException) -> bool:

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from ddp_hydra.cluster import connect, connection
 from ddp_hydra.config import checkpoint_config, schema
 from ddp_hydra.console.signals import held_back
+from ddp_hydra.console.text import typed
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
 from ddp_hydra.job import loggers
@@ -124,7 +125,9 @@ def train(
         summary.best = best_checkpoint(run_dir, config["objective"]["metric"])
         is_paused = result.interrupted == "pause"
         if result.interrupted and not is_paused:
-            raise Interrupted(f"{why_stopped(result.interrupted, result.steps)}: go on with resume={shown_dir}")
+            raise Interrupted(
+                f"{why_stopped(result.interrupted, result.steps)}: go on with {typed('resume', shown_dir)}"
+            )
         summary.status = "paused" if is_paused else "done"
     print(closing_lines(summary, shown_dir))  # noqa: T201
     metric = config["objective"]["metric"]

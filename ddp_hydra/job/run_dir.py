@@ -13,6 +13,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra.config import project, redact
+from ddp_hydra.console.text import typed
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
 from ddp_hydra.run_state import Best
 from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
@@ -52,7 +53,7 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
     is_done = summary is not None and summary.status == "done"
     if (has_checkpoint(run_dir) or is_done) and not is_resumed(run_dir, resume):
         raise ConfigError(
-            f"{run_dir} holds another run: give hydra.run.dir=<folder>, or go on with it by resume={run_dir}"
+            f"{run_dir} holds another run: give hydra.run.dir=<folder>, or go on with it by {typed('resume', run_dir)}"
         )
 
 
@@ -151,6 +152,6 @@ def _metrics_of(entry: CheckpointEntry | None) -> dict[str, float | None]:
 def full_disk_advice(run_dir: Path, shown_dir: str) -> str:
     step = saved_step(run_dir)
     saved = "nothing was saved before" if step is None else f"step {step} is saved"
-    again = "start it again" if step is None else f"go on with resume={shown_dir}"
+    again = "start it again" if step is None else f"go on with {typed('resume', shown_dir)}"
     free = shutil.disk_usage(run_dir).free
     return f"{saved}; {free:,} bytes are free in {run_dir}: free some space there, then {again}"

@@ -18,7 +18,7 @@ import ddp_hydra
 from ddp_hydra.checked import Count, Finite
 from ddp_hydra.config import project, unknown_keys
 from ddp_hydra.console import text
-from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of
+from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of, typed
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
@@ -75,7 +75,9 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
         _finish(run_dir, summary, begin, error)
         if isinstance(error, KeyboardInterrupt) and not error.args:  # ended at once, without another checkpoint
             step = saved_step(run_dir)
-            error.args = () if step is None else (f"interrupted; step {step} is saved: go on with resume={shown_dir}",)
+            error.args = (
+                () if step is None else (f"interrupted; step {step} is saved: go on with {typed('resume', shown_dir)}",)
+            )
         if is_full(error):
             error.add_note(full_disk_advice(run_dir, shown_dir))
         elif isinstance(error, RankFailed | ClusterError):
@@ -103,7 +105,7 @@ def failed_lines(run_dir: Path, shown_dir: str, failure: Failure | None) -> str:
     step = saved_step(run_dir)
     lines = [
         f"log:     {shown_dir}/{log}" if log and (run_dir / log).exists() else None,
-        f"saved:   step {step}; go on with resume={shown_dir}" if step is not None else None,
+        f"saved:   step {step}; go on with {typed('resume', shown_dir)}" if step is not None else None,
     ]
     return "\n".join(filter(None, lines))
 
@@ -128,7 +130,9 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
         f"profile: {shown_dir}/{summary.profile}, and a trace of each rank beside it (ui.perfetto.dev)"
         if summary.profile
         else None,
-        f"{why_stopped('pause', steps)}: go on with resume={shown_dir}" if summary.status == "paused" else None,
+        f"{why_stopped('pause', steps)}: go on with {typed('resume', shown_dir)}"
+        if summary.status == "paused"
+        else None,
     ]
     return "\n".join(filter(None, lines))
 

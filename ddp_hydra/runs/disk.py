@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -232,7 +233,9 @@ def _acquire(place: str) -> FencedStore:
     store = FencedStore(urls.open_folder(place))
     owner = store.owner()
     if is_active(store):
-        raise ConfigError(f"{place} is running: end it first, with ddp-hydra attach run={place} stop=true")
+        raise ConfigError(
+            f"{place} is running: end it first, with ddp-hydra attach {shlex.quote(f'run={place}')} stop=true"
+        )
     try:
         store.acquire(owner)
     except TakenOver:

@@ -9,14 +9,13 @@ import logging
 import math
 import os
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, IntervalSweep, Override, Quote, QuotedString
+from hydra.core.override_parser.types import Glob, IntervalSweep, Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
@@ -27,6 +26,7 @@ from msgspec import Meta
 from omegaconf import DictConfig
 
 from ddp_hydra.config.schema import AtLeast1, AtLeast2, check_limits, limits_of
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.sweep.rows import sort_key
 
@@ -320,7 +320,7 @@ class PopulationSweeper(Sweeper):
             others = list(fixed)
             if member.parent is not None:
                 others = [word for word in fixed if not word.startswith("resume=")]
-                own.append(f"resume={quoted(os.path.relpath(self.folders[member.parent]))}")
+                own.append(f"resume={text.quoted(os.path.relpath(self.folders[member.parent]))}")
             batch.append([*others, *own])
         if isinstance(getattr(self.launcher, "labels", None), list):  # our launcher shows them in its tables
             self.launcher.labels = [  # type: ignore[attr-defined]
@@ -346,7 +346,3 @@ def folder_of(result: JobReturn) -> str:
     if result.hydra_cfg is not None:
         return str(result.hydra_cfg.hydra.runtime.output_dir)
     return str(result.working_dir)  # of a job that ended in an earlier run of the sweep
-
-
-def quoted(path: str) -> str:
-    return path if re.fullmatch(r"[\w./-]+", path) else QuotedString(path, Quote.single).with_quotes()

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from ddp_hydra import forked
 from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
+from ddp_hydra.console.text import typed
 from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, summary_files
@@ -135,8 +136,8 @@ class Sweep:
             self.pruning.finish(self.rows, 0.0 if self.interrupts.wanted else FINISH_S)
             self.write_summary()
         if self.interrupts.wanted:
-            message = f"{describe_counts(self.rows)}: go on with the same command and hydra.sweep.dir={self.shown_dir}"
-            raise Interrupted(message)
+            folder = typed("hydra.sweep.dir", self.shown_dir)
+            raise Interrupted(f"{describe_counts(self.rows)}: go on with the same command and {folder}")
         return [self.result(job) for job in jobs]
 
     @property

@@ -20,7 +20,7 @@ from ddp_hydra.training.parameter_groups import is_chosen
 from ddp_hydra.training.state import TrainingState, each
 
 BINS = 64
-RESERVED = ("train/", "train_epoch/", "val/", "data/")
+RESERVED = ("train/", "train_epoch/", "data/")
 OWN = ("lr", "grad_norm", "loss_scale", "samples_per_s", "data_wait", "slowest_rank")
 """Names of the metrics that a run logs itself, and how they begin."""
 
@@ -124,7 +124,7 @@ class RunView:
         Raises:
             ConfigError: a name is one of the run's own.
         """
-        check_names(metrics)
+        self._run.names.take(metrics)
         if self.rank == 0:
             results.send_metrics(metrics, self.step, self._run.epoch_shown, self.samples)
 
@@ -188,17 +188,44 @@ class RunView:
         self._run.unfreeze(patterns, lr)
 
 
-def check_names(names: Iterable[str]) -> None:
-    """Refuse names of the run's own metrics.
+class MetricNames:
+    """The names of metrics: those of the user's code are no names of the run.
 
-    Raises:
-        ConfigError: one is.
+    Attributes:
+        of_run: names that the run has logged.
+        of_user: names that a callback, model, loss or data set has logged.
     """
-    if taken := [str(name) for name in names if str(name).startswith(RESERVED) or name in OWN]:
-        raise ConfigError(
-            f"results.log, or run.log of a callback: {taken[0]!r} is a name of the run's own metrics "
-            f"({', '.join(RESERVED)}, {', '.join(OWN)}): give another, 'my/{taken[0].rpartition('/')[2]}'"
-        )
+
+    def __init__(self) -> None:
+        self.of_run: set[str] = set()
+        self.of_user: set[str] = set()
+
+    def take(self, names: Iterable[str]) -> None:
+        """Note names that the user's code logs.
+
+        Raises:
+            ConfigError: one is the run's own.
+        """
+        given = set(map(str, names))
+        self._refuse(name for name in given if name.startswith(RESERVED) or name in OWN or name in self.of_run)
+        self.of_user |= given
+
+    def add(self, names: Iterable[str]) -> None:
+        """Note names that the run logs. Those of a validation are known once there was one.
+
+        Raises:
+            ConfigError: the user's code has logged one before.
+        """
+        self.of_run.update(names)
+        self._refuse(self.of_run & self.of_user)
+
+    def _refuse(self, taken: Iterable[str]) -> None:
+        for name in taken:
+            own = ", ".join((*RESERVED, *OWN))
+            raise ConfigError(
+                f"results.log, or run.log of a callback: {name!r} is a name of the run's own metrics ({own}, and those "
+                f"of its validation): give another, 'my/{name.rpartition('/')[2]}'"
+            )
 
 
 class Callbacks:

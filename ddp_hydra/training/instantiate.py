@@ -15,6 +15,7 @@ from omegaconf import DictConfig, open_dict
 
 from ddp_hydra.config import targets, unknown_keys
 from ddp_hydra.config.hydra_compat import instantiate
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, DdpHydraError
 
 
@@ -30,7 +31,14 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
             raise ConfigError(f"{node.get('_target_')}: {targets.explain(str(node.get('_target_')), error)}") from error
         raise
     except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{node.get('_target_')}: {not_taken(node) or error}") from error
+        raise ConfigError(f"{node.get('_target_')}: {reason_of(error, node)}") from error
+
+
+def reason_of(error: Exception, node: DictConfig) -> str:
+    if where := text.raised_at(error):
+        return where
+    said = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+    return not_taken(node) or said or type(error).__name__
 
 
 def prepared(node: DictConfig) -> Callable[..., Any]:

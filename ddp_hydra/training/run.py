@@ -19,7 +19,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import build_data, builders, load_run, memory, parameter_groups, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
-from ddp_hydra.training.callbacks import Callbacks, RunView
+from ddp_hydra.training.callbacks import Callbacks, MetricNames, RunView
 from ddp_hydra.training.checkpoint import CheckpointSaver
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.data_description import DataDescription
@@ -83,6 +83,8 @@ class TrainingRun:
         self.sampler, self.consensus = setup.build_sampler(cfg, train_set, world)
         builders.set_float32(cfg)
         seed_step(cfg.seed, 0, 0)  # all ranks build the same model
+        self.names = MetricNames()
+        results.reserve(self.names.take)
         self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, weights, world)
         self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
         before = dict(saved())
@@ -314,6 +316,7 @@ class TrainingRun:
 
     def log(self, metrics: Mapping[str, float]) -> None:
         self.metrics |= metrics
+        self.names.add(metrics)
         metrics, self.held = {**self.held, **metrics}, {}
         if self.rank == 0 and metrics:
             results.send_metrics(metrics, self.position.step, self.epoch_shown, self.position.samples)

@@ -22,7 +22,6 @@ from ddp_hydra.rank.world import World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, memory, parameter_groups
-from ddp_hydra.training.callbacks import check_names
 from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription, length, shown
@@ -60,7 +59,6 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
 def build_model(
     cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None, world: World
 ) -> tuple[nn.Module, bool, list[str]]:
-    results.reserve(check_names)
     model = builders.model(cfg, train_set).to(device)
     memory.watch(model)
     untouched = load_fitting(model, weights, world) if weights is not None else []

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.console.text import message_of, traceback_of
+from ddp_hydra.console.text import message_of, traceback_of, typed
 from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RunFailed
 from ddp_hydra.run_state import FailureEntry, Summary, decode, encode
 from ddp_hydra.storage.files import replacing
@@ -38,7 +38,8 @@ def locked(run_dir: Path, instead: str = "") -> Iterator[None]:
     """
     elsewhere = "choose a folder that you may write" if instead else _ELSEWHERE
     instead = instead or (
-        f"give another folder with hydra.run.dir=<folder>, or, once that has ended, go on with resume={run_dir}"
+        "give another folder with hydra.run.dir=<folder>, or, once that has ended, go on with "
+        + typed("resume", run_dir)
     )
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Any
 from msgspec import ValidationError, convert
 from msgspec.structs import replace
 
-from ddp_hydra.console.text import printable
+from ddp_hydra.console.text import printable, typed
 from ddp_hydra.errors import ConfigError, RecordError, RunFailed
 from ddp_hydra.job.remote.status import ENDED, LOST, STOP, conclude, read
 from ddp_hydra.record import Record
@@ -77,7 +77,7 @@ class Attached:
         timeout_s = self.lost_timeout_s * (RESTART_FACTOR if self.status.max_restarts else 1)
         if time.monotonic() - self.updated <= timeout_s:
             return
-        again = f"resume={self.store.url}"
+        again = typed("resume", self.store.url)
         if self.status.state == LOST:
             raise RunFailed(printable(f"{self.status.message}\nno other driver has followed; {again} goes on"))
         silent = f"process {self.status.pid} on {self.status.host}, has not updated its status for {timeout_s:g} s"

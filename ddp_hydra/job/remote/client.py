@@ -22,7 +22,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.config import checkpoint_config, objective, schema
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.console.text import printable
+from ddp_hydra.console.text import printable, typed
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, ConfigError, RecordError
 from ddp_hydra.job import job_config, loggers
@@ -224,13 +224,12 @@ class Follower:
             except queue.Empty:
                 if self.client.status != "running":
                     raise ClusterError(
-                        f"the connection to the scheduler is lost: go on with resume={self.driver.spec.url}"
+                        f"the connection to the scheduler is lost: go on with {typed('resume', self.driver.spec.url)}"
                     ) from None
                 continue
             if message is None:
-                raise ClusterError(
-                    f"the run's driver, of {self.driver.worker}, is gone: go on with resume={self.driver.spec.url}"
-                )
+                again = typed("resume", self.driver.spec.url)
+                raise ClusterError(f"the run's driver, of {self.driver.worker}, is gone: go on with {again}")
             if (end := self._handle(message)) is not None:
                 return end
         raise KeyboardInterrupt(f"the end of the run was not waited for; see {self.driver.spec.url}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from ddp_hydra.console.text import typed
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.status import (
@@ -150,10 +152,12 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
     """
     owner = store.owner()
     if is_active(store):
-        raise ConfigError(f"another run is active in {store.url}: end it: ddp-hydra attach run={store.url} stop=true")
+        run = shlex.quote(f"run={store.url}")
+        raise ConfigError(f"another run is active in {store.url}: end it: ddp-hydra attach {run} stop=true")
     last = read(store)
     if (entries_in(store) or (last is not None and last.state == "done")) and not goes_on:
-        raise ConfigError(f"{store.url} holds another run: give hydra.run.dir=<folder>, or go on: resume={store.url}")
+        go_on = typed("resume", store.url)
+        raise ConfigError(f"{store.url} holds another run: give hydra.run.dir=<folder>, or go on: {go_on}")
     try:
         store.acquire(owner)
     except TakenOver:

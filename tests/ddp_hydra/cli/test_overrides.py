@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import json
+import shlex
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ddp_hydra.cli import overrides as typed
+from ddp_hydra.config.hydra_compat import parse_override
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
 
@@ -33,6 +38,33 @@ def run(tmp_path):
 def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, kept):
     arguments = [*given, f"resume={run}"]
     assert typed.with_resumed_overrides(arguments) == kept + arguments
+
+
+def test_a_group_that_is_chosen_for_a_package_is_one_of_its_own(run, tmp_path):
+    saved = tmp_path / "packages"
+    words = ["transform@data.train.transform=mine", "data.train.transform.size=9", "transform@data.val.transform=mine"]
+    words += ["data.val.transform.size=9", "optimizer.lr=0.1"]
+    (saved / ".hydra").mkdir(parents=True)
+    (saved / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
+    (saved / "checkpoints").mkdir()
+    found = typed.read([f"resume={saved}", "transform@data.val.transform=eval"])
+    assert found[:3] == [words[0], words[1], words[4]]
+    assert len(found) == 5
+    assert typed.read([f"resume={saved}", "data=digits", "optimizer=adam"])[:1] == [f"resume={saved}"]
+
+
+def test_a_checkpoint_is_found_from_its_own_folder(run, monkeypatch):
+    monkeypatch.chdir(run / "checkpoints")
+    assert typed.read(["resume=last.pt"]) == [*typed.read([f"resume={run}"])[:-1], "resume=last.pt"]
+
+
+@pytest.mark.parametrize("name", ["lr=0.1, a", "a,b", "it's", 'a "b"', "[x]", "{y}", "a (1)", "${z}", "ä b", "plain-1"])
+def test_what_is_printed_to_type_can_be_pasted(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).mkdir()
+    for word in (*shlex.split(text.typed("resume", name)), f"resume={name}"):
+        (found,) = typed.read([word])
+        assert str(OmegaConf.create({"x": parse_override(found).value()}).x) == name
 
 
 def test_the_words_of_a_resumed_run_stand_after_flags(run):

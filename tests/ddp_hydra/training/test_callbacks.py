@@ -334,6 +334,16 @@ def test_names_of_the_run_are_taken(train):
         train(parts=with_callbacks(it=(f"{HERE}.Impostor", {})))
 
 
+class Reporter(Callback):
+    def on_validation(self, run: Any) -> None:
+        run.log({"val/précision": 0.5})
+
+
+def test_a_callback_logs_beside_the_metrics_of_a_validation(train):
+    run = train(parts=with_callbacks(it=(f"{HERE}.Reporter", {})))
+    assert [value for _, value in run.metrics("val/précision")] == [0.5] * len(run.metrics("val/loss"))
+
+
 class Talkative(nn.Linear):
     """Logs a number of its own."""
 
