@@ -58,7 +58,9 @@ def test_a_checkpoint_is_found_from_its_own_folder(run, monkeypatch):
     assert typed.read(["resume=last.pt"]) == [*typed.read([f"resume={run}"])[:-1], "resume=last.pt"]
 
 
-@pytest.mark.parametrize("name", ["lr=0.1, a", "a,b", "it's", 'a "b"', "[x]", "{y}", "a (1)", "${z}", "ä b", "plain-1"])
+@pytest.mark.parametrize(
+    "name", ["lr=0.1, a", "a,b", "it's", 'a "b"', "[x]", "{y}", "a (1)", "${z}", "ä b", "plain-1", r"a\b", "a\\'b\\"]
+)
 def test_what_is_printed_to_type_can_be_pasted(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()

@@ -11,9 +11,8 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
-from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.errors import ConfigError, SweepFailed
-from ddp_hydra.sweep.pbt import PopulationSweeper, quoted
+from ddp_hydra.sweep.pbt import PopulationSweeper
 
 ARGUMENTS = ["trainer.epochs=3", "optimizer.lr=tag(log,interval(1e-4,1.0))", "resume=start"]
 
@@ -132,18 +131,3 @@ def test_what_it_cannot_train_is_refused(made):
         made(direction="up")
     with pytest.raises(ConfigError, match="for ddp_hydra's configs only"):
         PopulationSweeper().setup(hydra_context=None, task_function=None, config=OmegaConf.create({}))
-
-
-@pytest.mark.parametrize(
-    ("path", "word"),
-    [
-        ("multirun/2026-11-23/a_1/0", "multirun/2026-11-23/a_1/0"),
-        ("a b/it's", "'a b/it\\'s'"),
-        ("a=1,b=2", "'a=1,b=2'"),
-        ("a\\b", "'a\\b'"),
-        ("a\\'b\\", "'a\\\\\\'b\\\\'"),
-    ],
-)
-def test_a_path_is_one_value(path, word):
-    assert quoted(path) == word
-    assert parse_override(f"resume={word}").value() == path
