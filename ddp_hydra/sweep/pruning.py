@@ -47,7 +47,7 @@ def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list
     `most` best `best.pt`.
     """
     surpassed, latest = _by_generation(rows)
-    data = data_of(rows)
+    data = data_of(rows, objective)
     groups: dict[object, list[JobRow]] = {}
     for row in latest:
         if row.state in _FINAL:

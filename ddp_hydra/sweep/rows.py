@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from ddp_hydra.checked import Count, Finite
 
-DATA_KEYS = frozenset(
-    {"data", "experiment", "task"}
-    | {
-        f"data.{name}"
-        for name in (
-            "_target_", "bucket", "train_prefix", "val_prefix", "table", "val_table", "index", "val_index", "source",
-            "base", "train", "val", "endpoint_url",
-        )
-    }
-)  # fmt: skip
-"""Overrides that choose a data set; the other keys of `data` only change how it is read."""
+OF_READING = frozenset({
+    "batch_size", "global_batch", "workers", "prefetch", "prefetch_shards", "memory_mb", "threads", "cache_dir",
+    "cache_mb", "cache_gb", "client", "timeout_s", "retry_timeout_s", "listing_max_age_s", "storage_options", "region",
+    "anon", "addressing", "shuffle_buffer", "shard_by", "decoders", "streaming", "name", "flip", "crop_scale",
+    "crop_ratio", "center_crop", "image_size", "transform", "features",
+})  # fmt: skip
+"""Keys of `data` that change how samples are read, or what the model sees of them. Others choose other data."""
 MODEL_KEYS = frozenset({"model", "model._target_"})
 """Overrides that choose a model; the other keys of `model` change it."""
 
@@ -112,7 +108,7 @@ class SweepObjective:
 
     def ranks(self, rows: Sequence[JobRow]) -> bool:
         """Return whether one of these jobs is the best: the direction is known, and all have the same data."""
-        return self.maximize is not None and len(set(data_of(rows).values())) < 2
+        return self.maximize is not None and len(set(data_of(rows, self).values())) < 2
 
 
 def score(value: float, maximize: bool) -> float:
@@ -136,7 +132,7 @@ def best_first(rows: Iterable[JobRow], objective: SweepObjective) -> list[JobRow
     are ordered by number.
     """
     rows = list(rows)
-    data = data_of(rows)
+    data = data_of(rows, objective)
     places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
 
     def key(row: JobRow) -> tuple[bool, int, bool, float, int]:
@@ -148,18 +144,37 @@ def best_first(rows: Iterable[JobRow], objective: SweepObjective) -> list[JobRow
     return sorted(rows, key=key)
 
 
-def data_of(rows: Sequence[JobRow]) -> dict[int, tuple[tuple[str, str], ...]]:
-    """Return, by job number, the swept keys and values that choose the job's data sets."""
-    return _chosen(rows, DATA_KEYS)
+Chosen = tuple[tuple[str, str], ...]
+"""Keys and values that a job was given."""
 
 
-def group_of(rows: Sequence[JobRow]) -> dict[int, tuple[tuple[str, str], ...]]:
-    return _chosen(rows, DATA_KEYS | MODEL_KEYS)
+def data_of(rows: Sequence[JobRow], objective: SweepObjective) -> dict[int, Chosen]:
+    """Return, by job number, the swept keys and values for which the job's objective is one of its own.
+
+    They choose the data, what counts in them, or, where the objective is a loss, the loss.
+    """
+    return _chosen(rows, lambda key: chooses_data(key, objective.metric))
 
 
-def _chosen(rows: Sequence[JobRow], keys: frozenset[str]) -> dict[int, tuple[tuple[str, str], ...]]:
+def chooses_data(key: str, metric: str) -> bool:
+    """Return whether values of a metric can't be compared if a key of the config has other values."""
+    top, _, rest = key.partition("@")[0].partition(".")
+    first, _, deeper = rest.partition(".")
+    if top == "data":
+        of_training = first == "train" and deeper and not metric.startswith("train")
+        return not (of_training or first in OF_READING or (deeper and deeper.split(".")[0] in OF_READING))
+    if key in ("experiment", "task") or key in ("task.ignore", "task.shift", "task.without"):
+        return True
+    return top in ("task", "loss") and metric.rpartition("/")[2] == "loss"
+
+
+def group_of(rows: Sequence[JobRow], objective: SweepObjective) -> dict[int, Chosen]:
+    return _chosen(rows, lambda key: key in MODEL_KEYS or chooses_data(key, objective.metric))
+
+
+def _chosen(rows: Sequence[JobRow], is_wanted: Callable[[str], bool]) -> dict[int, Chosen]:
     return {
-        number: tuple((key, value) for key, value in values.items() if key in keys)
+        number: tuple((key, value) for key, value in values.items() if is_wanted(key))
         for number, values in swept(rows).items()
     }
 

@@ -24,7 +24,7 @@ from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import JobState, SweepObjective
+from ddp_hydra.sweep.rows import JobState, SweepObjective, data_of
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
 from ddp_hydra.sweep.summary_files import as_number
@@ -162,7 +162,8 @@ class JobStopper:
         for job in sorted(jobs, key=lambda job: job.row.number):
             number, earlier = job.row.number, job.earlier
             self.jobs[number], self.reports[number] = job, self._saved_reports(job)
-            self.policy.add(number, self._values(number), self._end_of(job))
+            group = data_of([job.row], self.objective)[number]
+            self.policy.add(number, self._values(number), self._end_of(job), group)
             if job.row is earlier or earlier is None or self.pauses:
                 continue
             if earlier.state == JobState.paused and earlier.value is not None:  # it had ended, but was not decided upon

@@ -72,7 +72,7 @@ def repeated(rows: Sequence[JobRow], objective: SweepObjective) -> list[SeedSumm
         configs.setdefault(given, []).append(row)
     if all(len(same) < 2 for same in configs.values()):
         return []
-    data = data_of(rows)
+    data = data_of(rows, objective)
     places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
     found = [(places[data[same[0].number]], _summed(dict(given), same, objective)) for given, same in configs.items()]
     if objective.maximize is not None:
@@ -142,7 +142,7 @@ def markdown_text(rows: Sequence[JobRow], objective: SweepObjective, repeated: S
     lines = [f"# Sweep of {describe_counts(rows)}", "", _order_of(rows, objective), ""]
     if repeated:
         lines += ["## Over seeds", "", *_seeds_table(repeated, objective), ""]
-    overrides, of_row = swept(rows), group_of(rows)
+    overrides, of_row = swept(rows), group_of(rows, objective)
     ordered = best_first(rows, objective)
     groups: dict[tuple[tuple[str, str], ...], list[JobRow]] = {}
     for row in ordered:
@@ -204,7 +204,7 @@ def _order_of(rows: Sequence[JobRow], objective: SweepObjective) -> str:
         return (
             f"Ordered by number: is a higher {metric} better? Set `hydra.launcher.direction=maximize` (or `minimize`)."
         )
-    groups = group_of(rows)
+    groups = group_of(rows, objective)
     if len(set(groups.values())) < 2:
         return f"Best first by {metric}: {objective.better}."
     other = "model" if objective.ranks(rows) else "data set and model"

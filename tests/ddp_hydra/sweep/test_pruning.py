@@ -70,6 +70,11 @@ def test_a_job_whose_best_checkpoint_is_better_than_its_last_one_stays_too():
     assert [one.number for one in losers(rows, ACCURACY, 0)] == [0, 1, 2, 3]
 
 
+def test_other_targets_are_other_data():
+    rows = [row(0, 120.0, JobState.done, "data.target=price"), row(1, 0.3, JobState.done, "data.target=rooms")]
+    assert losers(rows, LOSS, 1) == []
+
+
 def test_each_data_set_has_its_best():
     rows = [row(n, n / 10, JobState.done, f"data={'ab'[n % 2]}") for n in range(4)]
     assert [one.number for one in losers(rows, ACCURACY, 1)] == [0, 1]

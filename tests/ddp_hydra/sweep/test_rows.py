@@ -33,6 +33,36 @@ def test_jobs_with_other_data_stand_apart():
     assert objective.ranks(sizes), "how data are read makes no other data"
 
 
+@pytest.mark.parametrize(
+    ("key", "metric", "is_other"),
+    [
+        ("data.target", "val/r2", True),
+        ("data.val_files", "val/r2", True),
+        ("data.holdout", "val/accuracy", True),
+        ("data.n_samples", "val/accuracy", True),
+        ("+data.my_own", "val/accuracy", True),
+        ("data.val.n", "val/accuracy", True),
+        ("data.train", "val/accuracy", True),
+        ("data.train.n", "val/accuracy", False),
+        ("data.train.n", "train/accuracy", True),
+        ("data.batch_size", "val/accuracy", False),
+        ("data.image_size", "val/accuracy", False),
+        ("data.val.transform.size", "val/accuracy", False),
+        ("transform@data.train.transform", "val/accuracy", False),
+        ("loss", "val/loss", True),
+        ("loss.beta", "val/loss", True),
+        ("loss", "val/accuracy", False),
+        ("task.alpha", "val/discriminator/loss", True),
+        ("task.alpha", "val/accuracy", False),
+        ("task.ignore", "val/accuracy", True),
+        ("optimizer.lr", "val/loss", False),
+    ],
+)
+def test_a_key_for_which_values_can_not_be_compared_makes_other_data(key, metric, is_other):
+    rows = [row(number, number / 10, JobState.done, f"{key}={value}") for number, value in enumerate("ab")]
+    assert SweepObjective(metric, maximize=False).ranks(rows) is not is_other
+
+
 def test_what_is_swept_is_what_differs():
     rows = [row(0, None, JobState.done, "data=a", "lr=1"), row(1, None, JobState.done, "data=a", "lr=2", "+new.key=3")]
     assert swept(rows) == {0: {"lr": "1"}, 1: {"lr": "2", "new.key": "3"}}
