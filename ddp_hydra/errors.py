@@ -134,6 +134,10 @@ SYMPTOMS = re.compile(
 FailureKind = Literal["raised", "exited", "killed", "lost", "hung", "start"]
 
 
+BY_CLIENT = ("lost", "hung")
+"""Kinds of failures that the client notices; their times are by its clock."""
+
+
 class Failure(Struct, frozen=True):
     """Describes one rank's failure. The rank says it; the client adds which rank it is, and where it was.
 
@@ -196,11 +200,17 @@ def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...
     """Split failures into the first one and those that followed from it.
 
     A crash goes before the "connection closed" of ranks that communicated with the dead one, even if the crash was
-    reported later.
+    reported later. Failures of one host are compared by its clock, others by their arrival: clocks of hosts differ.
+
+    Args:
+        failures: in the order in which they arrived.
     """
     assert failures, "no failure to explain"
-    order = sorted(failures, key=lambda failure: (failure.is_symptom, failure.time_s, failure.rank))
-    return order[0], tuple(order[1:])
+    order = sorted(failures, key=lambda failure: failure.is_symptom)
+    on_host = [one for one in order if (one.host, one.is_symptom) == (order[0].host, order[0].is_symptom)]
+    timed = [one for one in on_host if one.kind not in BY_CLIENT]
+    cause = min(timed, key=lambda one: (one.time_s, one.rank)) if order[0] in timed else order[0]
+    return cause, tuple(one for one in order if one is not cause)
 
 
 def describe_exit(code: int, peak_rss: int = 0) -> tuple[FailureKind, str]:

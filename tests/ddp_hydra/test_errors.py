@@ -13,8 +13,8 @@ from ddp_hydra.errors import Failure, describe_exit, explain, root_cause
 GLOO = "RuntimeError: [../gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242"
 
 
-def raised(rank: int, message: str, time_s: float = 0.0) -> Failure:
-    return Failure("raised", rank, "h", message, time_s=time_s)
+def raised(rank: int, message: str, time_s: float = 0.0, host: str = "h") -> Failure:
+    return Failure("raised", rank, host, message, time_s=time_s)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +58,10 @@ def test_a_failure_of_its_own_is_no_symptom(failure):
         ([raised(0, "ValueError: late", 2.0), raised(1, "ValueError: early", 1.0)], [1, 0]),
         ([raised(2, "ValueError", 1.0), raised(1, "ValueError", 1.0)], [1, 2]),
         ([raised(2, GLOO, 3.0), raised(1, GLOO, 2.0), raised(0, GLOO, 4.0)], [1, 2, 0]),
+        # The clock of another host is 5 s ahead.
+        ([raised(1, "ValueError: first", 7.0, "ahead"), raised(0, "ValueError: follows", 3.0)], [1, 0]),
+        ([raised(3, "late", 9.0, "a"), raised(2, "ValueError", 1.0), raised(1, "early", 8.0, "a")], [1, 3, 2]),
+        ([Failure("lost", 1, "h", "left", time_s=5.0), raised(0, "ValueError", 2.0)], [1, 0]),
     ],
 )
 def test_the_cause_is_what_came_first_and_never_an_echo(failures, order):
