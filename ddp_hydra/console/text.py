@@ -78,6 +78,8 @@ _DETERMINISTIC = (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, ModuleNotFoundError, NameError,
     NotImplementedError, RuntimeError, SyntaxError, TypeError, UnboundLocalError, ValueError, ZeroDivisionError,
 )  # fmt: skip
+_OF_THE_HOST = re.compile(r"thread|process|worker|mmap|shared|file|disk|resource", re.IGNORECASE)
+"""The same for one that no code of the project has raised."""
 _TEMPORARY = re.compile(r"CUDA|cu[A-Z]{3,}|NCCL|gloo|HIP|memory|connection|socket|time(d )?out", re.IGNORECASE)
 """Matches a RuntimeError of torch that may come from outside of the project's code."""
 
@@ -131,20 +133,20 @@ def raised_at(error: BaseException) -> str:
 
 
 def is_deterministic(error: BaseException) -> bool:
-    """Tell whether the project's code would raise this again, unlike an error of a disk or a network."""
-    if type(error) not in _DETERMINISTIC or (type(error) is RuntimeError and _TEMPORARY.search(message_of(error))):
-        return False
-    return any(_PACKED.fullmatch(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    """Tell whether the same code would raise this again with the same data, unlike an error of a disk or a network."""
+    if type(error) is not RuntimeError:
+        return type(error) in _DETERMINISTIC
+    is_projects = any(_PACKED.fullmatch(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    message = message_of(error)
+    return not _TEMPORARY.search(message) and (is_projects or not _OF_THE_HOST.search(message))
 
 
 def shortened(error: BaseException, others: str = "they are in the rank's log") -> str:
-    """Format an error with the user's own frames and the one that raised it; with all frames if none is the user's.
+    """Format an error with the user's own frames and the one that raised it; with the last two if none is the user's.
 
     Args:
         others: where the frames of libraries can be seen.
     """
-    if not user_location(error):
-        return "".join(traceback.format_exception(error))
     formatted = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
     left_out = 0
@@ -159,7 +161,7 @@ def shortened(error: BaseException, others: str = "they are in the rank's log") 
 
 def _shorten(part: traceback.TracebackException) -> int:
     """Remove the frames of libraries except the last, and show the user's paths; return how many were removed."""
-    kept = [frame for frame in part.stack if user_path(frame.filename)]
+    kept = [frame for frame in part.stack if user_path(frame.filename)] or list(part.stack[-2:])
     if part.stack and part.stack[-1] not in kept:
         kept.append(part.stack[-1])
     left_out = len(part.stack) - len(kept)
