@@ -136,11 +136,28 @@ def pair(batch: Any) -> Any:
     """
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
         return batch
-    if isinstance(batch, (tuple, list)):
-        found = f"{type(batch).__name__} of {len(batch)} parts ({', '.join(type(part).__name__ for part in batch)})"
-    else:
-        found = f"dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
     raise ConfigError(
-        f"this task takes batches (x, y) with a tensor y, and the data set makes a {found}: let __getitem__ or "
-        "collate return x and y, or type task=model_loss for a model that takes the batch and returns its loss"
+        f"this task takes batches (x, y) with a tensor y, and the data set makes a {_kind_of(batch)}: let __getitem__ "
+        "or collate return x and y, or type task=model_loss for a model that takes the batch and returns its loss"
     )
+
+
+def output_of(model: Any, x: Any) -> Tensor:
+    """Return the output of a model.
+
+    Raises:
+        ConfigError: it is no tensor.
+    """
+    output = model(x)
+    if isinstance(output, Tensor):
+        return output
+    raise ConfigError(
+        f"this task takes a model that returns a tensor, and the model returned a {_kind_of(output)}: let its forward "
+        "return the tensor of scores, or type task=model_loss for a model that takes the batch and returns its loss"
+    )
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} of {len(value)} parts ({', '.join(type(part).__name__ for part in value)})"
+    return f"dict of {', '.join(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks.base import Step, Task, inputs, pair
+from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair
 from ddp_hydra.tasks.counting import IGNORED, Counting, update_perplexity
 
 
@@ -51,7 +51,7 @@ class Classification(Task):
     def step(self, model: Any, batch: Any) -> Step:
         """Mix the samples, and compute the loss."""
         x, y = self.mixed(batch)
-        return self._counted(self.criterion, model(x), y)
+        return self._counted(self.criterion, output_of(model, x), y)
 
     def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a micro-batch, mixed."""
@@ -61,7 +61,7 @@ class Classification(Task):
     def validation_step(self, model: Any, batch: Any) -> Step:
         """Compute the loss of samples as they are."""
         x, y = pair(batch)
-        return self._counted(self.validation_criterion, model(x), y)
+        return self._counted(self.validation_criterion, output_of(model, x), y)
 
     def _counted(self, criterion: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, y: Tensor) -> Step:
         counting = self.counting if criterion is self.criterion else self.validation_counting
@@ -120,7 +120,7 @@ class Classification(Task):
         Where the loss knows no classes, return each output by itself: as a probability where the loss says that it is
         one, and with the likeliest class where the batch holds class numbers.
         """
-        output, head = model(inputs(batch)).float(), head_of(self.criterion)
+        output, head = output_of(model, inputs(batch)).float(), head_of(self.criterion)
         if not self.has_classes(output):
             return {"prediction": output}
         if self.class_axis is not None and output.shape[self.class_axis] > 1:
@@ -206,7 +206,7 @@ class LanguageModel(Task):
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and count the tokens."""
         x, y = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else pair(batch)
-        logits, y = model(x), y.long()
+        logits, y = output_of(model, x), y.long()
         loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=self.ignore)
         with torch.no_grad():
             counted = y != self.ignore
@@ -229,5 +229,5 @@ class LanguageModel(Task):
 
     def predict(self, model: Any, batch: Any) -> dict[str, Tensor]:
         """Return the likeliest token after the last one, and its probability."""
-        probability, best = model(inputs(batch))[:, -1].float().softmax(-1).max(-1)
+        probability, best = output_of(model, inputs(batch))[:, -1].float().softmax(-1).max(-1)
         return {"next": best, "probability": probability}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks.base import Step, Task, inputs, pair
+from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair
 from ddp_hydra.tasks.counting import Counting
 
 
@@ -30,7 +30,7 @@ class Regression(Task):
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and the sums of errors and squares for each output."""
         x, y = pair(batch)
-        prediction = flat_if_single(model(x), y)
+        prediction = flat_if_single(output_of(model, x), y)
         if prediction.dtype in (torch.bfloat16, torch.float16):  # of autocast, which would round the targets
             prediction = prediction.float()
         y = y.to(prediction.dtype)
@@ -65,7 +65,7 @@ class Regression(Task):
 
     def predict(self, model: Any, batch: Any) -> Tensor:
         """Return the predicted numbers, (batch,) or (batch, outputs)."""
-        output: Tensor = model(inputs(batch))
+        output = output_of(model, inputs(batch))
         return output.squeeze(-1) if output.ndim == 2 and output.shape[-1] == 1 else output
 
 

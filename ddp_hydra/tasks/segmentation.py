@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks.base import Step, Task, inputs, pair
+from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair
 from ddp_hydra.tasks.classification import head_of
 from ddp_hydra.tasks.counting import IGNORED, Counting
 
@@ -39,7 +39,7 @@ class Segmentation(Task):
         """Compute the loss, and the sums of pixels for each class."""
         x, masks = pair(batch)
         masks = masks.long()
-        logits = model(x)
+        logits = output_of(model, x)
         if logits.ndim != 4 or logits.shape[2:] != masks.shape[1:]:
             raise ConfigError(
                 f"the model's output is {tuple(logits.shape)} and the masks are {tuple(masks.shape)}: segmentation "
@@ -107,5 +107,5 @@ class Segmentation(Task):
 
     def predict(self, model: Any, batch: Any) -> Tensor:
         """Return the class of each pixel, (batch, height, width): uint8, or int32 for more than 256 classes."""
-        logits = model(inputs(batch))
+        logits = output_of(model, inputs(batch))
         return self._classes(logits).to(torch.uint8 if logits.shape[1] <= 256 else torch.int32)
