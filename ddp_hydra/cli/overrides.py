@@ -21,7 +21,7 @@ from ddp_hydra.storage.manifest import find_checkpoint
 
 
 def read(arguments: list[str]) -> list[str]:
-    arguments = [quoted_path(word) for word in arguments]
+    arguments = [with_weights(quoted_path(word)) for word in arguments]
     resumed = with_resumed_sweep(with_resumed_overrides(with_search(arguments)))
     return with_run_dir_before(with_faults(with_params(resumed)))
 
@@ -30,6 +30,11 @@ def quoted_path(word: str) -> str:
     """Quote a value that is the path of a file or folder, where Hydra would read it otherwise: resume=runs/lr=0.1."""
     key, _, value = word.partition("=")
     return f"{key}={text.quoted(value)}" if os.path.lexists(value) else word
+
+
+def with_weights(word: str) -> str:
+    """Let `model.weights` be typed for any model, also one without such a key."""
+    return f"++{word}" if word.startswith("model.weights=") else word
 
 
 def with_search(arguments: list[str]) -> list[str]:

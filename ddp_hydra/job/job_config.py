@@ -53,7 +53,9 @@ def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
 
 def weights_path(cfg: DictConfig) -> str | None:
     given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
-    is_path = isinstance(given, str) and ({"/", os.sep} & set(given) or given.endswith((".pt", ".pth")))
+    if not isinstance(given, str):
+        return None
+    is_path = {"/", os.sep} & set(given) or given.endswith((".pt", ".pth")) or os.path.lexists(given)
     return given if is_path else None
 
 

@@ -42,8 +42,13 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     is_regression = cfg.task["_target_"] == "ddp_hydra.tasks.Regression"
     if is_open and is_regression and not DataDescription.of(data).classes:
         raise ConfigError("model.num_classes is null, and task=regression has no classes: give model.num_classes=1")
-    built = make(fill_num_classes(cfg.model, data, "model"))
     target = cfg.model["_target_"]
+    node = fill_num_classes(cfg.model, data, "model")
+    if "weights" in node and "weights" not in parameters(str(target)):
+        if node.weights is not None:  # a file or run would have been loaded, and null be left
+            raise ConfigError(f"model.weights={node.weights}: there is no such file, nor a run directory")
+        node = without(node, ["weights"])
+    built = make(node)
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model._target_={target} returned a {type(built).__name__}: return a torch.nn.Module")
     if lazy := [name for name, one in built.named_parameters() if isinstance(one, UninitializedParameter)]:

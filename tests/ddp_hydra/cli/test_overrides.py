@@ -53,6 +53,10 @@ def test_a_group_that_is_chosen_for_a_package_is_one_of_its_own(run, tmp_path):
     assert typed.read([f"resume={saved}", "data=digits", "optimizer=adam"])[:1] == [f"resume={saved}"]
 
 
+def test_weights_may_be_given_to_any_model():
+    assert typed.read(["model=mlp", "model.weights=./run"]) == ["model=mlp", "++model.weights=./run"]
+
+
 def test_a_checkpoint_is_found_from_its_own_folder(run, monkeypatch):
     monkeypatch.chdir(run / "checkpoints")
     assert typed.read(["resume=last.pt"]) == [*typed.read([f"resume={run}"])[:-1], "resume=last.pt"]

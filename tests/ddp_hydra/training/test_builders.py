@@ -43,6 +43,12 @@ def test_a_model_with_a_parameter_without_a_shape_is_refused():
         model(_target_="torch.nn.LazyLinear", out_features=3)
 
 
+def test_a_model_without_an_argument_for_weights_begins_with_those_of_a_file_too():
+    assert model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights=None).out_features == 3
+    with pytest.raises(ConfigError, match=r"^model\.weights=nosuch: there is no such file, nor a run directory$"):
+        model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights="nosuch")
+
+
 class Asks(torch.optim.SGD):
     """Its step() can't be called without an argument."""
 
