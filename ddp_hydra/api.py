@@ -18,6 +18,7 @@ from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import redact
+from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run import run_job
@@ -44,8 +45,7 @@ class ComposedConfig:
         run_dir: the folder for its results.
 
     Raises:
-        ConfigError: an argument is not an override.
-        HydraException: there is no such config, or a value has the wrong type.
+        ConfigError: an argument is not an override, there is no such config, or a value has the wrong type.
     """
 
     def __init__(self, words: Sequence[str], config_name: str = "config") -> None:
@@ -54,7 +54,7 @@ class ComposedConfig:
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
         cfg = compose(overrides.read(list(words)), config_name)
-        self.overrides: list[str] = list(cfg.hydra.overrides.task)
+        self.overrides = typed_words(cfg.hydra)
         self.run_dir = Path(cfg.hydra.run.dir)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):

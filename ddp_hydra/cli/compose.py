@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, DdpHydraError
 
 PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher", "hydra_plugins.ddp_hydra_pbt:PBTSweeper")
 """Classes that Hydra finds by itself, but not in an editable install: it can't list its packages."""
@@ -81,8 +81,13 @@ def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
     if GlobalHydra.instance().is_initialized():
         raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
     with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
-        cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
-        unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
+        try:
+            cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
+            unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
+        except Exception as error:
+            if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error)) is None:
+                raise
+            raise ConfigError(said) from error
     return cfg
 
 

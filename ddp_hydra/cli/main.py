@@ -18,15 +18,15 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import CompactHydraException, MissingConfigException
+from hydra.errors import CompactHydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-from ddp_hydra import forked
+from ddp_hydra import __version__, forked
 from ddp_hydra.cli import compose, overrides, prestart
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
-from ddp_hydra.config.hydra_compat import MAIN
+from ddp_hydra.config.hydra_compat import MAIN, typed_words
 from ddp_hydra.console import signals
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
@@ -80,7 +80,7 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
         cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # a folder for each job
     if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:
         raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
-    return run_job(cfg, run_dir, hydra_cfg.overrides.task)
+    return run_job(cfg, run_dir, typed_words(hydra_cfg))
 
 
 def entry() -> None:
@@ -88,6 +88,9 @@ def entry() -> None:
 
     Exit codes: 0 done, 1 failed, 130 interrupted.
     """
+    if sys.argv[1:] == ["--version"]:
+        print(f"ddp_hydra {__version__}, hydra-core {hydra.__version__}")  # noqa: T201
+        return
     code = report(run_command if sys.argv[1:2] and sys.argv[1] in COMMANDS else compose_and_run)
     if "triton" not in sys.modules:  # torch loads it, and its C library prints each object that is never freed
         gc.freeze()  # Python looks for garbage as it ends, in all modules, for 0.2 s
@@ -140,17 +143,13 @@ def report(run: Callable[[], None]) -> int:
 
 def error_message(error: Exception) -> str:
     """Return the message of an error for the user, also of errors that Hydra raises before there is a job."""
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        group, _, name = error.missing_cfg_file.rpartition("/")
-        if error.missing_cfg_file == "hydra/sweeper/optuna":
-            return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
-        if error.options:
-            near = unknown_keys.meant(name, error.options, f"{group}=")
-            return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
-        if group:  # of a list of options
-            return f"{group}={name} is not an option; ddp-hydra --help lists the options"
-    if type(error) is ValueError and str(error).startswith("Config group override"):
-        return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
+    if isinstance(error, OverrideParseException) and "=" not in str(error.override):
+        word = str(error.override)
+        near = unknown_keys.meant(word, COMMANDS) or "."
+        return (
+            f"{word!r} is no command, nor key=value{near} The commands are "
+            f"{', '.join(COMMANDS)}; ddp-hydra alone trains, ddp-hydra --help shows the keys"
+        )
     if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and _is_of_run_dir(error):
         advice = "give another with hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
         return f"the run directory can't be made ({error.strerror}: {error.filename}): {advice}"

@@ -14,7 +14,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import InstantiationException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 IS_1_3 = hydra.__version__.startswith("1.3")
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if IS_1_3 else {}
@@ -50,6 +50,13 @@ def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
         config.hydra.job.override_dirname = get_overrides_dirname(
             list(overrides), naming.exclude_keys, naming.item_sep, naming.kv_sep
         )
+
+
+def typed_words(hydra_cfg: Any) -> list[str]:
+    """Return the overrides of a job as they were typed: a config would resolve the interpolations in them."""
+    words = OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False)
+    assert isinstance(words, list)
+    return [str(word) for word in words]
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,6 +7,7 @@ The comments in conf/ document each key. Groups that hold the arguments of a `_t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import EnumType, StrEnum
@@ -16,7 +17,13 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import InterpolationToMissingValueError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationResolutionError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    UnsupportedInterpolationType,
+)
 
 from ddp_hydra.config import hydra_compat, objective
 from ddp_hydra.errors import ConfigError
@@ -228,10 +235,24 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
         key = missing_key(error)
         or_none = ", or data.val=null for no validation" if key.startswith("data.val_") else ""
         raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
+    except InterpolationResolutionError as error:
+        key = str(error.full_key)
+        raw: Any = OmegaConf.to_container(cfg)
+        for part in key.split("."):
+            raw = raw.get(part) if isinstance(raw, dict) else None
+        raise ConfigError(f"{key}={raw or ''}: {_why_unresolved(error)}") from None
     assert isinstance(container, dict)
     if "objective" in cfg:
         container["objective"] = dict(zip(("metric", "direction"), objective.metric_and_direction(cfg), strict=True))
     return {str(key): value for key, value in container.items()}
+
+
+def _why_unresolved(error: InterpolationResolutionError) -> str:
+    first = str(error).splitlines()[0]
+    if isinstance(error, UnsupportedInterpolationType):
+        return f"{first}: give ${{<key>}}, or ${{oc.env:<NAME>}} for a variable of the environment"
+    found = re.fullmatch(r"KeyError raised while resolving interpolation: \"(.*)\"", first)
+    return found[1] if found else first
 
 
 def missing_key(error: OmegaConfBaseException) -> str:

@@ -7,18 +7,28 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    OmegaConfBaseException,
+    ValidationError,
+)
+from yaml import YAMLError
 
 from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed, leaves
+from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import SCHEMAS, Config, allowed
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
 GROUPS = ("experiment", "hparams_search", "debug")
@@ -162,8 +172,22 @@ def unknown(key: str, known: Iterable[str], more: str = "") -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return a sentence for Hydra's error about an unknown key, or a value of a wrong type; None for another error."""
+    """Return a sentence for an error of Hydra, OmegaConf or YAML about a config; None for another error."""
     typed, cause = str(error), error.__cause__
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        return _no_option(error)
+    if isinstance(error, OverrideParseException):
+        word = str(error.override)
+        key, is_given, value = word.partition("=")
+        reason = typed.removeprefix(f"Error parsing override '{word}'\n").splitlines()[0]
+        advice = f"quote the value, {text.typed(key, value)}" if is_given else f"give {word}=<value>"
+        return f"{word}: this is no override ({reason}): {advice}"
+    if isinstance(error, YAMLError):
+        mark = getattr(error, "problem_mark", None)
+        place = f"{os.path.relpath(mark.name)}, line {mark.line + 1}: " if mark is not None else ""
+        return f"{place}this is no YAML: {getattr(error, 'problem', None) or typed}"
+    if type(error) is ValueError and typed.startswith("Config group override"):
+        return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
         where = typed.removeprefix(_MERGING) if typed.startswith(_MERGING) else f"{cause.full_key}: {cause.msg}"
         return f"{where}: give {given}"
@@ -174,6 +198,16 @@ def explain(error: BaseException) -> str | None:
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
     return unknown(key, map(str, node), more)
+
+
+def _no_option(error: MissingConfigException) -> str:
+    group, _, name = str(error.missing_cfg_file).rpartition("/")
+    if error.missing_cfg_file == "hydra/sweeper/optuna":
+        return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
+    if error.options:
+        near = meant(name, error.options, f"{group}=")
+        return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
+    return f"{group}={name} is not an option; ddp-hydra --help lists the options" if group else str(error)  # of a list
 
 
 def meant(word: str, words: Iterable[str], prefix: str = "") -> str:
@@ -195,7 +229,7 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
         hydra_cfg: Hydra's own part of the config, which has the typed words.
         loader: Hydra's, which reads the files of the search path; None if it is not known.
     """
-    typed, repository = hydra_cfg.overrides.task, getattr(loader, "repository", None)
+    typed, repository = typed_words(hydra_cfg), getattr(loader, "repository", None)
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
         _warn_of_unread(cfg, new)
     if repository is not None:

@@ -184,9 +184,11 @@ def explain(error: Exception) -> str:
     """Return the message of our errors and of Hydra's with their notes; the traceback of any other error."""
     if isinstance(error, DdpHydraError):
         return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    # Hydra advises to append an unknown key, which does not help with a misspelt one.
+    if said := unknown_keys.explain(error):
+        return said
     if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
-        # Hydra advises to append an unknown key, which does not help with a misspelt one.
-        return unknown_keys.explain(error) or "\n".join(str(part) for part in (error, error.__cause__) if part)
+        return "\n".join(str(part) for part in (error, error.__cause__) if part)
     if getattr(error, "mistake", False):  # as in `rank.process.describe`
         return message_of(error)
     if where := text.user_location(error):

@@ -26,6 +26,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connect import is_inline
 from ddp_hydra.cluster.connection import Scheduler
 from ddp_hydra.config import project, redact, unknown_keys
+from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.console.text import message_of, traceback_of
 from ddp_hydra.errors import ConfigError, DdpHydraError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, NAME, has_checkpoint
@@ -228,7 +229,7 @@ def resume(planned: PlannedJob, spent_s: float) -> None:
 
 def first_need(config: DictConfig) -> Need:
     with hydra_config_of(config):
-        swept = [override for override in config.hydra.overrides.task if override.startswith("cluster")]
+        swept = [override for override in typed_words(config.hydra) if override.startswith("cluster")]
         return need_of(config) if is_ours(config) and not any("," in override for override in swept) else Need()
 
 

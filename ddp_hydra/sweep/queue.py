@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, redact, unknown_keys, validate
-from ddp_hydra.config.hydra_compat import parse_override
+from ddp_hydra.config.hydra_compat import parse_override, typed_words
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
@@ -101,10 +101,8 @@ class CachingConfigLoader:
                 OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
             except OmegaConfBaseException:  # Hydra has a message for it
                 return None
-        task = config.hydra.overrides.task
-        for number, word in enumerate(task):
-            if word in changed:
-                task[number] = changed[word].input_line
+        task = [changed[word].input_line if word in changed else word for word in typed_words(config.hydra)]
+        config.hydra.overrides.task = task
         hydra_compat.name_overrides(config, [parse_override(word) for word in task])
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         return config

@@ -8,7 +8,10 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import ConfigCompositionException, InstantiationException, MissingConfigException
 
+from ddp_hydra import __version__
+from ddp_hydra.api import ComposedConfig
 from ddp_hydra.cli import main
+from ddp_hydra.config.schema import resolved
 from ddp_hydra.errors import ConfigError, Interrupted
 from tests.ddp_hydra.config.test_schema import composed
 
@@ -47,6 +50,50 @@ def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, 
     assert main.report(raising(error)) == code
     assert said in capsys.readouterr().err
     assert "HYDRA_FULL_ERROR" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["optimizer.lrr=3"], r"^optimizer.lrr: there is no such key: did you mean optimizer.lr\?"),
+        (["model=resnet81"], r"^model=resnet81 is not an option: did you mean model=resnet18\?"),
+        (["trainer.epochs=three"], "^trainer.epochs=three: give a whole number of at least 1, or null$"),
+        (
+            ["optimizer.lr=[1"],
+            r"^optimizer.lr=\[1: this is no override \(.*\): quote the value, 'optimizer.lr=\"\[1\"'$",
+        ),
+        (["trian"], "^trian: this is no override .*: give trian=<value>$"),
+        (
+            ["optimizer.lr=${nope:1}"],
+            r"^optimizer.lr=\$\{nope:1\}: Unsupported interpolation type nope: give \$\{<key>\}",
+        ),
+        (["optimizer.lr=${nope.x}"], r"^optimizer.lr=\$\{nope.x\}: Interpolation key 'nope.x' not found$"),
+        (["optimizer.lr=${oc.env:NOPE}"], r"^optimizer.lr=\$\{oc.env:NOPE\}: Environment variable 'NOPE' not found$"),
+        (["data=broken"], "^conf/data/broken.yaml, line 2: this is no YAML: expected"),
+    ],
+)
+def test_a_mistake_in_a_config_is_a_sentence_with_its_key_or_its_file_also_from_python(
+    words, said, tmp_path, monkeypatch
+):
+    (tmp_path / "conf" / "data").mkdir(parents=True)
+    (tmp_path / "conf" / "data" / "broken.yaml").write_text("a: [1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        resolved(ComposedConfig(words).cfg)
+
+
+def test_a_word_that_is_no_command_names_the_commands(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", "evalute"])
+    with pytest.raises(SystemExit):
+        main.entry()
+    assert "'evalute' is no command, nor key=value: did you mean evaluate? The commands are" in capsys.readouterr().err
+
+
+def test_the_version_is_ours(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", "--version"])
+    main.entry()
+    assert capsys.readouterr().out.startswith(f"ddp_hydra {__version__}, hydra-core ")
 
 
 def run_job():

@@ -51,7 +51,8 @@ def test_a_new_key_that_another_value_refers_to_is_taken(reader):
 def hydra_part(words, choices):
     """Hydra's part of a config that was composed of these words."""
     names = SimpleNamespace
-    return names(overrides=names(task=words), runtime=names(choices=choices), job=names(config_name="config"))
+    task = OmegaConf.create(list(words))
+    return names(overrides=names(task=task), runtime=names(choices=choices), job=names(config_name="config"))
 
 
 @pytest.mark.medium
