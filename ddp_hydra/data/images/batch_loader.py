@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,45 +114,6 @@ class BadSamples(ProcessLocal):
             raise too_many(self.count, self.n_samples, self.max_fraction, self.reasons, where, advice) from None
 
 
-class Batch:
-    """A batch whose samples arrive one by one.
-
-    Args:
-        size: how many samples it has.
-        images: uint8 (size, 3, height, width), to be filled; None: the images have different sizes.
-
-    Attributes:
-        error: why the batch can't be made, or None.
-    """
-
-    def __init__(self, size: int, images: Tensor | None) -> None:
-        self.images = images
-        self.samples: list[Any] = [None] * size
-        self.error: BaseException | None = None
-        self._counter = itertools.count(1)  # counts without a lock
-        self._complete = threading.Event()
-
-    def put(self, place: int, image: Any, target: Any) -> None:
-        self.samples[place] = (image if self.images is None else self.images[place].copy_(image)), target
-        self._count()
-
-    def fail(self, error: BaseException) -> None:
-        # Note that a sample can't be had; `wait` raises the first such error.
-        self.error = self.error or error
-        self._count()
-
-    def _count(self) -> None:
-        if next(self._counter) == len(self.samples):
-            self._complete.set()
-
-    def wait(self) -> list[Any]:
-        if self.samples:
-            self._complete.wait()
-        if self.error is not None:
-            raise self.error
-        return self.samples
-
-
 class PreallocatedBatch(list):
     """Samples whose images are already the rows of one tensor, so that they need not be collated.
 
@@ -197,17 +157,17 @@ class _Request:
     """A sample that is being loaded.
 
     Args:
-        batch: the batch that it is for.
         place: its place in the batch.
         index: of the sample that is tried: the requested one, or one that replaces it.
         rng: seed of its random transforms.
+        row: where its image goes; None: into a tensor of its own.
         tried: how many samples were tried before it and found bad.
     """
 
-    batch: Batch
     place: int
     index: int
     rng: str
+    row: Tensor | None
     tried: int = 0
 
 
@@ -236,21 +196,42 @@ class BatchLoader:
         self._decoding = ThreadPoolExecutor(decoders, "images-decode", torch.set_num_threads, (1,))
         self._closing = False
 
-    def make(self, indices: Sequence[int], epoch: int, size: int | None) -> Batch:
+    def load(self, indices: Sequence[int], epoch: int, size: int | None) -> list[Any]:
+        # Bad samples are replaced by others.
         # size: side of the images, pixels; None: the images have different sizes.
         images = None
         if size is not None:
             images = torch.empty(len(indices), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
-        batch = Batch(len(indices), images)
-        for place, index in enumerate(indices):
-            request = _Request(batch, place, index, f"{self._images.seed}/{epoch}/{index}")
-            self._fetching.submit(self._fetch, request)
-        return batch
+        requests = [
+            _Request(place, index, f"{self._images.seed}/{epoch}/{index}", None if images is None else images[place])
+            for place, index in enumerate(indices)
+        ]
+        samples: list[Any] = [None] * len(indices)
+        pending = {self._begin(request): request for request in requests}
+        try:
+            while pending:
+                for made in wait(pending, return_when=FIRST_EXCEPTION).done:
+                    request = pending.pop(made)
+                    try:
+                        samples[request.place] = made.result()
+                    except Exception as error:
+                        request.tried += 1
+                        self._images.note_bad(request.index, error, request.tried)
+                        pending[self._begin(request)] = request
+        finally:
+            for made in pending:
+                made.cancel()
+        return samples if images is None else PreallocatedBatch(samples, images)
 
-    def _fetch(self, request: _Request) -> None:
+    def _begin(self, request: _Request) -> Future[Any]:
+        made: Future[Any] = Future()
+        self._fetching.submit(self._fetch, request, made)
+        return made
+
+    def _fetch(self, request: _Request, made: Future[Any]) -> None:
         n_bytes = 0
         try:
-            if self._closing or request.batch.error:
+            if self._closing or made.cancelled():
                 raise RuntimeError("the data set was closed while it made a batch")
             request.index = self._images.good_from(request.index)
             data = self._images.cached(request.index)
@@ -260,34 +241,27 @@ class BatchLoader:
                 begin = time.perf_counter()
                 data = self._images.fetch(request.index)
                 self._images.count(cache_misses=1, fetch_s=time.perf_counter() - begin)
-            self._decoding.submit(self._decode, request, data, n_bytes)
+            self._decoding.submit(self._decode, request, data, n_bytes, made)
         except Exception as error:
             self._memory.give(n_bytes)
-            self._replace(request, error)
+            made.set_exception(error)
 
-    def _decode(self, request: _Request, data: Any, n_bytes: int) -> None:
+    def _decode(self, request: _Request, data: Any, n_bytes: int, made: Future[Any]) -> None:
         begin = time.perf_counter()
+        rng = random.Random(request.rng)  # noqa: S311
         try:
-            rng = random.Random(request.rng)  # noqa: S311
             if self._images.transforms_in_threads:
                 image = self._images.make_image(request.index, data, rng)
-                request.batch.put(request.place, image, self._images.sample_target(request.index))
+                image = image if request.row is None else request.row.copy_(image)
+                sample = image, self._images.sample_target(request.index)
             else:
-                image = self._images.decoded(request.index, data)
-                request.batch.put(request.place, (image, rng), self._images.target(request.index))
+                sample = (self._images.decoded(request.index, data), rng), self._images.target(request.index)
+            made.set_result(sample)
         except Exception as error:
-            self._replace(request, error)
+            made.set_exception(error)
         finally:
             self._memory.give(n_bytes)
         self._images.count(decode_s=time.perf_counter() - begin)
-
-    def _replace(self, request: _Request, error: Exception) -> None:
-        try:
-            request.tried += 1
-            self._images.note_bad(request.index, error, request.tried)
-            self._fetching.submit(self._fetch, request)
-        except Exception as final:
-            request.batch.fail(final)
 
     def close(self) -> None:
         self._closing = True

@@ -192,11 +192,8 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         # Only these transforms say the size of their images in advance.
         says_size = self.transforms_in_threads and hasattr(self.transform, "of_jpeg")
         size = getattr(self.transform, "size", None) if says_size else None
-        batch = self._get_loader().make(indices, self._epoch, size)
-        samples = batch.wait()
-        if not self.transforms_in_threads:
-            return self._transformed_here(wanted, samples)
-        return samples if batch.images is None else PreallocatedBatch(samples, batch.images)
+        samples = self._get_loader().load(indices, self._epoch, size)
+        return samples if self.transforms_in_threads else self._transformed_here(wanted, samples)
 
     @property
     def transforms_in_threads(self) -> bool:
