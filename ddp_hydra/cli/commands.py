@@ -160,10 +160,6 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
     """Return the options, and the other "key=value" words, which are overrides of the run's config.
 
     A text is taken as it was typed: YAML would make numbers of tag=1.10 and run=007.
-
-    Args:
-        options: a dataclass with a field `run`.
-        groups: groups and keys of the run's config that are taken, too.
     """
     if {"-h", "--help"} & set(arguments):
         print(usage)  # noqa: T201

@@ -54,14 +54,7 @@ class LayerConfigs(SearchPathPlugin):
 
 @contextmanager
 def layered(config_dir: str | None = None) -> Iterator[Path]:
-    """Let Hydra find the configs of all layers inside the block.
-
-    Args:
-        config_dir: a further folder, whose configs win: Hydra alone would put it behind the starter's.
-
-    Yields:
-        The first folder of configs, as the main one for Hydra.
-    """
+    """Let Hydra find the configs of all layers inside the block; `config_dir` wins, which Hydra would put last."""
     Plugins.instance().register(LayerConfigs)
     for plugin in PLUGINS:
         module, _, name = plugin.partition(":")

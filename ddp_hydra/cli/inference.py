@@ -210,7 +210,6 @@ def group_of(word: str) -> str:
 
 
 def saved_config(run: str) -> dict[str, Any] | None:
-    """Return the config in a run's directory, as composed; None for a checkpoint without one."""
     content = ""
     with suppress(FileNotFoundError, NotADirectoryError, ConnectionError):
         content = RunRef.named(run).read(".hydra/config.yaml").decode()

@@ -51,7 +51,6 @@ _MAKERS = ("run_job", "save_config", "setup", "sweep", "save")
 
 
 def main(cfg: DictConfig) -> float | None:
-    """Run one job. This is the task function for Hydra, for single runs and for any launcher."""
     signals.leave_tidily()
     forked.resume_garbage()
     from ddp_hydra.job.run_dir import remove_unused
@@ -142,7 +141,6 @@ def report(run: Callable[[], None]) -> int:
 
 
 def error_message(error: Exception) -> str:
-    """Return the message of an error for the user, also of errors that Hydra raises before there is a job."""
     if isinstance(error, OverrideParseException) and "=" not in str(error.override):
         word = str(error.override)
         near = unknown_keys.meant(word, COMMANDS) or "."
@@ -173,11 +171,7 @@ def _value_of(result: JobReturn) -> Any:
 
 @contextmanager
 def errors_raised() -> Iterator[bool]:
-    """Let Hydra raise errors instead of printing them, so that all are reported in the same way.
-
-    Yields:
-        Whether the user has asked for tracebacks with HYDRA_FULL_ERROR=1.
-    """
+    """Let Hydra raise errors instead of printing them, so that all are reported in the same way."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     original: Any = JobReturn.return_value

@@ -92,11 +92,7 @@ def _words(saved: Any) -> list[str]:
 
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:
-    """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep.
-
-    Args:
-        arguments: the command line; `hydra.launcher.resume` means the same as `hydra.sweep.dir`.
-    """
+    """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep."""
     if not {"-m", "--multirun"} & set(arguments):
         return arguments
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")

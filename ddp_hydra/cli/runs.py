@@ -173,7 +173,6 @@ def tag(words: Sequence[str]) -> None:
 
 
 def reproduce(words: Sequence[str]) -> None:
-    """Print or run the command that trains with the config of a run again, in a new run directory."""
     from ddp_hydra.config import project
     from ddp_hydra.runs import details, run_files
 

@@ -19,11 +19,7 @@ _MESSAGE = 2_000
 
 
 def shown(value: object, most: int = 0) -> str:
-    """Return a text as one line that does nothing in a terminal.
-
-    Args:
-        most: how many characters to keep; 0: all.
-    """
+    """Return a text as one line that does nothing in a terminal."""
     line = printable(str(value).replace("\n", " ").replace("\t", " "))
     line = "".join(one if one.isprintable() else "?" for one in line)  # also what turns the direction of writing
     return f"{line[: most - 1]}…" if most and len(line) > most else line
@@ -64,7 +60,6 @@ def table_of(rows: Sequence[RunRow], metrics: Sequence[str] = ()) -> str:
 
 
 def differing_words(rows: Sequence[RunRow]) -> list[list[str]]:
-    """Return each run's overrides, without those that all runs share and those with a column of their own."""
     common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
     known = ("model=", "data=", "tags=")
     return [[word for word in row.overrides if word not in common and not word.startswith(known)] for row in rows]

@@ -48,7 +48,6 @@ def is_inline(cfg: DictConfig) -> bool:
 
 
 def is_remote(cfg: DictConfig) -> bool:
-    """Return whether the cluster was started by somebody else and stays."""
     return _is(cfg, Remote)
 
 
@@ -98,20 +97,13 @@ def has_existing() -> bool:
 
 
 def sweep() -> str:
-    """Return the name of the sweep for which this process reserves workers, or "" for none."""
     return _existing.sweep if _existing else ""
 
 
 def start(
     cfg: DictConfig, stack: ExitStack, notify: Callable[[str], object] = log.info, logs: Path | None = None
 ) -> Any:
-    """Start a cluster, and have `stack` end it; return its client.
-
-    Args:
-        cfg: see `connect`.
-        notify: receives the sentence that says how to use a kept cluster again.
-        logs: see `connect`.
-    """
+    """Start a cluster, and have `stack` end it; return its client."""
     manager = _manager_class(cfg)(cfg, logs)
     manager.check()
     if is_local(cfg):
@@ -168,11 +160,7 @@ def _keep_for_other_jobs(cluster: Any, client: Any) -> None:
 
 
 def wait_for_workers(client: Any, manager: Manager, cluster: Any) -> None:
-    """Wait until as many workers as are expected run at the same time; those that pause or close do not count.
-
-    Raises:
-        ClusterError: says how many came, why not all, and what to type; or that they were refused.
-    """
+    """Wait until as many workers as are expected run at the same time; those that pause or close do not count."""
     begin, is_asked, n_workers, timeout_s = time.monotonic(), False, manager.expected, manager.wait_timeout_s
     while True:
         states = _states(client)

@@ -64,8 +64,6 @@ def _was_not_cancelled(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def without_messages(logger_name: str, beginning: str) -> Iterator[None]:
-    """Keep a logger, inside the block, from logging messages with this beginning."""
-
     def keep(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(beginning)
 
@@ -109,7 +107,6 @@ class Scheduler:
     connected: Any = None
 
     def client(self) -> Any:
-        """Return a client for a `with` block."""
         if self.connected is not None:
             return contextlib.nullcontext(self.connected)
         load()

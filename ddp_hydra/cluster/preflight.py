@@ -57,12 +57,7 @@ def probe(client: Client, workers: Iterable[str], requirements: Sequence[str] = 
 
 
 def check_workers(client: Client, workers: Collection[str], requirements: Sequence[str], interface: str | None) -> None:
-    """Check that the workers of a gang have what its ranks need. Each is probed once for all gangs of a client.
-
-    Args:
-        requirements: packages that the ranks need, see `cluster.pip`.
-        interface: the network interface that they need; None for any.
-    """
+    """Check that the workers of a gang have what its ranks need. Each is probed once for all gangs of a client."""
     of_client: dict[object, dict[str, Any]] = vars(client).setdefault("_ddp_hydra_probes", {})
     good = of_client.setdefault((tuple(requirements), interface), {})
     if found := probe(client, [address for address in workers if address not in good], requirements):
@@ -115,7 +110,6 @@ def check_packages(found: Probes) -> None:
 
 
 def check_network(found: Probes, interface: str | None) -> None:
-    """Check that every host has `dispatch.interface`; warn of environment variables that override it."""
     without = {address: there for address, there in found.items() if not there["interfaces"].get(interface)}
     if interface and without:
         texts = {
@@ -138,7 +132,6 @@ def _refused(title: str, texts: Mapping[str, str], *advice: str) -> ClusterError
 
 
 def _grouped(texts: Mapping[str, str]) -> list[str]:
-    """Return a line for each text, with the workers that have it; the fewest workers first."""
     groups: dict[str, list[str]] = {}
     for address, text in texts.items():
         groups.setdefault(text, []).append(address)

@@ -71,11 +71,6 @@ class Reservation:
                 self._on_scheduler(release, self.name, answer_s=PING_S if was_lost else ANSWER_S)
 
     def reserve(self, topic: str, timeout_s: float) -> dict[str, str]:
-        """Reserve workers for the first attempt.
-
-        Returns:
-            Worker address -> host.
-        """
         begin, is_logged = time.monotonic(), False
         while "workers" not in (answer := self._first_answer(topic, begin + timeout_s)):
             self.check()

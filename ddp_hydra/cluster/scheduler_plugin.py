@@ -103,12 +103,7 @@ def reserve(
 async def reserve_or_wait(
     gang: str, *args: Any, wait_s: float, dask_scheduler: Any = None, **kwargs: Any
 ) -> dict[str, Any]:
-    """Reserve workers as `reserve` does; if too few are free, wait for more, and try once again. Runs on the scheduler.
-
-    Args:
-        args: of `reserve`.
-        kwargs: of `reserve`.
-    """
+    """Reserve workers; if too few are free, wait for more, and try once again. Runs on the scheduler."""
     kwargs["dask_scheduler"] = dask_scheduler
     answer = reserve(gang, *args, **kwargs)
     if "workers" not in answer and answer["ahead"] < FRONT:
@@ -156,9 +151,6 @@ def _dismiss_suspended(gang: str, scheduler: Any, now: float) -> bool:
     """Disconnect clients that hold workers and are suspended (SIGSTOP, a laptop that sleeps).
 
     Dask's clients send heartbeats, so they need no other sign of life. For its ranks, such a client has died.
-
-    Returns:
-        Whether there were any.
     """
     silent_s = scheduler_time() - SUSPENDED_S
     holders = {entry["holder"] for other, entry in _reservations(scheduler).items() if other != gang}
@@ -302,9 +294,6 @@ def choose(free: Mapping[str, str], n: int) -> dict[str, str]:
 
     If some hosts have enough free workers for the rest, the one with the fewest is chosen; otherwise all free workers
     of the host with the most.
-
-    Args:
-        n: how many, at most `len(free)`.
     """
     assert n <= len(free), (n, len(free))
     by_host: dict[str, list[str]] = {}
@@ -365,7 +354,6 @@ def delete_topics(topics: list[str], dask_scheduler: Any = None) -> None:
 
 
 def holders(scheduler: Any) -> list[str]:
-    """Return the clients that hold workers, once for each gang; see `scheduler_plugin.py`."""
     reservations = getattr(scheduler, "_ddp_hydra_reservations", {})
     return [entry["holder"] for entry in reservations.values() if entry["holder"] in scheduler.clients]
 

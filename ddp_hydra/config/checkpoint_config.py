@@ -156,7 +156,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def as_typed(value: Any) -> str:
-    """Return a value as a user would type it."""
     if isinstance(value, list | tuple | ListConfig):
         return f"[{','.join(map(as_typed, value))}]"
     if isinstance(value, dict):

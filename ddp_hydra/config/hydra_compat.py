@@ -31,9 +31,6 @@ def register(name: str, node: Any) -> None:
     """Make a schema or config known to Hydra, unless it is already: 1.4 warns about a second time.
 
     It is known already if this process took over the state of another one before it imported this.
-
-    Args:
-        name: name with its group, as in `hydra/launcher/dask_ddp`.
     """
     store = ConfigStore.instance()
     if store.get_type(f"{name}.yaml") == ObjectType.NOT_FOUND:
@@ -66,11 +63,7 @@ def parse_override(word: str) -> Override:
 
 
 def instantiate(node: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the `_target_` of a node of the user's config.
-
-    Raises:
-        Exception: whatever the target raises; Hydra 1.3 would wrap it.
-    """
+    """Call the `_target_` of a node of the user's config; raise what it raises, which Hydra 1.3 would wrap."""
     try:
         return utils.instantiate(node, *args, **_ALLOWED, **kwargs)
     except InstantiationException as error:

@@ -21,7 +21,6 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
-    """Return the node of each logger of a job, by its name; one by `_target_` is called by its class."""
     found: dict[str, dict[str, Any]] = {}
     for entry in OmegaConf.to_container(cfg.results.loggers, resolve=True, throw_on_missing=True):  # type: ignore[union-attr]
         if isinstance(entry, str) and entry in NAMES:

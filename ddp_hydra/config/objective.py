@@ -19,11 +19,7 @@ _MORE_IS_BETTER = re.compile(r"acc|top\d|f1|precision|recall|auc|auroc|iou|dice|
 
 
 def class_axis(cfg: Any) -> int | None:
-    """Return the axis of the model's output that holds the classes; None for a loss without classes.
-
-    Args:
-        cfg: the config. Its loss decides; a `mix` always mixes classes.
-    """
+    """Return the axis of the model's output that holds the classes; None for a loss without classes."""
     target = str(OmegaConf.select(cfg, "loss._target_"))
     if _CLASS_LOSS.match(target) or OmegaConf.select(cfg, "mix._target_"):
         return 1 if target.startswith("torch.nn.") else -1
@@ -31,7 +27,6 @@ def class_axis(cfg: Any) -> int | None:
 
 
 def metric_and_direction(cfg: Any) -> tuple[str, str]:
-    """Return the objective's metric and direction, derived from the rest of the config where they are null."""
     metric, direction = cfg.objective.metric, cfg.objective.get("direction")
     direction = getattr(direction, "name", direction)
     validates = "data" not in cfg or OmegaConf.select(cfg, "data.val") is not None
@@ -45,7 +40,6 @@ def metric_and_direction(cfg: Any) -> tuple[str, str]:
 
 
 def _of_task(cfg: Any, validates: bool) -> tuple[str, str | None]:
-    """Return the metric that the task's config names, or the loss, and the direction if the config has one."""
     name, of = str(OmegaConf.select(cfg, "task.metric") or "loss"), "val" if validates else "train"
     is_of_training = validates or "/" in name  # where an update has a name, its loss has it, too
     if not is_of_training or (name == "accuracy" and class_axis(cfg) is None):

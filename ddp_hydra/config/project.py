@@ -65,7 +65,6 @@ class Project:
 
 
 def starter() -> Path:
-    """Return the folder of the starter: below the installed package, or the checkout of an editable installation."""
     package = Path(__file__).parents[1]
     installed = package / "starter"
     return installed if installed.is_dir() else package.parent
@@ -89,7 +88,6 @@ def is_project(folder: Path) -> bool:
 
 
 def layers() -> tuple[Path, ...]:
-    """Return the folders that the project space is made of; a file of an earlier one wins."""
     root = find()
     return (root,) if root.samefile(starter()) else (root, starter())
 

@@ -47,7 +47,6 @@ _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
 
 @functools.lru_cache(maxsize=4096)
 def named_secret(name: str) -> bool:
-    """Tell whether the name of a key, "cluster.auth.password", looks like the name of a secret."""
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
     words = [word for word in re.split("[^a-z]+", plain) if word]
     if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:

@@ -178,7 +178,6 @@ SCHEMAS = {entry.name: entry.default_factory for entry in fields(Config) if is_d
 
 
 def limits_of(kind: Any) -> dict[str, Any]:
-    """Return, by name, the types with limits of a dataclass's fields, or of a function's arguments."""
     return {name: found for name, found in get_type_hints(kind, include_extras=True).items() if _described(found)}
 
 

@@ -76,7 +76,6 @@ class Sources:
         return next((path for path in paths if path.is_file()), None)
 
     def is_folder(self, parts: Iterable[str]) -> bool:
-        """Tell whether a module is a folder without `__init__.py`."""
         return any(root.joinpath(*parts).is_dir() for root in self.roots)
 
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:

@@ -40,11 +40,7 @@ _OF_A_SWEEP = ("resume", "trainer.pause_after_validations")
 def check_experiments(
     cfg: DictConfig, typed: Sequence[str], choices: Mapping[str, Any], repository: Any, main: str
 ) -> None:
-    """Refuse an experiment whose choice of a group, or whose value, lost against the main config.
-
-    Args:
-        repository: Hydra's config repository, which reads the files of the search path.
-    """
+    """Refuse an experiment whose choice of a group, or whose value, lost against the main config."""
     given = [word.lstrip("+~").partition("=")[0] for word in typed]
     chosen: dict[str, tuple[Any, str]] = {}
     values: dict[str, tuple[Any, str]] = {}
@@ -223,12 +219,7 @@ def _initials(name: str) -> str:
 
 
 def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
-    """Refuse texts where the group's own file has a number or a boolean, and experiments that lose; warn of new keys.
-
-    Args:
-        hydra_cfg: Hydra's own part of the config, which has the typed words.
-        loader: Hydra's, which reads the files of the search path; None if it is not known.
-    """
+    """Refuse texts in the place of numbers and booleans, and experiments that lose; warn of new keys."""
     typed, repository = typed_words(hydra_cfg), getattr(loader, "repository", None)
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
         _warn_of_unread(cfg, new)
@@ -238,7 +229,6 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
 
 
 def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any], repository: Any) -> None:
-    """Refuse typed words that give a text where the group's own file has a number or a boolean."""
     for word in typed:
         key = word.partition("=")[0].lstrip("+")
         group, _, name = key.partition(".")

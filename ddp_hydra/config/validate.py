@@ -21,7 +21,6 @@ RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse values that no job can have."""
     check_numbers(cfg)
     trainer = cfg.trainer
     if trainer.log_every_steps == 0 and trainer.log_every_s is None:

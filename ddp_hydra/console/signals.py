@@ -43,14 +43,7 @@ class Interrupts:
 
     @contextmanager
     def caught(self, graceful: bool = True) -> Iterator[None]:
-        """Catch the signals inside the block, if it is in the main thread.
-
-        Args:
-            graceful: False leaves the signals to their earlier handlers.
-
-        Raises:
-            KeyboardInterrupt: outside of `deferred`, or at the second signal.
-        """
+        """Catch the signals inside the block, if it is in the main thread."""
         if not graceful:
             yield
             return
@@ -143,9 +136,6 @@ def leave_at_once(tidy: Callable[[], object] = lambda: None) -> None:
     """Have the signals end this process with one line, while it imports and composes.
 
     An exception in the middle of that would be shown with a traceback, lost, or caught as something else.
-
-    Args:
-        tidy: see `SignalExit`.
     """
     if threading.current_thread() is threading.main_thread():
         for number in _handled_signals():
@@ -161,7 +151,6 @@ def leave_tidily() -> None:
 
 
 def print_line(line: str) -> None:
-    """Write a line to stderr, also while something else is being written there."""
     with contextlib.suppress(OSError):
         os.write(2, f"{chr(10) if os.isatty(2) else ''}{line}\n".encode())
 

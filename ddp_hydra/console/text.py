@@ -31,7 +31,6 @@ def printable(text: str) -> str:
 
 
 def shorten(text: str, most: int) -> str:
-    """Keep the head and the tail of a text that is too long, and say how much is left out."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -100,7 +99,6 @@ def quoted(value: str) -> str:
 
 
 def user_path(file: str) -> str | None:
-    """Return the path of a source file as its user knows it; None for a library's file."""
     if match := _PACKED.fullmatch(file):
         return match[1]
     if match := _STARTER.fullmatch(file):
@@ -142,11 +140,7 @@ def is_deterministic(error: BaseException) -> bool:
 
 
 def shortened(error: BaseException, others: str = "they are in the rank's log") -> str:
-    """Format an error with the user's own frames and the one that raised it; with the last two if none is the user's.
-
-    Args:
-        others: where the frames of libraries can be seen.
-    """
+    """Format an error with the user's own frames and the one that raised it; with the last two if none is theirs."""
     formatted = traceback.TracebackException.from_exception(error)
     seen: set[int] = set()
     left_out = 0

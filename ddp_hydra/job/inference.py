@@ -43,7 +43,6 @@ class InferenceJob:
     faults: tuple[str, ...] = ()
 
     def check(self) -> project.Project:
-        """Refuse what can't be run, and return the packed project space."""
         if self.split not in ("val", "train"):
             raise ConfigError(f"split={self.split}: give val or train")
         validate.check_numbers(self.cfg)
@@ -61,12 +60,7 @@ class InferenceJob:
         more: Callable[[], dict[str, Any]] = dict,
         receive: Callable[[Record, Callable[[Record, Path], None]], None] | None = None,
     ) -> dict[str, Any]:
-        """Run `EVALUATE` or `PREDICT` on the ranks, and return what rank 0's call returns.
-
-        Args:
-            more: returns further arguments of an attempt.
-            receive: called with each record, and with a function that fetches the file of a record.
-        """
+        """Run `EVALUATE` or `PREDICT` on the ranks, and return what rank 0's call returns."""
         packed = self.check()
         if self.is_here:
             fault_injection.check_ranks(self.faults, 1)

@@ -67,7 +67,6 @@ def backend(cfg: DictConfig) -> str:
 
 
 def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
-    """Return the settings of a gang that come from the config, and `more`."""
     settings = OmegaConf.to_container(cfg.dispatch, enum_to_str=True)
     assert isinstance(settings, dict)
     own = {

@@ -227,7 +227,6 @@ class Job:
         return Call(TRAIN, (config,), settings, files=self.resume_files())
 
     def resume_files(self) -> dict[str, Path]:
-        """Return the last whole checkpoint of this job; if it has none, the files that it started with."""
         if self.saved:  # otherwise an earlier run has left the checkpoints in the run directory
             try:
                 return {"resume": find_checkpoint(self.run_dir).absolute()}
@@ -239,7 +238,6 @@ class Job:
         return time.monotonic() - self.begun
 
     def rank_batch(self, world_size: int) -> RankBatch:
-        """Return the batch of each rank that keeps the global batch of the first attempt, if it is divisible."""
         first = RankBatch(self.config["data"]["batch_size"], self.config["trainer"]["gradient_accumulation_steps"])
         if world_size == self.first_world_size:
             return first
@@ -264,11 +262,9 @@ class Job:
             self.first_step = begin
 
     def attempts(self, gang: Any) -> list[AttemptEntry]:
-        """Return the attempts that have failed, also in an earlier process."""
         return [*self.earlier_attempts, *gang.restarts.ended]
 
     def describe_restart(self, steps_done: int) -> str:
-        """Return where the next attempt starts, as the end of a sentence."""
         saved = saved_step(self.run_dir) if self.saved else None
         begin = self.first_step if saved is None else saved
         again = max(0, steps_done - begin)

@@ -130,12 +130,10 @@ class LoggerProcess:
         """Do nothing: the end of the records is not the end of the job; see `finish`."""
 
     def finish(self, status: str) -> None:
-        """Tell the logger how the job ended, without waiting for it."""
         self.buffer.put(status)
         self.buffer.put(None)
 
     def has_ended(self, until: float) -> bool:
-        """Wait for the process; return whether it has ended by a time of the monotonic clock."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, until - time.monotonic()))
         return self.process.returncode is not None
@@ -160,7 +158,6 @@ class LoggerProcess:
         return f"it was too slow, and {dropped} records were left out" if dropped else ""
 
     def kill(self) -> None:
-        """End the process and those that it has started, if it has not ended well by itself."""
         if self.process.poll() != 0:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -263,14 +260,7 @@ def save_runs(run_dir: Path, runs: Mapping[str, dict[str, str]]) -> None:
 def session(
     cfg: DictConfig, run_dir: Path, job: LoggedJob, packed: project.Project | None = None
 ) -> Iterator[list[LoggerProcess]]:
-    """Run the loggers of a job inside the block, and tell them at its end how the job ended.
-
-    Args:
-        packed: in a driver, the project space that its command has sent.
-
-    Yields:
-        The loggers, which are writers that never fail or wait.
-    """
+    """Run the loggers of a job inside the block, and tell them at its end how the job ended."""
     nodes = config.nodes(cfg)
     if not nodes:
         yield []

@@ -81,7 +81,6 @@ class Parts:
         remove_parts(folder / "parts")
 
     def read_plan(self) -> PredictionPlan | None:
-        """Return what was written of this prediction, None if nothing was."""
         file, drop = self.folder / PLAN, "give overwrite=true to drop it, or another out="
         try:
             found = msgspec.convert(json.loads(file.read_bytes()), PredictionPlan)
@@ -117,7 +116,6 @@ class Parts:
             self.logs.write(record)
 
     def begin(self, samples: int | None, length: int) -> None:
-        """Note how many rows there are, or how many each part has if their number is not known yet."""
         samples = self.samples if samples is None else samples
         if self.samples is not None and (samples, length) != (self.samples, self.length):
             raise ConfigError(
@@ -139,7 +137,6 @@ class Parts:
             receiver.drop()
 
     def merged(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows in order, a few at a time, with their index in front."""
         names: list[str] = []
         for part in range(self.total):
             begin = part * self.length
@@ -163,11 +160,6 @@ class Parts:
 
 
 def check_folder(folder: Path, out: str | Path) -> None:
-    """Check that a folder for parts is new, empty, or of a prediction.
-
-    Raises:
-        ConfigError: somebody else has made it.
-    """
     if not os.path.lexists(folder):
         return
     try:
@@ -182,7 +174,6 @@ def check_folder(folder: Path, out: str | Path) -> None:
 
 
 def remove_parts_in(folder: Path) -> None:
-    """Remove what a prediction has written in its folder, and the folder if nothing else is in it."""
     for name in _files(folder):
         if _OURS.fullmatch(name):
             (folder / name).unlink(missing_ok=True)
@@ -224,12 +215,7 @@ Chunks = Callable[[], Iterable[Mapping[str, Any]]]
 
 
 def write(out: Path, chunks: Chunks, samples: int) -> None:
-    """Write predictions; `out` appears when all of it is written.
-
-    Args:
-        chunks: returns some rows each, from the first one: name -> array (rows, ...) or list.
-        samples: rows of all chunks.
-    """
+    """Write predictions; `out` appears when all of it is written."""
     with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         if not out.suffix:
@@ -315,7 +301,6 @@ def _write_pictures(out: Path, chunks: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _saved(folder: Path, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the pictures of some rows, and return the columns with their file names in place of them."""
     found = dict(columns)
     pictures = [name for name, values in columns.items() if isinstance(values, list) and isinstance(values[0], bytes)]
     for number, name in enumerate(pictures):

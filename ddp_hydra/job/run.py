@@ -90,7 +90,6 @@ def train(
     remote: RemoteContext | None,
     stop: threading.Event | None,
 ) -> float | None:
-    """Train a job whose results this process writes."""
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         check(cfg)

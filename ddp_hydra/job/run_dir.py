@@ -138,7 +138,6 @@ def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float | None]:
 
 
 def metrics_at(resume: str, step: int) -> dict[str, float | None]:
-    """Return the metrics of a run's checkpoint after a step; {} if they are not known."""
     with contextlib.suppress(OSError, ValueError, DdpHydraError):
         entries = decode_manifest(RunRef.named(resume).read(f"{FOLDER}/{NAME}")).files
         return _metrics_of(next((entry for entry in entries.values() if entry.step == step), None))

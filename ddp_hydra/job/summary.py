@@ -100,7 +100,6 @@ def _finish(run_dir: Path, summary: Summary, begin: float, error: BaseException 
 
 
 def failed_lines(run_dir: Path, shown_dir: str, failure: Failure | None) -> str:
-    """Return the lines that say where a failed job has left its log and its checkpoint."""
     log = f"logs/rank-{failure.rank}.log" if failure is not None and not failure.mistake else None
     step = saved_step(run_dir)
     lines = [
@@ -138,7 +137,6 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
 
 
 def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str | None:
-    """Return a line with the bottleneck of a run, data or compute, and what reading took; None after a short run."""
     share = total["wait"]
     parts = []
     if steps >= ENOUGH_STEPS and train_s >= ENOUGH_S:
@@ -155,7 +153,6 @@ def describe_data(total: Mapping[str, float], train_s: float, steps: int) -> str
 
 
 def describe_straggler(slowest: Mapping[str, int | float | None], train_s: float, steps: int) -> str | None:
-    """Return a line about the rank that the others waited for; None if no rank was slow, or the run was too short."""
     times = slowest.get("times")
     if times is None or times < SLOW_RATIO or steps < ENOUGH_STEPS or train_s < ENOUGH_S:
         return None

@@ -205,7 +205,6 @@ class RunState(NamedTuple):
 
     @property
     def ended(self) -> str:
-        """How it ended, as its summary says, if that and status.json can be read; "" if it has none."""
         if self.problem:
             return UNREADABLE
         return self.summary.status if self.summary else ""
@@ -283,7 +282,6 @@ def _without_word(run_dir: Path, held: bool | None) -> str:
 
 
 def stored_status(ended: str, status: Status | None) -> str:
-    """Return the status of a run that a driver writes into a store; arguments as for `local_status`."""
     if status is None or (ended == UNREADABLE and status.state in ENDED):
         return ended if ended in (*ENDED, UNREADABLE) else "unknown"
     if status.state in ENDED:

@@ -26,7 +26,6 @@ ABSENT = "(missing)"
 
 
 def run_details(files: RunFiles) -> dict[str, Any]:
-    """Return the row of a run, its attempts, its failure, checkpoints and size, as JSON has them."""
     state = read_state(files)
     summary, attempts = state.summary or Summary(status=""), state.attempts
     return {
@@ -86,7 +85,6 @@ def checkpoints(files: RunFiles) -> dict[str, Any]:
 
 
 def config(files: RunFiles) -> dict[str, Any]:
-    """Return the config of a run as it was composed, by dotted key; {} if the run has none."""
     found = yaml_value(files.read(".hydra/config.yaml"))
     return dict(leaves(found)) if isinstance(found, dict) else {}
 
@@ -163,11 +161,7 @@ def reproduction(files: RunFiles) -> Reproduction:
 
 
 def kept_code(files: RunFiles, sha256: str) -> str:
-    """Unpack the code that a run has kept into the user's cache folder, and return where.
-
-    Returns:
-        "" if there is none, or it is not the code that the run was made with.
-    """
+    """Unpack the code that a run has kept into the user's cache folder, and return where."""
     try:
         kept = project.packed(files.read(project.ARCHIVE))
     except ValueError:

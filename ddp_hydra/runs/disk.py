@@ -51,7 +51,6 @@ def by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Return the bytes of each kind for each run below some folders and URLs, by run."""
     found: dict[str, dict[str, int]] = {}
     for root in roots:
         ref = RunRef.named(root)
@@ -168,7 +167,6 @@ def remove(run: str) -> Removal:
 
 @contextmanager
 def sweep_held(folder: Path) -> Iterator[None]:
-    """Keep a sweep from beginning again in a folder."""
     from ddp_hydra.sweep.scheduler import lock, unlock
 
     handle = lock(folder)
@@ -179,7 +177,6 @@ def sweep_held(folder: Path) -> Iterator[None]:
 
 
 def written_by_run(files: RunFiles) -> Callable[[str], object]:
-    """Return a function that tells whether a run has written the file of a path in its directory."""
     known = set(files.read(SUBMITTED).decode(errors="replace").splitlines())
     with contextlib.suppress(ValueError):  # there is none, or it is broken
         entries = manifest.decode_manifest(files.read(f"{manifest.FOLDER}/{manifest.NAME}")).files

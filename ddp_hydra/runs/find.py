@@ -52,7 +52,6 @@ class Index:
         self._kept: Entries | None = None
 
     def read(self) -> Entries:
-        """Return stamp and row of each run, by its path; {} if there is no index, or none that can be used."""
         if self._kept is not None:
             return self._kept
         try:
@@ -105,11 +104,6 @@ def rows(roots: list[str]) -> list[RunRow]:
 
 
 def local_rows(root: str, index: Index | None = None) -> Iterator[RunRow]:
-    """Yield the row of each run below a folder.
-
-    Args:
-        index: to use, and to keep up to date; None for none.
-    """
     earlier = index.read() if index else {}
     kept: dict[str, tuple[Stamp, RunRow]] = {}
     sweeps: dict[str, SweepJobs] = {}
@@ -207,7 +201,6 @@ def stored_rows(url: str) -> list[RunRow]:
 
 
 def stored_runs(url: str) -> list[StoredRunFiles]:
-    """Return all runs below a URL, from one listing."""
     root = urls.open_folder(url)
     try:
         with reachable():

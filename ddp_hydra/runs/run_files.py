@@ -84,11 +84,7 @@ class LocalRunFiles:
 
 
 def open_below(folder: str, name: str) -> int:
-    """Open a file below a folder to read it, and return its descriptor. No link below the folder is followed.
-
-    Raises:
-        OSError: there is no such file, or it is behind a link.
-    """
+    """Open a file below a folder to read it, and return its descriptor. No link below the folder is followed."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     *inner, last = name.split("/")
     if not inner:
@@ -150,7 +146,6 @@ RunFiles = LocalRunFiles | StoredRunFiles
 
 @contextmanager
 def reachable() -> Iterator[None]:
-    """Turn the error of a store that does not answer into a sentence."""
     try:
         yield
     except FileNotFoundError:
@@ -184,7 +179,6 @@ def is_run(names: set[str]) -> bool:
 
 
 def yaml_value(content: bytes) -> Any:
-    """Return the plain values in a YAML content; None if it is none. Interpolations stay texts."""
     import yaml
 
     try:

@@ -45,7 +45,6 @@ class Comparison:
 
 
 def comparison(word: str) -> Comparison | None:
-    """Return the comparison that a word is, "val/loss<0.5"; None for another word."""
     found = _COMPARISON.fullmatch(word)
     if found is None:
         return None
@@ -119,11 +118,7 @@ def check_metric(metric: str, rows: Sequence[RunRow], others: Sequence[str] = ()
 
 
 def ordered(rows: Sequence[RunRow], by: str) -> list[RunRow]:
-    """Order rows: the newest, longest, farthest or best first; by status or folder, from a to z.
-
-    Args:
-        by: one of `SORTS`, or a metric; runs without it come last.
-    """
+    """Order rows: the newest, longest, farthest or best first; by status or folder, from a to z."""
     if by in ("status", "folder"):
         return sorted(rows, key=lambda row: (row.status if by == "status" else "", row.run))
     if by in ("when", "duration", "steps"):

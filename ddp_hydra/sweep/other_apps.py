@@ -20,8 +20,6 @@ from ddp_hydra.config.hydra_compat import allowing, targets_allowed_by
 
 
 def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[[DictConfig], Any]:
-    """Return a task function that runs `task` on each rank of a gang, and returns what rank 0 returned."""
-
     def run(cfg: DictConfig) -> Any:
         from ddp_hydra.cluster import connect
         from ddp_hydra.dispatch.gang import Gang

@@ -170,7 +170,6 @@ class PopulationSettings:
         check_limits("hydra.sweeper.", vars(self), limits_of(PopulationSettings))
 
     def pause_after(self, generation: int) -> int | None:
-        """Return the number of validations after which a generation pauses; None for the last one."""
         return None if generation == self.generations - 1 else self.validations * (generation + 1)
 
 

@@ -52,7 +52,6 @@ class CompactReturn(JobReturn):
 
 
 def portable(result: JobReturn) -> CompactReturn:
-    """Return a small result that can be pickled; an error or value that cannot be is described by one that can."""
     try:
         compact = CompactReturn(result)
         pickle.loads(pickle.dumps(compact))  # noqa: S301, pickled just now
@@ -151,7 +150,6 @@ class PlannedJob:
         self.result = self.failed_return(error)
 
     def failed_return(self, error: Exception) -> JobReturn:
-        """Return the result of a job that failed outside its own process; reading its value raises the error."""
         return self._return(JobStatus.FAILED, error)
 
     def value_return(self) -> JobReturn:
@@ -188,7 +186,6 @@ def hydra_config_of(config: DictConfig) -> Iterator[None]:
 
 
 def is_ours(config: DictConfig) -> bool:
-    """Return whether a config is one of ours, so that its task dispatches a gang itself."""
     target = OmegaConf.select(config, "cluster._target_", throw_on_missing=False)
     return target is not None and "dispatch" in config and "trainer" in config
 

@@ -192,7 +192,6 @@ def _value(row: JobRow) -> float:
 
 
 def positions(values: Mapping[int, str | None]) -> tuple[dict[int, float], list[str]]:
-    """Place the values of a key, by job, on an axis: numbers by value; texts side by side, with their labels."""
     numbers = {job: _number(value) for job, value in values.items()}
     found = {job: number for job, number in numbers.items() if number is not None}
     if len(found) == len(numbers):

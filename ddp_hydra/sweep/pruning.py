@@ -26,7 +26,6 @@ _WELL = (*_FINAL, JobState.paused)
 
 
 def number_kept(keep: object) -> int | None:
-    """Return how many jobs keep their checkpoints, by "all" or None, "none", or "best:5"; None for all."""
     if keep in ("all", None):
         return None
     if keep == "none":
@@ -109,7 +108,6 @@ class Pruning:
             )
 
     def update(self, rows: Sequence[JobRow]) -> None:
-        """Have the checkpoints of the jobs that are losers by now removed; their rows say so once they are."""
         if self.most is None:
             return
         self._take_results(rows)
@@ -121,7 +119,6 @@ class Pruning:
             self.process = ForkedProcess(lambda pipe: {row.number: self._remove(row) for row in found})
 
     def finish(self, rows: Sequence[JobRow], timeout_s: float = FINISH_S) -> None:
-        """Wait until the checkpoints of all losers are removed, but not longer than the timeout for a store."""
         deadline = time.monotonic() + timeout_s
         self.update(rows)
         while self.process is not None:

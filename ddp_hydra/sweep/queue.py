@@ -52,11 +52,7 @@ class CachingConfigLoader:
         self.templates: dict[tuple[str, ...], tuple[DictConfig, Sequence[str]]] = {}
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose a job for a sweeper, which only checks that it can be composed, and cache its config.
-
-        Raises:
-            ConfigError: no job has started, and one has a value that its key can't have. Later, that job fails.
-        """
+        """Compose a job for a sweeper, which only checks that it can be composed, and cache its config."""
         new = {word: comparable(word.partition("=")[2]) for word in sweep_overrides if word not in self.checked}
         self.checked |= new.keys()
         texts = [word for word, value in new.items() if isinstance(value, str)]

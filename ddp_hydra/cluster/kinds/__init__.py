@@ -104,11 +104,7 @@ class Manager:
     # -- start and end -------------------------------------------------------------------------------------
 
     def open(self) -> Any:
-        """Start the cluster; return a context manager that ends it.
-
-        Raises:
-            Exception: whatever the cluster's class raises; `explain` makes a sentence of it.
-        """
+        """Start the cluster; return a context manager that ends it."""
         arguments = dict(self.arguments)
         if self.n_workers is not None and "n_workers" in self.accepted:
             arguments["n_workers"] = self.n_workers

@@ -90,7 +90,6 @@ class LocalCuda(Local):
         self.n_workers = self.n_workers or there
 
     def visible(self) -> list[str] | None:
-        """Return the GPUs that may be used, as the user gave them; None for all."""
         given = self.arguments.get("CUDA_VISIBLE_DEVICES")
         given = os.environ.get("CUDA_VISIBLE_DEVICES") if given is None else given
         if given is None:
@@ -219,7 +218,6 @@ class Remote(Manager):
         return contextlib.nullcontext()
 
     def client(self, cluster: Any) -> Any:
-        """Connect."""
         load()
         address = self.arguments.get("address") or read_address(Path(self.arguments["scheduler_file"]))
         security = make_security(self.arguments.get("security"))
@@ -230,7 +228,6 @@ class Remote(Manager):
 
 
 def make_security(given: Mapping[str, Any] | None) -> Any:
-    """Make a `distributed.Security` from a config; the rest comes from Dask's own config."""
     from distributed import Security
 
     values = {key: value for key, value in (given or {}).items() if value is not None}
@@ -241,7 +238,6 @@ def make_security(given: Mapping[str, Any] | None) -> Any:
 
 
 def read_address(file: Path) -> str:
-    """Read a scheduler's address from the file that it wrote; wait a moment for one that is starting."""
     deadline = time.monotonic() + CONNECT_S
     while True:
         try:

@@ -218,7 +218,6 @@ class DaskProcess:
         return self.found
 
     def stop(self) -> None:
-        """End the child, and with it the actor."""
         self.process.terminate()
 
     def _end_with_child(self) -> None:

@@ -79,10 +79,6 @@ def job_class_that_notes_refusals(kind: Any, refusals: list[str]) -> Any:
     """Make a class of batch jobs that notes when sbatch refuses a job, and does not raise the error.
 
     Dask would print the error for each job, again and again, and go on waiting.
-
-    Args:
-        kind: class of batch jobs, a `dask_jobqueue.core.Job`.
-        refusals: list to which the messages of sbatch are added.
     """
     from distributed.deploy.spec import ProcessInterface
 
@@ -138,12 +134,7 @@ class Kubernetes(Manager):
 
 
 def cluster_spec(name: str, n_workers: int, worker_command: Any = None, **native: Any) -> dict[str, Any]:
-    """Make the `DaskCluster` resource that KubeCluster would make, with commands that exist.
-
-    Args:
-        n_workers: number of pods; each has one worker.
-        native: image, resources, env, idle_timeout, jupyter, scheduler_service_type, as in KubeCluster.
-    """
+    """Make the `DaskCluster` resource that KubeCluster would make, with commands that exist."""
     from dask_kubernetes.operator import make_cluster_spec
 
     spec = make_cluster_spec(name, n_workers=n_workers, worker_command=worker_command or WORKER, **native)

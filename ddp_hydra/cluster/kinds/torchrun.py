@@ -75,7 +75,6 @@ class Torchrun(Local):
         return self.hosts
 
     def secure(self) -> None:
-        """Choose TLS for what goes between hosts."""
         load()
         given = self.arguments.get("security")
         if isinstance(given, bool):
@@ -123,12 +122,7 @@ def own_address() -> str:
 
 
 def work_on_host(place: ProcessPlace, compose: Callable[[], DictConfig]) -> int:
-    """Run this host's worker whenever there is a scheduler; return the exit status of RANK 0's process.
-
-    Args:
-        place: of this process.
-        compose: returns the config of the cluster, as typed on this host.
-    """
+    """Run this host's worker whenever there is a scheduler; return the exit status of RANK 0's process."""
     manager: Torchrun | None = None
     for line in Hosts.lines():
         if "exit" in line:

@@ -112,7 +112,6 @@ class Attached:
             self.show_line(line)
 
     def show_start(self, step: Any = None) -> None:
-        """Show the header of the newest attempt, which may be at a later step than its first."""
         if (start := self.status.start) is not None:
             self.attempt = start.attempt
             step = step if isinstance(step, int) else start.step

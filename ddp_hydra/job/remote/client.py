@@ -56,11 +56,7 @@ class StartedDriver(NamedTuple):
 
 
 def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | None:
-    """Run a job whose results go to `results.root`; the local run directory gets only a summary and the URL.
-
-    Returns:
-        The objective's last value; None for a detached run.
-    """
+    """Run a job whose results go to `results.root`; the local run directory gets only a summary and the URL."""
     if cfg.detach:
         with started_driver(cfg, run_dir, overrides) as (_, driver):
             _print_commands("the run goes on by itself", driver.spec.url)

@@ -76,12 +76,7 @@ def answer(**values: Any) -> None:
 
 @contextlib.contextmanager
 def open_runner(spec: DriverSpec, scheduler: Scheduler, scratch_root: str) -> Iterator[RemoteJobRunner]:
-    """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block.
-
-    Args:
-        scheduler: as workers reach it.
-        scratch_root: the folder for temporary files.
-    """
+    """Acquire the store, a temporary folder and a client, and give back the last two at the end of the block."""
     objective = msgspec.convert(spec.config["objective"], Objective)
     more = {"objective": objective, "tags": [str(tag) for tag in spec.config["tags"]]}
     status = DriverStatus(scheduler.address, spec.project.sha256, spec.max_restarts, **more)
@@ -120,7 +115,6 @@ class RemoteJobRunner:
             self.spec = replace(self.spec, resume=self.spec.url)
 
     def guard(self) -> None:
-        """Have another driver started when this one is lost."""
         self.guarding = submit_guard(self.client, self.spec)
         self.guarding.add_done_callback(self.guard_again)
 
@@ -203,7 +197,6 @@ class RemoteJobRunner:
         return OmegaConf.create({**config, "results": results, "detach": False, "resume": self.resume_from() or None})
 
     def resume_from(self) -> str:
-        """Return the checkpoint to resume from; one that the command has sent is moved into the run directory."""
         given = self.spec.resume
         if f"/{self.spec.name}/" not in given:  # where files are that the command has sent to a worker
             return given
@@ -219,7 +212,6 @@ class RemoteJobRunner:
         return str(target)
 
     def redirect_output(self) -> None:
-        """Send stdout, stderr and the log to logs/driver.log from now on, and the log to the command, too."""
         path = self.run_dir / "logs" / "driver.log"
         path.parent.mkdir(exist_ok=True)
         sys.stdout.flush()

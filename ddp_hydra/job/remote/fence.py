@@ -86,7 +86,6 @@ class FencedStore(Store):
             )
 
     def check(self) -> None:
-        """Raise TakenOver if another process is the owner."""
         if self.lost or self._token() != self.token:
             raise self._taken_over()
 

@@ -196,7 +196,6 @@ class EventChannel(logging.Handler):
             self.handleError(record)  # as every handler does: a message that can't be made stops nobody
 
     def delete_topics(self) -> None:
-        """Have the scheduler delete the driver's topics soon."""
         if self._client.status == "running":
             topics = [self._topic, stop_topic(self._topic)]
             self._client.run_on_scheduler(BySource(scheduler_plugin.delete_topics), topics)

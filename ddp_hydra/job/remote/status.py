@@ -73,7 +73,6 @@ class DriverStatus(JobStatus):
 
 
 def failed_attempts(status: Status) -> list[AttemptEntry]:
-    """Return the attempts in the status of a lost driver; the last one is the attempt that was lost with it."""
     driver = f"its driver, process {status.pid} on {status.host},"
     is_cut = status.state == LOST
     message = f"{driver} lost the scheduler" if is_cut else f"{driver} was killed, or its host is gone"
@@ -97,7 +96,6 @@ def read(store: Store) -> Status | None:
 
 
 def conclude(state: str, message: str) -> None:
-    """Print the last message of a run, or raise it."""
     if state == "interrupted":
         raise Interrupted(message)
     if state not in SUCCEEDED:

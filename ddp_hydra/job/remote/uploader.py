@@ -93,7 +93,6 @@ class Uploader(Repeater):
             self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
 
     def _write_status(self) -> None:
-        """Write the status, and look for a request to stop."""
         if (content := self.status.next_update()) is not None:
             if isinstance(self.store, FencedStore):
                 self.store.check()
@@ -145,11 +144,6 @@ class Uploader(Repeater):
 
 
 def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str, bytes], goes_on: bool = False) -> None:
-    """Begin a run in a store. Its first objects show that the store can be written.
-
-    Raises:
-        ConfigError: another run is active there, or has left its results there and this one doesn't go on with it.
-    """
     owner = store.owner()
     if is_active(store):
         run = shlex.quote(f"run={store.url}")
@@ -208,11 +202,7 @@ def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
 
 
 def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
-    """Take over the run of a lost driver: download what it has uploaded. Return whether it has a checkpoint.
-
-    Raises:
-        AlreadyEnded: it has ended, or was removed.
-    """
+    """Take over the run of a lost driver: download what it has uploaded. Return whether it has a checkpoint."""
     store.acquire(store.owner())
     if (before := read(store)) is None or before.state in ENDED:
         raise AlreadyEnded

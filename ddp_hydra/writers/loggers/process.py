@@ -135,11 +135,7 @@ class Session:
             self.explain("warning", error)
 
     def repeat(self, call: Callable[[], Any]) -> Any:
-        """Call until the service answers.
-
-        Raises:
-            Refusal: to repeat it is no use. Everything that a writer without `flush` raises counts as that.
-        """
+        """Call until the service answers."""
         wait_s = FIRST_WAIT_S
         while True:
             try:
