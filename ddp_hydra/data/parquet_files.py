@@ -62,7 +62,6 @@ class PartFile:
         return stored | {name: value.type for name, value in self.partition.items() if name not in stored}
 
     def read(self, group: int, columns: Sequence[str]) -> Any:
-        # Return columns of a row group, as a table of pyarrow.
         stored = [name for name in columns if name in self.file.schema_arrow.names]
         table = self.file.read_row_group(group, columns=stored)
         n_rows = self.file.metadata.row_group(group).num_rows
@@ -83,7 +82,6 @@ def need_pyarrow() -> None:
 
 
 def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
-    # Returns: The files of each URL, sorted by name.
     need_pyarrow()
     opened = []
     for url in map(str, urls):
@@ -229,7 +227,6 @@ class StoredFile(io.RawIOBase):
         return self.place
 
     def readinto(self, buffer: Any) -> int:
-        # Fill a buffer from the position on, and return how many bytes were read.
         end = min(self.place + len(buffer), self.length)
         if end <= self.place:
             return 0

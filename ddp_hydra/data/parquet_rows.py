@@ -217,7 +217,6 @@ class ParquetRows(ProcessLocal):
         return min(found, default=0), max(found, default=0)
 
     def _read(self, group: int) -> tuple[np.ndarray, np.ndarray | None]:
-        # Return a row group: its features, (rows, features), and its targets, (rows,).
         with self._lock:
             if group in self._cache:
                 self._cache.move_to_end(group)

@@ -140,13 +140,11 @@ class MemoryBudget:
         self._changed = threading.Condition()
 
     def take(self, n_bytes: int) -> None:
-        # Wait until `n_bytes` are free, and take them.
         with self._changed:
             self._changed.wait_for(lambda: not self._taken or self._taken + n_bytes <= self._size)
             self._taken += n_bytes
 
     def give(self, n_bytes: int) -> None:
-        # Give `n_bytes` back.
         with self._changed:
             self._taken -= n_bytes
             self._changed.notify_all()
@@ -285,11 +283,9 @@ class Cache:
         self._lock = threading.Lock()
 
     def get(self, key: Any) -> Any:
-        # Return the value of `key`, or None if there is none.
         return self._values.get(key)
 
     def put(self, key: Any, value: Any, size: int) -> None:
-        # Keep a value of `size` bytes, if it still fits.
         with self._lock:
             if size <= self._left and key not in self._values:
                 self._values[key] = value

@@ -74,7 +74,6 @@ class Listing:
 
 
 def known_size(size: int) -> int | None:
-    # Return a size from a listing, or None if the file is larger than a listing can say.
     return size if size < _LARGEST else None
 
 

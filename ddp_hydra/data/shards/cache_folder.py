@@ -105,7 +105,6 @@ class ShardFolder:
     def reserve(
         self, part: int, n_bytes: int, files: Collection[str], needed: Mapping[str, int], evict_needed: bool
     ) -> str | None:
-        # n_bytes: its new size.
         # Returns: Why there is no space, or None if there is.
         with self._exclusive():
             kept, total = self._scan()
@@ -162,7 +161,6 @@ class ShardFolder:
         (self.path / "wanted").touch(mode=0o600)
 
     def asked_ns(self) -> int:
-        # Return when a process last asked for space, ns since 1970; 0: never.
         try:
             return (self.path / "wanted").stat().st_mtime_ns
         except OSError:

@@ -76,7 +76,6 @@ def download(
 
 
 def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, int], None]) -> Iterator[Any]:
-    # size: bytes.
     # write: called with each piece and the place of its first byte, in any order, and from several threads.
     def fetch(start: int) -> Any:
         end = min(start + PIECE_BYTES, size)
@@ -170,7 +169,6 @@ class Prefetcher:
             thread.start()
 
     def expect(self, order: Sequence[int]) -> None:
-        # order: the numbers that will be needed, each once.
         with self._changed:
             self._places = {number: place for place, number in enumerate(order)}
             self._waiting = dict.fromkeys(order)

@@ -91,7 +91,6 @@ class TarMembers:
 
 def load_members(path: Path, file_size: int) -> TarMembers | None:
     # Return a saved index, or None if there is none for a tar file of this size.
-    # file_size: of the tar file, bytes.
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as saved:
             arrays: dict[str, Any] = {name: saved[name] for name in saved.files}
@@ -189,7 +188,6 @@ def _members(file: BinaryIO, path: Path, size: int) -> list[Member]:
 
 
 def _target(member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo]) -> tarfile.TarInfo | None:
-    # Return the target of a link, or None if it is not in the tar file.
     found: tarfile.TarInfo | None = member
     for _ in range(_MOST_LINKS):
         if found is None or not (found.islnk() or found.issym()):

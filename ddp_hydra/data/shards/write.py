@@ -180,7 +180,6 @@ def _classes(source: str, access: Access, report: Callable[[str], None]) -> list
 def _samples(
     store: Store, prefix: str, images: list[tuple[str, int | None]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
-    # Yield the members of each sample: names and contents.
     with Lookahead((partial(store.get, *image) for image in images), _READERS, 2 * _READERS) as contents:
         for number, ((key, _), content) in enumerate(zip(images, contents, strict=True)):
             stem, extension = os.path.splitext(key.rpartition("/")[2])  # noqa: PTH122
@@ -204,7 +203,6 @@ def _open_target(out: str, access: Access) -> tuple[Store, str]:
 
 
 def _write_shard(file: Any, samples: Iterator[list[tuple[str, Any]]], n_bytes: float) -> dict[str, Any]:
-    # Write samples until the shard has this size, and return what the index says of it.
     count = 0
     with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for sample in samples:

@@ -189,7 +189,6 @@ def split(
     # all samples, and each takes its share.
     # way: "samples": each rank reads all samples and takes its share; "itself": the data set gives each rank samples
     # of its own; None: as the data set can.
-    # progress: called after each sample that is read.
     if way not in (None, *WAYS):
         raise ConfigError(f"data.shard_by={way}: give {', '.join(WAYS)} or null")
     if way is not None:
@@ -209,7 +208,6 @@ def split(
 def whole(
     dataset: Any, world_size: int, way: str | None = None, progress: Callable[[], None] = lambda: None, seed: int = 0
 ) -> Part:
-    # progress: called after each sample that is read.
     if world_size > 1 and (way == "itself" or "split_by_node" in _webdataset_stages(dataset)):
         raise ConfigError(
             f"{name_of(dataset)} gives each rank samples of its own, without a common order: type dispatch.ranks=1"

@@ -119,7 +119,6 @@ class Helper:
         self.users = 0
 
     def fork(self, work: Any, files: list[int]) -> int:
-        # work: a function and its arguments.
         # files: descriptors that the process has, too, under the same numbers.
         process, fds = packed(work)
         prepared = {"path": sys.path, "environment": dict(os.environ), "cwd": str(Path.cwd()), "files": files}

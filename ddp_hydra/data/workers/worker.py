@@ -64,7 +64,6 @@ class SharedBatch:
         self.structure, self.size, self.fd = state
 
     def open(self) -> Any:
-        # Return the batch; its tensors lie in the shared memory.
         memory = mmap.mmap(self.fd, self.size) if self.size else None
         self.__del__()
         return _BatchUnpickler(io.BytesIO(self.structure), lambda place: _view(memory, *place)).load()
@@ -99,7 +98,6 @@ class _BatchPickler(pickle.Pickler):
         self.place = place
 
     def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        # Return the place of a plain tensor, and None for all else.
         if self.place is None or type(obj) is not Tensor or obj.layout != torch.strided:
             return None
         return None if obj.is_quantized or obj.requires_grad or obj.device.type != "cpu" else self.place(obj)
@@ -237,7 +235,6 @@ def _number() -> int:
 
 
 def _packed(error: BaseException) -> bytes:
-    # Pickle an error; one that can't be pickled becomes a RuntimeError.
     error.add_note("in a worker of the DataLoader (data.workers)")
     try:
         packed = pickle.dumps(error.with_traceback(None))
