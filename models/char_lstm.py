@@ -20,11 +20,7 @@ class CharLSTM(nn.Module):
 
     def __init__(self, num_classes: int, hidden_size: int = 128, num_layers: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
-        for name, size in (
-            ("num_classes", num_classes),
-            ("hidden_size", hidden_size),
-            ("num_layers", num_layers),
-        ):
+        for name, size in (("num_classes", num_classes), ("hidden_size", hidden_size), ("num_layers", num_layers)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"{name} is {size!r}, and must be a positive whole number: type model.{name}=1")
         # nn.LSTM drops only between layers, and warns if there is only one.

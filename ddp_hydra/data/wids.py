@@ -241,12 +241,7 @@ class WidsImages(StoredImages):
     setting = "data.index"
 
     def __init__(
-        self,
-        index: str,
-        *,
-        label: str | None = ".cls",
-        classes: list[str] | int | None = None,
-        **more: Any,
+        self, index: str, *, label: str | None = ".cls", classes: list[str] | int | None = None, **more: Any
     ) -> None:
         shards = {name: more.pop(name) for name in _OF_SHARDS & more.keys()}
         super().__init__(**more)

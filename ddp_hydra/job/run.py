@@ -84,11 +84,7 @@ def refuse_restart(run_dir: Path) -> None:
 
 
 def train(
-    cfg: DictConfig,
-    run_dir: Path,
-    overrides: Sequence[str],
-    remote: RemoteContext | None,
-    stop: threading.Event | None,
+    cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: RemoteContext | None, stop: threading.Event | None
 ) -> float | None:
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:

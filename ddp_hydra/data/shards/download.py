@@ -32,12 +32,7 @@ def is_packed(url: str) -> bool:
 
 
 def download(
-    shard: Shard,
-    store: Store,
-    key: str,
-    file: int,
-    reserve: Callable[[int], None],
-    on_piece: Callable[[Any], object],
+    shard: Shard, store: Store, key: str, file: int, reserve: Callable[[int], None], on_piece: Callable[[Any], object]
 ) -> int:
     # reserve: called with the size that the file will have, before it grows; raises if there is no space.
     # on_piece: called with each piece, in order; may raise to stop.

@@ -50,12 +50,7 @@ class TarMembers:
     """
 
     def __init__(
-        self,
-        keys: bytes,
-        extensions: tuple[str, ...],
-        arrays: dict[str, Any],
-        file_size: int,
-        checksum: int = 0,
+        self, keys: bytes, extensions: tuple[str, ...], arrays: dict[str, Any], file_size: int, checksum: int = 0
     ) -> None:
         self.keys, self.extensions, self.arrays = keys, extensions, arrays
         self.file_size, self.checksum = file_size, checksum

@@ -12,16 +12,7 @@ from pathlib import Path
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.status import (
-    ENDED,
-    HEARTBEAT_S,
-    LOST,
-    LOST_S,
-    STOP,
-    DriverStatus,
-    failed_attempts,
-    read,
-)
+from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, LOST_S, STOP, DriverStatus, failed_attempts, read
 from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.base import PIECE_BYTES, Store
