@@ -1,24 +1,37 @@
-"""Transfers files between ranks and the client: by a move on one host, otherwise in pieces through Dask."""
+"""Transfers files between ranks and the client: by a move on one host, otherwise in pieces through Dask.
+
+Pieces go directly between the client and the worker where the client reaches it, otherwise through the scheduler.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 from distributed import Client
+from distributed.core import rpc
+from distributed.protocol import Serialized, deserialize
+from distributed.protocol.pickle import dumps
 
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import File
 
 PIECE_S = 60.0
 """Seconds that one piece of a file may take. A worker that goes silent meanwhile is noticed sooner."""
+REACH_S = 2.0
+"""Seconds in which a worker that the client reaches answers."""
+PLAIN = ("dask", "msgpack")
+"""Dask's ways to send bytes, texts and numbers; no pickles."""
+log = logging.getLogger(__name__)
 
 
 class WorkerSilent(OSError):
@@ -62,47 +75,106 @@ def _is_here(source: Path, size: int) -> bool:
     return is_file and source.resolve() == source.absolute() and source.stat().st_size == size
 
 
-def call(
-    client: Client,
-    worker: str,
-    function: Callable[..., Any],
-    *args: Any,
-    is_lost: Callable[[], bool] = lambda: False,
-) -> Any:
-    """Run a function on one worker, and return its result.
+class WorkerCaller:
+    """Calls functions on workers, directly where the client reaches them, otherwise through the scheduler.
 
-    Raises:
-        WorkerSilent: it does not answer in time, or is gone. Dask alone would try for half a minute.
+    Args:
+        client: of the Dask cluster.
     """
-    loop: Any = client.loop
-    answer = asyncio.run_coroutine_threadsafe(client._run(function, *args, workers=[worker]), loop.asyncio_loop)
-    deadline = time.monotonic() + PIECE_S
-    while not answer.done() and not is_lost() and time.monotonic() < deadline:
-        futures.wait([answer], timeout=0.1)
-    if not answer.done():
-        answer.cancel()
-        raise WorkerSilent(f"worker {worker} {'is lost' if is_lost() else f'does not answer for {PIECE_S:g} s'}")
-    try:
-        return answer.result()[worker]
-    except (TimeoutError, KeyError) as error:
-        raise WorkerSilent(f"worker {worker} does not answer ({type(error).__name__})") from None
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.reached: dict[str, bool] = {}
+
+    def call(
+        self, worker: str, function: Callable[..., Any], *args: Any, is_lost: Callable[[], bool] = lambda: False
+    ) -> Any:
+        """Run a function on one worker, and return its result.
+
+        Raises:
+            WorkerSilent: it does not answer in time, or is gone. Dask alone would try for half a minute.
+        """
+        if self.reaches(worker, is_lost):
+            try:
+                return self._wait(ask(self.client, worker, function, *args), worker, is_lost)
+            except WorkerSilent:
+                raise
+            except _Refused:  # the error itself comes through the scheduler
+                pass
+            except Exception as error:
+                log.debug("worker %s is reached no more: %r", worker, error)
+                self.reached[worker] = False
+        try:
+            return self._wait(self.client._run(function, *args, workers=[worker]), worker, is_lost)[worker]
+        except (TimeoutError, KeyError) as error:
+            raise WorkerSilent(f"worker {worker} does not answer ({type(error).__name__})") from None
+
+    def reaches(self, worker: str, is_lost: Callable[[], bool] = lambda: False) -> bool:
+        """Return whether the client reaches a worker, asked once: it may be behind a port that is forwarded."""
+        if worker not in self.reached:
+            # What answers at its address may be another worker, in the client's own network.
+            folder = workers_of(self.client).get(worker, {}).get("local_directory")
+            try:
+                found = self._wait(ask(self.client, worker, outbox.local_directory), worker, is_lost, REACH_S)
+                self.reached[worker] = found == folder
+            except Exception as error:
+                log.debug("worker %s is not reached: %r", worker, error)
+                self.reached[worker] = False
+        return self.reached[worker]
+
+    def _wait(
+        self, asked: Coroutine[Any, Any, Any], worker: str, is_lost: Callable[[], bool], timeout_s: float = PIECE_S
+    ) -> Any:
+        loop: Any = self.client.loop
+        answer = asyncio.run_coroutine_threadsafe(asked, loop.asyncio_loop)
+        deadline = time.monotonic() + timeout_s
+        while not answer.done() and not is_lost() and time.monotonic() < deadline:
+            futures.wait([answer], timeout=0.1)
+        if not answer.done():
+            answer.cancel()
+            raise WorkerSilent(f"worker {worker} {'is lost' if is_lost() else f'does not answer for {timeout_s:g} s'}")
+        return answer.result()
 
 
-def send(client: Client, worker: str, gang: str, rank: int, source: Path) -> str:
-    """Send a file of the client to a rank's host, unless that has it already; return the path there.
+class _Refused(Exception):
+    """A function has raised on the worker."""
+
+
+async def ask(client: Client, worker: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Run a function on a worker, without the scheduler. Whatever answers there: nothing of it is unpickled."""
+    async with rpc(worker, deserialize=False, timeout=REACH_S, connection_args=client.connection_args) as asked:
+        answer = await asked.run(function=dumps(function), args=dumps(args), deserializers=PLAIN)
+    if answer["status"] != "OK":
+        raise _Refused
+    result = answer["result"]
+    return deserialize(result.header, result.frames, PLAIN) if isinstance(result, Serialized) else result
+
+
+def send(caller: WorkerCaller, worker: str, gang: str, rank: int, source: Path) -> str:
+    """Send a file or a checkpoint's folder of the client to a rank's host, unless that has it already.
 
     It has it if it sees it under the same path, or wrote it and has kept it.
+
+    Returns:
+        The path there.
     """
+    if source.is_dir():
+        sent = [send_file(caller, worker, gang, rank, file, f"{source.name}/{file.name}") for file in source.iterdir()]
+        return str(Path(sent[0]).parent)
+    return send_file(caller, worker, gang, rank, source, source.name)
+
+
+def send_file(caller: WorkerCaller, worker: str, gang: str, rank: int, source: Path, name: str) -> str:
     found = source.stat()
-    if call(client, worker, outbox.is_same_file, str(source), found.st_size, found.st_mtime_ns):
+    if caller.call(worker, outbox.is_same_file, str(source), found.st_size, found.st_mtime_ns):
         return str(source)
     with source.open("rb") as file:
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    path: str = call(client, worker, outbox.find, gang, rank, source.name, sha256, found.st_size)
+    path: str = caller.call(worker, outbox.find, gang, rank, name, sha256, found.st_size)
     if path:
         return path
     with source.open("rb") as file:
         while not path or file.tell() < os.fstat(file.fileno()).st_size:
-            piece = file.read(outbox.CHUNK_BYTES)
-            path = call(client, worker, outbox.write, gang, rank, source.name, piece, not path)
+            offset = file.tell()
+            path = caller.call(worker, outbox.write, gang, rank, name, file.read(outbox.CHUNK_BYTES), offset)
     return path

@@ -43,6 +43,7 @@ class WorkerClient:
         self.scheduler, workers = client.scheduler_info(n_workers=0)["address"], workers_of(client)
         self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in self.specs}
         self.settings = job.settings
+        self.caller = file_transfer.WorkerCaller(client)
         self.futures: dict[str, Future] = {}
         self.lost: set[str] = set()
         self.is_cut_off = False
@@ -100,7 +101,7 @@ class WorkerClient:
     def call_outbox(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         worker = self.specs[rank].worker
         is_lost = lambda: worker in self.lost  # noqa: E731
-        return file_transfer.call(self.client, worker, function, self.name, rank, *args, is_lost=is_lost)
+        return self.caller.call(worker, function, self.name, rank, *args, is_lost=is_lost)
 
     def source(self, rank: int, file: File) -> Path:
         folder = outbox.path(self.folders[self.specs[rank].worker], self.name, rank)
@@ -144,10 +145,10 @@ class WorkerClient:
         return return_values.decode(data)
 
     def send_files(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
-        """Send files of the client to a rank's host; return their paths there.
+        """Send files of the client, and checkpoints, to a rank's host; return their paths there.
 
         Raises:
             OSError: its worker does not answer, or a file cannot be read or written.
         """
         worker = self.specs[rank].worker
-        return {name: file_transfer.send(self.client, worker, self.name, rank, path) for name, path in files.items()}
+        return {name: file_transfer.send(self.caller, worker, self.name, rank, path) for name, path in files.items()}

@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import stat
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
@@ -79,14 +79,27 @@ def read(gang: str, rank: int, name: str, offset: int, dask_worker: Any = None) 
         return file.read(CHUNK_BYTES)
 
 
-def write(gang: str, rank: int, name: str, data: bytes, first: bool, dask_worker: Any = None) -> str:
-    """Append a piece to a file for a rank; return its path. Runs on the worker, called by the client."""
-    target = folder(dask_worker, gang, rank, "in") / Path(name).name
-    if first:
+def write(gang: str, rank: int, name: str, data: bytes, offset: int, dask_worker: Any = None) -> str:
+    """Write a piece of a file for a rank; return its path. Runs on the worker, called by the client."""
+    target = _incoming(dask_worker, gang, rank, name)
+    if not offset:
         target.unlink(missing_ok=True)  # it may be another name of a kept file
-    with target.open("ab") as file:
+        target.touch()
+    with target.open("r+b") as file:
+        file.seek(offset)
         file.write(data)
     return str(target)
+
+
+def _incoming(worker: Any, gang: str, rank: int, name: str) -> Path:
+    """Return the path of a file for a rank, which may be a part of a checkpoint in a folder; make the folder."""
+    target = folder(worker, gang, rank, "in").joinpath(*PurePosixPath(name).parts[-2:])
+    target.parent.mkdir(exist_ok=True)
+    return target
+
+
+def local_directory(dask_worker: Any = None) -> str:
+    return str(dask_worker.local_directory)
 
 
 def is_same_file(path: str, size: int, mtime_ns: int) -> bool:
@@ -126,7 +139,7 @@ def keep(gang: str, rank: int, name: str, sha256: str, dask_worker: Any = None) 
 
 def find(gang: str, rank: int, name: str, sha256: str, size: int, dask_worker: Any = None) -> str:
     """Return the path of a file for a rank, if this host has kept it; "" if not. Runs on the worker."""
-    target = folder(dask_worker, gang, rank, "in") / Path(name).name
+    target = _incoming(dask_worker, gang, rank, name)
     kept = _kept(dask_worker.local_directory, sha256)
     with contextlib.suppress(OSError):
         if kept.stat().st_size == size:

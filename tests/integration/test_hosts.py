@@ -22,7 +22,6 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from distributed import Client
 from hydra import compose, initialize_config_dir
 
 from ddp_hydra import dispatch, results
@@ -300,13 +299,13 @@ def assert_same_curve(lines: list[dict[str, Any]], expected: list[dict[str, Any]
 def test_a_paused_job_continues_with_the_checkpoint_that_its_host_has_kept(
     train, uninterrupted, new_run, client, monkeypatch, is_kept
 ):
-    called, run, call = [], new_run("run"), file_transfer.call
+    called, run, call = [], new_run("run"), file_transfer.WorkerCaller.call
 
-    def noted(client: Client, worker: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    def noted(caller: Any, worker: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         called.append(function.__name__)
-        return call(client, worker, function, *args, **options)
+        return call(caller, worker, function, *args, **options)
 
-    monkeypatch.setattr(file_transfer, "call", noted)
+    monkeypatch.setattr(file_transfer.WorkerCaller, "call", noted)
     train(run, "trainer.pause_after_validations=1")
     assert run.summary()["status"] == "paused"
     assert "keep" in called

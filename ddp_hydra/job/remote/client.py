@@ -108,7 +108,7 @@ def started_driver(
         except ConfigError:  # nothing has started
             pointer.unlink()
             with contextlib.suppress(OSError):
-                file_transfer.call(client, worker, outbox.clear, name)
+                file_transfer.WorkerCaller(client).call(worker, outbox.clear, name)
             raise
         except (ClusterError, KeyboardInterrupt):
             if cfg.detach:
@@ -159,7 +159,7 @@ def _send_checkpoint(client: Any, worker: str, name: str, resume: str | None) ->
         return run.place
     path = find_checkpoint(run.place).absolute()
     try:
-        return file_transfer.send(client, worker, name, 0, path)
+        return file_transfer.send(file_transfer.WorkerCaller(client), worker, name, 0, path)
     except OSError as error:
         raise ClusterError(f"the checkpoint {path} could not be sent to worker {worker}: {error}") from None
 

@@ -491,7 +491,7 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost_and_the_gang
         raise OSError("Timed out trying to connect")
 
     one = make()
-    monkeypatch.setattr(file_transfer, "call", fail)
+    monkeypatch.setattr(file_transfer.WorkerCaller, "call", fail)
     (tmp_path / "a.pt").write_bytes(b"x")
     gang = dispatch.Gang(None, max_restarts=1)
     gang.attempt, gang.restarts = one, Restarts(1)

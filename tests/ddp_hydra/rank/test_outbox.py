@@ -52,7 +52,7 @@ def test_a_folder_that_somebody_else_has_made_is_refused_with_what_to_give(worke
     with pytest.raises(ConfigError, match=said):
         outbox.folder(worker, "gang", 0)
     for act in (
-        lambda: outbox.write("gang", 0, "file", b"", True, worker),
+        lambda: outbox.write("gang", 0, "file", b"", 0, worker),
         lambda: outbox.read("gang", 0, "file", 0, worker),
     ):
         with pytest.raises(ConfigError):
@@ -100,7 +100,7 @@ def test_a_rank_of_another_gang_finds_what_one_has_written(worker):
     assert Path(found).read_bytes() == b"weights"
     assert outbox.find("continued", 0, "step-000010.pt", "a1", 8, worker) == "", "of another size"
     assert outbox.find("continued", 0, "step-000010.pt", "b2", 7, worker) == ""
-    assert Path(outbox.write("continued", 0, "step-000010.pt", b"other", True, worker)).read_bytes() == b"other"
+    assert Path(outbox.write("continued", 0, "step-000010.pt", b"other", 0, worker)).read_bytes() == b"other"
     assert Path(outbox.find("continued", 0, "step-000010.pt", "a1", 7, worker)).read_bytes() == b"weights"
     outbox.clear("continued", worker)
     assert outbox.find("third", 0, "x.pt", "a1", 7, worker)
