@@ -113,13 +113,21 @@ class Histogram(Data, frozen=True):
 
 
 class Checkpoint(Struct, frozen=True):
-    """What the manifest says of a checkpoint."""
+    """What the manifest says of a checkpoint.
+
+    Args:
+        parts: of a checkpoint in a folder: the names of its parts, each with the rank that sends it. One of its ranks
+            says that, with its own part; the checkpoint is complete when all of them have arrived.
+        number: of the save in its attempt: a step may be saved again.
+    """
 
     step: Count
     epoch: NonNegative | None = None
     samples: NonNegative | None = None
     metrics: dict[Name, float] = {}
     best: bool = False
+    parts: dict[Name, Rank] = {}
+    number: Count = 0
 
 
 class File(Data, frozen=True):

@@ -24,6 +24,7 @@ from ddp_hydra.errors import RecordError
 from ddp_hydra.record import AnyData, Checkpoint, File, Histogram, Image, Metrics, Notice, Record, Text, check_path
 from ddp_hydra.storage import retry
 from ddp_hydra.storage.files import NotingFile
+from ddp_hydra.storage.manifest import FOLDER, step_name
 
 INLINE_BYTES = 32 * 1024
 """Larger data is sent as a file beside the records, because the scheduler keeps records in memory for a while."""
@@ -266,7 +267,7 @@ def checkpoint(
             ) from None
 
     numbers = {name: _number(name, value) for name, value in (metrics or {}).items()}
-    submit_file(f"checkpoints/step-{step:06d}.pt", write, step, Checkpoint(step, epoch, samples, numbers, best))
+    submit_file(f"{FOLDER}/{step_name(step)}", write, step, Checkpoint(step, epoch, samples, numbers, best))
 
 
 def file_of(path: str, content: bytes) -> File:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -144,6 +145,20 @@ EVERY_MODEL = modules("models")
 def test_who_imports_distributed():
     found = {package(module) for module in modules("ddp_hydra") if "distributed" in roots_of(EVERY[module])}
     assert found <= set(MAY_IMPORT_DISTRIBUTED)
+
+
+MAY_NAME_FILES_OF_TORCH = {"ddp_hydra.storage.manifest", "ddp_hydra.data.shards.decode"}
+"""The names of checkpoints, and of files in a user's tars."""
+
+
+def test_one_module_knows_the_names_of_checkpoints():
+    found = set()
+    for name, path in EVERY.items():
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose]
+        found |= {name for node in texts if isinstance(node.value, str) and re.search(r"\.pt\b", node.value)}
+    assert found == MAY_NAME_FILES_OF_TORCH
 
 
 SAME_NAME_ON_PURPOSE = {"MLP", "S3ImageFolder"}

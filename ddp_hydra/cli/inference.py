@@ -25,6 +25,7 @@ from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
 from ddp_hydra.job.inference import EVALUATE, PREDICT, InferenceJob, on_ranks
 from ddp_hydra.job.predictions import PLAN, Parts
+from ddp_hydra.storage.manifest import state_file
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked
 
@@ -146,7 +147,7 @@ def merge(parts: Parts, target: Path) -> list[str]:
 
 def plan(inference: InferenceJob, kind: str) -> dict[str, Any]:
     """Return what a prediction depends on; parts of others are not mixed with its own."""
-    with inference.checkpoint.open("rb") as file:
+    with state_file(inference.checkpoint).open("rb") as file:
         checkpoint = hashlib.file_digest(file, "sha256").hexdigest()
     changes = [inference.overrides, inference.groups, inference.split]
     return {

@@ -15,6 +15,7 @@ from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.spec import GangSettings
+from ddp_hydra.storage.manifest import SUFFIX
 from ddp_hydra.storage.run_ref import RunRef
 
 DOWNLOADS = ".resume"
@@ -55,7 +56,7 @@ def weights_path(cfg: DictConfig) -> str | None:
     given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
     if not isinstance(given, str):
         return None
-    is_path = {"/", os.sep} & set(given) or given.endswith((".pt", ".pth")) or os.path.lexists(given)
+    is_path = {"/", os.sep} & set(given) or given.endswith((SUFFIX, f"{SUFFIX}h")) or os.path.lexists(given)
     return given if is_path else None
 
 

@@ -251,7 +251,10 @@ class Job:
             if self.remote:
                 self.remote.status.attempts = self.status.attempts
         handler.handle(record)
-        self.saved |= record.checkpoint is not None
+        # A checkpoint of several parts is saved when the last one has come.
+        self.saved = self.saved or (
+            record.checkpoint is not None and saved_step(self.run_dir) == record.checkpoint.step
+        )
         if not isinstance(record.data, Start):
             return
         self.summary.from_step = begin = record.step or 0

@@ -18,6 +18,7 @@ from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, Record
 from ddp_hydra.run_state import Best
 from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import (
+    BEST,
     FOLDER,
     NAME,
     CheckpointEntry,
@@ -124,7 +125,7 @@ def _newest_checkpoint(run_dir: Path) -> CheckpointEntry | None:
 
 def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
     with contextlib.suppress(CheckpointError):
-        best = read_manifest(run_dir / FOLDER).get("best.pt")
+        best = read_manifest(run_dir / FOLDER).get(BEST)
         if best is not None and best.step is not None and (value := best.metrics.get(metric)) is not None:
             return Best(best.step, value)
     return None
@@ -139,7 +140,7 @@ def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float | None]:
 
 def metrics_at(resume: str, step: int) -> dict[str, float | None]:
     with contextlib.suppress(OSError, ValueError, DdpHydraError):
-        entries = decode_manifest(RunRef.named(resume).read(f"{FOLDER}/{NAME}")).files
+        entries = decode_manifest(RunRef.named(resume).read(f"{FOLDER}/{NAME}")).checkpoints
         return _metrics_of(next((entry for entry in entries.values() if entry.step == step), None))
     return {}
 

@@ -23,6 +23,7 @@ from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, 
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.run_state import Summary
+from ddp_hydra.storage.manifest import BEST, FOLDER
 from ddp_hydra.writers.run_dir import add_error, is_full, write_summary
 
 ENOUGH_STEPS, ENOUGH_S = 20, 5.0
@@ -121,7 +122,7 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
     lines = [
         f"{summary.status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
         f"stopped early: {summary.stopped_early}" if summary.stopped_early else None,
-        f"best: {objective} {best.value:.4g} at step {best.step:,}: checkpoints/best.pt"
+        f"best: {objective} {best.value:.4g} at step {best.step:,}: {FOLDER}/{BEST}"
         if best is not None and best.step != steps
         else None,
         describe_data(summary.data or {}, train_s, steps),

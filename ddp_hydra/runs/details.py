@@ -76,7 +76,7 @@ def last_metrics(files: RunFiles, state: RunState) -> dict[str, Any]:
 
 def checkpoints(files: RunFiles) -> dict[str, Any]:
     try:
-        entries = decode_manifest(files.read(f"{FOLDER}/{NAME}")).files
+        entries = decode_manifest(files.read(f"{FOLDER}/{NAME}")).checkpoints
     except ValueError:  # none, or one that is still being written
         return {}
     return {

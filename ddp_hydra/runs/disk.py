@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import OWNER, FencedStore
@@ -30,9 +30,9 @@ _LAST = (SUBMITTED, ".hydra", "summary.json", "status.json", LOCK, OWNER)
 _OF_RUN = re.compile(
     rf"\.hydra/(config|hydra|overrides)\.yaml|metrics\.jsonl|(summary|status|tags|loggers)\.json|project\.zip|{OWNER}"
     rf"|{re.escape(urls.POINTER)}|{re.escape(SUBMITTED)}|{re.escape(LOCK)}"
-    r"|checkpoints/(manifest\.json|step-\d+(-[0-9a-f]{12})?\.pt)"
+    rf"|checkpoints/(manifest\.json|{manifest.FILES})"
     r"|logs/((rank-\d+|job|driver)\.log|slurm-\d+\.out)|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+|\.resume/.+"
-    r"|(checkpoints/|logs/|tensorboard/)?\.part-[0-9a-f]{12}"
+    r"|(checkpoints/|logs/|tensorboard/)?\.part-[0-9a-f]{12}(/[^/]+)?"
 )
 """Files that a run writes, by their paths in its directory. The files of its ranks are in a list of their own."""
 _OF_SWEEP = re.compile(
@@ -179,8 +179,12 @@ def sweep_held(folder: Path) -> Iterator[None]:
 def written_by_run(files: RunFiles) -> Callable[[str], object]:
     known = set(files.read(SUBMITTED).decode(errors="replace").splitlines())
     with contextlib.suppress(ValueError):  # there is none, or it is broken
-        entries = manifest.decode_manifest(files.read(f"{manifest.FOLDER}/{manifest.NAME}")).files
-        known |= {f"{manifest.FOLDER}/{name}" for name in entries}
+        entries = manifest.decode_manifest(files.read(f"{manifest.FOLDER}/{manifest.NAME}")).checkpoints
+        known |= {
+            str(file)
+            for name, entry in entries.items()
+            for file, _ in manifest.files_of(PurePosixPath(manifest.FOLDER, name), entry)
+        }
     return lambda name: name in known or _OF_RUN.fullmatch(name)
 
 

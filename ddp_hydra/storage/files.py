@@ -104,9 +104,17 @@ def part_of(target: Path) -> Path:
 
 
 def remove_parts(folder: Path) -> None:
-    """Remove the incomplete files that an interrupted writer left in `folder`."""
+    """Remove the incomplete files and folders that an interrupted writer left in `folder`."""
     for part in folder.glob(_PART + "*"):
-        part.unlink(missing_ok=True)
+        remove(part)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

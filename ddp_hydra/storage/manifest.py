@@ -1,7 +1,8 @@
-"""Finds the checkpoints of a run and verifies them, for resume, evaluate and generate.
+"""Names the checkpoints of a run, finds them and verifies them, for resume, evaluate and generate.
 
-`checkpoints/manifest.json` has one entry per file: size in bytes, sha256, and the step, epoch, samples and
-metrics it was made at. Needs no torch and no writer.
+`checkpoints/manifest.json` has one entry per checkpoint: its parts with size in bytes and sha256, and the step, epoch,
+samples and metrics it was made at. A checkpoint of one part is a file, `step-000100.pt`; one of several is a folder,
+`step-000100/`. Needs no torch and no writer.
 """
 
 from __future__ import annotations
@@ -13,42 +14,75 @@ import logging
 import os
 import re
 import zipfile
-from pathlib import Path
+from collections.abc import Iterable
+from pathlib import Path, PurePath
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Struct, to_builtins
+from msgspec import Meta, Struct, to_builtins
 
 from ddp_hydra.checked import Count, prepare
 from ddp_hydra.errors import CheckpointError
 
 FOLDER = "checkpoints"
 NAME = "manifest.json"
-ALIASES = ("last.pt", "best.pt")
-STEP_FILE = re.compile(r"step-(\d{1,18})(-[0-9a-f]{12})?\.pt", re.ASCII)
-"""A bucket's names carry the beginning of the sha256, too."""
-FORMAT = 1
+SUFFIX = ".pt"
+LAST, BEST = ALIASES = (f"last{SUFFIX}", f"best{SUFFIX}")
+"""Copies of entries of steps; of a checkpoint that is one file, such a file is there, too."""
+STATE = f"state{SUFFIX}"
+"""The part that rank 0 writes of a checkpoint in a folder: what is the only part of another one."""
+_STEP = r"step-(\d{1,18})(-[0-9a-f]{12})?"
+STEP = re.compile(rf"{_STEP}({re.escape(SUFFIX)})?", re.ASCII)
+"""Names of checkpoints. In a bucket they carry the beginning of the sha256, too."""
+FILES = rf"{_STEP}(/(state|rank-\d+))?{re.escape(SUFFIX)}"
+"""Their files, also where no manifest names them."""
+PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
+"""Names of parts in a folder."""
+FORMAT = 2
 """The number in the manifest, raised when a field changes its meaning or goes."""
 
 
-class CheckpointEntry(Struct, kw_only=True):
-    """A file of the manifest: its size in bytes, its sum, and where in the training it was made."""
+class CheckpointPart(Struct, kw_only=True, frozen=True):
+    """A file of a checkpoint: its name, size in bytes and sum, and the rank that has written it."""
 
+    name: Annotated[str, Meta(pattern=f"^{PART}$")]
     size: Count
     sha256: str
+    rank: Count = 0
+
+
+class CheckpointEntry(Struct, kw_only=True):
+    """A checkpoint of the manifest: its parts, and where in the training it was made."""
+
+    parts: Annotated[list[CheckpointPart], Meta(min_length=1)]
     step: Count | None = None
     epoch: float | None = None
     samples: float | None = None
     metrics: dict[str, float | None] = {}
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of all parts."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """Return a sum over all parts: of a single one, its sha256."""
+        if len(self.parts) == 1:
+            return self.parts[0].sha256
+        return hashlib.sha256(
+            "\n".join(sorted(f"{part.name} {part.sha256}" for part in self.parts)).encode()
+        ).hexdigest()
 
 
 Entries = dict[str, CheckpointEntry]
 
 
 class Manifest(Struct, kw_only=True):
-    """The checkpoints of a folder by file name, oldest first, or why they were removed."""
+    """The checkpoints of a folder by name, oldest first, or why they were removed."""
 
     format: int = FORMAT
-    files: Entries
+    checkpoints: Entries
     removed: str = ""
 
 
@@ -59,15 +93,52 @@ class _Format(Struct):
 log = logging.getLogger(__name__)
 
 
+def step_name(step: int, is_folder: bool = False) -> str:
+    """Return the name of a checkpoint."""
+    return f"step-{step:06d}{'' if is_folder else SUFFIX}"
+
+
+def rank_part(rank: int) -> str:
+    """Return the name of what a rank adds to a checkpoint."""
+    return f"rank-{rank}{SUFFIX}"
+
+
+P = TypeVar("P", bound=PurePath)
+
+
+def files_of(path: P, entry: CheckpointEntry) -> list[tuple[P, CheckpointPart]]:
+    """Return the files of a checkpoint, each with what the manifest says of it.
+
+    Args:
+        path: of the checkpoint, a file or a folder by its name.
+        entry: of the manifest.
+    """
+    return [(path if path.suffix == SUFFIX else path / part.name, part) for part in entry.parts]
+
+
+def state_file(path: Path) -> Path:
+    """Return the file that torch reads of a checkpoint."""
+    return path / STATE if (path / STATE).is_file() else path
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path is that of a checkpoint, which may be missing, and not a folder of checkpoints."""
+    if path.is_file() or (path.suffix == SUFFIX and not path.is_dir()):
+        return True
+    return STEP.fullmatch(path.name) is not None and (
+        (path / STATE).is_file() or path.name in read_manifest(path.parent)
+    )
+
+
 def read_manifest(folder: Path) -> Entries:
-    """Return the entries of a checkpoints folder by file name, oldest first; none without a manifest.
+    """Return the entries of a checkpoints folder by name, oldest first; none without a manifest.
 
     Raises:
         CheckpointError: the manifest cannot be read.
     """
     path = folder / NAME
     try:
-        return decode_manifest(path.read_bytes()).files
+        return decode_manifest(path.read_bytes()).checkpoints
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
@@ -94,48 +165,48 @@ def encode_manifest(entries: Entries, removed: str = "") -> bytes:
     """Return the content of a manifest.
 
     Args:
-        entries: by file name.
+        entries: by name.
         removed: why all checkpoints were removed, if they were.
     """
-    content = to_builtins(Manifest(files=entries, removed=removed))
+    content = to_builtins(Manifest(checkpoints=entries, removed=removed))
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
 def name_in_store(name: str, entry: CheckpointEntry) -> str:
-    """Return the name of a step file in a store, which no file with another content ever gets.
+    """Return the name of a checkpoint in a store, which none with another content ever gets.
 
     Args:
         name: in the run directory.
         entry: of the manifest.
     """
-    match = STEP_FILE.fullmatch(name)
+    match = STEP.fullmatch(name)
     assert match is not None
-    return f"step-{match[1]}-{entry.sha256:.12}.pt"
+    return f"step-{match[1]}-{entry.digest:.12}{match[3] or ''}"
 
 
 def newest_first(entries: Entries) -> list[str]:
-    """Return the names of the step files, the one that was written last first."""
-    return [name for name in reversed(entries) if STEP_FILE.fullmatch(name)]
+    """Return the names of the checkpoints but for aliases, the one that was written last first."""
+    return [name for name in reversed(entries) if STEP.fullmatch(name)]
 
 
 def has_checkpoint(run_dir: Path) -> bool:
-    """Return whether a run has left a checkpoint. A step file that a kill has cut off before the manifest is none."""
+    """Return whether a run has left a checkpoint. What a kill has cut off before the manifest is none."""
     folder = run_dir / FOLDER
-    files = [*folder.glob("*.pt")]
-    if not files or (folder / NAME).is_file():
-        return bool(files)
-    return any(not STEP_FILE.fullmatch(file.name) or torn(file) is None for file in files)
+    found = [path for path in folder.glob("*") if path.suffix == SUFFIX or STEP.fullmatch(path.name)]
+    if not found or (folder / NAME).is_file():
+        return bool(found)
+    return any(not STEP.fullmatch(path.name) or torn(path) is None for path in found)
 
 
 def find_checkpoint(path: str | Path, which: str = "last") -> Path:
-    """Return the checkpoint file that a user means.
+    """Return the checkpoint that a user means, a file or a folder.
 
     Where the last one of a run is damaged, it is the newest whole one before it, with a warning in the log. The
-    best one has no substitute, and neither has a file that is given by its name. Size and sha256 are compared with the
-    manifest, where the file is in one.
+    best one has no substitute, and neither has one that is given by its name. Size and sha256 are compared with the
+    manifest, where the checkpoint is in one.
 
     Args:
-        path: a run directory, its `checkpoints` folder, or a checkpoint file.
+        path: a run directory, its `checkpoints` folder, or a checkpoint.
         which: the one to take of a run directory, "last" or "best".
 
     Raises:
@@ -145,7 +216,7 @@ def find_checkpoint(path: str | Path, which: str = "last") -> Path:
     if not given.exists():
         parent = next((folder for folder in given.parents if folder.is_dir()), Path())
         raise CheckpointError(f"{given} does not exist; {parent} has {_listing(parent)}")
-    if given.is_file():
+    if is_checkpoint(given):
         file = given
     elif which == "last":
         return _newest_whole(_folder_of(given))
@@ -169,31 +240,36 @@ def _folder_of(given: Path) -> Path:
 
 
 def _named(folder: Path, which: str) -> Path:
-    """Return last.pt or best.pt, or the step file that is the same where only the name is missing."""
-    file = folder / f"{which}.pt"
+    """Return last.pt or best.pt, or the checkpoint of a step that is the same where there is no such file."""
+    file = folder / f"{which}{SUFFIX}"
     if file.is_file():
         return file
     entries = read_manifest(folder)
-    steps = [name for name in newest_first(entries) if (folder / name).is_file()]
+    steps = [name for name in newest_first(entries) if (folder / name).exists()]
     if which == "best":
-        best = entries.get(file.name)
-        steps = [name for name in steps if best and entries[name].sha256 == best.sha256]
+        steps = same_as(entries, BEST, steps)
     if steps:  # the writer was stopped between a step file and the name, or the folder comes from a bucket
         return folder / steps[0]
     with contextlib.suppress(OSError, ValueError):
         if reason := decode_manifest((folder / NAME).read_bytes()).removed:
             raise CheckpointError(f"the checkpoints in {folder} were removed: {reason}")
-    advice = f"; for the last one type which=last, or give {folder / 'last.pt'}" if "last.pt" in entries else ""
-    raise CheckpointError(f"{folder} has no {which}.pt: found {_listing(folder)}{advice}")
+    advice = f"; for the last one type which=last, or give {folder / LAST}" if LAST in entries else ""
+    raise CheckpointError(f"{folder} has no {file.name}: found {_listing(folder)}{advice}")
+
+
+def same_as(entries: Entries, alias: str, names: Iterable[str]) -> list[str]:
+    """Return which of some checkpoints are the one that an alias names."""
+    meant = entries.get(alias)
+    return [name for name in names if meant and entries[name].digest == meant.digest]
 
 
 def _newest_whole(folder: Path) -> Path:
-    """Return the file that holds the newest checkpoint which is whole.
+    """Return the newest checkpoint that is whole.
 
     A name may be one move ahead of its entry in the manifest, or one behind, so each entry is looked for under
     every name.
     """
-    last, entries = folder / "last.pt", read_manifest(folder)
+    last, entries = folder / LAST, read_manifest(folder)
     steps = newest_first(entries)
     sums: Sums = {}
     unlisted = _newest_unlisted(folder, entries, sums) if steps or not last.is_file() else None
@@ -205,7 +281,7 @@ def _newest_whole(folder: Path) -> Path:
         _verify(file)
         return file
     for step in steps:
-        for name in ("last.pt", step, "best.pt"):
+        for name in (LAST, step, BEST):
             if damage(folder / name, entries[step], sums) is None:
                 _warn(folder, step, folder / name, entries, sums)
                 return folder / name
@@ -217,15 +293,15 @@ def _newest_whole(folder: Path) -> Path:
 
 
 def _newest_unlisted(folder: Path, entries: Entries, sums: Sums) -> Path | None:
-    """Return a whole checkpoint that no entry names and that is newer than those that have one, if there is one.
+    """Return a whole file that no entry names and that is newer than those that have one, if there is one.
 
-    Whoever wrote it was stopped before the manifest named it, or the manifest is an older one. One that is older was
+    Its writer was stopped before the manifest named it, or the manifest is an older one. One that is older was
     only not removed in time.
     """
-    listed = [folder / name for name in newest_first(entries) if (folder / name).is_file()]
+    listed = [folder / name for name in newest_first(entries) if (folder / name).exists()]
     newest = max((file.stat().st_mtime_ns for file in listed), default=0)
-    steps = [file for file in folder.iterdir() if STEP_FILE.fullmatch(file.name) and file.name not in entries]
-    found = {file: file.stat().st_mtime_ns for file in [*steps, folder / "last.pt"] if file.is_file()}
+    steps = [file for file in folder.iterdir() if STEP.fullmatch(file.name) and file.name not in entries]
+    found = {file: file.stat().st_mtime_ns for file in [*steps, folder / LAST] if file.is_file()}
     for file in sorted(found, key=lambda file: (found[file], file.name), reverse=True):
         is_known = file.name in ALIASES and any(damage(file, entry, sums) is None for entry in entries.values())
         if found[file] <= newest or is_known:
@@ -249,7 +325,7 @@ def torn(file: Path) -> str | None:
 
 def _warn(folder: Path, step: str, used: Path, entries: Entries, sums: Sums) -> None:
     """Say so if the checkpoint that was found is not simply the last one."""
-    last, newest = folder / "last.pt", newest_first(entries)[0]
+    last, newest = folder / LAST, newest_first(entries)[0]
     is_damaged = last.is_file() and all(damage(last, entry, sums) for entry in entries.values())
     if step == newest and not is_damaged:
         return
@@ -265,6 +341,8 @@ def _verify(file: Path) -> None:
     reason = damage(file, wanted, sums) if wanted is not None else None
     # A name may be one move ahead of its entry; it is whole if it is any file of the manifest.
     is_other = reason and file.name in ALIASES and any(damage(file, one, sums) is None for one in entries.values())
+    if wanted is None and file.is_dir() and (file.parent / NAME).is_file():
+        raise CheckpointError(f"checkpoint {file} is not whole: {NAME} does not name it, so its save was cut off")
     if wanted is None or reason is None or is_other:
         return
     raise CheckpointError(f"checkpoint {file} is damaged: {reason}; {_instead(file, wanted, entries)}")
@@ -274,14 +352,22 @@ Sums = dict[tuple[int, int], str]
 """sha256 by device and inode: last.pt and its step file are one file, and large."""
 
 
-def damage(file: Path, wanted: CheckpointEntry, sums: Sums | None = None) -> str | None:
-    """Say how a file differs from its entry in a manifest; None if it does not.
+def damage(path: Path, wanted: CheckpointEntry, sums: Sums | None = None) -> str | None:
+    """Say how a checkpoint differs from its entry in a manifest; None if it does not.
 
     Args:
-        file: maybe missing.
-        wanted: its entry: size and sha256.
+        path: maybe missing.
+        wanted: its entry.
         sums: those known already; filled.
     """
+    for file, part in files_of(path, wanted):
+        if (reason := difference(file, part, sums)) is not None:
+            return reason if file == path else f"of its part {part.name}: {reason}"
+    return None
+
+
+def difference(file: Path, wanted: CheckpointPart, sums: Sums | None = None) -> str | None:
+    """Say how a file differs from what the manifest says of it; None if it does not. Arguments: see `damage`."""
     try:
         with file.open("rb") as content:
             found = os.fstat(content.fileno())

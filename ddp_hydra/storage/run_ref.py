@@ -1,4 +1,4 @@
-"""What `resume=` and `run=` name: a run directory, its `checkpoints`, a checkpoint file, or the URL of a run.
+"""What `resume=` and `run=` name: a run directory, its `checkpoints`, a checkpoint, or the URL of a run.
 
 Checkpoints in a store are downloaded, and removed, here; `writers/checkpoint_mirror.py` has written them.
 """
@@ -17,18 +17,24 @@ from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import replacing, writing
 from ddp_hydra.storage.manifest import (
     ALIASES,
+    BEST,
     FOLDER,
+    LAST,
     NAME,
-    STEP_FILE,
-    CheckpointEntry,
+    STEP,
+    SUFFIX,
+    CheckpointPart,
     Entries,
     Manifest,
-    damage,
     decode_manifest,
+    difference,
     encode_manifest,
+    files_of,
     find_checkpoint,
+    is_checkpoint,
     name_in_store,
     newest_first,
+    same_as,
 )
 from ddp_hydra.storage.urls import POINTER, is_url, open_folder, plain_path
 
@@ -84,7 +90,7 @@ class RunRef:
         if self.is_stored:
             return self.place.rstrip("/").removesuffix(f"/{FOLDER}")
         path = Path(self.place)
-        if path.is_file() or (path.suffix == ".pt" and not path.is_dir()):
+        if is_checkpoint(path):
             path = path.parent
         is_inside = path.absolute().name == FOLDER and not (path / ".hydra").is_dir()
         return str(path.absolute().parent if is_inside else path)
@@ -133,12 +139,12 @@ def fetch_checkpoint(url: str, folder: Path, which: str = "last", *, retry_s: fl
 
     Args:
         url: as `results.mirror` was given, e.g. "s3://bucket/folder".
-        folder: where to put it; made if it is missing. A complete file that is there already is not downloaded again.
+        folder: where to put it; made if it is missing. A whole file that is there already is not downloaded again.
         which: the last one or the best one.
         retry_s: how long to retry while the store does not answer.
 
     Returns:
-        The file; its name begins with its step, e.g. step-000100-0123456789ab.pt.
+        The checkpoint; its name begins with its step, e.g. step-000100-0123456789ab.pt.
 
     Raises:
         CheckpointError: there is none, all are damaged, or the store does not answer.
@@ -152,22 +158,22 @@ def fetch_checkpoint(url: str, folder: Path, which: str = "last", *, retry_s: fl
 def _fetch(remote: Store, folder: Path, which: str) -> Path:
     place = f"{remote.url}/{FOLDER}"
     manifest = _read_manifest(remote)
-    entries = manifest.files
+    entries = manifest.checkpoints
     names = newest_first(entries)
     if which == "best":
-        best = entries.get("best.pt")
-        names = [name for name in names if best and entries[name].sha256 == best.sha256][:1]
+        names = same_as(entries, BEST, names)[:1]
     if not entries and manifest.removed:
         raise CheckpointError(f"the checkpoints in {place} were removed: {manifest.removed}")
     if not names:
-        advice = "; for the last one type which=last" if "last.pt" in entries else ""
+        advice = "; for the last one type which=last" if LAST in entries else ""
         raise CheckpointError(
             f"{place}/{NAME} names no {which} checkpoint; it has {', '.join(entries) or 'none'}{advice}"
         )
     reasons: dict[str, str] = {}
     for name in names:
         try:
-            _download(remote, name, entries[name], folder / name)
+            for file, part in files_of(folder / name, entries[name]):
+                _download(remote, f"{FOLDER}/{file.relative_to(folder).as_posix()}", part, file)
         except _Damaged as damaged:
             reasons[name] = str(damaged)
             continue
@@ -198,15 +204,14 @@ class _Damaged(Exception):
     """A checkpoint in the store is not the one that the manifest describes."""
 
 
-def _download(remote: Store, name: str, wanted: CheckpointEntry, target: Path) -> None:
-    """Download one checkpoint to `target`, unless it is there already.
+def _download(remote: Store, key: str, wanted: CheckpointPart, target: Path) -> None:
+    """Download a part of a checkpoint to `target`, unless it is there already.
 
     Raises:
-        _Damaged: it is not what its entry in the manifest, `wanted`, says.
+        _Damaged: it is not what the manifest says, `wanted`.
     """
-    assert STEP_FILE.fullmatch(name)
-    key, size, sha256 = f"{FOLDER}/{name}", wanted.size, wanted.sha256
-    if damage(target, wanted) is None:
+    size, sha256 = wanted.size, wanted.sha256
+    if difference(target, wanted) is None:
         return
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -246,18 +251,24 @@ def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_
         ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
     """
     with _answering(url, retry_s) as remote:
-        entries = _read_manifest(remote).files
+        entries = _read_manifest(remote).checkpoints
         if own is None:
-            found = (key.removeprefix(f"{FOLDER}/") for key, _ in remote.objects(FOLDER))
-            ours = {key for key in found if STEP_FILE.fullmatch(key)}
+            found = (key.removeprefix(f"{FOLDER}/").partition("/")[0] for key, _ in remote.objects(FOLDER))
+            ours = {name for name in found if STEP.fullmatch(name)}
         else:
-            ours = {name_in_store(name, entry) for name, entry in own.items() if STEP_FILE.fullmatch(name)}
-        left = {name: entry for name, entry in entries.items() if STEP_FILE.fullmatch(name) and name not in ours}
-        sums = {entry.sha256 for entry in left.values()}
-        left |= {name: entries[name] for name in ALIASES if name in entries and entries[name].sha256 in sums}
+            ours = {name_in_store(name, own[name]) for name in newest_first(own)}
+        left = {name: entries[name] for name in reversed(newest_first(entries)) if name not in ours}
+        left |= {alias: entries[alias] for alias in ALIASES if same_as(entries, alias, left)}
         remote.put(f"{FOLDER}/{NAME}", encode_manifest(left, removed="" if left else reason))
-        for key in sorted(ours):
-            remote.delete(f"{FOLDER}/{key}")
+        for name in sorted(ours):
+            remove_checkpoint(remote, name)
+
+
+def remove_checkpoint(remote: Store, name: str) -> None:
+    """Remove the files of a checkpoint from a store."""
+    key = f"{FOLDER}/{name}"
+    for one in [key] if name.endswith(SUFFIX) else [one for one, _ in remote.objects(key)]:
+        remote.delete(one)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from omegaconf import DictConfig
 from ddp_hydra.config.schema import AtLeast1, AtLeast2, check_limits, limits_of
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, SweepFailed
+from ddp_hydra.storage.manifest import FOLDER, LAST
 from ddp_hydra.sweep.rows import sort_key
 
 log = logging.getLogger(__name__)
@@ -293,7 +294,7 @@ class PopulationSweeper(Sweeper):
         if (score := self.scores[best]) is None:
             log.warning("all members of the last generation have failed: see %s/sweep.md", os.path.relpath(folder))
             return returns
-        checkpoint = Path(os.path.relpath(self.folders[best]), "checkpoints", "last.pt")
+        checkpoint = Path(os.path.relpath(self.folders[best]), FOLDER, LAST)
         log.info("best: member %d with %s %.5g  ->  %s", best, self.objective.metric, score, checkpoint)
         return returns
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import time
@@ -10,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.storage import files
 from ddp_hydra.storage.files import write_atomic, writing
-from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP_FILE, encode_manifest, read_manifest
+from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP, encode_manifest, read_manifest
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, sort_key, typed
 from ddp_hydra.sweep.scheduler import ForkedProcess, wait_for_message
 from ddp_hydra.writers.run_dir import locked
@@ -174,7 +174,7 @@ def remove(run_dir: Path, reason: str) -> bool:
         read_manifest(folder)  # not one that we don't understand
         write_atomic(folder / NAME, encode_manifest({}, removed=reason))
         for path in folder.iterdir():
-            if path.name in ALIASES or STEP_FILE.fullmatch(path.name):
-                with writing(path), contextlib.suppress(FileNotFoundError):
-                    path.unlink()
+            if path.name in ALIASES or STEP.fullmatch(path.name):
+                with writing(path):
+                    files.remove(path)
     return True

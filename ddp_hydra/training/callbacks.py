@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -285,11 +285,11 @@ class Callbacks:
             for name, state in found.items()
         }
 
-    def gather(self) -> None:
+    def gather(self, gather_objects: Callable[[Any], list[Any]]) -> None:
         """Collect the states that a checkpoint keeps of each rank. A collective."""
         for name, callback in self.callbacks.items():
             if self._has_ranks(name):
-                self.of_ranks[name] = self.world.gather_objects(callback.state_dict())
+                self.of_ranks[name] = gather_objects(callback.state_dict())
 
     def _has_ranks(self, name: str) -> bool:
         return self.callbacks[name].on_each_rank

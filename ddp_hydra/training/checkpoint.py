@@ -16,9 +16,10 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.console.text import printable
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
 from ddp_hydra.rank import fault_injection
-from ddp_hydra.rank.world import World
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.files import NotingFile
+from ddp_hydra.storage.manifest import FOLDER, STATE, rank_part, state_file, step_name
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import not_finite
@@ -40,10 +41,11 @@ def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
+    file = state_file(path)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
     except FileNotFoundError:
         raise CheckpointError(f"no checkpoint at {path}") from None
     except Exception as error:  # torch raises about anything here
@@ -78,7 +80,7 @@ def load_fitting(model: nn.Module, path: Path, world: World) -> list[str]:
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
     try:
-        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+        content: Any = torch.load(state_file(path), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         raise CheckpointError(f"{path} can't be read as weights ({first_sentence(error)})") from None
     for name in ("ema", "model", "state_dict"):  # the keys of our checkpoints and of most others
@@ -119,31 +121,67 @@ class ReportingFile(NotingFile):
 
 
 class CheckpointSaver:
-    """Writes checkpoints in the background. The loop waits only until the tensors are copied."""
+    """Writes checkpoints in the background. The loop waits only until the tensors are copied.
 
-    def __init__(self) -> None:
+    Rank 0 writes the state. Where other ranks own something, each writes it into a part of its own, and the checkpoint
+    is a folder.
+
+    Args:
+        world: its ranks save together.
+        own_part: called on each rank at each save; returns a function that writes what this rank owns, as it is now,
+            into a file, or None where it owns nothing. All ranks give it, or none.
+    """
+
+    def __init__(
+        self, world: World = ALONE, own_part: Callable[[], Callable[[Path], Any] | None] | None = None
+    ) -> None:
+        self.world, self.own_part, self.number = world, own_part, 0
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
     def save(self, state: TrainingState, metrics: dict[str, float], best: bool) -> None:
-        # Wait for the checkpoint before it.
+        # A collective. Wait for the checkpoint before it.
         self.wait()
-        content = state.begin_capture()
-        position = state.position
-        described = Checkpoint(position.step, position.epoch, position.samples, dict(metrics), best)
+        state.gather(self.world)
+        rank, position, parts = self.world.rank, state.position, {}
+        own = self.own_part() if self.own_part else None
+        if self.own_part:
+            owners = [owner for owner, owns in enumerate(self.world.gather_objects(own is not None)) if owns]
+            parts = {STATE: 0, **{rank_part(owner): owner for owner in owners}} if owners else {}
+        self.number += 1
+        described = Checkpoint(
+            position.step,
+            position.epoch,
+            position.samples,
+            dict(metrics),
+            best,
+            {} if rank else parts,
+            self.number if parts else 0,
+        )
+        writers: dict[str, Callable[[Path], Any]] = {}
+        if rank == 0:
+            content = state.begin_capture()
+            writers[STATE] = lambda path: write(content(), path, described.step)
+        if own is not None:
+            writers[rank_part(rank)] = own
+        if not writers:
+            return
+        folder = f"{FOLDER}/{step_name(described.step, is_folder=bool(parts))}"
+        files = {f"{folder}/{name}" if parts else folder: writer for name, writer in writers.items()}
+
+        def send() -> None:
+            if rank == 0:
+                refuse_nonfinite(content(), state)
+            for path, writer in files.items():
+                results.submit_file(path, writer, described.step, described)
+
         heartbeat.here().saving = True  # until it is sent
-        self.thread = threading.Thread(target=self._write, args=(content, described, state), name="checkpoint")
+        self.thread = threading.Thread(target=self._run, args=(send,), name="checkpoint")
         self.thread.start()
 
-    def _write(self, content: Callable[[], dict[str, Any]], described: Checkpoint, state: TrainingState) -> None:
+    def _run(self, send: Callable[[], None]) -> None:
         try:
-            refuse_nonfinite(content(), state)
-            results.submit_file(
-                f"checkpoints/step-{described.step:06d}.pt",
-                lambda path: write(content(), path, described.step),
-                described.step,
-                described,
-            )
+            send()
         except BaseException as error:
             self.error = error
         finally:

@@ -20,6 +20,7 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.fault_injection import FaultInjector
 from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.record import Start
+from ddp_hydra.storage.manifest import BEST
 from ddp_hydra.training import build_data, builders, memory, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
@@ -296,6 +297,6 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
         f"loss      {losses} before training",
         f"predicts  {predicted}",
-        f"metrics   {', '.join(metrics)}; best.pt goes by {cfg.objective.metric}",
+        f"metrics   {', '.join(metrics)}; {BEST} goes by {cfg.objective.metric}",
         "dry run: all of it works",
     ]

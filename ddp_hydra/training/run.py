@@ -110,7 +110,7 @@ class TrainingRun:
             None if val_set is None else builders.evaluation(cfg, val_set, self.task, device, channels_last, world)
         )
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
-        self.checkpoints = CheckpointSaver()
+        self.checkpoints = CheckpointSaver(world)
         trainer = cfg.trainer
         profiler = Profiler(trainer.profile_steps, self.rank, self.model, device, trainer.precision, total_steps)
         self.monitor = Monitor(
@@ -340,23 +340,18 @@ class TrainingRun:
             self._save(is_best)
 
     def _save(self, best: bool) -> None:
+        # A collective.
         self.call("checkpoint")
-        self._remember()
-        if self.rank == 0:
-            self.checkpoints.save(self.state, self.metrics, best)
+        self.checkpoints.save(self.state, self.metrics, best)
+        self.nonfinite.remember()
 
     def remember_unfrozen(self) -> None:
         # A collective. At the end of an epoch nothing is remembered: its validation may still be to come.
         if self.nonfinite.is_outdated and not self.epoch_is_over:
             if self.position.step > self.logged_at:
                 self.log_interval()  # a rollback drops what is not logged
-            self._remember()
-
-    def _remember(self) -> None:
-        if (stream := self.state.extras.get("stream")) is not None:
-            stream.gather(self.world.gather_objects)
-        self.callbacks.gather()
-        self.nonfinite.remember()
+            self.state.gather(self.world)
+            self.nonfinite.remember()
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import STATISTICS, is_finite
@@ -89,6 +90,12 @@ class TrainingState:
     def __post_init__(self) -> None:
         named = self.model.named_parameters(remove_duplicate=False)
         self.infinite = [name for name, parameter in named if not is_finite(parameter)]
+
+    def gather(self, world: World) -> None:
+        # A collective. Rank 0 gets what only the other ranks know.
+        for name in ("stream", "callbacks"):
+            if (part := self.extras.get(name)) is not None:
+                part.gather(world.gather_objects)
 
     def begin_capture(self) -> Callable[[], dict[str, Any]]:
         return plain_state.begin_copy(self._content())

@@ -1,9 +1,9 @@
 """Copies the checkpoints of a run to a bucket, in the background.
 
-The order of the steps makes an interruption at any moment safe, as in `checkpoints.py`: a step file is complete in the
+The order of the steps makes an interruption at any moment safe, as in `files.py`: a checkpoint is complete in the
 bucket before the manifest there names it, and only then are older files deleted. Only the manifest ever changes its
-content: the name of a step file holds the beginning of its sha256. `last.pt` and `best.pt` are entries of the manifest,
-not objects.
+content: the name of a checkpoint holds the beginning of its sha256. `last.pt` and `best.pt` are entries of the
+manifest, not objects.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
 from ddp_hydra.record import Record
@@ -21,18 +21,19 @@ from ddp_hydra.storage.manifest import (
     ALIASES,
     FOLDER,
     NAME,
-    STEP_FILE,
+    STEP,
     CheckpointEntry,
     Entries,
-    damage,
     decode_manifest,
+    difference,
     encode_manifest,
+    files_of,
     name_in_store,
     newest_first,
     read_manifest,
 )
 from ddp_hydra.storage.retry import Backoff
-from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.storage.run_ref import RunRef, remove_checkpoint
 from ddp_hydra.storage.urls import open_folder
 
 FIRST_TIMEOUT_S = 5.0
@@ -50,7 +51,7 @@ class CheckpointMirror:
         store: the run's folder in the store.
 
     Attributes:
-        damaged: why a step file cannot be copied, by its name in the store.
+        damaged: why a checkpoint cannot be copied, by its name in the store.
     """
 
     def __init__(self, run_dir: Path, store: Store) -> None:
@@ -76,7 +77,7 @@ class CheckpointMirror:
             return False
 
     def copy(self) -> None:
-        """Copy what the store lacks, then remove step files of this run that are too many."""
+        """Copy what the store lacks, then remove checkpoints of this run that are too many."""
         if not self.is_behind():
             return
         try:
@@ -98,48 +99,52 @@ class CheckpointMirror:
             self._save(local, keys, before, self._sent)
         if next(iter(keys.values()), None) in self._sent:  # nothing goes before the newest one is there
             for key in sorted(self._own - set(keys.values())):
-                self._remote.delete(f"{FOLDER}/{key}")
+                remove_checkpoint(self._remote, key)
                 self._own.discard(key)
                 self._sent.discard(key)
         self._copied = local
 
     def _send(self, path: Path, entry: CheckpointEntry, key: str) -> bool:
-        """Copy one file unless the bucket has it; return whether the bucket has it then."""
-        if self._remote.size_or_none(f"{FOLDER}/{key}") != entry.size:
+        """Copy a checkpoint unless the bucket has it; return whether the bucket has it then."""
+        for (file, part), (target, _) in zip(
+            files_of(path, entry), files_of(PurePosixPath(FOLDER, key), entry), strict=True
+        ):
+            if self._remote.size_or_none(str(target)) == part.size:
+                continue
             try:
-                content = path.open("rb")  # an open file stays readable when its name is removed
+                content = file.open("rb")  # an open file stays readable when its name is removed
             except FileNotFoundError:
                 return False  # removed: a newer one will be copied
             with content:
-                if key not in self.damaged and (reason := damage(path, entry)) is not None and path.exists():
-                    log.warning("checkpoint %s is damaged: %s; it is not copied", path, reason)
+                if key not in self.damaged and (reason := difference(file, part)) is not None and file.exists():
+                    log.warning("checkpoint %s is damaged: %s; it is not copied", file, reason)
                     self.damaged[key] = reason
                 if key in self.damaged:
                     return False
-                self._remote.put(f"{FOLDER}/{key}", content, entry.size)
+                self._remote.put(str(target), content, part.size)
         self._sent.add(key)
         return True
 
     def _save(self, local: Entries, keys: dict[str, str], before: Entries, there: set[str]) -> Entries:
-        """Write the bucket's manifest: the step files of other runs first, then this run's, the newest last.
+        """Write the bucket's manifest: the checkpoints of other runs first, then this run's, the newest last.
 
         Args:
-            keys: names of the local step files, the newest first, with their names in the bucket.
+            keys: names of the local checkpoints, the newest first, with their names in the bucket.
             before: entries of the bucket's manifest so far.
-            there: names of the step files that are in the bucket.
+            there: names of the checkpoints that are in the bucket.
 
         Returns:
             The new entries. None is left out for its age until the newest one is in the bucket.
         """
         ours = {keys[name]: local[name] for name in local if keys.get(name) in there}
         left_out = self._own if next(iter(keys.values())) in there else set(keys.values())
-        others = {name: entry for name, entry in before.items() if STEP_FILE.fullmatch(name) and name not in left_out}
-        digests = {entry.sha256 for entry in ours.values()}
+        others = {name: entry for name, entry in before.items() if STEP.fullmatch(name) and name not in left_out}
+        digests = {entry.digest for entry in ours.values()}
         aliases = {alias: before[alias] for alias in ALIASES if alias in before}
-        aliases |= {alias: local[alias] for alias in ALIASES if alias in local and local[alias].sha256 in digests}
+        aliases |= {alias: local[alias] for alias in ALIASES if alias in local and local[alias].digest in digests}
         named = {**others, **ours}
-        known = {entry.sha256 for entry in named.values()}
-        named |= {alias: entry for alias, entry in aliases.items() if entry.sha256 in known}
+        known = {entry.digest for entry in named.values()}
+        named |= {alias: entry for alias, entry in aliases.items() if entry.digest in known}
         if named != before or list(named) != list(before):
             self._remote.put(f"{FOLDER}/{NAME}", encode_manifest(named))
         return named
@@ -274,7 +279,7 @@ class MirrorWriter:
 def entries_in(store: Store) -> Entries:
     """Return the entries of a store's manifest; {} if it has none."""
     try:
-        return decode_manifest(store.get(f"{FOLDER}/{NAME}")).files
+        return decode_manifest(store.get(f"{FOLDER}/{NAME}")).checkpoints
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -284,7 +289,7 @@ def entries_in(store: Store) -> Entries:
 
 
 def _steps(folder: Path) -> Entries:
-    """Return the step files of a local manifest, the newest first; none if it cannot be read."""
+    """Return the checkpoints of a local manifest, the newest first; none if it cannot be read."""
     try:
         entries = read_manifest(folder)
     except CheckpointError:

@@ -1,8 +1,9 @@
 """Writes what ranks send to files: metrics.jsonl, logs/rank-<r>.log, files that they submit, and checkpoints/.
 
 The order of the steps makes an interruption at any moment safe: a file is complete and verified before it gets its
-name, a step file has its name before the manifest names it, the manifest names it before last.pt and best.pt move to
-it, and only then are older files deleted.
+name, a checkpoint has its name before the manifest names it, the manifest names it before last.pt and best.pt move to
+it, and only then are older files deleted. The parts of a checkpoint in a folder are collected in a hidden folder, which
+gets its name when all have arrived.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ import errno
 import hashlib
 import json
 import os
+import re
+import shutil
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError, RecordError
-from ddp_hydra.record import RESERVED, File, Log, Metrics, Record, Start, check_path
+from ddp_hydra.record import RESERVED, Checkpoint, File, Log, Metrics, Record, Start, check_path
 from ddp_hydra.results import finite
 from ddp_hydra.storage.files import (
     AppendFile,
@@ -29,6 +33,7 @@ from ddp_hydra.storage.files import (
     part_of,
     passing,
     prepared_path,
+    remove,
     remove_parts,
     replacing,
     sync,
@@ -39,11 +44,18 @@ from ddp_hydra.storage.manifest import (
     ALIASES,
     FOLDER,
     NAME,
-    STEP_FILE,
+    PART,
+    STATE,
+    STEP,
+    SUFFIX,
     CheckpointEntry,
+    CheckpointPart,
     Entries,
     encode_manifest,
+    name_in_store,
     read_manifest,
+    same_as,
+    step_name,
 )
 from ddp_hydra.writers.run_dir import json_object
 
@@ -201,13 +213,27 @@ class FileWriter:
         self._receiver.drop()
 
 
+@dataclass
+class _Save:
+    """A checkpoint in a folder whose parts are arriving."""
+
+    folder: Path
+    parts: dict[str, CheckpointPart] = field(default_factory=dict)
+    announced: Checkpoint | None = None
+    name: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.announced is not None and self.parts.keys() == self.announced.parts.keys()
+
+
 class CheckpointWriter:
     """Keeps a run's checkpoints.
 
     Args:
         run_dir: the job's run directory; a manifest that is there already is continued.
         fetch: copies files that are not inline.
-        keep: newest step files to keep, besides the targets of last.pt and best.pt; None keeps all.
+        keep: newest checkpoints to keep, besides those that last.pt and best.pt name; None keeps all.
 
     Raises:
         ConfigError: `keep` is less than 1.
@@ -221,26 +247,76 @@ class CheckpointWriter:
         self._receiver = FileReceiver(fetch)
         self._keep = keep
         self._folder = run_dir / FOLDER
+        self._attempt = 0
+        self._saves: dict[int, _Save] = {}  # of this attempt, by their numbers
+        self._outdated: set[str] = set()
         present = self._folder.is_dir() and not self._folder.is_symlink()
         old = read_manifest(self._folder) if present else {}
-        self._entries = {name: entry for name, entry in old.items() if (self._folder / name).is_file()}
-        self._outdated: set[str] = set()
+        there = [name for name in old if (self._folder / name).exists()]
+        there += [alias for alias in ALIASES if alias not in there and same_as(old, alias, there)]
+        self._entries = {name: entry for name, entry in old.items() if name in there}
         if present:
             with writing(self._folder):
                 remove_parts(self._folder)
+                for path in self._folder.iterdir():
+                    if STEP.fullmatch(path.name) and path.is_dir() and path.name not in old:
+                        remove(path)  # without an entry it is none
 
     def write(self, record: Record) -> None:
+        if record.attempt > self._attempt:
+            self._attempt = record.attempt
+            self._drop_saves()
         file, checkpoint = record.data, record.checkpoint
         if not isinstance(file, File) or checkpoint is None:
             return
-        name = _step_name(file.path, checkpoint.step, record.rank)
-        self._receiver.receive(record, prepared_path(self._run_dir, f"{FOLDER}/{name}"))
+        name, part_name = _names(file.path, checkpoint.step, record.rank)
+        part = CheckpointPart(name=part_name or name, size=file.size, sha256=file.sha256.lower(), rank=record.rank)
+        if not part_name:
+            self._receiver.receive(record, prepared_path(self._run_dir, f"{FOLDER}/{name}"))
+            self._enter(name, [part], checkpoint)
+        elif record.attempt == self._attempt:
+            self._receive_part(record, part, checkpoint)
+
+    def _receive_part(self, record: Record, part: CheckpointPart, checkpoint: Checkpoint) -> None:
+        save = self._saves.setdefault(checkpoint.number, _Save(part_of(self._folder / STATE)))
+        if part.name not in save.parts:
+            self._receiver.receive(record, prepared_path(self._run_dir, f"{FOLDER}/{save.folder.name}/{part.name}"))
+            save.parts[part.name] = part
+        if checkpoint.parts:
+            save.announced = checkpoint
+        if save.announced is None:
+            return
+        for one in save.parts.values():
+            if save.announced.parts.get(one.name) != one.rank:
+                raise RecordError(
+                    f"rank {one.rank} sent {one.name!r} of step {checkpoint.step}, which is not to be a part of it"
+                )
+        if save.is_complete:
+            parts = [save.parts[name] for name in sorted(save.parts)]
+            self._place(save, parts, checkpoint.step)
+            self._enter(save.name, parts, save.announced)
+            del self._saves[checkpoint.number]
+
+    def _place(self, save: _Save, parts: list[CheckpointPart], step: int) -> None:
+        """Give the folder of a complete checkpoint its name, which another one of the step may have."""
+        name = step_name(step, is_folder=True)
+        if not save.name and (self._folder / name).exists():
+            name = name_in_store(name, CheckpointEntry(parts=parts))
+        with writing(self._folder / name):
+            if not save.name and (self._folder / name).exists():  # it has the same content
+                remove(save.folder)
+            elif not save.name:
+                save.folder.replace(self._folder / name)
+            save.name = save.name or name
+            sync(self._folder)
+
+    def _enter(self, name: str, parts: list[CheckpointPart], checkpoint: Checkpoint) -> None:
+        """Enter a checkpoint that is there into the manifest, and remove those that are too many then."""
         self._outdated.discard(name)
         # After a rollback, a name may come again; then it is the newest.
         entries = {known: entry for known, entry in self._entries.items() if known != name}
         entries[name] = CheckpointEntry(
-            size=file.size,
-            sha256=file.sha256.lower(),
+            parts=parts,
             step=checkpoint.step,
             epoch=checkpoint.epoch,
             samples=checkpoint.samples,
@@ -248,40 +324,56 @@ class CheckpointWriter:
         )
         self._save(entries)
         for alias in ALIASES if checkpoint.best else ALIASES[:1]:
-            with writing(self._folder / alias), replacing(self._folder / alias) as part:
-                link_or_copy(self._folder / name, part)
+            with writing(self._folder / alias):
+                if name.endswith(SUFFIX):
+                    with replacing(self._folder / alias) as link:
+                        link_or_copy(self._folder / name, link)
+                else:
+                    (self._folder / alias).unlink(missing_ok=True)
             entries[alias] = entries[name]
-        outdated = self._outdated_by(checkpoint.step, entries)
+        outdated = self._outdated_by(name, entries)
         self._save({known: entry for known, entry in entries.items() if known not in outdated})
         self._outdated.update(outdated)
         for name in sorted(self._outdated):
             with writing(self._folder / name):
-                (self._folder / name).unlink(missing_ok=True)
+                remove(self._folder / name)
             self._outdated.discard(name)
 
     def close(self) -> None:
         self._receiver.drop()
+        self._drop_saves()
+
+    def _drop_saves(self) -> None:
+        """Remove the parts of checkpoints that are never complete: a rank has ended before it has sent its own."""
+        for save in self._saves.values():
+            shutil.rmtree(save.folder, ignore_errors=True)
+        self._saves.clear()
 
     def _save(self, entries: Entries) -> None:
         write_atomic(self._folder / NAME, encode_manifest(entries))
         self._entries = dict(entries)
 
-    def _outdated_by(self, step: int, entries: Entries) -> list[str]:
-        """Return step files that are too many, or of later steps: an attempt that was given up has made them."""
+    def _outdated_by(self, newest: str, entries: Entries) -> list[str]:
+        """Return checkpoints that are too many, or of the same or later steps: a rollback or an attempt made them."""
         if self._keep is None:
             return []
-        named = {entries[alias].sha256 for alias in ALIASES if alias in entries}
-        steps = [name for name in entries if STEP_FILE.fullmatch(name)]
-        old = [name for name in steps if name in steps[: -self._keep] or (entries[name].step or 0) > step]
-        return [name for name in old if entries[name].sha256 not in named]
+        named = {entries[alias].digest for alias in ALIASES if alias in entries}
+        steps, step = [name for name in entries if STEP.fullmatch(name)], entries[newest].step or 0
+        old = [name for name in steps if name in steps[: -self._keep] or (entries[name].step or 0) >= step]
+        return [name for name in old if name != newest and entries[name].digest not in named]
 
 
-def _step_name(path: str, step: int, rank: int) -> str:
-    pure = check_path(path)
-    match = STEP_FILE.fullmatch(pure.name)
-    if pure.parts[:-1] != (FOLDER,) or match is None or match[2] or int(match[1]) != step:
-        raise RecordError(f"rank {rank} sent step {step} as {path!r}, and not as '{FOLDER}/step-{step:06d}.pt'")
-    return pure.name
+def _names(path: str, step: int, rank: int) -> tuple[str, str]:
+    """Return the name of a checkpoint, and of the part of it that a path names, which is "" if it is the only one.
+
+    Raises:
+        RecordError: the path is not the one for this step.
+    """
+    folder, name, part, *more = *check_path(path).parts, "", ""
+    is_part = name == step_name(step, is_folder=True) and re.fullmatch(PART, part)
+    if folder != FOLDER or any(more) or not (is_part or (name, part) == (step_name(step), "")):
+        raise RecordError(f"rank {rank} sent step {step} as {path!r}, and not as '{FOLDER}/{step_name(step)}'")
+    return name, part
 
 
 class JsonLinesWriter:

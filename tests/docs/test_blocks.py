@@ -210,7 +210,8 @@ def check_names_in_files(folder: Path) -> None:
         for line in (summary.parent / "metrics.jsonl").read_text().splitlines():
             assert set(json.loads(line)) <= listed["metrics"]
         manifest = json.loads((summary.parent / "checkpoints/manifest.json").read_text())
-        assert {*manifest, *(key for file in manifest["files"].values() for key in file)} <= listed["files"]
+        for entry in manifest["checkpoints"].values():
+            assert {*manifest, *entry, *(key for part in entry["parts"] for key in part)} <= listed["files"]
 
 
 def calls(block: Block, folder: Path) -> Iterator[list[str]]:

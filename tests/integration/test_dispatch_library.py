@@ -18,7 +18,10 @@ import torch.distributed as dist
 
 from ddp_hydra import dispatch, results
 from ddp_hydra.errors import ConfigError, RankFailed
-from ddp_hydra.storage.manifest import read_manifest
+from ddp_hydra.rank.world import World, in_world
+from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
+from ddp_hydra.training.checkpoint import CheckpointSaver, read
+from ddp_hydra.training.state import Position, TrainingState
 from tests.support.interrupts import interrupt_once_waiting
 
 pytestmark = pytest.mark.integration
@@ -37,6 +40,52 @@ def train(steps: int = 6):
     results.submit(f"weights/rank-{rank}.bin", bytes(100_000))
     results.text("note", "**done**", step=steps)
     return rank
+
+
+@in_world
+def save(world: World, run: Path, deadly_step: int) -> int:
+    """Save after each of three steps, a part on each rank; rank 1 dies once, when rank 0's part has arrived."""
+    folder, fatal = run / "checkpoints", run / "was killed"
+    begun = read(find_checkpoint(run))["position"]["step"] if fatal.exists() else 0
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = TrainingState(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), Position(begun), {})
+
+    def write(path: Path) -> None:
+        if state.position.step == deadly_step and not fatal.exists():
+            while not list(folder.glob(".part-*/state.pt")):
+                time.sleep(0.01)
+            fatal.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        torch.save({"rank": world.rank, "step": state.position.step}, path)
+
+    saver = CheckpointSaver(world, lambda: write if world.rank else None)
+    for _ in range(begun, 3):
+        state.position.advance(1)
+        saver.save(state, {"loss": 0.5} if world.rank == 0 else {}, best=False)
+        saver.wait()
+    return begun
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_checkpoint_of_two_ranks_is_there_with_both_parts_or_not_at_all(client2, tmp_path, restarts):
+    folder = tmp_path / "checkpoints"
+    gang = dispatch.Gang(client2, run_dir=tmp_path, max_restarts=restarts)
+    if restarts:
+        assert gang.run(save, tmp_path, 2) == [1, 1]
+    else:
+        with pytest.raises(RankFailed, match="rank 1"):
+            gang.run(save, tmp_path, 2)
+    last = 3 if restarts else 1
+    steps = [f"step-{step:06d}" for step in range(1, last + 1)]
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *steps]
+    entries = read_manifest(folder)
+    assert set(entries) == {*steps, "last.pt"}
+    assert [(part.name, part.rank) for part in entries["last.pt"].parts] == [("rank-1.pt", 1), ("state.pt", 0)]
+    assert entries["last.pt"].metrics == {"loss": 0.5}
+    assert find_checkpoint(tmp_path) == folder / steps[-1]
+    assert read(find_checkpoint(tmp_path))["position"]["step"] == last
+    assert torch.load(folder / steps[-1] / "rank-1.pt", weights_only=True) == {"rank": 1, "step": last}
 
 
 def lines(run_dir: Path) -> list[dict]:

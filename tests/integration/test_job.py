@@ -119,12 +119,13 @@ def test_tensorboard_shows_the_same_scalars(digits):
 
 def test_checkpoints_are_plain_and_as_the_manifest_says(digits):
     folder = digits[0] / "checkpoints"
-    entries = json.loads((folder / "manifest.json").read_text())["files"]
+    entries = json.loads((folder / "manifest.json").read_text())["checkpoints"]
     assert set(entries) == {"step-000003.pt", "step-000004.pt", "last.pt", "best.pt"}
     for name, entry in entries.items():
         content = (folder / name).read_bytes()
-        assert entry["size"] == len(content)
-        assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+        (part,) = entry["parts"]
+        assert part["size"] == len(content)
+        assert part["sha256"] == hashlib.sha256(content).hexdigest()
     last = torch.load(folder / "last.pt", weights_only=True)
     assert last["position"] == {"step": 4, "epoch": 0, "samples": 128, "offset": 128}
     assert last["config"]["data"]["batch_size"] == 16

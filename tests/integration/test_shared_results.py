@@ -179,8 +179,8 @@ def test_metrics_events_and_checkpoints_are_those_of_a_run_here(both, server, ac
     assert len(loss[0]) == 12
     assert loss[0] == loss[1]
 
-    there = decode_manifest(results.get("checkpoints/manifest.json")).files
-    local = decode_manifest((here / "checkpoints/manifest.json").read_bytes()).files
+    there = decode_manifest(results.get("checkpoints/manifest.json")).checkpoints
+    local = decode_manifest((here / "checkpoints/manifest.json").read_bytes()).checkpoints
     assert [entry.step for entry in there.values()] == [entry.step for entry in local.values()]
     assert {"last.pt", "best.pt"} < set(there)
     for name, entry in there.items():
@@ -259,7 +259,8 @@ def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, acc
     assert results.json("summary.json")["status"] == "interrupted"
     assert 2 <= steps < 12
     assert (
-        max(entry.step for entry in decode_manifest(results.get("checkpoints/manifest.json")).files.values()) == steps
+        max(entry.step for entry in decode_manifest(results.get("checkpoints/manifest.json")).checkpoints.values())
+        == steps
     )
 
     cli.done(
@@ -306,7 +307,9 @@ def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, acces
         said = ended(command)
         wait_for(lambda: not ranks_alive() and not drivers(), "the end of the run")
         assert results.json("summary.json")["status"] == "interrupted"
-        newest = max(entry.step for entry in decode_manifest(results.get("checkpoints/manifest.json")).files.values())
+        newest = max(
+            entry.step for entry in decode_manifest(results.get("checkpoints/manifest.json")).checkpoints.values()
+        )
         assert newest == results.json("summary.json")["steps"]
         if number == signal.SIGINT:
             assert said.returncode == 130

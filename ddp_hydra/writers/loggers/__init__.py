@@ -14,7 +14,7 @@ import base64
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 from ddp_hydra.record import Checkpoint, File, Image, Metrics, Record, Text
@@ -118,6 +118,7 @@ class Logger:
 
     checkpoints: str | None = None
     run_dir: Path = field(init=False, default=Path())
+    uploaded: tuple[int, int, Path] | None = field(init=False, default=None)
 
     def begin(self, job: RunInfo) -> ServiceRun:
         """Open the run at the service, or continue the earlier one."""
@@ -136,7 +137,7 @@ class Logger:
         """Show an image."""
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
-        """Upload a checkpoint file."""
+        """Upload a checkpoint, a file or a folder."""
 
     def end(self, status: str) -> None:
         """Close the run; `status` is `FINISHED`, `FAILED` or `KILLED`."""
@@ -152,10 +153,13 @@ class Logger:
             case Image(name, png):
                 self.image(name, base64.b64decode(png), step)
             case File(path, checkpoint=Checkpoint() as saved):
-                # The run directory keeps only the newest: one that is gone had its turn too late.
+                # The run directory keeps only the newest: one that is gone had its turn too late. One of several parts
+                # gets its name with the last of them.
+                found = self.run_dir.joinpath(*PurePosixPath(path).parts[:2])
                 is_wanted = self.checkpoints == "all" or (self.checkpoints == "best" and saved.best)
-                if is_wanted and (self.run_dir / path).is_file():
-                    self.checkpoint(self.run_dir / path, step or saved.step, saved.best)
+                if is_wanted and found.exists() and self.uploaded != (record.attempt, saved.number, found):
+                    self.uploaded = (record.attempt, saved.number, found)
+                    self.checkpoint(found, step or saved.step, saved.best)
 
 
 def picture(png: bytes) -> Any:

@@ -259,7 +259,7 @@ class WandbLogger(Logger):
         import wandb
 
         artifact = wandb.Artifact(f"checkpoints-{self.run.id}", type="model", metadata={"step": step})
-        artifact.add_file(str(path), name=path.name)
+        (artifact.add_dir if path.is_dir() else artifact.add_file)(str(path), name=path.name)
         self.run.log_artifact(artifact, aliases=["latest", f"step-{step}", *(["best"] if is_best else [])])
 
     def end(self, status: str) -> None:

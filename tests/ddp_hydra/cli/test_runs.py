@@ -230,7 +230,7 @@ def test_nothing_of_a_run_does_anything_in_the_terminal(three, tmp_path, capsys)
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / ".hydra" / "overrides.yaml").write_text(json.dumps([f"x={HOSTILE}"]))
     (folder / ".hydra" / "config.yaml").write_text(json.dumps({HOSTILE: HOSTILE}))
-    manifest = {"files": {HOSTILE: {"step": HOSTILE, "size": 1}}}
+    manifest = {"checkpoints": {HOSTILE: {"step": HOSTILE, "size": 1}}}
     (folder / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
     odd = folder.rename(folder.with_name(HOSTILE))
     place = str(odd)

@@ -45,7 +45,7 @@ from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Best, Summary, encode
 from ddp_hydra.storage.files import cannot_write
-from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
+from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
 
 KEYS = {"kind", "rank", "host", "attempt", "step", "message", "place", "traceback"}
 PACKED = project.Project("0" * 64, b"PK\x05\x06" + bytes(18))
@@ -129,7 +129,7 @@ def checkpoint(run_dir: Path, *steps: int, damaged: tuple[int, ...] = ()) -> Non
     for step in steps:
         name, content = f"step-{step:06d}.pt", b"content %d" % step
         digest = hashlib.sha256(content).hexdigest()
-        entries[name] = CheckpointEntry(size=len(content), sha256=digest, step=step)
+        entries[name] = CheckpointEntry(parts=[CheckpointPart(name=name, size=len(content), sha256=digest)], step=step)
         entries["last.pt"] = entries[name]
         for file in (name, "last.pt"):
             (folder / file).write_bytes(b"rubbish!!" if step in damaged else content)
@@ -401,9 +401,10 @@ def test_a_run_that_has_nothing_left_to_do_returns_the_objective_of_its_checkpoi
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / "checkpoints" / "last.pt").touch()
-    entry = {"size": 0, "sha256": "0", "metrics": {"val/accuracy": 0.75, "train/loss": None, "lr": 0.5}}
+    part = {"name": "step.pt", "size": 0, "sha256": "0"}
+    entry = {"parts": [part], "metrics": {"val/accuracy": 0.75, "train/loss": None, "lr": 0.5}}
     content = {"step-000020.pt": {**entry, "metrics": {"val/accuracy": 0.5}}, "step-000030.pt": entry}
-    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps({"files": content}))
+    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps({"checkpoints": content}))
     monkeypatch.setattr("ddp_hydra.job.run.find_resume", lambda *_: run_dir / "checkpoints" / "last.pt")
     returned |= {"interrupted": "pause", "metrics": {"lr": 0.1}}
     cfg = config(objective__metric="val/accuracy", data__val={"_target_": "a.Set"}, resume=str(run_dir))
@@ -647,8 +648,8 @@ def test_the_summary_has_step_and_value_of_the_best_checkpoint(returned, tmp_pat
     metric = summary_of(tmp_path / "none")["objective"]["metric"]
     checkpoint(tmp_path, 10)
     manifest = tmp_path / "checkpoints/manifest.json"
-    entries = json.loads(manifest.read_text())["files"]
+    entries = json.loads(manifest.read_text())["checkpoints"]
     entries["best.pt"] = {**next(iter(entries.values())), "metrics": {metric: 0.75}}
-    manifest.write_text(json.dumps({"version": 1, "files": entries}))
+    manifest.write_text(json.dumps({"checkpoints": entries}))
     run_job(config(resume=str(tmp_path)), tmp_path)
     assert summary_of(tmp_path)["best"] == {"step": 10, "value": 0.75}

@@ -17,7 +17,7 @@ from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import run_dir
 from ddp_hydra.job.run_dir import RunDirCallback, is_resumed, refuse_other_run, remove_unused
-from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, encode_manifest
+from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, CheckpointPart, encode_manifest
 from ddp_hydra.writers.run_dir import locked, next_attempt
 
 HOLD = """
@@ -182,7 +182,7 @@ def test_a_run_that_was_killed_while_it_wrote_its_first_checkpoint_may_begin_aga
     whole = (folder / "step-000004.pt").read_bytes()
     (folder / "step-000004.pt").write_bytes(whole[:-9])
     refuse_other_run(tmp_path, None)
-    (folder / "manifest.json").write_text('{"version": 1, "files": {}}')
+    (folder / "manifest.json").write_text('{"checkpoints": {}}')
     with pytest.raises(ConfigError, match="holds another run"):
         refuse_other_run(tmp_path, None)
 
@@ -234,9 +234,10 @@ def test_where_hydra_writes_nothing_nothing_is_removed(tmp_path):
 
 
 def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
+    part = CheckpointPart(name="step.pt", size=1, sha256="")
     entries = {
-        "step-000004.pt": CheckpointEntry(size=1, sha256="", step=4, metrics={"val/loss": 0.5}),
-        "last.pt": CheckpointEntry(size=1, sha256="", step=8),
+        "step-000004.pt": CheckpointEntry(parts=[part], step=4, metrics={"val/loss": 0.5}),
+        "last.pt": CheckpointEntry(parts=[part], step=8),
     }
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / NAME).write_bytes(encode_manifest(entries))

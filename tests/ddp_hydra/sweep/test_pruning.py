@@ -11,7 +11,14 @@ import pytest
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage import run_ref
-from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest, find_checkpoint, name_in_store, read_manifest
+from ddp_hydra.storage.manifest import (
+    CheckpointEntry,
+    CheckpointPart,
+    encode_manifest,
+    find_checkpoint,
+    name_in_store,
+    read_manifest,
+)
 from ddp_hydra.storage.run_ref import fetch_checkpoint
 from ddp_hydra.storage.urls import POINTER
 from ddp_hydra.sweep.pruning import Pruning, losers, number_kept
@@ -29,7 +36,8 @@ def row(number: int, objective: float | None, state: JobState = JobState.done, *
 def with_checkpoints(run_dir: Path, mirror: Path | None = None) -> Path:
     """Make a run's checkpoints, and those of its mirror."""
     content = run_dir.name.encode()
-    entry = CheckpointEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest(), step=10)
+    part = CheckpointPart(name="step-000010.pt", size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    entry = CheckpointEntry(parts=[part], step=10)
     for place in filter(None, (run_dir, mirror)):
         step = "step-000010.pt" if place == run_dir else name_in_store("step-000010.pt", entry)
         folder = place / "checkpoints"

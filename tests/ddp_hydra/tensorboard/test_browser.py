@@ -74,7 +74,9 @@ def hostile(run_dir: Path) -> None:
     )  # fmt: skip
     (run_dir / ".hydra" / "overrides.yaml").write_text(json.dumps([f"{HOSTILE}={HOSTILE}", HOSTILE]))
     (run_dir / ".hydra" / "config.yaml").write_text(json.dumps({HOSTILE: HOSTILE}))
-    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps({"files": {HOSTILE: {"step": 1, "size": 1}}}))
+    (run_dir / "checkpoints" / "manifest.json").write_text(
+        json.dumps({"checkpoints": {HOSTILE: {"step": 1, "size": 1}}})
+    )
     (run_dir / "logs").mkdir(exist_ok=True)
     (run_dir / "logs" / "rank-0.log").write_text(f"{HOSTILE}\n")
 

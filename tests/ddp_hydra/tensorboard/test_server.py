@@ -319,7 +319,7 @@ def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run,
     (run_dir / ".hydra" / "config.yaml").write_text(
         "when: 2026-01-01\nnan: .nan\n? [1, 2]\n: x\nz: !!python/object:os 1"
     )
-    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps({"files": {HOSTILE: {"step": HOSTILE}}}))
+    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps({"checkpoints": {HOSTILE: {"step": HOSTILE}}}))
     run_dir.rename(run_dir.with_name("a\n<b>&\udcff"))
     other = make_run("outputs/b")
     (other / ".hydra" / "config.yaml").write_text("a: 1\nwhen: 2026-01-01\nd: {e: [2026-01-01, .nan]}\n")

@@ -131,8 +131,8 @@ class Counts(Callback):
 def test_a_state_of_each_rank_comes_back_to_its_rank():
     of_ranks = [{"n": 10}, {"n": 20}]
     state = SimpleNamespace()
-    kept = Callbacks({"it": Counts(10)}, state, SimpleNamespace(rank=0, gather_objects=lambda value: of_ranks))
-    kept.gather()
+    kept = Callbacks({"it": Counts(10)}, state, World(0, 2))
+    kept.gather(lambda value: of_ranks)
     content = kept.state_dict()
     assert content == {"it": {"ranks": of_ranks}}
     for rank, n in enumerate([10, 20, 10]):

@@ -58,7 +58,7 @@ class Front:
 
     def manifest(self) -> Entries:
         got = self.server.client.get_object(Bucket="runs", Key="a/checkpoints/manifest.json")
-        return decode_manifest(got["Body"].read()).files
+        return decode_manifest(got["Body"].read()).checkpoints
 
     def check(self) -> None:
         """The manifest names complete objects only."""
@@ -504,9 +504,9 @@ def test_fetching_what_is_not_there_is_a_sentence(front, tmp_path):
     front.server.add("runs", {"a/checkpoints/manifest.json": b"[]"})
     with pytest.raises(CheckpointError, match="is not the manifest of checkpoints"):
         fetch_checkpoint("s3://runs/a", tmp_path)
-    evil = b'{"files": {"step-1/../../x.pt": {"size": 1, "sha256": ""}, "step-1.pt": {}}}'
+    evil = b'{"checkpoints": {"step-1/../../x.pt": {"parts": [{"name": "x", "size": 1, "sha256": ""}]}, "step-1": {}}}'
     front.server.add("runs", {"a/checkpoints/manifest.json": evil})
-    with pytest.raises(CheckpointError, match="missing required field `size`"):
+    with pytest.raises(CheckpointError, match="missing required field `parts`"):
         fetch_checkpoint("s3://runs/a", tmp_path)
 
 

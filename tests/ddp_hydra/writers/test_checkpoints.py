@@ -42,7 +42,7 @@ def test_names_manifest_and_retention(tmp_path, folder, checkpoint_record):
     steps = ["step-000200.pt", "step-000400.pt", "step-000500.pt"]
     assert names(folder) == ["best.pt", "last.pt", "manifest.json", *steps]
     assert (folder / "best.pt").read_bytes() == b"weights 200"
-    files = json.loads((folder / "manifest.json").read_text())["files"]
+    files = json.loads((folder / "manifest.json").read_text())["checkpoints"]
     assert files["best.pt"] == files["step-000200.pt"]
     assert (files["last.pt"]["step"], files["last.pt"]["samples"], files["last.pt"]["epoch"]) == (
         500,
@@ -50,7 +50,7 @@ def test_names_manifest_and_retention(tmp_path, folder, checkpoint_record):
         1,
     )
     assert files["best.pt"]["metrics"] == {"val/loss": 0.005}
-    assert files["best.pt"]["size"] == len(b"weights 200")
+    assert [part["size"] for part in files["best.pt"]["parts"]] == [len(b"weights 200")]
 
 
 @pytest.mark.medium
@@ -377,9 +377,9 @@ def test_a_foreign_entry_of_the_manifest_is_not_followed(tmp_path, three):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('{"format": 2, "checkpoints": []}', "it has format 2, and this version of ddp_hydra reads format 1"),
-        ('{"files": {"last.pt": {"size": 3}}}', "missing required field `sha256`"),
-        ('{"files": {"last.pt": {"size": -3, "sha256": ""}}}', "Expected `int` >= 0"),
+        ('{"format": 1, "files": {}}', "it has format 1, and this version of ddp_hydra reads format 2"),
+        ('{"checkpoints": {"last.pt": {"parts": [{"name": "a"}]}}}', "missing required field `size`"),
+        ('{"checkpoints": {"last.pt": {"parts": [{"name": "a", "size": -3}]}}}', "Expected `int` >= 0"),
         ("[1]", "Expected `object`"),
     ],
 )

@@ -142,7 +142,7 @@ def check_run(run_dir: Path, coming: list[Record]) -> None:
     """Two of each are there."""
     for name, entry in read_manifest(run_dir / "checkpoints").items():
         content = (run_dir / "checkpoints" / name).read_bytes()
-        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry.size, entry.sha256)
+        assert (len(content), hashlib.sha256(content).hexdigest()) == (entry.size, entry.digest)
     assert hashlib.sha256(find_checkpoint(run_dir).read_bytes()).hexdigest() == coming[-1].data.sha256
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20]

@@ -27,7 +27,7 @@ from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
 from ddp_hydra.storage import LocalFolder, urls
 from ddp_hydra.storage.files import scratch_folder
-from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
+from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
 from ddp_hydra.writers.status import encode
 
 PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
@@ -90,7 +90,9 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
     assert runner.spec.resume == ""  # it had no checkpoint yet
     store.put(
         "checkpoints/manifest.json",
-        encode_manifest({"step-000001-0123456789ab.pt": CheckpointEntry(size=1, sha256="")}),
+        encode_manifest(
+            {"step-000001-0123456789ab.pt": CheckpointEntry(parts=[CheckpointPart(name="a.pt", size=1, sha256="")])}
+        ),
     )
     runner.take_over()
     assert runner.spec.resume == spec.url

@@ -18,7 +18,9 @@ from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status
 from ddp_hydra.storage import LocalFolder
 from ddp_hydra.storage.files import scratch_folder
-from ddp_hydra.storage.manifest import CheckpointEntry, encode_manifest
+from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
+
+ENTRY = CheckpointEntry(parts=[CheckpointPart(name="step-000001.pt", size=1, sha256="a" * 64)])
 
 
 class Shaky(LocalFolder):
@@ -132,7 +134,8 @@ def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
 def test_a_checkpoint_waits_for_the_metrics_before_it(there, run_dir, status):
     one = Uploader(run_dir, there, status, lambda reason: None)
     content, name = b"weights", "step-000001.pt"
-    entry = CheckpointEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest(), step=1)
+    part = CheckpointPart(name=name, size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    entry = CheckpointEntry(parts=[part], step=1)
     (run_dir / "checkpoints").mkdir()
     (run_dir / "checkpoints" / name).write_bytes(content)
     (run_dir / "checkpoints" / "manifest.json").write_bytes(encode_manifest({name: entry}))
@@ -143,7 +146,7 @@ def test_a_checkpoint_waits_for_the_metrics_before_it(there, run_dir, status):
     one._copy_checkpoints()
     one._copy_checkpoints()
     assert there.order == [
-        "metrics.jsonl", f"checkpoints/step-000001-{entry.sha256[:12]}.pt", "checkpoints/manifest.json",
+        "metrics.jsonl", f"checkpoints/step-000001-{entry.digest[:12]}.pt", "checkpoints/manifest.json",
     ]  # fmt: skip
 
 
@@ -168,9 +171,8 @@ def test_what_is_missing_at_the_end_is_said(make, there, run_dir, caplog):
     (run_dir / "metrics.jsonl").write_text("more")
     assert one.finish_run(0.05, "done", "") == "the store is away"
     there.away = False
-    manifest = {"version": 1, "files": {"step-000001.pt": {"sha256": "a" * 64, "size": 1}}}
     (run_dir / "checkpoints").mkdir()
-    (run_dir / "checkpoints" / "manifest.json").write_text(json.dumps(manifest))
+    (run_dir / "checkpoints" / "manifest.json").write_bytes(encode_manifest({"step-000001.pt": ENTRY}))
     assert one.finish_run(0, "done", "") == "its newest checkpoint, step-000001.pt, is not there"
     assert there.size_or_none("summary.json") is None
 
@@ -197,8 +199,7 @@ def test_a_run_acquires_its_place(there, status):
 
 
 def test_the_place_of_another_run_that_has_left_checkpoints_is_not_free(there, status):
-    manifest = {"version": 1, "files": {"step-000001.pt": {"sha256": "a" * 64, "size": 1}}}
-    there.put("checkpoints/manifest.json", json.dumps(manifest).encode())
+    there.put("checkpoints/manifest.json", encode_manifest({"step-000001.pt": ENTRY}))
     with pytest.raises(
         ConfigError, match=r"store holds another run: give hydra\.run\.dir=<folder>, or go on: resume=.*store"
     ):
