@@ -25,6 +25,7 @@ from ddp_hydra.tasks.classification import Classification
 from ddp_hydra.training import checkpoint
 from ddp_hydra.training.lr_schedules import constant
 from ddp_hydra.training.metrics import Meter, count
+from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.state import Position, TrainingState
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 from models.resnet import resnet18
@@ -137,7 +138,7 @@ def storing() -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     optimizer.step()
-    content = TrainingState(model, optimizer, constant(optimizer, 1), Position(), {}).begin_capture()()
+    content = TrainingState(Parallel().take(model), optimizer, constant(optimizer, 1), Position(), {}).begin_capture()()
     with tempfile.TemporaryDirectory() as folder:
         results.connect(Here(Path(folder)))
         begin = time.process_time()

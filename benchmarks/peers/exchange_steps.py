@@ -14,8 +14,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from ddp_hydra.rank.world import World
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import parallel
+from ddp_hydra.training.parallel.ddp import DDP
 from ddp_hydra.training.train_step import TrainStep
 from models.resnet import resnet18
 
@@ -39,11 +40,13 @@ class Classify(Task):
 def main(model: str, steps: int, result: str) -> None:
     """Do so many steps each way; rank 0 writes their seconds to the file `result`, as {comm_hook: [s, ...]}."""
     dist.init_process_group("gloo")
+    group, ranks = dist.group.WORLD, dist.get_world_size()
+    world = World(dist.get_rank(), ranks, ranks, group, group, "gloo")
     torch.set_num_threads(1)
     sides = {}
     for hook in ("none", "shared"):
         torch.manual_seed(0)
-        wrapped = parallel.ddp(TrainStep(Classify(), MODELS[model]()), comm_hook=hook)
+        wrapped = DDP(world, comm_hook=hook).wrap(TrainStep(Classify(), MODELS[model]()))
         sides[hook] = wrapped, torch.optim.SGD(wrapped.part.parameters(), lr=0.01, momentum=0.9, fused=True)
     took: dict[str, list[float]] = {hook: [] for hook in sides}
     for _ in range(steps):

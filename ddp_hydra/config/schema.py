@@ -158,7 +158,7 @@ class Config:
     mix: Any = field(default_factory=dict)
     metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
-    parallel: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.parallel.ddp"})
+    parallel: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.parallel.ddp.DDP"})
     optimizer: Any = MISSING
     scheduler: Any = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

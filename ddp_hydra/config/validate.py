@@ -97,7 +97,7 @@ def check_training(cfg: DictConfig) -> None:
     if (backend, device) == ("nccl", "cpu"):
         raise ConfigError("dispatch.backend=nccl does not go with trainer.device=cpu: give dispatch.backend=auto")
     classes = cfg.trainer.activation_checkpointing
-    if classes and str(OmegaConf.select(cfg, "parallel._target_")).endswith(".parallel.dp"):
+    if classes and str(OmegaConf.select(cfg, "parallel._target_")).endswith(".parallel.dp.DP"):
         raise ConfigError(
             f"trainer.activation_checkpointing={list(classes)} does not go with parallel=dp: give parallel=ddp"
         )

@@ -38,7 +38,7 @@ class Hang:
     message: str
 
 
-WAITS = re.compile(r"/torch/|/ddp_hydra/(rank/world|training/(consensus|shared_memory))\.py")
+WAITS = re.compile(r"/torch/|/ddp_hydra/(rank/world|training/(consensus|parallel/shared_memory))\.py")
 """Files in which a rank waits for others: in a collective, or in the backward pass, which contains collectives."""
 
 

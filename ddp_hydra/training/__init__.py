@@ -8,11 +8,10 @@ consensus       what all ranks decide together
 cadence         when to log, validate, save and end
 
 setup           builds a run, and its updates; build_data and builders make other parts, by instantiate
-parallel        averages gradients; on one host by shared_memory
-parameter_groups  which parameters train, decay, and are computed twice
+parallel        owns the model and its order among the ranks; ddp, dp and none are a file each
 lr_schedules    learning rates, and how far the run is
 
-state           what a checkpoint holds, with the moving average; checkpoint writes and reads its file
+state           what a checkpoint holds; checkpoint writes and reads its file
 metrics         sums over batches and ranks
 monitor         measures the run, and what the data costs; memory and profiler are its parts
 evaluation      evaluates a model during the training

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_hydra import results
@@ -18,14 +17,13 @@ from ddp_hydra.config import objective, validate
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
 from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters, without
-from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.train_step import TrainStep, trained_loss
+from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
+from ddp_hydra.training.train_step import trained_loss
 
 WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors."""
@@ -51,38 +49,19 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     built = make(node)
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model._target_={target} returned a {type(built).__name__}: return a torch.nn.Module")
-    if lazy := [name for name, one in built.named_parameters() if isinstance(one, UninitializedParameter)]:
+    if lazy := weights.without_shape(built):
         raise ConfigError(f"model._target_={target}: {', '.join(lazy)} has no shape yet (nn.LazyLinear): give its size")
-    give_memory(built)
+    weights.give_memory(built)
     return built
 
 
-def give_memory(model: nn.Module) -> None:
-    whole: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            strided = buffer.layout == torch.strided
-            expanded = strided and any(step == 0 < n - 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True))
-            if expanded or (strided and (buffer.is_conj() or buffer.is_neg())):
-                own = buffer.resolve_conj().resolve_neg()
-                whole.setdefault(id(buffer), own.clone(memory_format=torch.contiguous_format))
-                module._buffers[name] = whole[id(buffer)]
-
-
-def parallel(cfg: DictConfig, step: TrainStep, world: World = ALONE) -> Parallel:
-    if cfg.trainer.compile is not None and cfg.parallel["_target_"].endswith(".parallel.dp"):
+def parallel(cfg: DictConfig, world: World = ALONE) -> Parallel:
+    if cfg.trainer.compile is not None and cfg.parallel["_target_"].endswith(".parallel.dp.DP"):
         raise ConfigError(f"trainer.compile={cfg.trainer.compile} does not go with parallel=dp: give parallel=ddp")
     if world.size > 1:
         validate.check_static_graph(cfg)
-    wrapped: Parallel = make(cfg.parallel, step, world)
-    if cfg.trainer.compile is not None:
-        # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
-        mode = cfg.trainer.compile.replace("_", "-")
-        if step.update:
-            step.part.compile(mode=mode)  # the task finds it in the model, not in a wrapper
-        else:
-            step.wrap(partial(torch.compile, mode=mode))
-    return wrapped
+    built: Parallel = make(cfg.parallel, world)
+    return built
 
 
 def makes_cuda_graphs(cfg: DictConfig, device: torch.device) -> bool:
@@ -198,14 +177,14 @@ def optimizer(
     node = of_update(cfg.optimizer, update, "optimizer")
     if cfg.trainer.base_batch_size is not None and global_batch:
         node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
-    weights = [*model.parameters(), *(loss.parameters() if loss is not None else ())]
+    names = weights.names(model, loss)
     if makes_groups(node["_target_"]):
         own = {"model": model, **({"loss": loss} if "loss" in parameters(node["_target_"]) else {})}
         built: torch.optim.Optimizer = make(node, **own)
-        check_groups(built, str(node["_target_"]), model, weights)
+        check_groups(built, str(node["_target_"]), names)
     else:
-        groups = parameter_groups.parameters(weights, decay_all=cfg.trainer.decay_all)
-        built = make(node, groups, **fused(node, weights))
+        groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
+        built = make(node, groups, **fused(node, names))
     if needed := needed_arguments(built.step):
         wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
         raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
@@ -217,13 +196,10 @@ def makes_groups(target: str) -> bool:
     return "model" in taken and "params" not in taken
 
 
-def check_groups(
-    optimizer: torch.optim.Optimizer, target: str, model: nn.Module, weights: Iterable[nn.Parameter]
-) -> None:
-    given = [one for group in optimizer.param_groups for one in group["params"]]
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    left_out = [names.get(one, "one of the loss") for one in weights if one.requires_grad and one not in set(given)]
-    if left_out or set(given) - set(weights):
+def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[nn.Parameter, str]) -> None:
+    given = {one for group in optimizer.param_groups for one in group["params"]}
+    left_out = [name for one, name in names.items() if one.requires_grad and one not in given]
+    if left_out or given - names.keys():
         what = f"leaves out {shown(left_out, 6)}" if left_out else "has parameters of something else than the model"
         raise ConfigError(
             f"optimizer._target_={target}: its groups must have all parameters of the model that it is given, each "
@@ -233,16 +209,16 @@ def check_groups(
         group["params"] = [one for one in group["params"] if one.requires_grad]
 
 
-def fused(node: DictConfig, weights: Iterable[nn.Parameter]) -> dict[str, bool]:
+def fused(node: DictConfig, given: Iterable[nn.Parameter]) -> dict[str, bool]:
     # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
     # takes are left to it, and so is what the config says itself.
-    weights = list(weights)
-    if node.get("fused") is True and (others := {one.dtype for one in weights if not one.is_floating_point()}):
+    given = list(given)
+    if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
         raise ConfigError(
             f"optimizer.fused=true takes parameters of floating-point types, and the model has some of "
             f"{others.pop()}: give optimizer.fused=false"
         )
-    can_be = all(one.is_cuda and one.is_floating_point() for one in weights) and node["_target_"] in FUSED
+    can_be = all(one.is_cuda and one.is_floating_point() for one in given) and node["_target_"] in FUSED
     return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 
 
@@ -343,8 +319,3 @@ def autocast(cfg: DictConfig, device: torch.device) -> torch.autocast:
 
 def scaler(cfg: DictConfig, device: torch.device) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(device.type, enabled=cfg.trainer.precision == "fp16")
-
-
-def channels_last(cfg: DictConfig, model: nn.Module) -> bool:
-    given: bool | None = cfg.trainer.channels_last
-    return any(isinstance(module, nn.Conv2d) for module in model.modules()) if given is None else given

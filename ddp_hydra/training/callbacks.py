@@ -14,9 +14,9 @@ from torch import nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
-from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.cadence import is_due
-from ddp_hydra.training.parameter_groups import is_chosen
+from ddp_hydra.training.parallel import parameter_groups
+from ddp_hydra.training.parallel.parameter_groups import is_chosen
 from ddp_hydra.training.state import TrainingState, each
 
 BINS = 64
@@ -267,11 +267,11 @@ class Callbacks:
 
     def _fingerprint(self) -> dict[str, Any]:
         """Return numbers that change when the training is changed."""
-        model = self.state.model
+        weights, is_trained = self.state.parallel.fingerprint()
         groups = [group for _, optimizer in each(self.state.optimizer) for group in optimizer.param_groups]
         return {
-            "weights": sum(tensor._version for tensor in (*model.parameters(), *model.buffers())),
-            "what is frozen": [parameter.requires_grad for parameter in model.parameters()],
+            "weights": weights,
+            "what is frozen": is_trained,
             "the optimizer's settings": [[v for k, v in group.items() if k != "params"] for group in groups],
             "unfrozen": list(self.state.unfrozen),
         }

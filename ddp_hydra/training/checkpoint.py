@@ -27,13 +27,8 @@ from ddp_hydra.training.state import FORMAT, TrainingState
 
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
-    unchecked = [name for name, _ in state.model.named_buffers(remove_duplicate=False)]
-    # A frozen parameter may be a mask.
-    unchecked += [name for name, one in state.model.named_parameters(remove_duplicate=False) if not one.requires_grad]
-    unchecked += state.infinite
-    if (loss := state.extras.get("loss")) is not None:
-        unchecked += [f"loss.{name}" for name, _ in loss.named_buffers(remove_duplicate=False)]
-    if bad := not_finite(content, unchecked):
+    unchecked = state.parallel.may_be_infinite(state.extras.get("loss"))
+    if bad := not_finite(content, [*unchecked, *state.infinite]):
         raise NonFiniteLoss(
             f"the state after step {content['position']['step']} is not finite ({shown(bad, 6)}), although losses "
             "and gradients were, so it is not saved. Lower optimizer.lr, give trainer.clip_norm, with resume=<run dir>"

@@ -22,8 +22,7 @@ from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
 from ddp_hydra.training.consensus import Rounds
 from ddp_hydra.training.metrics import Meter, count, named
-from ddp_hydra.training.parallel import broadcast
-from ddp_hydra.training.parameter_groups import restored_buffers
+from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_buffers
 from ddp_hydra.training.train_step import as_step, explained
 
 FEW = 8
@@ -67,8 +66,7 @@ class Evaluation:
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
         # A collective. The ranks' shares of the samples may differ in size; the number of forward passes does not.
         world = self.metrics.world
-        if world.size > 1:
-            broadcast(model.buffers(), world)  # BatchNorm's statistics may differ; rank 0's are saved
+        broadcast_buffers(model, world)  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
         meter = Meter(self.loader.device)
         batches = self.loader.each_once(self.batch_size, world.rank, world.size)

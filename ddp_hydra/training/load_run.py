@@ -28,7 +28,8 @@ from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR
-from ddp_hydra.training.state import ByName, TrainingState, each, load_copied, load_weights
+from ddp_hydra.training.parallel import weights
+from ddp_hydra.training.state import ByName, TrainingState, each
 
 
 @dataclass
@@ -89,10 +90,8 @@ def needed(content: dict[str, Any]) -> dict[str, Any]:
 def restore_model(content: dict[str, Any], cfg: DictConfig) -> TrainedModel:
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     model = builders.model(cfg, data).to(device)
-    channels_last = builders.channels_last(cfg, model)
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    load_weights(model, content)
+    channels_last = weights.lay_out(model, cfg.trainer.channels_last)
+    weights.load_weights(model, content)
     step, config = content["position"]["step"], content["config"]
     return TrainedModel(cfg, model.eval(), data, device, channels_last, step, config)
 
@@ -135,7 +134,7 @@ def restore(state: TrainingState, content: dict[str, Any]) -> str:
         one.put_back()
     if (ema := state.extras.get("ema")) is not None and not content.get("ema"):
         # The checkpoint has no average: start from its weights.
-        load_copied(ema.model, state.model.state_dict())
+        weights.load_copied(ema.model, state.parallel.state())
     if before != now and _objective(before) != _objective(now):
         state.best = None
         if (early_stopping := state.extras.get("early_stopping")) is not None:

@@ -29,6 +29,7 @@ from ddp_hydra.training.consensus import Decision, StopSignal
 from ddp_hydra.training.lr_schedules import steps_in_epoch
 from ddp_hydra.training.metrics import Count, Meter, count, named
 from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
+from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.run import TrainingRun, seed_step
 from ddp_hydra.training.update import Update
 
@@ -153,10 +154,10 @@ def forward_backward(
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.profiler.count_batch(batch, update.parallel.step.unwrapped, update.name)
-        with update.parallel.sync_gradients(batch.last):
+        run.monitor.profiler.count_batch(batch, update.part.step.unwrapped, update.name)
+        with update.part.sync_gradients(batch.last):
             with run.autocast:
-                result = update.parallel(batch.batch)
+                result = update.part(batch.batch)
             loss = update.weighing.weigh(result, batch.size)
             if run.fault.corrupts(run.step):
                 loss = loss * float("nan")
@@ -293,7 +294,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     return [
         f"data      {setup.samples_in(train_set, val_set)}",
         f"batch     {described(batch)}",
-        f"model     {type(run.model).__name__}, {sum(p.numel() for p in run.model.parameters()):,} parameters",
+        f"model     {type(run.model).__name__}, {weights.sizes(run.model)[0]:,} parameters",
         f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
         f"loss      {losses} before training",
         f"predicts  {predicted}",

@@ -18,6 +18,7 @@ from torch import nn
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import OutOfMemory
 from ddp_hydra.rank.world import World
+from ddp_hydra.training.parallel import weights
 
 GIB = 2**30
 
@@ -42,8 +43,9 @@ def peak_of_all_ranks(device: torch.device, world: World) -> int:
 _watched: list[weakref.ref[nn.Module]] = []
 
 
-def watch(model: nn.Module) -> None:
+def watch(model: nn.Module) -> nn.Module:
     _watched[:] = [weakref.ref(model)]
+    return model
 
 
 @contextmanager
@@ -66,8 +68,7 @@ def _is_about_memory(error: RuntimeError) -> bool:
 def _message(cfg: DictConfig, reason: str) -> str:
     place = heartbeat.here().read()
     models = [model for reference in _watched if (model := reference()) is not None]
-    weights = [parameter for model in models for parameter in model.parameters()]
-    device = weights[0].device if weights else torch.device("cpu")
+    device = next((one for model in models for one in weights.devices(model)), torch.device("cpu"))
     on_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     batch, halves = cfg.data.batch_size, 2 * cfg.trainer.gradient_accumulation_steps
@@ -76,7 +77,7 @@ def _message(cfg: DictConfig, reason: str) -> str:
     if cfg.trainer.precision in ("fp32", "tf32"):
         advice.append("trainer.precision=bf16")
     advice += [f"trainer.activation_checkpointing=[{name}]" for name in map(_repeated, models) if name]
-    taken, size = peak_bytes(device) / GIB, sum(parameter.nbytes for parameter in weights) / GIB
+    taken, size = peak_bytes(device) / GIB, sum(map(weights.n_bytes, models)) / GIB
     return (
         f"no memory left on {device} in step {place.step}, phase {place.phase}: at most {taken:.2f} of "
         f"{total / GIB:.1f} GiB were taken, {size:.2f} GiB for the weights, as much for their gradients. "

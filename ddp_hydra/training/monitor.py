@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import DataError
@@ -23,11 +22,9 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.metrics import EpochMeans, Meter, added, named
-from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.parallel import PartStep
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.update import Update
-
-NS_PER_S = 1e9
 
 
 class ExchangeTime:
@@ -43,25 +40,18 @@ class ExchangeTime:
         self.total_s = 0.0 if ranks == 1 else None
         self.steps = 0
 
-    def watch(self, parallels: Sequence[Parallel]) -> None:
-        self.parallels, self.held_s = parallels, 0.0
+    def watch(self, parts: Sequence[PartStep]) -> None:
+        self.parts, self.held_s = parts, 0.0
 
     def local_seconds(self) -> float:
         # After the backward pass, and in hooks; NaN where it is not known.
-        before_s, self.held_s = self.held_s, sum(one.held_s() for one in self.parallels)
+        before_s, self.held_s = self.held_s, sum(part.held_s() for part in self.parts)
         steps, self.steps = self.steps, 0
-        return sum(exchange_s(one.wrapped) for one in self.parallels) * steps + self.held_s - before_s
+        return sum(part.exchange_s() for part in self.parts) * steps + self.held_s - before_s
 
     def interval(self, all_seconds: Sequence[float]) -> None:
         if not math.isnan(mean_s := statistics.fmean(all_seconds)):
             self.total_s = (self.total_s or 0.0) + mean_s
-
-
-def exchange_s(module: nn.Module) -> float:
-    times = module._get_ddp_logging_data() if isinstance(module, DistributedDataParallel) else {}
-    if "backward_comm_time" not in times:
-        return math.nan
-    return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
 
 
 class Stragglers:
@@ -161,9 +151,9 @@ class Monitor:
         self.watch(updates)
 
     def watch(self, updates: Collection[Update]) -> None:
-        self.exchange.watch([update.parallel for update in updates])
+        self.exchange.watch([update.part for update in updates])
         for update in updates:
-            self.stragglers.watch(update.parallel.step)
+            self.stragglers.watch(update.part.step)
 
     def after_step(self) -> None:
         self.exchange.steps += 1

@@ -55,8 +55,7 @@ class NonFiniteHandler:
     def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
         self.policy, self.max_steps, self.state = policy, max_steps, state
         self.steps: list[int] = []
-        self.buffers = list(state.model.buffers()) if policy != "abort" else []
-        self.saved_buffers = [buffer.clone() for buffer in self.buffers]
+        self.buffers = state.parallel.buffer_copy() if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.stages = 0
         self.remember()
@@ -72,10 +71,9 @@ class NonFiniteHandler:
         # Parameters were unfrozen since: the copy does not fit the optimizer any more.
         return self.policy == "rollback" and self.stages != len(self.state.unfrozen)
 
-    @torch.no_grad()
     def before_step(self) -> None:
-        for saved, buffer in zip(self.saved_buffers, self.buffers, strict=True):
-            saved.copy_(buffer)
+        if self.buffers is not None:
+            self.buffers.save()
 
     @torch.no_grad()
     def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:
@@ -86,8 +84,8 @@ class NonFiniteHandler:
             self.steps.append(step)
         if self.policy == "abort" or len(self.steps) > self.max_steps:
             raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
-        for saved, buffer in zip(self.saved_buffers, self.buffers, strict=True):
-            buffer.copy_(saved)
+        if self.buffers is not None:
+            self.buffers.put_back()
         if self.policy == "skip" or again:
             return False
         assert self.checkpoint is not None

@@ -20,6 +20,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import memory
+from ddp_hydra.training.parallel import weights
 
 TRAINING = 3
 """A training step costs about three forward passes: the backward pass costs two."""
@@ -59,7 +60,7 @@ def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) 
     from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
 
     in_training = [module for module in model.modules() if module.training]
-    gpus = list({parameter.device for parameter in model.parameters() if parameter.is_cuda})
+    gpus = [device for device in weights.devices(model) if device.type == "cuda"]
     model.eval()
     counter, is_new = FlopCounterMode(display=False), hasattr(torch.compiler, "set_stance")
     eagerly: Any = torch.compiler.set_stance("force_eager") if is_new else nullcontext()
@@ -73,7 +74,7 @@ def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) 
     parts = {
         name: (
             type(child).__name__,
-            sum(parameter.numel() for parameter in child.parameters()),
+            weights.sizes(child)[0],
             of_children[name] // samples,
         )
         for name, child in model.named_children()

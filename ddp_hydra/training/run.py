@@ -17,7 +17,7 @@ from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
-from ddp_hydra.training import build_data, builders, load_run, memory, parameter_groups, setup
+from ddp_hydra.training import build_data, builders, load_run, memory, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, MetricNames, RunView
 from ddp_hydra.training.checkpoint import CheckpointSaver
@@ -27,9 +27,10 @@ from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.metrics import EpochMeans, named
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
+from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.setup import UpdateBuilder
-from ddp_hydra.training.state import Ema, Position, TrainingState, together
+from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.update import Update, check_updates
 
 DONE = heartbeat.REASONS.index("done")
@@ -48,8 +49,10 @@ class TrainingRun:
         kept: the part of the config that checkpoints keep; None: all.
         world: of this rank.
         saved: returns the state to go on from, the same on all ranks; {} for none.
+        parallel: owns the model since the world before; None: the model is built.
 
     Attributes:
+        parallel: owns the model.
         model: the model, not wrapped.
         frozen_norms: layers that stay in evaluation mode.
         updates: the updates of a step, by name.
@@ -74,6 +77,7 @@ class TrainingRun:
         kept: Mapping[str, Any] | None = None,
         world: World = ALONE,
         saved: Callable[[], Mapping[str, Any]] = dict,
+        parallel: Parallel | None = None,
     ) -> None:
         # A collective.
         DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
@@ -85,7 +89,12 @@ class TrainingRun:
         seed_step(cfg.seed, 0, 0)  # all ranks build the same model
         self.names = MetricNames()
         results.reserve(self.names.take)
-        self.model, channels_last, untouched = setup.build_model(cfg, train_set, device, weights, world)
+        untouched: list[str] = []
+        if parallel is None:
+            parallel, untouched = setup.build_parallel(cfg, train_set, device, weights, world)
+        else:
+            parallel.rebind(world)
+        self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
         self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
         before = dict(saved())
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
@@ -94,7 +103,7 @@ class TrainingRun:
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()
         )
         progress.load_state_dict(before.get("progress") or progress.state_dict())
-        self.builder = UpdateBuilder(cfg, self.model, self.task, self.consensus, self.sampler.global_batch, device)
+        self.builder = UpdateBuilder(cfg, self.parallel, self.task, self.consensus, self.sampler.global_batch, device)
         self.updates = self.builder.first(progress, before.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
         self._build_state(dict(kept or checkpoint_config.stored_config(cfg)), description)
@@ -131,7 +140,7 @@ class TrainingRun:
 
     def _build_state(self, config: dict[str, Any], description: DataDescription) -> None:
         updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler
-        self.ema = Ema(self.model, decay) if decay else None
+        self.ema = self.parallel.average(decay) if decay else None
         self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
         callbacks = builders.callbacks(self.cfg)
         extras = {
@@ -145,7 +154,7 @@ class TrainingRun:
             "stream": sampler if isinstance(sampler, StreamSampler) else None,
         }
         self.state = TrainingState(
-            self.model,
+            self.parallel,
             together({name: update.optimizer_step.optimizer for name, update in updates.items()}),
             together({name: update.scheduler for name, update in updates.items()}),
             self.schedule_progress.position,
@@ -259,7 +268,7 @@ class TrainingRun:
 
     def rolls_back(self, found: NonFiniteStep) -> bool:
         for update in self.updates.values():
-            update.parallel.discard_gradients()
+            update.part.discard_gradients()
         offset = self.position.offset - found.steps_ago * self.sampler.global_batch
         samples = next(iter(self.sampler.batches(self.position.epoch, offset)))
         if not self.nonfinite.handle(found, self.rank, samples):
@@ -295,7 +304,7 @@ class TrainingRun:
         # A collective.
         for name, update in self.updates.items():
             averages = [self.task.part(self.ema.model, name) if name else self.ema.model] if self.ema else []
-            update.parallel.synchronise(*averages)
+            update.part.synchronise(*averages)
 
     # -- results -----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,15 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, memory, parameter_groups
+from ddp_hydra.training import build_data, builders, memory
 from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.data_description import DataDescription, length, shown
+from ddp_hydra.training.data_description import DataDescription, length
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
-from ddp_hydra.training.parallel import broadcast
+from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
 from ddp_hydra.training.state import Position
-from ddp_hydra.training.train_step import TrainStep, trained_loss
+from ddp_hydra.training.train_step import trained_loss
 from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
 
 
@@ -56,18 +57,12 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
     return sampler, consensus
 
 
-def build_model(
+def build_parallel(
     cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None, world: World
-) -> tuple[nn.Module, bool, list[str]]:
-    model = builders.model(cfg, train_set).to(device)
-    memory.watch(model)
-    untouched = load_fitting(model, weights, world) if weights is not None else []
-    channels_last = builders.channels_last(cfg, model)
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)
-    parameter_groups.freeze(model, cfg.trainer.freeze)
-    parameter_groups.activation_checkpointing(model, cfg.trainer.activation_checkpointing)
-    return model, channels_last, untouched
+) -> tuple[Parallel, list[str]]:
+    parallel = builders.parallel(cfg, world)
+    load = None if weights is None else partial(load_fitting, path=weights, world=world)
+    return parallel, parallel.build(cfg.trainer, lambda: memory.watch(builders.model(cfg, train_set)), device, load)
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
@@ -82,8 +77,7 @@ def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
 def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: list[str] | None) -> Start:
     cfg, model, sampler, position = run.cfg, run.model, run.sampler, run.position
     world_size, epoch_steps, total_steps = run.world.size, steps_in_epoch(sampler), run.cadence.total_steps
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    parameters, trained = weights.sizes(model)
     frozen = f", {parameters - trained:,} of them frozen" if trained < parameters else ""
     ranks, threads = counted(world_size, "rank"), counted(torch.get_num_threads(), "thread")
     accumulation = cfg.trainer.gradient_accumulation_steps
@@ -91,7 +85,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     first = run.schedule_progress.global_batch
     was = f"; {first} when the run began" if first != sampler.global_batch else ""
     loss, patience = trained_loss(run.task), cfg.trainer.early_stopping_patience
-    loss_size = sum(one.numel() for one in loss.parameters() if one.requires_grad) if loss is not None else 0
+    loss_size = weights.sizes(loss)[1] if loss is not None else 0
     own_loss = f"{type(loss).__name__}, {counted(loss_size, 'parameter')}, trained with the model"
     what = counted(patience or 0, "epoch" if val_set is None else "validation")
     progress = f"{what} without progress in {cfg.objective.metric}"
@@ -150,7 +144,7 @@ class UpdateBuilder:
 
     Args:
         cfg: the resolved config.
-        model: the model.
+        parallel: owns the model.
         task: the task.
         consensus: votes of the ranks.
         global_batch: samples of all ranks in a step.
@@ -160,48 +154,41 @@ class UpdateBuilder:
     def __init__(
         self,
         cfg: DictConfig,
-        model: nn.Module,
+        parallel: Parallel,
         task: Task,
         consensus: StepConsensus,
         global_batch: int,
         device: torch.device,
     ) -> None:
-        self.cfg, self.model, self.task, self.consensus = cfg, model, task, consensus
-        self.world = consensus.world
+        self.cfg, self.parallel, self.task, self.consensus = cfg, parallel, task, consensus
         self.global_batch, self.device = global_batch, device
         self.names = updates_of(task)
 
     def first(self, progress: ScheduleProgress, unfrozen: Sequence[Stage]) -> dict[str, Update]:
         # A collective.
         cfg = self.cfg
-        parts = {name: self.task.part(self.model, name) if name else self.model for name in self.names}
+        model = self.parallel.model
+        parts = {name: self.task.part(model, name) if name else model for name in self.names}
         loss = trained_loss(self.task)
         optimizers = {
             name: builders.optimizer(cfg, part, self.global_batch, name, loss) for name, part in parts.items()
         }
         for stage in unfrozen:
-            unfreeze(cfg, self.model, [(part, optimizers[name]) for name, part in parts.items()], stage)
+            unfreeze(cfg, model, [(part, optimizers[name]) for name, part in parts.items()], stage)
         steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
-        self._send_others(steps.values())
+        self.parallel.send_others(self.task)
         schedules = {
             name: builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
             for name, optimizer in optimizers.items()
         }
-        samples = self.global_batch // self.world.size
+        samples = self.global_batch // self.parallel.world.size
         return self._updates(steps, schedules, {name: Weighing(samples, self.consensus) for name in steps})
 
-    def _send_others(self, steps: Iterable[OptimizerStep]) -> None:
-        # A collective. DDP sends what a step trains; other parts of the model, and the task's own models, begin alike.
-        if self.world.size > 1:
-            modules = [self.model, *(part for part in vars(self.task).values() if isinstance(part, nn.Module))]
-            sent = {id(one) for step in steps for one in tensors_of(step.parallel.step)}
-            broadcast((one for module in modules for one in tensors_of(module) if id(one) not in sent), self.world)
-
     def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
-        parallel = builders.parallel(self.cfg, TrainStep(self.task, self.model, name), self.world)
         trainer = self.cfg.trainer
+        part = self.parallel.part(trainer, self.task, name)
         in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
-        return OptimizerStep(parallel, optimizer, scaler, trainer.clip_norm, name, in_place)
+        return OptimizerStep(part, optimizer, scaler, trainer.clip_norm, name, in_place)
 
     def _updates(
         self, steps: Mapping[str, OptimizerStep], schedules: Mapping[str, Any], weighings: Mapping[str, Weighing]
@@ -216,7 +203,7 @@ class UpdateBuilder:
                 self.consensus,
                 weighings[name],
                 others=[one for several in trained.values() for one in several if one not in trained[name]],
-                late=may_be_late and step.parallel.same_gradients,
+                late=may_be_late and step.part.same_gradients,
             )
             for name, step in steps.items()
         }
@@ -226,8 +213,8 @@ class UpdateBuilder:
         for update in updates.values():  # several updates freeze each other's parameters
             for parameter in update.others:
                 parameter.requires_grad_()
-        owners = [(update.parallel.part, update.optimizer_step.optimizer) for update in updates.values()]
-        unfreeze(self.cfg, self.model, owners, stage)
+        owners = [(update.part.part, update.optimizer_step.optimizer) for update in updates.values()]
+        unfreeze(self.cfg, self.parallel.model, owners, stage)
         steps = {}
         for name, update in updates.items():
             old = update.optimizer_step
@@ -235,10 +222,6 @@ class UpdateBuilder:
             steps[name] = self._step(name, old.optimizer, old.scaler)
         schedules = {name: update.scheduler for name, update in updates.items()}
         return self._updates(steps, schedules, {name: update.weighing for name, update in updates.items()})
-
-
-def tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
 
 
 def updates_of(task: Task) -> list[str]:
@@ -252,22 +235,11 @@ def updates_of(task: Task) -> list[str]:
 
 
 def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
-    named = {
-        parameter: names
-        for parameter, names in parameter_groups.with_names(model).items()
-        if not parameter.requires_grad and parameter_groups.is_chosen(names, cfg.trainer.freeze)
-    }
-    fresh = {parameter for parameter, names in named.items() if parameter_groups.is_chosen(names, stage["patterns"])}
-    if not fresh:
-        frozen = f"frozen are {shown([names[0] for names in named.values()], 6)}" if named else "nothing is frozen"
-        raise ConfigError(f"unfreeze({stage['patterns']}) fits no frozen parameter; {frozen}")
-    for parameter in fresh:
-        parameter.requires_grad_()
+    fresh = parameter_groups.unfreeze(model, cfg.trainer.freeze, stage["patterns"])
     for part, optimizer in parts:
-        own = [parameter for parameter in part.parameters() if parameter in fresh]
         first = optimizer.param_groups[0]
         rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
-        for group in parameter_groups.grouped(own, decay_all=cfg.trainer.decay_all):
+        for group in parameter_groups.groups_of(part, fresh, cfg.trainer.decay_all):
             optimizer.add_param_group({"lr": rate, **group})
 
 

@@ -6,9 +6,7 @@ of random generators: the order of samples, their augmentation and the seed of e
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
@@ -17,11 +15,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.finite import STATISTICS, is_finite
+from ddp_hydra.training.parallel import Parallel
 
 FORMAT = 4
 SHOWN = 6
@@ -60,7 +58,7 @@ class TrainingState:
     """Everything that a checkpoint saves.
 
     Args:
-        model: the model, not wrapped in DDP.
+        parallel: owns the model.
         optimizer: its optimizer, or several by name; see `together`.
         scheduler: its learning-rate schedule, or several by name.
         position: the place that the run has reached.
@@ -74,7 +72,7 @@ class TrainingState:
         unfrozen: parameters that are trained though they were frozen when the run began; see `setup.Stage`.
     """
 
-    model: nn.Module
+    parallel: Parallel
     optimizer: Any
     scheduler: Any
     position: Position
@@ -88,8 +86,11 @@ class TrainingState:
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        named = self.model.named_parameters(remove_duplicate=False)
-        self.infinite = [name for name, parameter in named if not is_finite(parameter)]
+        self.infinite = self.parallel.infinite()
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parallel.model
 
     def gather(self, world: World) -> None:
         # A collective. Rank 0 gets what only the other ranks know.
@@ -107,7 +108,7 @@ class TrainingState:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
         return {
             "format": FORMAT,
-            "model": self.model.state_dict(),
+            "model": self.parallel.state(),
             "optimizer": self.optimizer_state(),
             "scheduler": self.scheduler.state_dict(),
             **parts,
@@ -123,19 +124,12 @@ class TrainingState:
         }
 
     def optimizer_state(self) -> dict[str, Any]:
-        names, by_update = self._names(), isinstance(self.optimizer, ByName)
+        names, by_update = self.parallel.names(self.extras.get("loss")), isinstance(self.optimizer, ByName)
         found = {name: by_names(optimizer, names) for name, optimizer in each(self.optimizer)}
         return found if by_update else found[""]
 
-    def _names(self) -> dict[nn.Parameter, str]:
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        if (loss := self.extras.get("loss")) is not None:
-            for name, parameter in loss.named_parameters():
-                names.setdefault(parameter, f"loss: {name}")  # no name of a model's
-        return names
-
     def restore(self, content: dict[str, Any]) -> None:
-        load_weights(self.model, content)
+        self.parallel.load(content)
         averaged = content.get("ema")
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
         copied = plain_state.begin_copy({name: part for name, part in content.items() if name not in ("model", "ema")})
@@ -146,7 +140,7 @@ class TrainingState:
             for name, optimizer in each(self.optimizer)
         }
         try:
-            names, saved = self._names(), content["optimizer"]
+            names, saved = self.parallel.names(self.extras.get("loss")), content["optimizer"]
             for name, optimizer in each(self.optimizer):
                 optimizer.load_state_dict(by_numbers(optimizer, names, saved[name] if name else saved))
             self.scheduler.load_state_dict(content["scheduler"])
@@ -259,115 +253,3 @@ def _is_by_numbers(state: Mapping[str, Any], n_parameters: int) -> bool:
         return False
     numbers = [number for group in state["param_groups"] for number in group.get("params", ())]
     return numbers == list(range(n_parameters))
-
-
-def load_weights(model: nn.Module, content: dict[str, Any]) -> None:
-    try:
-        load_copied(model, content["model"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        lines = str(error).splitlines()
-        raise CheckpointError(
-            f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
-        ) from None
-
-
-def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
-    # Parameters and buffers are copied by torch; what `set_extra_state` gets may be kept, so it is a copy, too.
-    copied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    copied |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    if not isinstance(state, Mapping):
-        raise TypeError(f"it has a {type(state).__name__} in place of a model's state")
-    decoded = plain_state.decode(state)
-    for name, value in state.items():
-        if name not in copied:
-            decoded[name] = plain_state.decode(plain_state.begin_copy(value)())
-    model.load_state_dict(decoded)
-
-
-class Ema:
-    """An exponential moving average, which warms up (Polyak and Juditsky, 1992).
-
-    Args:
-        model: its weights and buffers are averaged.
-        decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
-
-    Attributes:
-        model: the average, a copy of the model.
-        steps: number of updates. It is not a tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
-            from a GPU waits for the GPU.
-        with_extra_state: modules of the average, by name, whose `get_extra_state` is taken from the model at each step.
-        infinite: names of parameters that held infinite values from the beginning, as masks do.
-
-    Raises:
-        ConfigError: the model can't be copied.
-    """
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.model: nn.Module = _copied(model).requires_grad_(False)
-        self.steps = 0
-        self.with_extra_state = [
-            (name, module)
-            for name, module in self.model.named_modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        ]
-        self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
-
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
-        for (_, kind), (averaged, current) in self._by_type(model).items():
-            if not self.steps or kind == "copied":
-                torch._foreach_copy_(averaged, current)
-            elif kind == "averaged":
-                torch._foreach_lerp_(averaged, current, weight)
-            else:
-                for old, new in zip(averaged, current, strict=True):  # an infinite value has no average
-                    old.copy_(torch.where(old.isfinite(), torch.lerp(old, new, weight), new))
-        for name, module in self.with_extra_state:
-            module.set_extra_state(copy.deepcopy(model.get_submodule(name).get_extra_state()))
-        self.steps += 1
-
-    def _by_type(
-        self, model: nn.Module
-    ) -> dict[tuple[torch.dtype, str], tuple[list[torch.Tensor], list[torch.Tensor]]]:
-        groups: dict[tuple[torch.dtype, str], tuple[list[torch.Tensor], list[torch.Tensor]]]
-        groups = defaultdict(lambda: ([], []))
-        for averaged, (name, current, is_buffer) in zip(_tensors(self.model), _tensors(model), strict=True):
-            group = groups[current.dtype, self._kind(name, current, is_buffer)]
-            group[0].append(averaged[1])
-            group[1].append(current)
-        return groups
-
-    def _kind(self, name: str, tensor: torch.Tensor, is_buffer: bool) -> str:
-        is_number = (tensor.is_floating_point() and tensor.itemsize > 1) or tensor.is_complex()
-        if not is_number or tensor.layout != torch.strided:
-            return "copied"
-        may_be_infinite = name in self.infinite or (is_buffer and name.rpartition(".")[2] not in STATISTICS)
-        return "watched" if may_be_infinite else "averaged"
-
-    def state_dict(self) -> dict[str, object]:
-        return {"model": self.model.state_dict(), "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, object]) -> None:
-        load_copied(self.model, state["model"])  # type: ignore[arg-type]
-        self.steps = int(state["steps"])  # type: ignore[call-overload]
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    # A tensor that a layer has computed is no leaf, as in torch's first `weight_norm`, and can't copy itself.
-    values = (value for module in model.modules() for value in vars(module).values())
-    computed = {id(one): one.detach().clone() for one in values if isinstance(one, torch.Tensor) and not one.is_leaf}
-    try:
-        return copy.deepcopy(model, computed)
-    except Exception as error:  # a lock, an open file
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"trainer.ema_decay needs a copy of the model, and {type(model).__name__} can't be copied "
-            f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null"
-        ) from error
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    yield from ((name, parameter, False) for name, parameter in model.named_parameters())
-    yield from ((name, buffer, True) for name, buffer in model.named_buffers())

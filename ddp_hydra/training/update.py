@@ -22,7 +22,7 @@ from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.consensus import Decision, StepConsensus, things
 from ddp_hydra.training.finite import GradientNorms, are_finite
 from ddp_hydra.training.nonfinite import NonFiniteStep
-from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.parallel import PartStep
 from ddp_hydra.training.plain_state import begin_copy
 
 
@@ -42,7 +42,7 @@ class Update:
             backward pass of a GPU, but the weights have taken up the gradients by then.
 
     Attributes:
-        parallel: the training step among its ranks.
+        part: the training step among its ranks.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Update:
     ) -> None:
         self.name, self.optimizer_step, self.scheduler, self.consensus = name, optimizer_step, scheduler, consensus
         self.weighing = weighing or Weighing(1, consensus)
-        self.parallel = optimizer_step.parallel
+        self.part = optimizer_step.part
         self.others, self.late = others, late
         self.unchecked: GradientNorms | None = None
 
@@ -74,9 +74,9 @@ class Update:
         # A collective.
         good, n = are_finite(losses, self.unchecked), self.weighing.n
         send_along = None
-        if self.parallel.shared is not None:
+        if self.part.send_along is not None:
             factor_of = lambda votes: self.weighing.factor(things(votes))  # noqa: E731
-            send_along = partial(self.parallel.shared.send_along, factor_of=factor_of)
+            send_along = partial(self.part.send_along, factor_of=factor_of)
         if not isinstance(n, Tensor):
             return self.consensus.vote(good, stop, log, send_along, n)
         arrived = begin_copy(n)
@@ -92,10 +92,10 @@ class Update:
             return NonFiniteStep(0, before.loss, names, steps_ago=1)
         if decision.bad_rank is not None:
             return NonFiniteStep(decision.bad_rank, loss())
-        if self.parallel.needs_even:
-            self.weighing.refuse_uneven(decision.n, self.parallel.needs_even)
+        if self.part.needs_even:
+            self.weighing.refuse_uneven(decision.n, self.part.needs_even)
         factor = self.weighing.factor(decision.n)
-        if not self.parallel.is_weighed:
+        if not self.part.is_weighed:
             self.optimizer_step.rescale(factor)
         gradients = self.optimizer_step.measure(loss)
         if gradients is None:
@@ -105,7 +105,7 @@ class Update:
             return None
         names = gradients.nonfinite_names()
         bad_rank = 0 if names else None
-        if not self.parallel.same_gradients:
+        if not self.part.same_gradients:
             bad_rank = self.consensus.decide(good=not names).bad_rank
         return None if bad_rank is None else NonFiniteStep(bad_rank, gradients.loss, names)
 
@@ -114,7 +114,7 @@ class OptimizerStep:
     """Takes optimizer steps: scales the loss, clips gradients, and updates the weights of the model or of a part of it.
 
     Args:
-        parallel: the training step among its ranks.
+        part: the training step among its ranks.
         optimizer: of what the step trains.
         scaler: scales the loss of fp16; disabled for other precisions.
         clip_norm: the largest norm of all gradients together; None for no limit.
@@ -129,18 +129,16 @@ class OptimizerStep:
 
     def __init__(
         self,
-        parallel: Parallel,
+        part: PartStep,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler,
         clip_norm: float | None = None,
         update: str = "",
         in_place: bool = False,
     ) -> None:
-        self.parallel, self.optimizer = parallel, optimizer
+        self.part, self.optimizer = part, optimizer
         self.scaler, self.clip_norm, self.update, self.in_place = scaler, clip_norm, update, in_place
-        names = parallel.step.names()
-        trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.trained = [(names[parameter], parameter) for parameter in trained]
+        self.trained = part.trained(optimizer)
         self.gradients: GradientNorms | None = None
         self.is_unscaled = False
         self.lr = 0.0
@@ -153,15 +151,13 @@ class OptimizerStep:
         self.is_unscaled = False
         self.optimizer.zero_grad(set_to_none=not self.in_place)
         if self.in_place:
-            for _, parameter in self.trained:
-                if parameter.grad is None and parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
+            self.part.zero_gradients(self.trained)
 
     def backward(self, loss: Tensor) -> None:
         self.scaler.scale(loss).backward()
 
     def measure(self, loss: Callable[[], float] = float) -> GradientNorms | None:
-        self.gradients = None if self.scaler.is_enabled() else GradientNorms(self.trained, loss)
+        self.gradients = None if self.scaler.is_enabled() else self.part.norms(self.trained, loss)
         return self.gradients
 
     def rescale(self, factor: float) -> None:
@@ -170,22 +166,16 @@ class OptimizerStep:
         if self.scaler.is_enabled():
             self.scaler.unscale_(self.optimizer)
             self.is_unscaled = True
-        with torch.no_grad():  # one by one: torch._foreach_mul_ rounds worse in bf16
-            for _, parameter in self.trained:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        self.part.rescale(self.trained, factor)
 
     def apply(self) -> None:
-        if self.clip_norm is not None and self.gradients is not None and not self.gradients.sparse:
-            self.grad_norm = self.gradients.total_norm
-            self.gradients.clip([one.grad for _, one in self.trained if one.grad is not None], self.clip_norm)
-        elif self.clip_norm is not None:
-            if not self.is_unscaled:
+        if self.clip_norm is not None:
+            if self.gradients is None and not self.is_unscaled:
                 self.scaler.unscale_(self.optimizer)
-            self.grad_norm = nn.utils.clip_grad_norm_([parameter for _, parameter in self.trained], self.clip_norm)
+            self.grad_norm = self.part.clip(self.trained, self.clip_norm, self.gradients)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.parallel.after_step()
+        self.part.after_step()
 
     def metrics(self) -> dict[str, float]:
         prefix = f"{self.update}/" if self.update else ""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.training.state import Ema
+from ddp_hydra.training.parallel.weights import Ema
 from tests.integration.conftest import CommandLine, local_client
 from tests.integration.test_exactness import assert_equal
 from tests.integration.test_exactness import train as train

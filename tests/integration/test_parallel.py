@@ -27,7 +27,7 @@ def wrapped(model: Any, **options: Any) -> Any:
 
     from ddp_hydra.rank.world import World
     from ddp_hydra.tasks import Step, Task
-    from ddp_hydra.training import parallel
+    from ddp_hydra.training.parallel.ddp import DDP
     from ddp_hydra.training.train_step import TrainStep
 
     class Output(Task):
@@ -37,7 +37,7 @@ def wrapped(model: Any, **options: Any) -> Any:
 
     group = dist.group.WORLD
     world = World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]), group, group)
-    return parallel.ddp(TrainStep(Output(), model), world, **options)
+    return DDP(world, **options).wrap(TrainStep(Output(), model))
 
 
 def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def descend(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training.state import Ema
+    from ddp_hydra.training.parallel.weights import Ema
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)

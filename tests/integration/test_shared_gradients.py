@@ -24,7 +24,7 @@ def wrapped(model: Any, **options: Any) -> Any:
 
     from ddp_hydra.rank.world import World
     from ddp_hydra.tasks import Step, Task
-    from ddp_hydra.training import parallel
+    from ddp_hydra.training.parallel.ddp import DDP
     from ddp_hydra.training.train_step import TrainStep
 
     class Output(Task):
@@ -34,7 +34,7 @@ def wrapped(model: Any, **options: Any) -> Any:
 
     group = dist.group.WORLD
     world = World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]), group, group)
-    return parallel.ddp(TrainStep(Output(), model), world, **options)
+    return DDP(world, **options).wrap(TrainStep(Output(), model))
 
 
 def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 25) -> list[str]:
@@ -48,7 +48,7 @@ def wrong_sums(few: int, bucket_cap_mb: float, steps: int = 25) -> list[str]:
     import torch.distributed as dist
     from torch import nn
 
-    from ddp_hydra.training import shared_memory
+    from ddp_hydra.training.parallel import shared_memory
 
     shared_memory.FEW_RANKS = few
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -130,7 +130,7 @@ def told_without(part: str, comm_hook: str) -> str:
     import torch.distributed as dist
 
     from ddp_hydra.errors import ConfigError
-    from ddp_hydra.training import shared_memory
+    from ddp_hydra.training.parallel import shared_memory
 
     if dist.get_rank() == 1:
         setattr(shared_memory, {"memory": "mapped", "pipes": "opened"}[part], lambda *_: None)

@@ -71,7 +71,7 @@ def test_of_several_at_one_place_one_that_does_not_wait_is_named_unless_another_
     [
         ("torch.autograd.graph", True),
         ("ddp_hydra.training.consensus", True),
-        ("ddp_hydra.training.shared_memory", True),
+        ("ddp_hydra.training.parallel.shared_memory", True),
         ("ddp_hydra.training.loop", False),
     ],
 )

@@ -46,7 +46,7 @@ def config(**trainer: Any) -> Any:
             "mix": {},
             "metrics": {},
             "callbacks": {},
-            "parallel": {"_target_": "ddp_hydra.training.parallel.ddp"},
+            "parallel": {"_target_": "ddp_hydra.training.parallel.ddp.DDP"},
             "optimizer": {"_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9},
             "scheduler": {"_target_": "ddp_hydra.training.lr_schedules.cosine"},
             "trainer": OmegaConf.to_container(OmegaConf.structured(TrainerConfig(**given)), enum_to_str=True),

@@ -10,9 +10,9 @@ from torch import nn
 
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks.classification import Classification
-from ddp_hydra.training import parallel as buffers
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.parallel import ddp
+from ddp_hydra.training.parallel import weights as buffers
+from ddp_hydra.training.parallel.ddp import DDP
 from ddp_hydra.training.train_step import TrainStep
 
 ODD = {
@@ -65,7 +65,7 @@ def first_step(world: World) -> None:
         for name in ("int16", "uint16", "one", "turned", "table"):
             getattr(model, name).data.fill_(3)
         model.float8.copy_(torch.zeros(2))
-    wrapped = ddp(TrainStep(Classification(nn.CrossEntropyLoss()), model), world)
+    wrapped = DDP(world).wrap(TrainStep(Classification(nn.CrossEntropyLoss()), model))
     for _ in range(2):
         wrapped((torch.ones(2, 4) * number, torch.tensor([0, 1]))).loss.backward()
     assert model.weight.grad is not None

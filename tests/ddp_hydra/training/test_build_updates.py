@@ -7,9 +7,11 @@ from torch import nn
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import parameter_groups, setup
+from ddp_hydra.training import setup
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import ScheduleProgress
+from ddp_hydra.training.parallel import parameter_groups
+from ddp_hydra.training.parallel.ddp import DDP
 from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.loop_runs import config
 
@@ -48,7 +50,7 @@ def first_state(world: World) -> dict[str, torch.Tensor]:
     torch.manual_seed(number)
     model, task, sampler = Parts(), Adversaries(), Distributed(8, 2, number, 2)
     model.third.running_mean += number
-    builder = setup.UpdateBuilder(config(), model, task, StepConsensus(world), 4, torch.device("cpu"))
+    builder = setup.UpdateBuilder(config(), DDP(world).take(model), task, StepConsensus(world), 4, torch.device("cpu"))
     builder.first(ScheduleProgress(1, None, sampler, Position()), [])
     return {**model.state_dict(), "judge": task.judge.weight.detach()}
 

@@ -67,7 +67,7 @@ def test_a_static_graph_with_micro_batches_is_refused_once_there_are_several_ran
     cfg = config(gradient_accumulation_steps=2)
     cfg.parallel.static_graph = True
     with pytest.raises(ConfigError, match=r"parallel.static_graph=true does not go with .* on several ranks"):
-        builders.parallel(cfg, None, World(0, 2))
+        builders.parallel(cfg, World(0, 2))
 
 
 def criterion(**loss):

@@ -18,7 +18,9 @@ from ddp_hydra.rank.world import World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.checkpoint import CheckpointSaver, ReportingFile, read, write
-from ddp_hydra.training.state import FORMAT, Ema, Position, TrainingState, load_weights
+from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.parallel.weights import Ema, load_weights
+from ddp_hydra.training.state import FORMAT, Position, TrainingState
 
 SGD = {"cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
 ADAM = {"cls": torch.optim.Adam, "lr": 0.01}
@@ -96,7 +98,7 @@ def in_groups(*groups):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     named = dict(model.named_parameters())
     optimizer = torch.optim.Adam([{"params": [named[name] for name in names], "lr": lr} for names, lr in groups])
-    return TrainingState(model, optimizer, lr_schedules.cosine(optimizer, 20), Position(), {})
+    return TrainingState(Parallel().take(model), optimizer, lr_schedules.cosine(optimizer, 20), Position(), {})
 
 
 LINEAR, NORM = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
@@ -198,7 +200,7 @@ def test_a_loss_and_a_part_of_the_model_may_have_one_name():
     model, loss = Named(), nn.Linear(2, 2)
     optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()])
     schedule = lr_schedules.constant(optimizer, 1)
-    run = TrainingState(model, optimizer, schedule, Position(), {}, {"loss": loss})
+    run = TrainingState(Parallel().take(model), optimizer, schedule, Position(), {}, {"loss": loss})
     assert run.optimizer_state()["param_groups"][0]["params"] == [
         "loss.weight", "loss.bias", "loss: weight", "loss: bias",
     ]  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra.training.state import Ema
+from ddp_hydra.training.parallel.weights import Ema
 
 
 def test_the_average_by_hand():

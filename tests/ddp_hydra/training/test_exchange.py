@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hydra.training.monitor import ExchangeTime, exchange_s
+from ddp_hydra.tasks import Task
+from ddp_hydra.training.monitor import ExchangeTime
+from ddp_hydra.training.parallel import PartStep
+from ddp_hydra.training.parallel.ddp import exchange_s
+from ddp_hydra.training.train_step import TrainStep
 
 
 class Timed(DistributedDataParallel):
@@ -32,13 +37,13 @@ class Timed(DistributedDataParallel):
         }
 
 
-def parallels_of(*modules: nn.Module, held_s: float = 0.0) -> Any:
-    return [SimpleNamespace(wrapped=module, held_s=lambda: held_s) for module in modules]
+def parts_of(*modules: DistributedDataParallel, held_s: float = 0.0) -> Any:
+    return [SimpleNamespace(exchange_s=partial(exchange_s, module), held_s=lambda: held_s) for module in modules]
 
 
-def exchange_of(*modules: nn.Module, held_s: float = 0.0, ranks: int = 2) -> ExchangeTime:
+def exchange_of(*modules: DistributedDataParallel, held_s: float = 0.0, ranks: int = 2) -> ExchangeTime:
     exchange = ExchangeTime(ranks)
-    exchange.watch(parallels_of(*modules, held_s=held_s))
+    exchange.watch(parts_of(*modules, held_s=held_s))
     return exchange
 
 
@@ -83,7 +88,9 @@ def test_what_hooks_have_waited_is_added_once():
 def test_it_is_not_known_of_other_wrappers():
     module = Timed()
     module.took(5, exchange_s=0.2, hidden_s=0.1)
-    assert measured(exchange_of(module, nn.Linear(1, 1)), 10) is None
+    exchange = ExchangeTime(2)
+    exchange.watch([*parts_of(module), PartStep(TrainStep(Task(), nn.Linear(1, 1)))])
+    assert measured(exchange, 10) is None
 
 
 @pytest.mark.usefixtures("group")
@@ -101,6 +108,6 @@ def test_updates_that_are_made_anew_add_their_time_to_that_of_those_before():
     exchange = exchange_of(module)
     module.took(10, exchange_s=0.003, hidden_s=0.001)
     assert measured(exchange, 100) == pytest.approx(0.2)
-    exchange.watch(parallels_of(larger))
+    exchange.watch(parts_of(larger))
     larger.took(3, exchange_s=0.05, hidden_s=0.01)
     assert measured(exchange, 10) == pytest.approx(0.2 + 0.4)

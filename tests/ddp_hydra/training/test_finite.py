@@ -11,8 +11,9 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import lr_schedules
 from ddp_hydra.training.consensus import Decision, StepConsensus
 from ddp_hydra.training.finite import GradientNorms, are_finite, not_finite
-from ddp_hydra.training.parallel import Parallel
-from ddp_hydra.training.state import Ema, Position, TrainingState
+from ddp_hydra.training.parallel import Parallel, PartStep
+from ddp_hydra.training.parallel.weights import Ema
+from ddp_hydra.training.state import Position, TrainingState
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep, Update
 
@@ -86,7 +87,7 @@ def update(late=False, precision=None, same_gradients=True):
     """Of a model with a weight and a bias."""
     model = nn.Linear(1, 1)
     step = TrainStep(Task(), model)
-    wrapped = Parallel(step, step)
+    wrapped = PartStep(step)
     wrapped.same_gradients = same_gradients
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     optimizer_step = OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler)
@@ -143,7 +144,12 @@ def captured(spoil):
     ema = Ema(model, 0.9)
     spoil(model, ema.model, optimizer.state)
     state = TrainingState(
-        model, optimizer, lr_schedules.constant(optimizer, 1), Position(), {}, {"ema": ema, "scaler": None}
+        Parallel().take(model),
+        optimizer,
+        lr_schedules.constant(optimizer, 1),
+        Position(),
+        {},
+        {"ema": ema, "scaler": None},
     )
     return not_finite(state.begin_capture()(), [name for name, _ in model.named_buffers()])
 

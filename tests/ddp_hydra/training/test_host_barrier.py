@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ddp_hydra.errors import SYMPTOMS
-from ddp_hydra.training.shared_memory import HostBarrier, opened
+from ddp_hydra.training.parallel.shared_memory import HostBarrier, opened
 
 
 def connected(ranks: int, timeout_s: float) -> list[HostBarrier]:

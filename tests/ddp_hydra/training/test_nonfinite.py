@@ -10,6 +10,7 @@ from torch import nn
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training import lr_schedules, nonfinite
 from ddp_hydra.training.nonfinite import NAMED, SHOWN, NonFiniteHandler, NonFiniteStep
+from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.state import Position, TrainingState
 
 NAN = float("nan")
@@ -20,7 +21,7 @@ def state(optimizer=torch.optim.Adam, **options) -> TrainingState:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     made = optimizer(model.parameters(), **options)
-    return TrainingState(model, made, lr_schedules.cosine(made, 50), Position(), {})
+    return TrainingState(Parallel().take(model), made, lr_schedules.cosine(made, 50), Position(), {})
 
 
 def step(run: TrainingState, bad: bool = False) -> torch.Tensor:

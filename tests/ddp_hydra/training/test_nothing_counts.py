@@ -12,8 +12,8 @@ from torch import nn
 
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks import Classification, Task
-from ddp_hydra.training import parallel
 from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.parallel.ddp import DDP
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import Weighing
 
@@ -48,7 +48,7 @@ def weighed_gradients(world: World) -> dict[str, list[torch.Tensor]]:
         for name, options in OPTIONS.items():
             model = Words(sparse)
             task: Task = Classification(nn.CrossEntropyLoss())
-            wrapped = parallel.ddp(TrainStep(task, model), world, **options)
+            wrapped = DDP(world, **options).wrap(TrainStep(task, model))
             weighing = Weighing(2, StepConsensus(world))
             for step, labels in enumerate(STEPS):
                 model.zero_grad()

@@ -10,8 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
-from ddp_hydra.training import builders, parallel
+from ddp_hydra.tasks import Task
+from ddp_hydra.training import builders
 from ddp_hydra.training.loop import first_step
+from ddp_hydra.training.parallel import Parallel, PartStep
+from ddp_hydra.training.parallel.ddp import DDPStep
 from ddp_hydra.training.train_step import TrainStep
 from tests.ddp_hydra.training.loop_runs import Numbers, config, weights
 
@@ -27,16 +30,26 @@ class Branches(nn.Module):
         return self.one(x)
 
 
-def in_ddp(step: TrainStep, world: World, **options) -> parallel.Parallel:
-    return parallel.Parallel(step, DistributedDataParallel(step, gradient_as_bucket_view=True), uses_all=True)
+class InDDP(Parallel):
+    """Wraps the step of the only rank, too."""
+
+    def __init__(self, world: World, **options) -> None:
+        super().__init__(world)
+
+    def wrap(self, step: TrainStep) -> PartStep:
+        return DDPStep(step, DistributedDataParallel(step, gradient_as_bucket_view=True), uses_all=True)
 
 
-DDP = {"parallel": {"_target_": f"{__name__}.in_ddp"}}
+DDP = {"parallel": {"_target_": f"{__name__}.InDDP"}}
+
+
+def part(model: nn.Module, cfg=None) -> PartStep:
+    cfg = cfg or config()
+    return builders.parallel(cfg).take(model).part(cfg.trainer, Task(), "")
 
 
 def test_it_has_no_wrapper(group):
-    wrapped = builders.parallel(config(), TrainStep(None, nn.Linear(4, 3)))
-    assert wrapped.wrapped is wrapped.step
+    wrapped = part(nn.Linear(4, 3))
     assert wrapped.wrapped is wrapped.step
 
 
@@ -50,16 +63,16 @@ def test_it_has_the_bits_of_ddp(train, options):
 
 @pytest.mark.parametrize("parts", [{}, DDP], ids=["one rank", "ddp"])
 def test_parameters_without_a_gradient_are_named(group, parts):
-    wrapped = builders.parallel(OmegaConf.merge(config(), parts), step := TrainStep(None, Branches()))
+    wrapped = part(Branches(), OmegaConf.merge(config(), parts))
     with (
         pytest.raises(ConfigError, match=r"does not depend on other\.weight, other\.bias: .*find_unused_parameters"),
         wrapped.sync_gradients(True),
     ):
-        step.part(torch.ones(2, 4)).sum().backward()
+        wrapped.part(torch.ones(2, 4)).sum().backward()
 
 
 def test_an_error_of_the_step_itself_is_the_one_that_is_told(group):
-    wrapped = builders.parallel(config(), TrainStep(None, Branches()))
+    wrapped = part(Branches())
     with pytest.raises(ZeroDivisionError), wrapped.sync_gradients(True):
         raise ZeroDivisionError
 
@@ -67,21 +80,21 @@ def test_an_error_of_the_step_itself_is_the_one_that_is_told(group):
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
 def test_they_may_be_there_where_the_config_says_so(group, option):
     cfg = OmegaConf.merge(config(), {"parallel": {option: True}})
-    wrapped = builders.parallel(cfg, step := TrainStep(None, Branches()))
+    wrapped = part(Branches(), cfg)
     with wrapped.sync_gradients(True):
-        step.part(torch.ones(2, 4)).sum().backward()
+        wrapped.part(torch.ones(2, 4)).sum().backward()
 
 
 def test_frozen_ones_need_no_gradient(group):
     model = Branches()
     model.other.requires_grad_(False)
-    wrapped = builders.parallel(config(), TrainStep(None, model))
+    wrapped = part(model)
     with wrapped.sync_gradients(True):
         model(torch.ones(2, 4)).sum().backward()
 
 
 def test_only_the_end_of_a_step_counts(group):
-    wrapped = builders.parallel(config(), TrainStep(None, Branches()))
+    wrapped = part(Branches())
     with wrapped.sync_gradients(False):
         pass
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import parameter_groups
 from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.parallel import parameter_groups
 from tests.ddp_hydra.training.loop_runs import Numbers, flat
 from tests.ddp_hydra.training.plain_torch import CONSTANT, begin_alike
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddp_hydra.rank.world import World
-from ddp_hydra.training import shared_memory
-from ddp_hydra.training.shared_memory import HostBarrier, SharedGradients, mapped, mean, new_memory
+from ddp_hydra.training.parallel import shared_memory
+from ddp_hydra.training.parallel.shared_memory import HostBarrier, SharedGradients, mapped, mean, new_memory
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from torch._dynamo.utils import counters
 from torch.nn import DataParallel
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank.world import World
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.parallel import Parallel, PartStep
+from ddp_hydra.training.parallel.dp import DP
 from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep
 from tests.ddp_hydra.training.loop_runs import STEPS, Numbers, config, flat, weights
@@ -33,7 +33,7 @@ def test_a_step_of_several_parts_is_one_of_a_larger_batch(parts, train):
     assert cut.value["samples"] == whole.value["samples"]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "none"])
+@pytest.mark.parametrize("parallel", ["ddp.DDP", "none.Unwrapped"])
 def test_gradients_that_are_added_in_place_are_the_same_bits(train, monkeypatch, parallel):
     given = {"epochs": 1, "gradient_accumulation_steps": 2, "clip_norm": 0.5}
     parts = {"parallel": {"_target_": f"ddp_hydra.training.parallel.{parallel}"}}
@@ -74,7 +74,7 @@ OPTIONS = {
     "torch's one cycle": {"parts": {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.2}}},
     "all": {"ema_decay": 0.9, "clip_norm": 0.05, "gradient_accumulation_steps": 2, "precision": "bf16"},
     "groups": {"decay_all": False, "parts": {"optimizer": {"weight_decay": 0.1}}},
-    "alone": {"parts": {"parallel": {"_target_": "ddp_hydra.training.parallel.none"}}},
+    "alone": {"parts": {"parallel": {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"}}},
     "smooth": {"parts": {"loss": {"label_smoothing": 0.1}}},
 }
 
@@ -124,10 +124,11 @@ def test_frozen_parameters_stay_as_they_were(train):
     assert not torch.equal(before["weight"], after["weight"])
 
 
-def converted(model: torch.nn.Module, world: World) -> Parallel:
-    """What sync_batchnorm does, which is for GPUs; in evaluation these layers work here, too."""
-    model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    return Parallel(model, model)
+class Converted(Parallel):
+    """Does what sync_batchnorm does, which is for GPUs; in evaluation these layers work here, too."""
+
+    def wrap(self, step: TrainStep) -> PartStep:
+        return super().wrap(torch.nn.SyncBatchNorm.convert_sync_batchnorm(step))
 
 
 class Normed(torch.nn.Sequential):
@@ -138,7 +139,7 @@ class Normed(torch.nn.Sequential):
 
 
 def test_frozen_norms_stay_as_they_were_also_where_sync_batchnorm_puts_others_in_their_places(train):
-    parts = {"model": {"_target_": f"{__name__}.Normed"}, "parallel": {"_target_": f"{__name__}.converted"}}
+    parts = {"model": {"_target_": f"{__name__}.Normed"}, "parallel": {"_target_": f"{__name__}.Converted"}}
     content = read(train(freeze=["0.*"], epochs=1, parts=parts).last)["model"]
     assert (content["0.running_mean"].tolist(), content["0.num_batches_tracked"].item()) == ([0.0] * 4, 0)
 
@@ -196,8 +197,8 @@ def test_a_compiled_model_trains_the_same(train):
 @pytest.mark.medium
 def test_each_part_that_is_trained_apart_is_compiled_where_the_task_finds_it(group):
     model = nn.ModuleDict({"one": nn.Linear(4, 3), "other": nn.Linear(3, 4)})
-    step = TrainStep(Apart(), model, "one")
-    builders.parallel(OmegaConf.merge(config(compile="default"), ALONE), step)
+    cfg = OmegaConf.merge(config(compile="default"), ALONE)
+    builders.parallel(cfg).take(model).part(cfg.trainer, Apart(), "one")
     assert [part._compiled_call_impl is not None for part in model.values()] == [True, False]
 
 
@@ -211,8 +212,8 @@ class Apart(Task):
         return model[update](batch[0]).sum()
 
 
-ALONE = {"parallel": {"_target_": "ddp_hydra.training.parallel.none"}}
-SPLIT = {"parallel": {"_target_": "ddp_hydra.training.parallel.dp"}}
+ALONE = {"parallel": {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"}}
+SPLIT = {"parallel": {"_target_": "ddp_hydra.training.parallel.dp.DP"}}
 
 
 def test_data_parallel_splits_the_batches_of_the_training(train, monkeypatch):
@@ -227,6 +228,4 @@ def test_what_does_not_go_with_data_parallel_is_refused(train, group):
     with pytest.raises(ConfigError, match=r"trainer\.compile=default does not go with parallel=dp.*give parallel=ddp"):
         train(parts=SPLIT, compile="default")
     with pytest.raises(ConfigError, match="the task its part one: give parallel=ddp"):
-        builders.parallel(
-            OmegaConf.merge(config(), SPLIT), TrainStep(Apart(), nn.ModuleDict({"one": nn.Identity()}), "one")
-        )
+        DP().take(nn.ModuleDict({"one": nn.Identity()})).part(config().trainer, Apart(), "one")

@@ -100,14 +100,14 @@ def test_a_negative_n_does_not_pass_as_0():
 @pytest.mark.parametrize("clip_norm", [None, 0.1])
 def test_scaled_gradients_are_unscaled_before_the_factor(clip_norm):
     """fp16: clipping and the update see gradients of the true size."""
-    from ddp_hydra.training.parallel import Parallel
+    from ddp_hydra.training.parallel import PartStep
 
     def trained(scaler, counts):
         torch.manual_seed(0)
         model, x = nn.Linear(3, 2), torch.randn(8, 3)
         step = TrainStep(Task(), model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        wrapped = Parallel(step, step)
+        wrapped = PartStep(step)
         update = Update(
             "",
             OptimizerStep(wrapped, optimizer, scaler, clip_norm),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.data_description import shown
+from ddp_hydra.training.parallel.weights import restored_buffers
 
 
 def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -48,6 +50,25 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         raise ConfigError(
             f"trainer.freeze={list(patterns)} leaves nothing to train: exclude something, as with '!fc.*'"
         )
+
+
+def unfreeze(model: nn.Module, frozen: Sequence[str], patterns: Sequence[str]) -> set[nn.Parameter]:
+    named = {
+        parameter: names
+        for parameter, names in with_names(model).items()
+        if not parameter.requires_grad and is_chosen(names, frozen)
+    }
+    fresh = {parameter for parameter, names in named.items() if is_chosen(names, patterns)}
+    if not fresh:
+        still = f"frozen are {shown([names[0] for names in named.values()], 6)}" if named else "nothing is frozen"
+        raise ConfigError(f"unfreeze({patterns}) fits no frozen parameter; {still}")
+    for parameter in fresh:
+        parameter.requires_grad_()
+    return fresh
+
+
+def groups_of(part: nn.Module, fresh: set[nn.Parameter], decay_all: bool) -> list[dict[str, Any]]:
+    return grouped([parameter for parameter in part.parameters() if parameter in fresh], decay_all)
 
 
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
@@ -94,13 +115,3 @@ def _checkpointed(forward: Callable[..., Any], /, *inputs: Any, **options: Any) 
     return checkpoint(
         forward, *inputs, use_reentrant=False, context_fn=lambda: (nullcontext(), restored_buffers(part)), **options
     )
-
-
-@contextmanager
-def restored_buffers(part: nn.Module) -> Iterator[None]:
-    kept = [(buffer, buffer.clone()) for buffer in part.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, value in kept:
-            buffer.copy_(value)

@@ -1,0 +1,250 @@
+"""The model of a run among its ranks. `parallel=ddp`, `dp` and `none` are one file each, which nobody else knows.
+
+weights          what is done with each parameter and buffer of a model; the moving average
+parameter_groups which parameters train, decay, and are computed twice
+shared_memory    averages gradients of ranks on one host, for ddp
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Self
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World
+from ddp_hydra.tasks import Task
+from ddp_hydra.training.data_description import shown
+from ddp_hydra.training.finite import GradientNorms, is_finite
+from ddp_hydra.training.parallel import parameter_groups, weights
+from ddp_hydra.training.parallel.weights import BufferCopy, Ema
+from ddp_hydra.training.train_step import TrainStep
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class Parallel:
+    """Owns the model of a run: builds it, wraps what trains it, and is asked for all that walks its parameters.
+
+    Its order: build, weights, freeze, activation checkpointing (`build`); then, once for each update, wrap and compile
+    (`part`). A kind of its own overrides `wrap` for steps that replicate the model, and `build`, `average`, `state` and
+    `load` where a rank does not have the whole model.
+
+    Args:
+        world: of this rank.
+
+    Attributes:
+        model: not wrapped.
+        channels_last: its convolutions have the channels last.
+        parts: the steps that train it, by the name of the update.
+    """
+
+    model: nn.Module
+
+    def __init__(self, world: World = ALONE) -> None:
+        self.world, self.channels_last = world, False
+        self.parts: dict[str, PartStep] = {}
+
+    def take(self, model: nn.Module) -> Self:
+        self.model = model
+        self.at_first = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        return self
+
+    # -- from building to the optimizer ------------------------------------------------------------------------
+
+    def build(
+        self,
+        trainer: DictConfig,
+        make: Callable[[], nn.Module],
+        device: torch.device,
+        load: Callable[[nn.Module], list[str]] | None = None,
+    ) -> list[str]:
+        # A collective, if there are weights to load. It returns what they had no value for.
+        model = make().to(device)
+        untouched = load(model) if load is not None else []
+        self.channels_last = weights.lay_out(model, trainer.channels_last)
+        parameter_groups.freeze(model, trainer.freeze)
+        parameter_groups.activation_checkpointing(model, trainer.activation_checkpointing)
+        self.take(model)
+        return untouched
+
+    def rebind(self, world: World) -> None:
+        # The model goes on in another world, and trains what it trained when it was built.
+        self.world = world
+        while self.parts:
+            self.parts.popitem()[1].release()
+        gc.collect()  # DDP's hooks at the gradients end with it
+        for parameter, is_trained in self.at_first:
+            parameter.requires_grad_(is_trained)
+            parameter.grad = None
+
+    def part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
+        # A collective.
+        if update in self.parts:
+            self.parts.pop(update).release()
+        part = self.parts[update] = self.wrap(step := TrainStep(task, self.model, update))
+        if trainer.compile is not None:
+            # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
+            mode = trainer.compile.replace("_", "-")
+            if update:
+                step.part.compile(mode=mode)  # the task finds it in the model, not in a wrapper
+            else:
+                step.wrap(partial(torch.compile, mode=mode))
+        return part
+
+    def wrap(self, step: TrainStep) -> PartStep:
+        return PartStep(step, world=self.world)
+
+    def send_others(self, task: Task) -> None:
+        # A collective. Wrappers send what a step trains; other parts of the model, and the task's own models, begin
+        # alike.
+        if self.world.size > 1:
+            modules = [self.model, *(part for part in vars(task).values() if isinstance(part, nn.Module))]
+            sent = {id(one) for part in self.parts.values() for one in weights.tensors_of(part.step)}
+            others = (one for module in modules for one in weights.tensors_of(module) if id(one) not in sent)
+            weights.broadcast(others, self.world)
+
+    # -- what walks the model ----------------------------------------------------------------------------------
+
+    def names(self, loss: nn.Module | None = None) -> dict[nn.Parameter, str]:
+        return weights.names(self.model, loss, "loss: ")  # no name of a model's
+
+    def infinite(self) -> list[str]:
+        named = self.model.named_parameters(remove_duplicate=False)
+        return [name for name, parameter in named if not is_finite(parameter)]
+
+    def may_be_infinite(self, loss: nn.Module | None = None) -> list[str]:
+        # Names of buffers, and of frozen parameters: one may be a mask.
+        named = [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
+        parameters = self.model.named_parameters(remove_duplicate=False)
+        named += [name for name, one in parameters if not one.requires_grad]
+        if loss is not None:
+            named += [f"loss.{name}" for name, _ in loss.named_buffers(remove_duplicate=False)]
+        return named
+
+    def fingerprint(self) -> tuple[int, list[bool]]:
+        # Numbers that change with weights and buffers, and what is trained.
+        versions = sum(tensor._version for tensor in weights.tensors_of(self.model))
+        return versions, [parameter.requires_grad for parameter in self.model.parameters()]
+
+    def buffer_copy(self) -> BufferCopy:
+        return BufferCopy(self.model)
+
+    def average(self, decay: float) -> Ema:
+        return Ema(self.model, decay)
+
+    def state(self) -> dict[str, Any]:
+        return self.model.state_dict()
+
+    def load(self, content: Mapping[str, Any]) -> None:
+        weights.load_weights(self.model, content)
+
+    def _refuse_several_ranks(self, name: str) -> None:
+        if self.world.size > 1:
+            raise ConfigError(
+                f"parallel={name} is for one rank, but this job has {self.world.size}: give dispatch.ranks=1"
+            )
+
+
+class PartStep:
+    """A training step among its ranks: called with a micro-batch, it returns what the task makes of it.
+
+    Args:
+        step: the training step.
+        wrapped: the module that is called instead of it; None: itself.
+        uses_all: each step has to give all trained parameters a gradient.
+        world: of this rank.
+
+    Attributes:
+        part: what the step trains: the model, or a part of it.
+        own: its parameters with their names, and those of a loss that is trained with it.
+        same_gradients: all ranks have the same gradients after the backward pass.
+        needs_even: name of a communication hook that needs losses over the same number of things in each step; "".
+        is_weighed: the gradients of the last backward pass have the factor of `send_along`.
+        send_along: sends numbers with the gradients, see `SharedGradients`; None: they take an exchange of their own.
+    """
+
+    is_weighed = False
+    send_along: Callable[..., Callable[[], Tensor]] | None = None
+
+    def __init__(
+        self, step: TrainStep, wrapped: nn.Module | None = None, uses_all: bool = False, world: World = ALONE
+    ) -> None:
+        self.step, self.world, self.part = step, world, step.part
+        self.wrapped: nn.Module = step if wrapped is None else wrapped
+        self.own = step.names()
+        self.needed = [(name, one) for one, name in self.own.items() if uses_all and one.requires_grad]
+        self.same_gradients, self.needs_even = True, ""
+
+    def __call__(self, batch: Any) -> Any:
+        return self.wrapped(batch)
+
+    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
+        return all_used(self.needed) if enabled else nullcontext()
+
+    def release(self) -> None:
+        self.wrapped = self.step
+
+    # -- gradients of the parameters that an optimizer trains --------------------------------------------------
+
+    def trained(self, optimizer: torch.optim.Optimizer) -> Named:
+        return [(self.own[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]]
+
+    def zero_gradients(self, trained: Named) -> None:
+        # In memory that stays.
+        for _, parameter in trained:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def norms(self, trained: Named, loss: Callable[[], float]) -> GradientNorms:
+        return GradientNorms(trained, loss)
+
+    @torch.no_grad()
+    def rescale(self, trained: Named, factor: float) -> None:
+        for _, parameter in trained:  # one by one: torch._foreach_mul_ rounds worse in bf16
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+
+    def clip(self, trained: Named, max_norm: float, norms: GradientNorms | None) -> Tensor:
+        # It returns the norm of all gradients together, as it was.
+        if norms is None or norms.sparse:
+            return nn.utils.clip_grad_norm_([parameter for _, parameter in trained], max_norm)
+        norms.clip([one.grad for _, one in trained if one.grad is not None], max_norm)
+        return norms.total_norm
+
+    def after_step(self) -> None: ...
+
+    def discard_gradients(self) -> None:
+        # A step was left out: later steps don't use what is left of its gradients.
+        ...
+
+    def synchronise(self, *averages: nn.Module) -> None:
+        # A collective. It makes the model and averages of it the same on all ranks, before validation or a save.
+        ...
+
+    def held_s(self) -> float:
+        # Seconds that the backward pass has waited in hooks, which DDP itself counts as part of it.
+        return 0.0
+
+    def exchange_s(self) -> float:
+        # Seconds of the last step that torch has timed, after the backward pass; NaN where they are not known.
+        return math.nan
+
+
+@contextmanager
+def all_used(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
+    # DDP fails in the step after, and gives their numbers.
+    yield
+    unused = [name for name, parameter in parameters if parameter.grad is None and parameter.requires_grad]
+    if unused:
+        raise ConfigError(
+            f"this step's loss does not depend on {shown(unused, 6)}: if that is so in each step, leave it out of the "
+            "model or freeze it by trainer.freeze; if in some steps, give parallel.find_unused_parameters=true"
+        )

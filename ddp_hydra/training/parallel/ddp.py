@@ -1,0 +1,228 @@
+"""`parallel=ddp`: DistributedDataParallel, with its communication hooks and gradients in shared memory."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World
+from ddp_hydra.training.parallel import Parallel, PartStep, weights
+from ddp_hydra.training.parallel.shared_memory import SharedGradients, has_sparse, prebuild_buckets
+from ddp_hydra.training.train_step import TrainStep
+
+NS_PER_S = 1e9
+HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
+
+
+class DDP(Parallel):
+    """Wraps a training step in DistributedDataParallel. The only rank of a job needs no wrapper.
+
+    Args:
+        world: of this rank.
+        bucket_cap_mb: MiB of gradients that travel together.
+        static_graph: the model uses the same parameters in each step, in the same order.
+        gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
+        find_unused_parameters: the model does not use all of its parameters in each step.
+        comm_hook: how gradients travel. "none": by the backend, unchanged. "shared": through memory that ranks on the
+            CPUs of one host share. "auto": "shared" where that is possible, else "none". "fp16", "bf16": in half as
+            many bytes. "powersgd": as products of thin matrices (Vogels et al., 2019). "post_local_sgd": within each
+            host only; the weights are averaged over all ranks now and then (Lin et al., 2020).
+        powersgd_rank: width of those matrices.
+        start_step: first steps in which powersgd does not compress, and post_local_sgd averages over all ranks.
+        average_every_steps: steps between two averages of the weights by post_local_sgd.
+        sync_batchnorm: BatchNorm normalises over the batches of all ranks (GPUs only).
+        batchnorm: statistics of BatchNorm. "broadcast": before each step, all ranks take the statistics of rank 0.
+            "average": each rank keeps its own, and their mean is evaluated and saved.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed, or that the device does not support.
+    """
+
+    def __init__(
+        self,
+        world: World = ALONE,
+        *,
+        bucket_cap_mb: float = 25.0,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        find_unused_parameters: bool = False,
+        comm_hook: str = "auto",
+        powersgd_rank: int = 1,
+        start_step: int = 1000,
+        average_every_steps: int = 4,
+        sync_batchnorm: bool = False,
+        batchnorm: str = "broadcast",
+    ) -> None:
+        super().__init__(world)
+        allowed = {"comm_hook": (comm_hook, HOOKS), "batchnorm": (batchnorm, ("broadcast", "average"))}
+        for name, (value, values) in allowed.items():
+            if value not in values:
+                raise ConfigError(f"parallel.{name}={value}: give one of {', '.join(values)}")
+        self.hook = comm_hook, powersgd_rank, start_step, average_every_steps
+        self.sync_batchnorm, self.own_statistics = sync_batchnorm, batchnorm == "average"
+        self.uses_all = not static_graph and not find_unused_parameters
+        self.options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "find_unused_parameters": find_unused_parameters,
+        }
+
+    def wrap(self, step: TrainStep) -> PartStep:
+        world = self.world
+        if self.sync_batchnorm and next(step.parameters()).device.type == "cpu":
+            needed = "parallel.sync_batchnorm=true needs GPUs"
+            raise ConfigError(f"{needed}: leave it out, or give parallel.batchnorm=average")
+        if world.size == 1:
+            return PartStep(step, uses_all=self.uses_all, world=world)  # DDP would only cost time
+        if self.sync_batchnorm:
+            nn.SyncBatchNorm.convert_sync_batchnorm(step)
+        unsent = weights.left_out(step)
+        weights.broadcast(unsent.values(), world)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(step, list(unsent))
+        wrapped = DistributedDataParallel(step, process_group=world.group, **self.options)
+        if self.own_statistics:
+            wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
+        if self.uses_all:
+            prebuild_buckets(wrapped, world)
+        part = DDPStep(step, wrapped, self.uses_all, world, self.own_statistics)
+        part.exchange_by(*self.hook)
+        return part
+
+
+class DDPStep(PartStep):
+    """A training step in DistributedDataParallel.
+
+    Attributes:
+        shared: averages the gradients in memory that all ranks share; None: another way.
+        averager: averages the weights now and then; None: the gradients are the same on all ranks.
+        compression: the state of a hook that keeps errors; None for none.
+        own_statistics: each rank has BatchNorm statistics of its own.
+        hook_s: seconds that the backward pass has waited in a hook.
+    """
+
+    wrapped: DistributedDataParallel
+
+    def __init__(
+        self,
+        step: TrainStep,
+        wrapped: DistributedDataParallel,
+        uses_all: bool = False,
+        world: World = ALONE,
+        own_statistics: bool = False,
+    ) -> None:
+        super().__init__(step, wrapped, uses_all, world)
+        self.own_statistics = own_statistics
+        self.shared: SharedGradients | None = None
+        self.averager: Any = None
+        self.compression: Any = None
+        self.hook_s = 0.0
+
+    def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
+        return super().sync_gradients(enabled) if enabled else self.wrapped.no_sync()
+
+    def release(self) -> None:
+        # Hooks at the gradients end with DDP's reducer, and shared memory with DDP.
+        super().release()
+        self.shared = self.send_along = self.averager = self.compression = None
+
+    def exchange_by(self, hook: str, powersgd_rank: int, start_step: int, average_every_steps: int) -> None:
+        # A collective.
+        if hook in ("auto", "shared"):
+            self.shared = _share(self.wrapped, self.world)
+            if self.shared is not None:
+                self.send_along = self.shared.send_along
+            elif hook == "shared":
+                raise ConfigError("parallel.comm_hook=shared is for dense gradients on one host's CPUs: leave it out")
+        elif hook in ("fp16", "bf16"):
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            self.wrapped.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
+        elif hook == "powersgd":
+            self.needs_even = hook  # the errors that it keeps have the weights of former steps
+            from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as powersgd
+
+            # Its error feedback needs two steps to begin with.
+            group = self.world.group
+            self.compression = powersgd.PowerSGDState(group, powersgd_rank, start_powerSGD_iter=max(2, start_step))
+            compress: Callable[..., Any] = powersgd.powerSGD_hook
+            if "nccl" not in self.world.backend:
+                compress = _one_bucket_at_a_time(compress, self)
+            self.wrapped.register_comm_hook(self.compression, compress)
+        elif hook == "post_local_sgd":
+            from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
+            from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+            on_host, _ = dist.new_subgroups(group_size=_ranks_per_host(self.world), group=self.world.group)
+            state = local_sgd.PostLocalSGDState(self.world.group, on_host, start_step)
+            self.wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
+            self.averager = PeriodicModelAverager(average_every_steps, start_step, self.world.group)
+            self.same_gradients, self.needs_even = False, hook
+
+    @property
+    def is_weighed(self) -> bool:  # type: ignore[override]
+        return self.shared is not None and self.shared.is_weighed
+
+    def held_s(self) -> float:
+        return self.hook_s if self.shared is None else self.shared.held_s
+
+    def exchange_s(self) -> float:
+        return exchange_s(self.wrapped)
+
+    def after_step(self) -> None:
+        if self.averager is not None:
+            self.averager.average_parameters(self.step.parameters())
+
+    def discard_gradients(self) -> None:
+        if self.compression is not None:
+            for memory in (self.compression.error_dict, self.compression.p_memory_dict, self.compression.q_memory_dict):
+                memory.clear()
+
+    @torch.no_grad()
+    def synchronise(self, *averages: nn.Module) -> None:
+        for model in (self.step, *averages):
+            if self.averager is not None:
+                weights.average(model.parameters(), self.world)
+            if self.own_statistics:
+                weights.average(weights.statistics(model), self.world)
+
+
+def exchange_s(wrapped: DistributedDataParallel) -> float:
+    times = wrapped._get_ddp_logging_data()
+    if "backward_comm_time" not in times:
+        return math.nan
+    return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
+
+
+def _share(wrapped: DistributedDataParallel, world: World) -> SharedGradients | None:
+    model = wrapped.module
+    dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
+    return SharedGradients.of(wrapped, world) if dense and world.is_on_one_host else None
+
+
+def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], part: DDPStep) -> Callable[[Any, Any], Any]:
+    # Gloo pairs exchanges by the order in which ranks begin them. With two buckets under way, the second exchange of
+    # one and the first exchange of the other would begin in any order.
+    def run(state, bucket):  # DDP refuses annotations that are text
+        gradients, began = hook(state, bucket), time.perf_counter()
+        gradients.wait()
+        part.hook_s += time.perf_counter() - began
+        return gradients
+
+    return run
+
+
+def _ranks_per_host(world: World) -> int:
+    every = set(world.gather_objects(world.local_size))
+    if len(every) > 1:
+        raise ConfigError(f"comm_hook=post_local_sgd needs equally many ranks on each host, not {sorted(every)}")
+    return world.local_size

@@ -1,0 +1,262 @@
+"""What is done with each parameter and buffer of a model: ranks share them, copies are kept, states loaded."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import UninitializedParameter
+
+from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.rank.world import World
+from ddp_hydra.training import plain_state
+from ddp_hydra.training.finite import STATISTICS, is_finite
+
+SENT = {
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
+}
+"""Types that gloo and NCCL both send."""
+
+
+def can_be_sent(tensor: Tensor) -> bool:
+    return tensor.dtype in SENT and tensor.layout is torch.strided and not overlaps(tensor)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.numel() > span
+
+
+def left_out(module: nn.Module) -> dict[str, Tensor]:
+    frozen = [(name, value) for name, value in module.named_parameters() if not value.requires_grad]
+    return {name: value for name, value in [*module.named_buffers(), *frozen] if not can_be_sent(value)}
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[Tensor], world: World) -> None:
+    # A collective. Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
+    for tensor in tensors:
+        if can_be_sent(tensor):
+            world.send_from_rank_0(tensor)
+        elif tensor.layout is torch.strided and not overlaps(tensor):
+            content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            world.send_from_rank_0(content)
+            tensor.copy_(content.view(tensor.dtype).reshape(tensor.shape))
+
+
+def broadcast_buffers(model: nn.Module, world: World) -> None:
+    # A collective.
+    if world.size > 1:
+        broadcast(model.buffers(), world)
+
+
+def statistics(model: nn.Module) -> Iterator[Tensor]:
+    for layer in model.modules():
+        if isinstance(layer, _BatchNorm):
+            yield from (buffer for buffer in (layer.running_mean, layer.running_var) if buffer is not None)
+
+
+def average(tensors: Iterable[Tensor], world: World) -> None:
+    # A collective.
+    for tensor in tensors:
+        world.reduce(tensor)
+        tensor /= world.size
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def names(model: nn.Module, loss: nn.Module | None = None, prefix: str = "loss.") -> dict[nn.Parameter, str]:
+    found = {parameter: name for name, parameter in model.named_parameters()}
+    for name, parameter in loss.named_parameters() if loss is not None else ():
+        found.setdefault(parameter, f"{prefix}{name}")
+    return found
+
+
+def sizes(model: nn.Module) -> tuple[int, int]:
+    # Numbers in all parameters, and in those that are trained.
+    found = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    return sum(size for size, _ in found), sum(size for size, is_trained in found if is_trained)
+
+
+def n_bytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def devices(model: nn.Module) -> list[torch.device]:
+    return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+
+
+def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
+    # It returns whether channels are last now. By default, they are where there are convolutions of images.
+    is_last = channels_last
+    if is_last is None:
+        is_last = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    if is_last:
+        model.to(memory_format=torch.channels_last)
+    return is_last
+
+
+def without_shape(model: nn.Module) -> list[str]:
+    return [name for name, one in model.named_parameters() if isinstance(one, UninitializedParameter)]
+
+
+def give_memory(model: nn.Module) -> None:
+    whole: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            strided = buffer.layout == torch.strided
+            expanded = strided and any(step == 0 < n - 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True))
+            if expanded or (strided and (buffer.is_conj() or buffer.is_neg())):
+                own = buffer.resolve_conj().resolve_neg()
+                whole.setdefault(id(buffer), own.clone(memory_format=torch.contiguous_format))
+                module._buffers[name] = whole[id(buffer)]
+
+
+class BufferCopy:
+    """A copy of the buffers of a model, which can be put back.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.pairs = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def save(self) -> None:
+        for buffer, saved in self.pairs:
+            saved.copy_(buffer)
+
+    def put_back(self) -> None:
+        for buffer, saved in self.pairs:
+            buffer.copy_(saved)
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    kept = BufferCopy(model)
+    try:
+        yield
+    finally:
+        kept.put_back()
+
+
+def load_weights(model: nn.Module, content: Mapping[str, Any]) -> None:
+    try:
+        load_copied(model, content["model"])
+    except (KeyError, TypeError, RuntimeError) as error:
+        lines = str(error).splitlines()
+        raise CheckpointError(
+            f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
+        ) from None
+
+
+def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
+    # Parameters and buffers are copied by torch; what `set_extra_state` gets may be kept, so it is a copy, too.
+    copied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    copied |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    if not isinstance(state, Mapping):
+        raise TypeError(f"it has a {type(state).__name__} in place of a model's state")
+    decoded = plain_state.decode(state)
+    for name, value in state.items():
+        if name not in copied:
+            decoded[name] = plain_state.decode(plain_state.begin_copy(value)())
+    model.load_state_dict(decoded)
+
+
+class Ema:
+    """An exponential moving average, which warms up (Polyak and Juditsky, 1992).
+
+    Args:
+        model: its weights and buffers are averaged.
+        decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
+
+    Attributes:
+        model: the average, a copy of the model.
+        steps: number of updates. It is not a tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
+            from a GPU waits for the GPU.
+        with_extra_state: modules of the average, by name, whose `get_extra_state` is taken from the model at each step.
+        infinite: names of parameters that held infinite values from the beginning, as masks do.
+
+    Raises:
+        ConfigError: the model can't be copied.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.model: nn.Module = _copied(model).requires_grad_(False)
+        self.steps = 0
+        self.with_extra_state = [
+            (name, module)
+            for name, module in self.model.named_modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        ]
+        self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        weight = 1 - min(self.decay, (1 + self.steps) / (10 + self.steps))
+        for (_, kind), (averaged, current) in self._by_type(model).items():
+            if not self.steps or kind == "copied":
+                torch._foreach_copy_(averaged, current)
+            elif kind == "averaged":
+                torch._foreach_lerp_(averaged, current, weight)
+            else:
+                for old, new in zip(averaged, current, strict=True):  # an infinite value has no average
+                    old.copy_(torch.where(old.isfinite(), torch.lerp(old, new, weight), new))
+        for name, module in self.with_extra_state:
+            module.set_extra_state(copy.deepcopy(model.get_submodule(name).get_extra_state()))
+        self.steps += 1
+
+    def _by_type(self, model: nn.Module) -> dict[tuple[torch.dtype, str], tuple[list[Tensor], list[Tensor]]]:
+        groups: dict[tuple[torch.dtype, str], tuple[list[Tensor], list[Tensor]]]
+        groups = defaultdict(lambda: ([], []))
+        for averaged, (name, current, is_buffer) in zip(_tensors(self.model), _tensors(model), strict=True):
+            group = groups[current.dtype, self._kind(name, current, is_buffer)]
+            group[0].append(averaged[1])
+            group[1].append(current)
+        return groups
+
+    def _kind(self, name: str, tensor: Tensor, is_buffer: bool) -> str:
+        is_number = (tensor.is_floating_point() and tensor.itemsize > 1) or tensor.is_complex()
+        if not is_number or tensor.layout != torch.strided:
+            return "copied"
+        may_be_infinite = name in self.infinite or (is_buffer and name.rpartition(".")[2] not in STATISTICS)
+        return "watched" if may_be_infinite else "averaged"
+
+    def state_dict(self) -> dict[str, object]:
+        return {"model": self.model.state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        load_copied(self.model, state["model"])  # type: ignore[arg-type]
+        self.steps = int(state["steps"])  # type: ignore[call-overload]
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    # A tensor that a layer has computed is no leaf, as in torch's first `weight_norm`, and can't copy itself.
+    values = (value for module in model.modules() for value in vars(module).values())
+    computed = {id(one): one.detach().clone() for one in values if isinstance(one, Tensor) and not one.is_leaf}
+    try:
+        return copy.deepcopy(model, computed)
+    except Exception as error:  # a lock, an open file
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"trainer.ema_decay needs a copy of the model, and {type(model).__name__} can't be copied "
+            f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null"
+        ) from error
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    yield from ((name, parameter, False) for name, parameter in model.named_parameters())
+    yield from ((name, buffer, True) for name, buffer in model.named_buffers())
