@@ -143,14 +143,8 @@ def captured(spoil):
     optimizer.step()
     ema = Ema(model, 0.9)
     spoil(model, ema.model, optimizer.state)
-    state = TrainingState(
-        Parallel().take(model),
-        optimizer,
-        lr_schedules.constant(optimizer, 1),
-        Position(),
-        {},
-        {"ema": ema, "scaler": None},
-    )
+    schedule, extras = lr_schedules.constant(optimizer, 1), {"ema": ema, "scaler": None}
+    state = TrainingState(Parallel().take(model), optimizer, schedule, Position(), {}, extras)
     return not_finite(state.begin_capture()(), [name for name, _ in model.named_buffers()])
 
 

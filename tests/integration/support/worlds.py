@@ -63,10 +63,8 @@ def live(
         store, size = dist.TCPStore("127.0.0.1", ports[generation], None, False), len(members)
         try:
             with joined(store, members.index(number), size, size, "gloo", 60) as world:
-                given = (None, fault, StopSignal(), None, world)
-                run = TrainingRun(
-                    settings(size, **parts), data(), None, *given, partial(furthest, world, run), run and run.parallel
-                )
+                given = (None, fault, StopSignal(), None, world, partial(furthest, world, run), run and run.parallel)
+                run = TrainingRun(settings(size, **parts), data(), None, *given)
                 began = run.position.step
                 fit(run)
                 weights = {name: value.tolist() for name, value in run.model.state_dict().items()}
