@@ -161,6 +161,39 @@ def test_one_module_knows_the_names_of_checkpoints():
     assert found == MAY_NAME_FILES_OF_TORCH
 
 
+WALKS = {"parameters", "named_parameters", "buffers", "named_buffers"}
+MAY_WALK = {
+    "builders": "parts of a task that no optimizer trains refuse gradients",
+    "callbacks": "histograms of a user",
+    "load_run": "a loss with parameters",
+    "train_step": "what DDP wraps, and a loss with parameters",
+}
+"""Modules of training/ that walk parameters or buffers outside of training/parallel, with the reason."""
+
+
+def walks(path: Path) -> bool:
+    calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return any(isinstance(called, ast.Attribute) and called.attr in WALKS for called in calls)
+
+
+def test_parallel_alone_walks_the_model():
+    others = {name: path for name, path in modules("ddp_hydra").items() if ".training.parallel" not in name}
+    found = {name for name, path in others.items() if ".training." in name and walks(path)}
+    assert found == {f"ddp_hydra.training.{name}" for name in MAY_WALK}
+    assert {name for name, path in others.items() if "torch.nn.parallel" in imports(path)} == set()
+
+
+def test_ddp_and_dp_are_known_in_their_own_files_only():
+    wrappers = {"DistributedDataParallel", "DataParallel"}
+    found = {name for name, path in modules("ddp_hydra").items() if wrappers & names_in(path)}
+    assert found == {f"ddp_hydra.training.parallel.{name}" for name in ("ddp", "dp", "shared_memory")}
+
+
+def names_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+
+
 SAME_NAME_ON_PURPOSE = {"MLP", "S3ImageFolder"}
 """A model of the starter and of a new project; a data set and the call of dask-pytorch-ddp."""
 

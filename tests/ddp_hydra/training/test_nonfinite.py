@@ -92,7 +92,7 @@ def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
 
 def test_abort_keeps_no_copies():
     guard = NonFiniteHandler("abort", 10, state())
-    assert (guard.checkpoint, guard.saved_buffers) == (None, [])
+    assert (guard.checkpoint, guard.buffers) == (None, None)
 
 
 # -- skip --------------------------------------------------------------------------------------------------
