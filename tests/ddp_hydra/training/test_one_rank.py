@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -91,6 +93,22 @@ def test_frozen_ones_need_no_gradient(group):
     wrapped = part(model)
     with wrapped.sync_gradients(True):
         model(torch.ones(2, 4)).sum().backward()
+
+
+def test_in_another_world_a_model_trains_what_it_trained_when_it_was_built(group):
+    model, ended = Branches(), []
+    model.other.requires_grad_(False)
+    owner = builders.parallel(OmegaConf.merge(config(), DDP)).take(model)
+    wrapped = owner.part(config().trainer, Task(), "").wrapped
+    weakref.finalize(wrapped, ended.append, "DDP")
+    model(torch.ones(2, 4)).sum().backward()
+    del wrapped
+    for parameter in (model.other.weight, model.one.weight):  # unfrozen, and frozen by another update
+        parameter.requires_grad_(not parameter.requires_grad)
+    owner.rebind(World())
+    assert (ended, owner.parts) == (["DDP"], {})
+    assert [part.requires_grad for part in model.parameters()] == [True, True, False, False]
+    assert [part.grad for part in model.parameters()] == [None] * 4
 
 
 def test_only_the_end_of_a_step_counts(group):

@@ -64,7 +64,9 @@ def live(
         try:
             with joined(store, members.index(number), size, size, "gloo", 60) as world:
                 given = (None, fault, StopSignal(), None, world, partial(furthest, world, run), run and run.parallel)
+                model = run and run.model
                 run = TrainingRun(settings(size, **parts), data(), None, *given)
+                assert model in (None, run.model)
                 began = run.position.step
                 fit(run)
                 weights = {name: value.tolist() for name, value in run.model.state_dict().items()}
