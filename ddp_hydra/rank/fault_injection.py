@@ -47,6 +47,10 @@ PLACES = (*PHASES[2:-1], "write")
 """Places where a fault can be triggered; `write` is in the middle of a checkpoint file, on rank 0."""
 
 
+class InjectedFault(RuntimeError):
+    """Is raised by the fault `raise`; a RuntimeError itself would count as one that comes again in each attempt."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """A fault, and when it is triggered.
@@ -185,7 +189,7 @@ def write(step: int) -> None:
 
 
 def _raise() -> None:
-    raise RuntimeError("a fault on purpose")
+    raise InjectedFault("a fault on purpose")
 
 
 def _sleep(seconds: float) -> None:

@@ -79,7 +79,7 @@ def client_to_kill(warm_server, tmp_path_factory) -> Iterator[Callable[[int], Cl
 # -- the matrix --------------------------------------------------------------------------------------------
 
 FAULTS = {
-    "raise": ("raised", "RuntimeError: a fault on purpose"),
+    "raise": ("raised", "InjectedFault: a fault on purpose"),
     "exit": ("exited", "the process exited with code 3 before its work was done"),
     "kill": ("killed", "killed by SIGKILL"),
     "segv": ("killed", "killed by SIGSEGV"),
@@ -227,7 +227,7 @@ def test_a_fault_after_the_last_checkpoint_costs_no_result(chaos, client2, unint
 def test_an_error_that_comes_again_in_the_same_step_is_not_tried_a_third_time(chaos, client2):
     story = chaos(client2, "raise,rank=1,step=9,attempt=-1")
     assert isinstance(story.error, RankFailed)
-    assert "rank 1 on 127.0.0.1: RuntimeError: a fault on purpose (in step 9)" in str(story.error)
+    assert "rank 1 on 127.0.0.1: InjectedFault: a fault on purpose (in step 9)" in str(story.error)
     assert "the same failure in step 9 in two attempts running: it was not tried again" in str(story.error)
     summary = story.summary
     assert (summary["status"], summary["restarts"], len(summary["attempts"])) == ("failed", 1, 2)

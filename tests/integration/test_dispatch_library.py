@@ -21,6 +21,7 @@ from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
 from ddp_hydra.training.checkpoint import CheckpointSaver, read
+from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.state import Position, TrainingState
 from tests.support.interrupts import interrupt_once_waiting
 
@@ -49,7 +50,8 @@ def save(world: World, run: Path, deadly_step: int) -> int:
     begun = read(find_checkpoint(run))["position"]["step"] if fatal.exists() else 0
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    state = TrainingState(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer), Position(begun), {})
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    state = TrainingState(Parallel().take(model), optimizer, schedule, Position(begun), {})
 
     def write(path: Path) -> None:
         if state.position.step == deadly_step and not fatal.exists():

@@ -63,7 +63,7 @@ def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, noth
     found = rows(folder)
     assert states(folder) == ["done"] + ["failed"] * 5
     for number, words in {
-        1: "RuntimeError: a fault on purpose",
+        1: "InjectedFault: a fault on purpose",
         2: "SIGSEGV",
         3: "SIGKILL",
         4: "no progress",
