@@ -88,6 +88,10 @@ class NonFiniteLoss(DdpHydraError):
         self.consequence = consequence
 
 
+class WorldLeft(DdpHydraError):
+    """The rank has left its world between two steps, as it was asked to; what it has trained is kept."""
+
+
 class SweepFailed(DdpHydraError):
     """Some jobs of a sweep failed; the others have run."""
 

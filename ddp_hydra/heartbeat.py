@@ -25,15 +25,16 @@ UNREADY = ("join", "run", "start")
 """Phases in which the rank does not look at requests and has nothing to save."""
 DONE = ("log", "validate", "save", "end")
 """Phases after the optimizer's step."""
-REASONS = ("", "interrupt", "time_limit", "preemption", "callback", "pause", "done")
+REASONS = ("", "interrupt", "time_limit", "preemption", "callback", "pause", "done", "leave")
 """Reasons why a rank finishes early. The page holds the index of one that it is asked for; a pause needs no asking.
 
-With `done`, a callback ends the run as if at its last step: the run is not interrupted.
+With `done`, a callback ends the run as if at its last step: the run is not interrupted. With `leave`, the ranks leave
+their world after the step and keep the run, for another world.
 """
 
 _STATE = struct.Struct("<QqBB")  # ticks, step, phase, first
 _TICKS, _PLACE = struct.Struct("<Q"), struct.Struct("<qBB")
-_FINISH, _DIE, _SAVING, _SIZE = 64, 65, 66, 128
+_FINISH, _DIE, _SAVING, _LEAVE, _DONE, _SIZE = 64, 65, 66, 67, 72, 128
 SAVE_S = 30.0
 """Longest wait for a checkpoint that is being saved when the gang has failed."""
 
@@ -114,6 +115,18 @@ class SharedStatus:
         return bool(self.memory[_DIE])
 
     @property
+    def leave(self) -> bool:
+        """Return whether the rank is asked to leave its world; it does so between two steps, with all others."""
+        return bool(self.memory[_LEAVE])
+
+    def stay(self) -> None:
+        self.memory[_LEAVE] = 0
+
+    def commit(self, steps: int) -> None:
+        """Set how many steps are done: their exchange, vote and update have returned."""
+        _TICKS.pack_into(self.memory, _DONE, steps)
+
+    @property
     def saving(self) -> bool:
         return bool(self.memory[_SAVING])
 
@@ -129,6 +142,14 @@ class SharedStatus:
 
     def ask_to_finish(self, reason: int) -> None:
         self.memory[_FINISH] = self.memory[_FINISH] or reason
+
+    @property
+    def steps_done(self) -> int:
+        done: int = _TICKS.unpack_from(self.memory, _DONE)[0]
+        return done
+
+    def ask_to_leave(self) -> None:
+        self.memory[_LEAVE] = 1
 
     def ask_to_die(self) -> None:
         self.memory[_DIE] = 1

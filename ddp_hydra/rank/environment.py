@@ -42,16 +42,8 @@ def of_rank(
         error_file: where torch's `record` writes the error of a script.
         gpu: position of the rank's GPU among the visible ones; None for `preferred_gpu`.
     """
-    variables = without_dasks_limits(os.environ) | {
-        "RANK": str(spec.rank),
-        "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_RANK": str(spec.local_rank),
-        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
-        "NODE_RANK": str(spec.node_rank),
-        "GROUP_RANK": str(spec.node_rank),
-        "GROUP_WORLD_SIZE": str(spec.nodes),
-        "ROLE_RANK": str(spec.rank),
-        "ROLE_WORLD_SIZE": str(spec.world_size),
+    variables = without_dasks_limits(os.environ) | of_place(spec)
+    variables |= {
         "ROLE_NAME": "default",
         "TORCHELASTIC_RUN_ID": job.gang,
         "TORCHELASTIC_RESTART_COUNT": str(job.attempt),
@@ -66,6 +58,21 @@ def of_rank(
     own = preferred_gpu(spec) if gpu is None else gpu
     # A script takes the GPU of its local rank.
     return variables | own_gpu_first(variables, own if job.makes_group else own - spec.local_rank)
+
+
+def of_place(spec: RankSpec) -> dict[str, str]:
+    """Return the variables that a rank's place in its world decides."""
+    return {
+        "RANK": str(spec.rank),
+        "WORLD_SIZE": str(spec.world_size),
+        "LOCAL_RANK": str(spec.local_rank),
+        "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+        "NODE_RANK": str(spec.node_rank),
+        "GROUP_RANK": str(spec.node_rank),
+        "GROUP_WORLD_SIZE": str(spec.nodes),
+        "ROLE_RANK": str(spec.rank),
+        "ROLE_WORLD_SIZE": str(spec.world_size),
+    }
 
 
 def preferred_gpu(spec: RankSpec) -> int:

@@ -1,4 +1,7 @@
-"""One rank: a process with its own interpreter, inside the gang's process group.
+"""One rank: a process with its own interpreter, in one world of its gang after the other.
+
+A call in a world is all that most processes do. One that has left its world, or has lost it with another rank and is to
+live on, waits for the next call. A process never goes on after its function has raised anything else.
 
 Every function ends with an end record, which holds its return value or the error that it raised. Nothing has to be
 unpickled to read the record.
@@ -29,25 +32,25 @@ from hydra.errors import InstantiationException
 from ddp_hydra import forked, heartbeat, results
 from ddp_hydra.console.signals import own_handler
 from ddp_hydra.console.text import TRACE_CHARS, is_deterministic, message_of, shorten, shortened, user_location
-from ddp_hydra.errors import DdpHydraError, Failure
+from ddp_hydra.errors import DdpHydraError, Failure, WorldLeft
 from ddp_hydra.rank import environment, fault_injection, return_values
 from ddp_hydra.rank.spec import RankLaunch
-from ddp_hydra.rank.world import World, joined, meet
+from ddp_hydra.rank.world import World, joined, leave_process_group, meet
 from ddp_hydra.record import End, Record
 
+MAX_FDS = 4
 MAX_FILES = 4
 """Number of files in a rank's outbox at which it waits for the client to fetch one."""
 
 
-def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, listener_fd: int | None) -> int:
+def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int) -> int:
     """Run one rank; called in the process that the fork server forked for it.
 
     Args:
         title: of the process, as `ps` shows it.
         launch_fd: a file with a `RankLaunch`.
-        control_fd: socket to the worker's task: records go out, the rendezvous comes in.
+        control_fd: socket to the worker's task: records go out; the rendezvous, and further launches, come in.
         shared_status_fd: the page of memory in which this rank writes where it is.
-        listener_fd: the socket on which rank 0 serves the rendezvous.
     """
     from setproctitle import setproctitle
 
@@ -62,33 +65,91 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int, lis
     signal.signal(signal.SIGINT, own_handler(lambda *_: None))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with os.fdopen(launch_fd, "rb") as launch_file:
-        launch_file.seek(0)  # its position is at the end
-        launch = msgspec.msgpack.decode(launch_file.read(), type=RankLaunch)
-    job, spec, settings = launch.job, launch.spec, launch.job.settings
-    if job.is_script:  # it ends at once also in a collective, unless it has a handler of its own
+    launch = read_launch(launch_fd)
+    if launch.job.is_script:  # it ends at once also in a collective, unless it has a handler of its own
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    take_helper(settings.data_workers)
+    take_helper(launch.job.settings.data_workers)
     control = socket.socket(fileno=control_fd)
-    sender = SocketSender(control, Path(launch.outbox))
-    results.connect(sender, spec.rank, job.attempt, settings.retry_s)
-    fault_injection.install(spec.rank, job.attempt, {"worker": launch.worker_pid, "nanny": launch.nanny_pid})
+    worlds = Worlds(launch, control, shared_status)
+    return report_end(worlds.live)
 
-    def work() -> Any:
+
+def read_launch(fd: int) -> RankLaunch:
+    with os.fdopen(fd, "rb") as file:
+        file.seek(0)  # its position is at the end
+        return msgspec.msgpack.decode(file.read(), type=RankLaunch)
+
+
+class Worlds:
+    """The worlds of a process, one after the other.
+
+    Args:
+        launch: for the first one.
+        control: socket to the worker's task.
+        shared_status: of this rank.
+    """
+
+    def __init__(self, launch: RankLaunch, control: socket.socket, shared_status: heartbeat.SharedStatus) -> None:
+        self.control, self.shared_status = control, shared_status
+        self.kept: dict[str, Any] = {}
+        self.lines, self.fds = b"", list[int]()
+        self.enter(launch)
+
+    def enter(self, launch: RankLaunch) -> None:
+        self.launch, rank, attempt = launch, launch.spec.rank, launch.job.attempt
+        os.environ.update(environment.of_place(launch.spec))
+        results.connect(SocketSender(self.control, Path(launch.outbox)), rank, attempt, launch.job.settings.retry_s)
+        pids = {"worker": launch.worker_pid, "nanny": launch.nanny_pid}
+        fault_injection.install(rank, attempt + launch.job.generation, pids)
+
+    def live(self) -> Any:
+        """Make this process's calls, each in its world; return what the last one returns."""
+        while True:
+            try:
+                return self.perform()
+            except Exception as error:
+                if not self.goes_on_after(error):
+                    raise
+                print(f"rank {self.launch.spec.rank} waits for another world: {message_of(error)}")  # noqa: T201
+                leave_process_group()
+                heartbeat.connect(self.shared_status)  # without the hooks of the last call
+                heartbeat.at("join", self.shared_status.steps_done)
+                if "launch" not in self.hear():
+                    raise
+            self.shared_status.stay()
+            self.enter(read_launch(self.fds.pop(0)))
+
+    def goes_on_after(self, error: Exception) -> bool:
+        is_lost = self.launch.job.lives_on and isinstance(error, RuntimeError) and describe(error).is_symptom
+        return isinstance(error, WorldLeft) or (is_lost and "CUDA error" not in str(error))
+
+    def perform(self) -> Any:
+        job, spec, settings = self.launch.job, self.launch.spec, self.launch.job.settings
         set_threads(settings.threads, spec.local_world_size)
-        with control.makefile("rb") as lines:  # the worker's task sends where rank 0 listens
-            host, port = json.loads(lines.readline())["rendezvous"]
-        store = meet(spec.rank, host, port, settings.timeout_s, listener_fd)
-        place = store, spec.rank, spec.world_size, spec.local_world_size
-        with joined(*place, settings.backend, settings.timeout_s, job.makes_group) as world:
+        host, port = self.hear()["rendezvous"]
+        store = meet(spec.rank, host, port, settings.timeout_s, self.fds.pop(0) if spec.rank == 0 else None)
+        place = store, spec.rank, spec.world_size, spec.local_world_size, settings.backend, settings.timeout_s
+        with joined(*place, job.makes_group, job.generation, self.kept) as world:
             project = job.project.sha256 if job.project else ""
             print(f"rank {spec.rank} of {spec.world_size}: {describe_place(project)}")  # noqa: T201
             heartbeat.at("run", 0)
             value = perform(job.call, world)
-            heartbeat.at("end", shared_status.step)
+            heartbeat.at("end", self.shared_status.step)
         return value
 
-    return report_end(work)
+    def hear(self) -> dict[str, Any]:
+        """Return the next message of the worker's task; {} if it has ended. Descriptors that come along are kept."""
+        while b"\n" not in self.lines:
+            data, fds, _, _ = socket.recv_fds(self.control, 2**16, MAX_FDS)
+            for fd in fds:
+                os.set_inheritable(fd, False)
+            self.fds += fds
+            if not data:
+                return {}
+            self.lines += data
+        line, _, self.lines = self.lines.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
 
 
 def take_helper(data_workers: int | None) -> None:

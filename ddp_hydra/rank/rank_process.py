@@ -111,20 +111,10 @@ class RankProcess:
         output, their_end = os.pipe()
         self.stack.callback(os.close, output)
         their_output = self.stack.enter_context(os.fdopen(their_end, "wb", buffering=0))
-        share = self.share()
+        share = self.device = self.share()
         launch_file = self.write_launch_file(share)
         fds = [theirs.fileno(), their_output.fileno(), self.shared_status_fd, launch_file.fileno()]
-        if self.spec.rank == 0:
-            interface = self.job.settings.interface
-            host = network.address_of(interface) if interface else self.spec.host
-            listener = self.stack.enter_context(network.bind(host, self.job.settings.port_range))
-            fds.append(listener.fileno())
-            rendezvous = host, listener.getsockname()[1]
-            self.send({"rendezvous": rendezvous})
-            self.context.sender.say(0, Up(rendezvous))
-            self.context.sender.flush(at_once=True)  # the others wait for it; what follows may take seconds
-        else:
-            self.context.sender.say(self.spec.rank, Up())
+        self.open_rendezvous()
         fork_client.hold()
         preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
@@ -135,6 +125,27 @@ class RankProcess:
         self.relay.start(self.control, output)
         self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
         self.stack.callback(self.leave_server)
+
+    def open_rendezvous(self) -> None:
+        """Have the rank's process serve the place where the ranks meet, if it is rank 0."""
+        if self.spec.rank == 0:
+            interface = self.job.settings.interface
+            host = network.address_of(interface) if interface else self.spec.host
+            with network.bind(host, self.job.settings.port_range) as listener:
+                rendezvous = host, listener.getsockname()[1]
+                self.send({"rendezvous": rendezvous}, listener.fileno())
+            self.context.sender.say(0, Up(rendezvous))
+            self.context.sender.flush(at_once=True)  # the others wait for it; what follows may take seconds
+        else:
+            self.context.sender.say(self.spec.rank, Up())
+
+    def launch_again(self, job: JobSpec, spec: RankSpec) -> None:
+        """Have the process, which has left its world or lost it, take another place, in the next world."""
+        self.job, self.spec, self.relay.spec = job, spec, spec
+        self.outbox = outbox.folder(self.worker, job.topic, spec.rank)
+        with self.write_launch_file(self.device) as file:
+            self.send({"launch": True}, file.fileno())
+        self.open_rendezvous()
 
     def leave_server(self) -> None:
         if self.server in self.selector.get_map():
@@ -154,8 +165,8 @@ class RankProcess:
 
     # -- the start -----------------------------------------------------------------------------------------
 
-    def send(self, message: inbox.Message) -> None:
-        self.control.sendall(json.dumps(message).encode() + b"\n")
+    def send(self, message: inbox.Message, *fds: int) -> None:
+        socket.send_fds(self.control, [json.dumps(message).encode() + b"\n"], fds)
 
     def request(self, share: device_leases.Share) -> dict[str, Any]:
         spec, job, settings = self.spec, self.job, self.job.settings
@@ -264,6 +275,8 @@ class RankProcess:
             self.stop(finish_checkpoint=bool(message.get("finish_checkpoint")))
         elif "finish" in message:
             self.shared_status.ask_to_finish(message["finish"])
+        elif "leave" in message:
+            self.shared_status.ask_to_leave()
         elif "stacks" in message:
             self.request_stacks()
         elif "preempted" in message:

@@ -16,7 +16,7 @@ from ddp_hydra.checked import prepare
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 """Grows with each change of the structs below."""
 
 
@@ -118,6 +118,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
             all its jobs get equally many threads. Empty outside of a sweep.
         is_script: the call is a `Script`: it makes its process group itself, ends as a program does, and may save
             something when it gets SIGTERM.
+        generation: how many worlds the attempt had before.
+        lives_on: a rank that has lost the others waits for its next world, instead of ending.
         format, version: of the ddp_hydra that has made this.
     """
 
@@ -129,6 +131,8 @@ class JobSpec(Struct, frozen=True, kw_only=True):
     settings: GangSettings = GangSettings()
     ranks_on_host: dict[str, int] = {}
     is_script: bool = False
+    generation: int = 0
+    lives_on: bool = False
     format: int = FORMAT
     version: str = ddp_hydra.__version__
 

@@ -10,7 +10,7 @@ import select
 import selectors
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -173,8 +173,30 @@ class WorkerTask(RankContext):
     def on_inbox(self) -> None:
         for number, message in self.box.take(self.job.attempt):
             self.is_closing |= "preempted" in message
+            if "world" in message:
+                self.form(JobSpec.decode(message["world"]), message["places"])
+                continue
             for rank in self.ranks.values() if number is None else filter(None, [self.ranks.get(number)]):
                 rank.on_message(message)
+
+    def form(self, job: JobSpec, places: Mapping[int, int]) -> None:
+        """Bring the ranks of this worker into the gang's next world; start those that no process can become.
+
+        Args:
+            job: of the next world.
+            places: new rank -> the rank that its process was; all processes that still run are among them.
+        """
+        self.job, former, self.ranks = job, self.ranks, {}
+        self.specs = [spec for spec in job.ranks if spec.worker == self.worker.address]
+        for spec in self.specs:
+            self.sender.ended.pop(spec.rank, None)
+            if spec.rank in places:
+                self.ranks[spec.rank] = former[places[spec.rank]]
+                self.ranks[spec.rank].launch_again(job, spec)
+            else:
+                outbox.folder(self.worker, job.topic, spec.rank)
+                self.start(spec)
+        self.sender.flush(at_once=True)
 
     # -- before the ranks start ----------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -40,6 +40,8 @@ class World:
         cpu_group: the group for tensors on the CPU; it is `group`, if that has gloo.
         backend: of the group; "" without one.
         timeout_s: of collectives.
+        generation: how many worlds the gang had before.
+        kept: what this process keeps from one world for the next.
     """
 
     rank: int = 0
@@ -49,6 +51,8 @@ class World:
     cpu_group: Any = None
     backend: str = ""
     timeout_s: float = 1800.0
+    generation: int = 0
+    kept: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_on_one_host(self) -> bool:
@@ -196,6 +200,8 @@ def joined(
     backend: str = "auto",
     timeout_s: float = 1800.0,
     makes_group: bool = True,
+    generation: int = 0,
+    kept: dict[str, Any] | None = None,
 ) -> Iterator[World]:
     """Join a world and its process group; leave them after the block.
 
@@ -207,6 +213,7 @@ def joined(
         backend: gloo, nccl, or auto: see `choose_backend`.
         timeout_s: of collectives, also of other groups that are made inside the block.
         makes_group: whether to make the process group; otherwise the code inside the block does.
+        generation, kept: see `World`.
     """
     timeout = timedelta(seconds=timeout_s)
     with default_timeout(timeout):
@@ -225,7 +232,8 @@ def joined(
         store.add("ddp_hydra/joined", 1)
         while rank == 0 and not makes_group and store.add("ddp_hydra/joined", 0) < size:
             time.sleep(0.005)  # a script may end by os._exit, and the store with it
-        yield World(rank, size, local_size, group, cpu_group, used, timeout_s)
+        own = {} if kept is None else kept
+        yield World(rank, size, local_size, group, cpu_group, used, timeout_s, generation, own)
         # Not in a `finally`: a rank that failed must not wait for others, and must not hide its error.
         while store.add("ddp_hydra/joined", 0) < size:
             time.sleep(0.005)  # ranks that still connect would take the end of this one for a crash

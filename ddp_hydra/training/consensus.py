@@ -33,6 +33,7 @@ class Decision:
     n: tuple[float, ...] = field(default=(), compare=False)
 
 
+LEAVE = heartbeat.REASONS.index("leave")
 FIELDS = 5
 """Numbers of a vote before the numbers of the ranks."""
 
@@ -168,8 +169,9 @@ class StopSignal:
     def reason(self) -> int:
         if self.deadline is not None and time.monotonic() >= self.deadline:
             return heartbeat.REASONS.index("time_limit")
-        return heartbeat.here().finish or self.asked
+        here = heartbeat.here()
+        return here.finish or self.asked or (LEAVE if here.leave else 0)
 
     def interrupted(self) -> int:
         reason = self.reason()
-        return 0 if heartbeat.REASONS[reason] == "done" else reason
+        return 0 if heartbeat.REASONS[reason] in ("done", "leave") else reason

@@ -25,7 +25,7 @@ from ddp_hydra.training import build_data, builders, memory, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.consensus import Decision, StopSignal
+from ddp_hydra.training.consensus import LEAVE, Decision, StopSignal
 from ddp_hydra.training.lr_schedules import steps_in_epoch
 from ddp_hydra.training.metrics import Count, Meter, count, named
 from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
@@ -67,10 +67,18 @@ def train(
     ):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
             given = (paths.get("weights"), fault, stop_signal, kept, world)
-            run = TrainingRun(cfg, train_set, val_set, *given, lambda: resumed(world, paths.get("resume")))
+            saved = lambda: begin_from(world, paths.get("resume"))  # noqa: E731
+            run = world.kept["run"] = TrainingRun(cfg, train_set, val_set, *given, saved)
             fit(run)
+            world.kept.clear()
             summary = summarise(run)
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(world, train_set, val_set))}
+
+
+def begin_from(world: World, checkpoint: Path | None) -> dict[str, Any]:
+    # A collective. What this process has trained in the world before goes before a checkpoint.
+    found = furthest(world, world.kept.get("run")) if world.generation else {}
+    return found or resumed(world, checkpoint)
 
 
 def resumed(world: World, checkpoint: Path | None) -> dict[str, Any]:
@@ -133,6 +141,8 @@ def fit(run: TrainingRun) -> None:
 
             if due.log:
                 run.log_interval(hold=not run.stop and (due.validate or due.leave or ends_epoch))
+            if run.stop == LEAVE:
+                run.leave()
             if due.validate:
                 validate_amid_epoch(run, due)
             elif due.save:

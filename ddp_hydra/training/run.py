@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from omegaconf import DictConfig
@@ -15,6 +15,7 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import draws
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.errors import WorldLeft
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import build_data, builders, load_run, memory, setup
@@ -111,6 +112,7 @@ class TrainingRun:
         if before:
             progress.move(self.state.scheduler)
         self.state.check()
+        heartbeat.here().commit(self.position.step)
 
         total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
         self.cadence = Cadence.from_config(cfg.trainer, total_steps)
@@ -282,6 +284,7 @@ class TrainingRun:
         if updated and self.ema is not None:
             self.ema.update(self.model)
         self.position.advance(self.sampler.global_batch)
+        heartbeat.here().commit(self.position.step)
         self.schedule_progress.move(self.state.scheduler)
 
     def end_epoch(self) -> dict[str, float]:
@@ -337,9 +340,21 @@ class TrainingRun:
     def save_mid_epoch(self) -> None:
         # A collective.
         heartbeat.at("save", self.position.step)
-        self.state.validation_due = self.epoch_is_over or self.cadence.validates_amid_epoch(self.position.step)
+        self._owe_validation()
         self.synchronise()
         self._save(best=False)
+
+    def _owe_validation(self) -> None:
+        self.state.validation_due = self.epoch_is_over or self.cadence.validates_amid_epoch(self.position.step)
+
+    def leave(self) -> NoReturn:
+        # A collective.
+        self._owe_validation()
+        self.synchronise()
+        self.call("checkpoint")
+        self._remember()
+        self.checkpoints.wait()
+        raise WorldLeft(f"the rank has left its world after step {self.position.step}")
 
     def save_validated(self, may_be_best: bool, only_best: bool = False) -> None:
         metric, direction = self.cfg.objective.metric, self.cfg.objective.direction

@@ -87,6 +87,17 @@ def test_taking_a_page_closes_its_descriptor_and_keeps_what_is_on_it(page):
     same.close()
 
 
+def test_the_page_tells_the_steps_that_are_done_and_the_wish_to_leave_which_ends_with_the_world(page):
+    shared_status, _ = page
+    assert (shared_status.steps_done, shared_status.leave) == (0, False)
+    shared_status.commit(2**40)
+    shared_status.ask_to_leave()
+    assert (shared_status.steps_done, shared_status.leave) == (2**40, True)
+    assert (shared_status.finish, shared_status.die, shared_status.saving) == (0, False, False)
+    shared_status.stay()
+    assert not shared_status.leave
+
+
 def test_before_a_rank_is_there_its_page_says_that_it_joins_for_the_first_time(page):
     assert page[0].read() == Place(0, 0, "join", first=True)
 

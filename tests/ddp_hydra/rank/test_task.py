@@ -276,14 +276,19 @@ def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_lon
 
 @pytest.mark.parametrize(
     ("message", "page"),
-    [({"finish": 1}, (1, False)), ({"preempted": True}, (3, False)), ({"stop": True}, (0, True))],
+    [
+        ({"finish": 1}, (1, False, False)),
+        ({"preempted": True}, (3, False, False)),
+        ({"stop": True}, (0, True, False)),
+        ({"leave": True}, (0, False, True)),
+    ],
 )
 def test_what_the_client_asks_of_a_rank_is_on_its_page(message, page, worker):
     with rank_of(worker) as one:
         one.exit = {"exit": 0}  # it hears no signal any more
         one.task.box.put(message)
         one.task.on_inbox()
-        assert (one.shared_status.finish, one.shared_status.die) == page
+        assert (one.shared_status.finish, one.shared_status.die, one.shared_status.leave) == page
     assert [record.kind for record in worker.said] == ["preempted"] * ("preempted" in message)
 
 

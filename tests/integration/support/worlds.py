@@ -1,94 +1,95 @@
-"""Processes that live through several worlds; `python -m tests.integration.support.worlds <worlds> <parts> <folder>`.
-
-They are forks of a process that has no threads and has computed nothing. It prints, as JSON, how each has ended, and
-what the members of the last world came to.
-"""
+"""A gang whose processes live through several worlds: a driver for tests, on the engine's own tasks and messages."""
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import sys
-import traceback
-from collections.abc import Sequence
-from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
+import os
+import queue
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from omegaconf import OmegaConf
+import cloudpickle
+from distributed import Client
 
-from ddp_hydra import heartbeat, results
-from ddp_hydra.dispatch.inline import DirectSender
-from ddp_hydra.rank import fault_injection
-from ddp_hydra.rank.world import joined, leave_process_group
-from ddp_hydra.training.consensus import StopSignal
-from ddp_hydra.training.loop import fit, furthest
-from ddp_hydra.training.run import TrainingRun
-from tests.ddp_hydra.training.loop_runs import Numbers, config
+from ddp_hydra.cluster.connection import workers_of
+from ddp_hydra.dispatch import placement
+from ddp_hydra.dispatch.attempt import Attempt
+from ddp_hydra.dispatch.workers import WorkerClient
+from ddp_hydra.rank import inbox
+from ddp_hydra.rank.spec import GangSettings, JobSpec
+from ddp_hydra.record import End, Log, Record, Up
 
-GLOBAL_BATCH, KILLED = 12, 2
-FORK = multiprocessing.get_context("fork")
+WAIT_S = 60.0
 
 
-def settings(ranks: int, **parts: Any) -> Any:
-    changed = OmegaConf.merge(
-        config(epochs=3, ema_decay=0.9),
-        {"data": {"batch_size": GLOBAL_BATCH // ranks}, "objective": {"metric": "train/loss", "direction": "minimize"}},
-        parts,
-    )
-    changed.optimizer = {"_target_": "torch.optim.Adam", "lr": 0.1}
-    return changed
+class WorldGang:
+    """Starts ranks on one worker, and brings their processes into one world after the other.
 
+    Args:
+        client: of the cluster.
 
-def data() -> Numbers:
-    return Numbers(2 * GLOBAL_BATCH)
+    Attributes:
+        ended: rank -> how it has ended in this world.
+        output: what the ranks have written.
+    """
 
+    def __init__(self, client: Client) -> None:
+        self.client, self.name = client, f"worlds-{os.urandom(4).hex()}"
+        self.worker = min(workers_of(client))
+        self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.ended: dict[int, End] = {}
+        self.output = ""
 
-def live(
-    number: int, worlds: Sequence[Sequence[int]], ports: Sequence[int], folder: Path, told: Connection, parts: Any
-) -> None:
-    """Be the member `number` of each world that has it."""
-    torch.set_num_threads(1)
-    heartbeat.connect(None)
-    results.connect(DirectSender(lambda record: None, folder))
-    fault_injection.install(number, 0, {})
-    fault = fault_injection.activate([f"kill,rank={KILLED},step=3,at=backward"])
-    run = None
-    for generation, members in enumerate(worlds):
-        if number not in members:
-            continue
-        store, size = dist.TCPStore("127.0.0.1", ports[generation], None, False), len(members)
-        try:
-            with joined(store, members.index(number), size, size, "gloo", 60) as world:
-                given = (None, fault, StopSignal(), None, world, partial(furthest, world, run), run and run.parallel)
-                model = run and run.model
-                run = TrainingRun(settings(size, **parts), data(), None, *given)
-                assert model in (None, run.model)
-                began = run.position.step
-                fit(run)
-                weights = {name: value.tolist() for name, value in run.model.state_dict().items()}
-                told.send((began, run.position.step, weights, run.metrics["train/loss"]))
-        except RuntimeError:  # a member is lost
-            traceback.print_exc()
-            leave_process_group()
+    def job(self, ranks: int, call: tuple[Any, ...], generation: int) -> JobSpec:
+        settings = GangSettings(name="worlds", ranks=ranks, backend="gloo", threads=1, timeout_s=60, cwd="/")
+        return JobSpec(
+            gang=self.name,
+            attempt=0,
+            ranks=tuple(placement.plan({self.worker: "127.0.0.1"}, ranks, ranks)),
+            call=cloudpickle.dumps(call),
+            settings=settings,
+            generation=generation,
+            lives_on=True,
+        )
 
+    def start(self, ranks: int, *call: Any) -> None:
+        job = self.job(ranks, call, 0)
+        self.client.subscribe_topic(job.topic, self.events.put)
+        self.workers = WorkerClient(self.client, job)
+        self.future = Attempt.submit(self.workers, self.worker, job)  # type: ignore[arg-type]
 
-def main(worlds: Sequence[Sequence[int]], parts: Any, folder: Path) -> None:
-    servers = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) for _ in worlds]
-    ports, pipes, members = [server.port for server in servers], {}, {}
-    for number in sorted({number for world in worlds for number in world}):
-        pipes[number], end = FORK.Pipe(False)
-        members[number] = FORK.Process(target=live, args=(number, worlds, ports, folder, end, parts))
-        members[number].start()
-        end.close()
-    found = [pipes[number].recv() for number in worlds[-1]]
-    for member in members.values():
-        member.join()
-    print(json.dumps({"exits": [member.exitcode for member in members.values()], "found": found}))
+    def form(self, ranks: int, places: Mapping[int, int], *call: Any) -> None:
+        """Form the next world; `places` says of each new rank which one its process was."""
+        job = self.job(ranks, call, 1)
+        self.workers.specs = job.ranks
+        self.ended.clear()
+        self.send({"world": job.encode(), "places": dict(places)})
 
+    def send(self, message: inbox.Message) -> None:
+        answers = self.workers.call([self.worker], inbox.deliver, self.name, 0, None, message)
+        assert answers == {self.worker: True}
 
-if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]))
+    def read(self, until: Callable[[], bool]) -> None:
+        while not until():
+            try:
+                _, message = self.events.get(timeout=WAIT_S)
+            except queue.Empty:
+                raise AssertionError(f"nothing more came of the ranks:\n{self.output}") from None
+            for record in map(Record.decode, message.split(b"\n")):
+                match record.data:
+                    case Up(rendezvous) if rendezvous is not None:
+                        self.workers.send({"rendezvous": rendezvous}, range(1, len(self.workers.specs)))
+                    case End() as end:
+                        self.ended[record.rank] = end
+                    case Log(text):
+                        self.output += text
+
+    def values(self) -> list[Any]:
+        self.read(lambda: len(self.ended) == len(self.workers.specs))
+        ends = [self.ended[rank] for rank in range(len(self.workers.specs))]
+        assert all(end.value is not None for end in ends), self.output
+        return [self.workers.returned(rank, end.value) for rank, end in enumerate(ends) if end.value is not None]
+
+    def close(self) -> None:
+        self.workers.stop(range(len(self.workers.specs)))
+        self.client.cancel([self.future], force=True)
+        self.client.unsubscribe_topic(self.name)
