@@ -66,18 +66,21 @@ def train(
         opened(cfg, "val", device, train_set, world) as val_set,
     ):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
-            given = (paths.get("weights"), fault, stop_signal, kept, world)
-            saved = lambda: begin_from(world, paths.get("resume"))  # noqa: E731
-            run = world.kept["run"] = TrainingRun(cfg, train_set, val_set, *given, saved)
+            before = world.kept.get("run")
+            weights = None if world.generation else paths.get("weights")  # else the state of the world before is taken
+            given = (weights, fault, stop_signal, kept, world)
+            saved = lambda: begin_from(world, before, paths.get("resume"))  # noqa: E731
+            parallel = before.parallel if before is not None else None
+            run = world.kept["run"] = TrainingRun(cfg, train_set, val_set, *given, saved, parallel)
             fit(run)
             world.kept.clear()
             summary = summarise(run)
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(world, train_set, val_set))}
 
 
-def begin_from(world: World, checkpoint: Path | None) -> dict[str, Any]:
+def begin_from(world: World, before: TrainingRun | None, checkpoint: Path | None) -> dict[str, Any]:
     # A collective. What this process has trained in the world before goes before a checkpoint.
-    found = furthest(world, world.kept.get("run")) if world.generation else {}
+    found = furthest(world, before) if world.generation else {}
     return found or resumed(world, checkpoint)
 
 

@@ -352,7 +352,7 @@ class TrainingRun:
         self._owe_validation()
         self.synchronise()
         self.call("checkpoint")
-        self._remember()
+        self.state.gather(self.world)
         self.checkpoints.wait()
         raise WorldLeft(f"the rank has left its world after step {self.position.step}")
 

@@ -48,9 +48,11 @@ def settings(ranks: int, **parts: Any) -> Any:
 
 
 def built(world: World, parts: Any, faults: list[str]) -> TrainingRun:
-    data, fault = loop_runs.Numbers(2 * GLOBAL_BATCH), fault_injection.activate(faults)
-    given = (data, None, None, fault, StopSignal(), None, world)
-    return TrainingRun(settings(world.size, **parts), *given, lambda: begin_from(world, None))
+    data, fault, before = loop_runs.Numbers(2 * GLOBAL_BATCH), fault_injection.activate(faults), world.kept.get("run")
+    given = (data, None, None, fault, StopSignal(), None, world, lambda: begin_from(world, before, None))
+    run = TrainingRun(settings(world.size, **parts), *given, before and before.parallel)
+    assert before is None or run.model is before.model
+    return run
 
 
 @in_world

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ class WorldGang:
 
     Attributes:
         ended: rank -> how it has ended in this world.
-        output: what the ranks have written.
+        outputs: what each rank has written.
     """
 
     def __init__(self, client: Client) -> None:
@@ -37,7 +38,11 @@ class WorldGang:
         self.worker = min(workers_of(client))
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.ended: dict[int, End] = {}
-        self.output = ""
+        self.outputs: defaultdict[int, str] = defaultdict(str)  # a rank's text may end in the middle of a line
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.outputs.values())
 
     def job(self, ranks: int, call: tuple[Any, ...], generation: int) -> JobSpec:
         settings = GangSettings(name="worlds", ranks=ranks, backend="gloo", threads=1, timeout_s=60, cwd="/")
@@ -81,7 +86,7 @@ class WorldGang:
                     case End() as end:
                         self.ended[record.rank] = end
                     case Log(text):
-                        self.output += text
+                        self.outputs[record.rank] += text
 
     def values(self) -> list[Any]:
         self.read(lambda: len(self.ended) == len(self.workers.specs))
