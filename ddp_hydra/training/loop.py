@@ -66,12 +66,14 @@ def train(
         opened(cfg, "val", device, train_set, world) as val_set,
     ):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
-            before = world.kept.get("run")
+            before = world.kept.get("run") if world.generation else None
             weights = None if world.generation else paths.get("weights")  # else the state of the world before is taken
             given = (weights, fault, stop_signal, kept, world)
             saved = lambda: begin_from(world, before, paths.get("resume"))  # noqa: E731
             parallel = before.parallel if before is not None else None
-            run = world.kept["run"] = TrainingRun(cfg, train_set, val_set, *given, saved, parallel)
+            run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel)
+            if world is not ALONE:  # jobs in one process have that in common
+                world.kept["run"] = run
             fit(run)
             world.kept.clear()
             summary = summarise(run)
