@@ -51,7 +51,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     if saved is None:
         return arguments
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
-    given = {word.partition("=")[0].lstrip("+~") for word in arguments} | {
+    given = {full_key_of(word) for word in arguments} | {
         "resume",
         "dry_run",
         "faults",
@@ -162,15 +162,20 @@ def value_of(word: str) -> str:
 
 def package_of(word: str) -> str:
     """Return the place in the config that an override is for: of a group that is chosen for a package, the package."""
-    key = word.partition("=")[0].lstrip("+~")
+    key = full_key_of(word)
     return key.partition("@")[2] or key
 
 
 def places_of(word: str) -> set[str]:
     """Return what a later override would have to name so that this one no longer counts: its key, or a node above."""
     parts = package_of(word).split(".")
-    return {word.partition("=")[0].lstrip("+~"), *(".".join(parts[:size]) for size in range(1, len(parts) + 1))}
+    return {full_key_of(word), *(".".join(parts[:size]) for size in range(1, len(parts) + 1))}
+
+
+def full_key_of(override: str) -> str:
+    """Return the key of an override, with the package that a group is chosen for: transform@data.val.transform."""
+    return override.partition("=")[0].lstrip("+~")
 
 
 def key_of(override: str) -> str:
-    return override.partition("=")[0].lstrip("+~").partition("@")[0]
+    return full_key_of(override).partition("@")[0]
