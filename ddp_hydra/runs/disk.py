@@ -37,7 +37,7 @@ _OF_RUN = re.compile(
 """Files that a run writes, by their paths in its directory. The files of its ranks are in a list of their own."""
 _OF_SWEEP = re.compile(
     r"sweep\.(json|csv|md|png)|seeds\.csv|multirun\.yaml|optimization_results\.yaml|cluster\.log|project\.zip"
-    r"|tensorboard/(.+/)?events\.out\.tfevents\.[^/]+|\.part-[0-9a-f]{12}"
+    r"|(tensorboard/(.+/)?)?events\.out\.tfevents\.[^/]+|\.part-[0-9a-f]{12}"
 )
 
 

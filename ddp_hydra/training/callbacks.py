@@ -211,7 +211,7 @@ class MetricNames:
         self.of_user |= given
 
     def add(self, names: Iterable[str]) -> None:
-        """Note names that the run logs. Those of a validation are known once there was one.
+        """Note names that the run logs, or will log. Some of a validation are known only once there was one.
 
         Raises:
             ConfigError: the user's code has logged one before.

@@ -120,6 +120,8 @@ class TrainingRun:
         self.validation = (
             None if val_set is None else builders.evaluation(cfg, val_set, self.task, device, channels_last, world)
         )
+        if self.validation is not None:
+            self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver(world)
         trainer = cfg.trainer
@@ -329,6 +331,8 @@ class TrainingRun:
     def log(self, metrics: Mapping[str, float]) -> None:
         self.metrics |= metrics
         self.names.add(metrics)
+        if self.validation is not None:  # it has most names of the training, but is still to come
+            self.names.add(f"val/{name.removeprefix('train/')}" for name in metrics if name.startswith("train/"))
         metrics, self.held = {**self.held, **metrics}, {}
         if self.rank == 0 and metrics:
             results.send_metrics(metrics, self.position.step, self.epoch_shown, self.position.samples)

@@ -22,7 +22,7 @@ from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage import urls
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.scheduler import lock, unlock
-from ddp_hydra.sweep.summary_files import json_text
+from ddp_hydra.sweep.summary_files import SummaryFiles, json_text
 from ddp_hydra.writers.files import FileWriter
 from ddp_hydra.writers.run_dir import locked as run_locked
 from tests.ddp_hydra.runs.conftest import kill
@@ -175,6 +175,21 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
     (folder / "plots").mkdir()
     assert disk.remove(str(folder)).left == ["1", "plots"]
     assert {path.name for path in folder.rglob("*")} == {"1", "notes.txt", "plots"}
+
+
+def test_all_that_a_sweep_writes_beside_its_jobs_goes_with_it(make_run, tmp_path):
+    rows = [
+        JobRow(number, [f"seed={number}"], str(number), JobState.done, objective=0.1, metrics={"value": 0.1})
+        for number in range(2)
+    ]
+    for row in rows:
+        (make_run(f"multirun/a/{row.folder}") / "tensorboard").mkdir(exist_ok=True)
+    folder = tmp_path / "multirun" / "a"
+    SummaryFiles(folder, VALUE).write(rows, now=True)
+    names = {path.name.partition(".out.")[0] for path in folder.iterdir() if path.is_file()}
+    assert names == {"sweep.json", "sweep.csv", "sweep.md", "seeds.csv", "events"}
+    assert disk.remove(str(folder)).left == []
+    assert not folder.exists()
 
 
 def test_the_runs_of_a_sweep_are_removed_one_at_a_time_those_inside_others_first(make_run, tmp_path, monkeypatch):

@@ -334,6 +334,14 @@ def test_names_of_the_run_are_taken(train):
         train(parts=with_callbacks(it=(f"{HERE}.Impostor", {})))
 
 
+def test_names_of_a_validation_to_come_are_taken_too(train):
+    runs: list[Any] = []
+    with pytest.raises(ConfigError, match=r"'val/loss' is a name of the run's own"):
+        train(parts=with_callbacks(it=(f"{HERE}.Impostor", {})), into=runs)
+    assert not runs[0].metrics("val/loss")
+    assert not runs[0].metrics("train/loss")
+
+
 class Reporter(Callback):
     def on_validation(self, run: Any) -> None:
         run.log({"val/précision": 0.5})
