@@ -75,7 +75,6 @@ class TrainerConfig:
     activation_checkpointing: list[str] = field(default_factory=list)
     freeze: list[str] = field(default_factory=list)
     decay_all: bool = True
-    base_batch_size: AtLeast1 | None = None
     ema_decay: Annotated[float, Meta(gt=0, lt=1, description="a share between 0 and 1, e.g. 0.999")] | None = None
     threads: AtLeast0 = 0
     log_every_steps: AtLeast0 = 10
@@ -150,7 +149,7 @@ class Config:
     """Describes a job: see conf/job.yaml."""
 
     cluster: Any = MISSING
-    data: Any = field(default_factory=lambda: {"workers": None})
+    data: Any = field(default_factory=lambda: {"workers": None, "global_batch": None})
     model: Any = MISSING
     sampler: Any = MISSING
     task: Any = MISSING
@@ -159,7 +158,7 @@ class Config:
     metrics: Any = field(default_factory=dict)
     callbacks: Any = field(default_factory=dict)
     parallel: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.training.parallel.ddp.DDP"})
-    optimizer: Any = MISSING
+    optimizer: Any = field(default_factory=lambda: {"lr_rule": "none", "lr_reference_batch": None})
     scheduler: Any = MISSING
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     dispatch: DispatchConfig = field(default_factory=DispatchConfig)

@@ -122,7 +122,7 @@ def meet(key: str, other: str) -> bool:
 
 log = logging.getLogger(__name__)
 _MERGING = "Error merging override "
-OUR_DATA_KEYS = ("name", "batch_size", "train", "val", "prefetch", "memory_mb", "workers")
+OUR_DATA_KEYS = ("name", "batch_size", "global_batch", "train", "val", "prefetch", "memory_mb", "workers")
 
 
 def check(cfg: DictConfig) -> None:
@@ -223,6 +223,11 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     typed, repository = typed_words(hydra_cfg), getattr(loader, "repository", None)
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
         _warn_of_unread(cfg, new)
+    sizes = [word for word in typed if word.lstrip("+").startswith("data.batch_size=")]
+    if sizes and (total := OmegaConf.select(cfg, "data.global_batch")) is not None:
+        raise ConfigError(
+            f"{sizes[0]}: data.global_batch={total} wins over it: give one of the two, and null for the other"
+        )
     if repository is not None:
         check_experiments(cfg, typed, hydra_cfg.runtime.choices, repository, hydra_cfg.job.config_name or "config")
         check_texts(cfg, typed, hydra_cfg.runtime.choices, repository)

@@ -17,6 +17,7 @@ from ddp_hydra.config.schema import SCHEMAS, AtLeast0, AtLeast1, Handler, check_
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.urls import root_of
 
+RateRule = Annotated[Literal["none", "linear", "sqrt"], Meta(description="none, linear or sqrt")]
 RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole number of at least 1, or auto")]
 
 
@@ -27,8 +28,12 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("trainer.log_every_steps=0 logs by the clock: give trainer.log_every_s=<seconds>, too")
     if trainer.epochs is None and trainer.max_steps is None:
         raise ConfigError("trainer.epochs and trainer.max_steps are both null, so the job would never end: give one")
-    if OmegaConf.select(cfg, "data.batch_size") is None or OmegaConf.select(cfg, "data.train") is None:
-        raise ConfigError("data needs batch_size (per rank) and train (a data set with a _target_); see conf/data")
+    sizes = (OmegaConf.select(cfg, f"data.{key}") for key in ("batch_size", "global_batch"))
+    if not any(sizes) or OmegaConf.select(cfg, "data.train") is None:
+        raise ConfigError(
+            "data needs batch_size (per rank) or global_batch (of all ranks), and train (a data set with a _target_); "
+            "see conf/data"
+        )
     _check_bucket(cfg)
     for key in ("validate_every_steps", "validate_first"):
         if trainer[key] and OmegaConf.select(cfg, "data.val") is None:
@@ -58,8 +63,9 @@ def check_number(key: str, value: object) -> None:
 def _limits() -> dict[str, dict[str, Any]]:
     limits = {name: limits_of(schema) for name, schema in SCHEMAS.items()}
     limits["dispatch"]["ranks_per_worker"] = RanksPerWorker
-    data = {"batch_size": AtLeast1 | None, "workers": AtLeast0 | None}
-    return limits | {"cluster": {"n_workers": AtLeast1 | None}, "data": data}
+    data = {"batch_size": AtLeast1 | None, "global_batch": AtLeast1 | None, "workers": AtLeast0 | None}
+    optimizer = {"lr_rule": RateRule | None, "lr_reference_batch": AtLeast1 | None}
+    return limits | {"cluster": {"n_workers": AtLeast1 | None}, "data": data, "optimizer": optimizer}
 
 
 def _check_bucket(cfg: DictConfig) -> None:
@@ -110,6 +116,12 @@ def check_training(cfg: DictConfig) -> None:
             f"loss.ignore_index={ignored} does not go with mixed targets: type mix=none, or '~loss.ignore_index'"
         )
     optimizer: Any = OmegaConf.select(cfg, "optimizer") or OmegaConf.create()
+    rule, reference = optimizer.get("lr_rule") or "none", optimizer.get("lr_reference_batch")
+    if (rule == "none") != (reference is None):
+        given, lacking = (f"lr_rule={rule}", "lr_reference_batch=<n>, the global batch of optimizer.lr")
+        if rule == "none":
+            given, lacking = f"lr_reference_batch={reference}", "lr_rule=linear or optimizer.lr_rule=sqrt"
+        raise ConfigError(f"optimizer.{given} needs a second key: give optimizer.{lacking}")
     for key, target in leaves(cast("Mapping[str, Any]", OmegaConf.to_container(optimizer))):
         if key.rpartition(".")[2] == "_target_" and str(target).endswith(".LBFGS"):
             raise ConfigError(f"optimizer.{key}={target}: its step() needs a closure: give optimizer=adamw or sgd")

@@ -1,17 +1,15 @@
-"""Reads what a job takes from its config: whether it can run, its project, files, batch, the settings of its gang."""
+"""Reads what a job takes from its config: whether it can run, its project, files, the settings of its gang."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import loggers, project, targets, unknown_keys, validate
+from ddp_hydra.config import loggers, project, rank_batch, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.spec import GangSettings
@@ -30,6 +28,11 @@ def check(cfg: DictConfig) -> None:
     validate.check(cfg)
     loggers.check(cfg)
     fault_injection.parse(cfg.faults)
+    if cfg.data.get("global_batch") is not None:
+        each, workers = ranks_per_worker(cfg), cfg.cluster.get("n_workers")
+        ranks = cfg.dispatch.ranks or (workers * each if workers and isinstance(each, int) else 0)
+        if ranks := 1 if connect.is_inline(cfg.cluster) else ranks:
+            rank_batch.asked(cfg, ranks)
 
 
 def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
@@ -100,53 +103,3 @@ def keep_warm_s(cfg: DictConfig) -> float:
         return float(given)
     except ValueError:
         raise ConfigError(f"{WARM_VARIABLE}={given}: give seconds, such as 300, or 0") from None
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """Counts the samples that one rank takes in a step.
-
-    Args:
-        size: samples of a micro-batch, data.batch_size.
-        micro_batches: micro-batches of a step, trainer.gradient_accumulation_steps.
-    """
-
-    size: int
-    micro_batches: int
-
-    def global_size(self, ranks: int) -> int:
-        return self.size * self.micro_batches * ranks
-
-
-def redistribute(batch: RankBatch, old_ranks: int, new_ranks: int) -> RankBatch:
-    """Divide a global batch among another number of ranks; the same as before if it is not divisible among them.
-
-    Memory may be full already, so more micro-batches are preferred to larger ones. Micro-batches of less than half the
-    size would be slow, so one larger micro-batch is preferred to those.
-    """
-    per_rank, rest = divmod(batch.global_size(old_ranks), new_ranks)
-    if rest:
-        return batch
-    least = -(-per_rank // batch.size)
-    count = next((count for count in range(least, 2 * least + 1) if per_rank % count == 0), 0)
-    return RankBatch(per_rank // count, count) if count else RankBatch(per_rank, 1)
-
-
-def changed_settings(batch: RankBatch, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the settings of a rank's batch, by their keys.
-
-    DDP's static graph does not go with several micro-batches: then the parameters are looked for in each step.
-    """
-    settings = {"data.batch_size": batch.size, "trainer.gradient_accumulation_steps": batch.micro_batches}
-    if batch.micro_batches > 1 and config["parallel"].get("static_graph"):
-        settings |= {"parallel.static_graph": False, "parallel.find_unused_parameters": True}
-    return settings
-
-
-def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:
-    total, now = old.global_size(old_ranks), new.global_size(new_ranks)
-    fate = f"the global batch stays {total}"
-    if now != total:
-        fate = f"a global batch of {total} does not divide among them, so it is {now} now"
-    settings = f"data.batch_size={new.size} trainer.gradient_accumulation_steps={new.micro_batches}"
-    return f"{new_ranks} ranks instead of {old_ranks}: {fate}, with {settings}"

@@ -22,14 +22,7 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import SECOND
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.job_config import (
-    RankBatch,
-    changed_settings,
-    describe_change,
-    gang_settings,
-    ranks_per_worker,
-    redistribute,
-)
+from ddp_hydra.job.job_config import gang_settings, ranks_per_worker
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection, torchrun
@@ -212,7 +205,7 @@ class Job:
         """Return the call of an attempt's ranks: the same job, resumed from its last whole checkpoint."""
         from ddp_hydra.dispatch.call import Call
 
-        config, settings = copy.deepcopy(self.config), {"kept": self.saved_config}
+        config, settings = copy.deepcopy(self.config), dict[str, Any](kept=self.saved_config)
         if config["trainer"]["time_limit_s"] is not None:
             config["trainer"]["time_limit_s"] = max(0.0, config["trainer"]["time_limit_s"] - self.elapsed_s())
         self.first_world_size = self.first_world_size or world_size
@@ -220,10 +213,7 @@ class Job:
             fault_injection.check_ranks(self.cfg.faults, self.cfg.dispatch.ranks or world_size)
         if number == self.first_attempt and world_size == self.first_world_size:
             return Call(TRAIN, (config,), settings, files=self.files)
-        batch = self.rank_batch(world_size)
-        for key, value in changed_settings(batch, config).items():
-            group, _, name = key.partition(".")
-            config[group][name] = value
+        settings["first_ranks"] = self.first_world_size
         return Call(TRAIN, (config,), settings, files=self.resume_files())
 
     def resume_files(self) -> dict[str, Path]:
@@ -236,14 +226,6 @@ class Job:
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.begun
-
-    def rank_batch(self, world_size: int) -> RankBatch:
-        first = RankBatch(self.config["data"]["batch_size"], self.config["trainer"]["gradient_accumulation_steps"])
-        if world_size == self.first_world_size:
-            return first
-        new = redistribute(first, self.first_world_size, world_size)
-        log.warning("%s", describe_change(first, self.first_world_size, new, world_size))
-        return new
 
     def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
         if isinstance(record.data, Start):

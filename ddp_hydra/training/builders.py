@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -175,8 +176,7 @@ def optimizer(
 ) -> torch.optim.Optimizer:
     # A function that has an argument `model`, and `loss` for a loss with parameters, makes parameter groups of its own.
     node = of_update(cfg.optimizer, update, "optimizer")
-    if cfg.trainer.base_batch_size is not None and global_batch:
-        node = OmegaConf.merge(node, {"lr": node.lr * global_batch / cfg.trainer.base_batch_size})  # type: ignore[assignment]
+    node = without(node, RATE_KEYS & node.keys())
     names = weights.names(model, loss)
     if makes_groups(node["_target_"]):
         own = {"model": model, **({"loss": loss} if "loss" in parameters(node["_target_"]) else {})}
@@ -185,10 +185,24 @@ def optimizer(
     else:
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
         built = make(node, groups, **fused(node, names))
+    if global_batch:
+        for group in built.param_groups:
+            group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
     if needed := needed_arguments(built.step):
         wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
         raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
     return built
+
+
+RATE_KEYS = {"lr_rule": None, "lr_reference_batch": None}.keys()
+"""Keys of the group `optimizer` that are no arguments of a `_target_`."""
+
+
+def scaled_rate(cfg: DictConfig, rate: Any, global_batch: int) -> Any:
+    rule, reference = (cfg.optimizer.get(key) for key in RATE_KEYS)
+    if rule == "linear":
+        return rate * global_batch / reference
+    return rate * math.sqrt(global_batch / reference) if rule == "sqrt" else rate
 
 
 def makes_groups(target: str) -> bool:
@@ -226,7 +240,7 @@ def of_update(node: DictConfig, update: str, key: str) -> DictConfig:
     if "_target_" in node:
         return node
     if update not in node:
-        there = ", ".join(map(str, node))
+        there = ", ".join(str(key) for key in node if key not in RATE_KEYS)
         what = f"has no {update}" if update else "has no _target_, and this task has one update of the whole model"
         raise ConfigError(
             f"{key} {what}: give {key}={{_target_: …}}, or one for each update of the task; it has {there}"

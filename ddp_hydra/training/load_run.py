@@ -83,11 +83,13 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), sp
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     weights = content["ema"] if content.get("ema") else content
-    kept = {name: content.get(name) for name in ("config", "data", "loss", "position")}
+    kept = {name: content.get(name) for name in ("config", "data", "loss", "position", "batch")}
     return {**kept, "model": weights["model"]}
 
 
 def restore_model(content: dict[str, Any], cfg: DictConfig) -> TrainedModel:
+    if cfg.data.get("batch_size") is None:
+        cfg.data.batch_size = content["batch"]["size"]
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     model = builders.model(cfg, data).to(device)
     channels_last = weights.lay_out(model, cfg.trainer.channels_last)
@@ -191,8 +193,9 @@ class OptimizerSettings:
             self.schedule = {key: vars(scheduler)[key] for key in _PLATEAU & vars(scheduler).keys() if changed}
         self.changed = _changed_keys(before, now, "optimizer", name)
         self.is_other_optimizer = "_target_" in self.changed
-        # If trainer.base_batch_size is set, the learning rate depends on the global batch.
-        by_batch = any((config.get("trainer") or {}).get("base_batch_size") for config in (before, now))
+        # With optimizer.lr_rule the learning rate depends on the global batch.
+        rules = [(config.get("optimizer") or {}).get("lr_rule") for config in (before, now)]
+        by_batch = any(rule not in (None, "none") for rule in rules)
         node = now.get("optimizer") or {}
         node = node if "_target_" in node else node.get(name) or {}
         # A function that makes parameter groups may take its arguments for anything.

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.config import objective
+from ddp_hydra.config import objective, rank_batch
 from ddp_hydra.config.validate import expected_ranks
 from ddp_hydra.console.text import counted
 from ddp_hydra.data.batch import described
@@ -43,6 +43,7 @@ def train(
     config: Mapping[str, Any],
     files: Mapping[str, str] | None = None,
     kept: Mapping[str, Any] | None = None,
+    first_ranks: int | None = None,
 ) -> dict[str, Any]:
     """Train one job's model.
 
@@ -51,6 +52,7 @@ def train(
         config: the resolved config as plain dicts; see `schema.Config`.
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
         kept: the part of the config that checkpoints keep, see `checkpoint_config.stored_config`; None: all.
+        first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
 
     Returns:
         On each rank: steps, samples, train_s, the last metrics by name, the cost of the data; `interrupted`: the
@@ -71,7 +73,7 @@ def train(
             given = (weights, fault, stop_signal, kept, world)
             saved = lambda: begin_from(world, before, paths.get("resume"))  # noqa: E731
             parallel = before.parallel if before is not None else None
-            run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel)
+            run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel, first_ranks)
             if world is not ALONE:  # jobs in one process have that in common
                 world.kept["run"] = run
             fit(run)
@@ -282,6 +284,8 @@ def dry_run(config: Mapping[str, Any]) -> None:
 
 def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     world_size = expected_ranks(cfg)
+    rank_batch.settle(cfg, {}, {}, world_size, world_size)
+    cfg.data.global_batch = None  # this process makes the step of one of these ranks
     epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
     cfg = OmegaConf.merge(cfg, {"trainer": {"compile": None}, "data": {"prefetch": 0}})  # type: ignore[assignment]
     run = TrainingRun(cfg, train_set, val_set, None, FaultInjector(), StopSignal())

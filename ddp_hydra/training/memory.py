@@ -73,6 +73,8 @@ def _message(cfg: DictConfig, reason: str) -> str:
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     batch, halves = cfg.data.batch_size, 2 * cfg.trainer.gradient_accumulation_steps
     same_steps = f"data.batch_size={batch // 2} trainer.gradient_accumulation_steps={halves} (the same steps)"
+    if cfg.data.get("global_batch"):
+        same_steps = same_steps.partition(" ")[2]
     advice = [same_steps] if batch > 1 else []
     if cfg.trainer.precision in ("fp32", "tf32"):
         advice.append("trainer.precision=bf16")

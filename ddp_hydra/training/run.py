@@ -11,7 +11,7 @@ import torch
 from omegaconf import DictConfig
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.config import checkpoint_config
+from ddp_hydra.config import checkpoint_config, rank_batch
 from ddp_hydra.data import draws
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.data.streams import StreamSampler
@@ -51,6 +51,7 @@ class TrainingRun:
         world: of this rank.
         saved: returns the state to go on from, the same on all ranks; {} for none.
         parallel: owns the model since the world before; None: the model is built.
+        first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
 
     Attributes:
         parallel: owns the model.
@@ -79,12 +80,17 @@ class TrainingRun:
         world: World = ALONE,
         saved: Callable[[], Mapping[str, Any]] = dict,
         parallel: Parallel | None = None,
+        first_ranks: int | None = None,
     ) -> None:
         # A collective.
         DataDescription.of(train_set).check_validation(DataDescription.of(val_set))
         self.cfg, self.fault, self.stop_signal, self.world = cfg, fault, stop_signal, world
         self.rank, device = world.rank, builders.device(cfg)
         memory.begin(device)
+        before, config = dict(saved()), dict(kept or checkpoint_config.stored_config(cfg))
+        batch, warning = rank_batch.settle(cfg, config, before, world.size, first_ranks or world.size)
+        if warning and self.rank == 0:
+            results.warn(warning)
         self.sampler, self.consensus = setup.build_sampler(cfg, train_set, world)
         builders.set_float32(cfg)
         seed_step(cfg.seed, 0, 0)  # all ranks build the same model
@@ -97,7 +103,6 @@ class TrainingRun:
             parallel.rebind(world)
         self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
         self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
-        before = dict(saved())
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
 
         self.schedule_progress = progress = ScheduleProgress(
@@ -107,7 +112,7 @@ class TrainingRun:
         self.builder = UpdateBuilder(cfg, self.parallel, self.task, self.consensus, self.sampler.global_batch, device)
         self.updates = self.builder.first(progress, before.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
-        self._build_state(dict(kept or checkpoint_config.stored_config(cfg)), description)
+        self._build_state(config, description, batch)
         changed = load_run.restore(self.state, before) if before else ""
         if before:
             progress.move(self.state.scheduler)
@@ -142,7 +147,7 @@ class TrainingRun:
         self.is_done = self.ended_by_callback = False
         self.header = setup.describe(self, train_set, val_set, changed, None if weights is None else untouched)
 
-    def _build_state(self, config: dict[str, Any], description: DataDescription) -> None:
+    def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
         updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler
         self.ema = self.parallel.average(decay) if decay else None
         self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
@@ -165,6 +170,7 @@ class TrainingRun:
             config,
             extras,
             description.as_dict(),
+            batch=batch,
             ranks=self.world.size,
         )
         self.callbacks = Callbacks(callbacks, self.state, self.world)

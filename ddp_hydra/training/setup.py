@@ -101,6 +101,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
         ("columns", train_set.described() if hasattr(train_set, "described") else ""),
         ("ranks", f"{world_size} on {run.loader.device.type}, {threads} each, {cfg.trainer.precision}"),
         ("batch", f"{cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective{was}"),
+        ("rate", rates_of(run)),
         ("steps", f"{total_steps:,}" + (f", {epoch_steps:,} in an epoch" if epoch_steps else " at most")),
         ("stream", sampler.part.how if is_stream else ""),
         ("reading", reading),
@@ -115,6 +116,21 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
     header = [f"{name:10}{text}" for name, text in lines if text]
     return Start(header, total_steps, epochs, world_size, epoch_means=True)
+
+
+def rates_of(run: Any) -> str:
+    """Return the learning rate of each update, before its schedule; "" where its groups have several."""
+    optimizers = {name: update.optimizer_step.optimizer for name, update in run.updates.items()}
+    rates = {
+        name: {float(group.get("initial_lr", group["lr"])) for group in one.param_groups}
+        for name, one in optimizers.items()
+    }
+    rule, reference = (run.cfg.optimizer.get(key) for key in builders.RATE_KEYS)
+    how = f", {rule} in the batch: {run.sampler.global_batch} / {reference}" if reference else ""
+    texts = [
+        f"{name} {min(found):.4g}".lstrip() + (" and more" if len(found) > 1 else "") for name, found in rates.items()
+    ]
+    return ", ".join(texts) + how
 
 
 def epochs_of(sampler: Any, total_steps: int, position: Position) -> int:

@@ -68,6 +68,7 @@ class TrainingState:
         best: the objective's best value so far.
         validations: validations of the run so far; without a validation set, how many were due.
         validation_due: an epoch has ended, but its validation is still to come.
+        batch: the batch that the run has begun with, see `rank_batch.settle`.
         ranks: number of ranks.
         unfrozen: parameters that are trained though they were frozen when the run began; see `setup.Stage`.
     """
@@ -82,6 +83,7 @@ class TrainingState:
     best: float | None = None
     validations: int = 0
     validation_due: bool = False
+    batch: Mapping[str, int] = field(default_factory=dict)
     ranks: int = 1
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
 
@@ -119,6 +121,7 @@ class TrainingState:
             **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
             "config": self.config,
             "data": dict(self.data),
+            "batch": dict(self.batch),
             "world_size": self.ranks,
             "torch": str(torch.__version__),
         }

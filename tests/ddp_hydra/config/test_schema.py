@@ -244,8 +244,12 @@ def changed(default) -> Callable[[dict[str, Any]], DictConfig]:
         ),
         ({"detach": True}, "detach=true is only for results.handler=cluster: give that with results.root, too"),
         ({"trainer.epochs": None}, "trainer.epochs and trainer.max_steps are both null, so the job would never end"),
-        ({"data.batch_size": None}, "data needs batch_size (per rank) and train"),
-        ({"data.train": None}, "data needs batch_size (per rank) and train"),
+        ({"data.batch_size": None}, "data needs batch_size (per rank) or global_batch"),
+        ({"data.train": None}, "data needs batch_size (per rank) or global_batch"),
+        ({"optimizer.lr_rule": "cubic"}, "optimizer.lr_rule=cubic: give none, linear or sqrt"),
+        ({"optimizer.lr_rule": "sqrt"}, "optimizer.lr_rule=sqrt needs a second key: give optimizer.lr_ref"),
+        ({"optimizer.lr_reference_batch": 8}, "lr_reference_batch=8 needs a second key: give optimizer.lr_rule="),
+        ({"data.global_batch": 0}, "data.global_batch=0: give a whole number of at least 1"),
         *(
             ({"dispatch.port_range": ports}, f"dispatch.port_range={ports}: give the first and the last port")
             for ports in ([], [5], [2, 1], [0, 5], [1, 65536], [1, 2, 3])

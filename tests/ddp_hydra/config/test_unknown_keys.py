@@ -108,6 +108,11 @@ def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
             ["data.retry_timeout_s=x"],
             r"data\.retry_timeout_s=x: give a number; data=s3_images has 60",
         ),  # of a base of a base
+        (
+            ["data.batch_size=8", "data.global_batch=64"],
+            r"data\.batch_size=8: data\.global_batch=64 wins over it: give one",
+        ),
+        (["data.batch_size=8", "data.global_batch=null"], None),
         (["data.bucket=photos", "scheduler.by=epoch", "cluster.memory_limit=4GB", "optimizer.lr=1e-3"], None),
         (["trainer.epochs=3", "model=resnet50", "+data.more=x", "~loss.label_smoothing"], None),
     ],

@@ -36,7 +36,6 @@ from ddp_hydra.errors import (
 )
 from ddp_hydra.job import job_config, summary
 from ddp_hydra.job.inference import InferenceJob
-from ddp_hydra.job.job_config import RankBatch
 from ddp_hydra.job.local import TRAIN, Job
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.summary import explain, read_result, summarised
@@ -136,23 +135,14 @@ def checkpoint(run_dir: Path, *steps: int, damaged: tuple[int, ...] = ()) -> Non
     (folder / "manifest.json").write_bytes(encode_manifest(entries))
 
 
-# -- with another number of ranks --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("now", "size", "parts"), [(4, 8, 1), (2, 8, 2), (3, 8, 1)])
-def test_the_global_batch_stays_what_it_was_where_it_divides(now, size, parts, tmp_path, caplog):
-    assert make(tmp_path, 4).rank_batch(now) == RankBatch(size, parts)
-    assert bool(caplog.messages) == (now != 4)
-
-
 # -- what an attempt runs ----------------------------------------------------------------------------------
 
 
 def test_the_global_batch_stays_where_torchrun_starts_a_job_again_on_fewer_hosts(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(torchrun, "read_memory", lambda: (1, 4, str(tmp_path)))
     cfg = config(cluster___target_="ddp_hydra.cluster.kinds.torchrun.Torchrun")
-    again = Job(tmp_path, cfg, resolved(cfg), {}, Summary(status="failed")).call(0, 2).args[0]
-    assert (again["data"]["batch_size"], again["trainer"]["gradient_accumulation_steps"]) == (8, 2)
+    again = Job(tmp_path, cfg, resolved(cfg), {}, Summary(status="failed")).call(0, 2)
+    assert again.kwargs["first_ranks"] == 4
 
 
 def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):
@@ -171,15 +161,8 @@ def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global
     call = made.call(1, 2)
     assert call.files["resume"].is_absolute()
     assert call.files["resume"].read_bytes() == b"content 20"
-    assert (call.args[0]["data"]["batch_size"], call.args[0]["trainer"]["gradient_accumulation_steps"]) == (8, 2)
+    assert call.kwargs["first_ranks"] == 4
     assert json.dumps(made.call(0, 4).args) == before
-
-
-@pytest.mark.parametrize(("now", "static"), [(4, True), (2, False)])
-def test_an_attempt_with_micro_batches_gives_up_the_static_graph(now, static, tmp_path, caplog):
-    call = make(tmp_path, first_world_size=4, parallel={"static_graph": True}).call(1, now)
-    parallel = call.args[0]["parallel"]
-    assert (parallel["static_graph"], parallel.get("find_unused_parameters", False)) == (static, not static)
 
 
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_will_do(tmp_path, caplog):

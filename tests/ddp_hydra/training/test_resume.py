@@ -115,10 +115,11 @@ def test_an_optimizer_that_needs_what_another_has_not_kept_is_refused(before, af
 
 @pytest.mark.medium
 def test_the_rate_that_goes_with_the_batch_follows_it_at_a_resume(train):
-    options = {"base_batch_size": 8, "parts": {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}}
-    first = train(stop_at=("forward", 4), **options)
-    options["parts"]["data"] = {"batch_size": 4}
-    assert {rate for _, rate in train(resume=first.last, **options).metrics("lr")} == {0.1 * 4 / 8}
+    rule = {"optimizer": {"lr_rule": "linear", "lr_reference_batch": 8}}
+    parts = {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}} | rule
+    first = train(stop_at=("forward", 4), parts=parts)
+    parts["data"] = {"batch_size": 4}
+    assert {rate for _, rate in train(resume=first.last, parts=parts).metrics("lr")} == {0.1 * 4 / 8}
 
 
 @pytest.mark.medium

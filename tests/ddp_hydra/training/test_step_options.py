@@ -144,11 +144,23 @@ def test_frozen_norms_stay_as_they_were_also_where_sync_batchnorm_puts_others_in
     assert (content["0.running_mean"].tolist(), content["0.num_batches_tracked"].item()) == ([0.0] * 4, 0)
 
 
-def test_the_rate_grows_with_the_global_batch(train):
-    run = train(
-        epochs=1, base_batch_size=8, parts={"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}
-    )
-    assert {rate for _, rate in run.metrics("lr")} == {0.1 * 2 / 8}
+CONSTANT = {"scheduler": {"_target_": "ddp_hydra.training.lr_schedules.constant"}}
+
+
+@pytest.mark.parametrize(
+    ("rule", "rate", "line"),
+    [
+        ({}, 0.1, "rate      0.1"),
+        ({"lr_rule": "linear", "lr_reference_batch": 8}, 0.05, "rate      0.05, linear in the batch: 4 / 8"),
+        ({"lr_rule": "sqrt", "lr_reference_batch": 1}, 0.2, "rate      0.2, sqrt in the batch: 4 / 1"),
+    ],
+)
+def test_the_rate_grows_with_the_global_batch(rule, rate, line, train):
+    data = {"batch_size": 1, "global_batch": 4}
+    run = train(epochs=1, parts={**CONSTANT, "data": data, "optimizer": rule}, gradient_accumulation_steps=2)
+    assert {rate for _, rate in run.metrics("lr")} == {rate}
+    header = run.records[0].data.lines
+    assert (line in header, "batch     2 x 2 micro-batches x 1 rank = 4 effective" in header) == (True, True)
 
 
 def test_the_rate_of_each_step_is_logged(train):

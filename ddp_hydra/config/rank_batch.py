@@ -1,0 +1,101 @@
+"""Divides the global batch among the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from ddp_hydra.console.text import counted
+from ddp_hydra.errors import ConfigError
+
+_KEYS = (("data", "batch_size"), ("data", "global_batch"), ("trainer", "gradient_accumulation_steps"))
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """Counts the samples that one rank takes in a step.
+
+    Args:
+        size: samples of a micro-batch, data.batch_size.
+        micro_batches: micro-batches of a step, trainer.gradient_accumulation_steps.
+    """
+
+    size: int
+    micro_batches: int
+
+    def global_size(self, ranks: int) -> int:
+        return self.size * self.micro_batches * ranks
+
+
+def asked(cfg: DictConfig, ranks: int) -> RankBatch:
+    """Return the batch of each rank that a config asks for: data.global_batch wins over data.batch_size."""
+    micro_batches, total = cfg.trainer.gradient_accumulation_steps, cfg.data.get("global_batch")
+    if total is None:
+        return RankBatch(cfg.data.batch_size, micro_batches)
+    size, rest = divmod(total, ranks * micro_batches)
+    if rest or not size:
+        parts = counted(ranks, "rank") + (f" x {micro_batches} micro-batches" if micro_batches > 1 else "")
+        raise ConfigError(
+            f"data.global_batch={total} does not divide among {parts}: give a multiple of {ranks * micro_batches}, as "
+            f"{max(1, round(total / (ranks * micro_batches))) * ranks * micro_batches}"
+        )
+    return RankBatch(size, micro_batches)
+
+
+def redistribute(batch: RankBatch, old_ranks: int, new_ranks: int) -> RankBatch:
+    """Divide a global batch among another number of ranks; the same as before if it is not divisible among them.
+
+    Memory may be full already, so more micro-batches are preferred to larger ones. Micro-batches of less than half the
+    size would be slow, so one larger micro-batch is preferred to those.
+    """
+    per_rank, rest = divmod(batch.global_size(old_ranks), new_ranks)
+    if rest:
+        return batch
+    least = -(-per_rank // batch.size)
+    count = next((count for count in range(least, 2 * least + 1) if per_rank % count == 0), 0)
+    return RankBatch(per_rank // count, count) if count else RankBatch(per_rank, 1)
+
+
+def settle(
+    cfg: DictConfig, kept: Mapping[str, Any], before: Mapping[str, Any], ranks: int, first_ranks: int
+) -> tuple[dict[str, int], str]:
+    """Write the batch of each rank into a config.
+
+    Args:
+        cfg: the resolved config, which is changed.
+        kept: the part of the config that checkpoints keep.
+        before: content of the checkpoint that the run goes on from; {} for none. Its global batch stays, unless the
+            config asks for another batch than the checkpoint's.
+        ranks: number of ranks.
+        first_ranks: number of ranks of the job's first attempt.
+
+    Returns:
+        The batch that the run has begun with, for its checkpoints; and what has changed since then, or "".
+    """
+    first, then = wanted = asked(cfg, first_ranks), first_ranks
+    old: Any = before.get("config")
+    if before.get("batch") and all(_value(old, *key) == _value(kept, *key) for key in _KEYS):
+        then = before["batch"]["ranks"]
+        first = RankBatch(before["batch"]["size"], before["batch"]["micro_batches"])
+    new = first if ranks == then else redistribute(first, then, ranks)
+    cfg.data.batch_size, cfg.trainer.gradient_accumulation_steps = new.size, new.micro_batches
+    # DDP's static graph does not go with several micro-batches: then the parameters are looked for in each step.
+    if new != wanted[0] and new.micro_batches > 1 and cfg.parallel.get("static_graph"):
+        cfg.parallel.static_graph, cfg.parallel.find_unused_parameters = False, True
+    return {**asdict(first), "ranks": then}, "" if ranks == then else describe_change(first, then, new, ranks)
+
+
+def _value(config: Mapping[str, Any], group: str, key: str) -> Any:
+    return (config.get(group) or {}).get(key)
+
+
+def describe_change(old: RankBatch, old_ranks: int, new: RankBatch, new_ranks: int) -> str:
+    total, now = old.global_size(old_ranks), new.global_size(new_ranks)
+    fate = f"the global batch stays {total}"
+    if now != total:
+        fate = f"a global batch of {total} does not divide among them, so it is {now} now"
+    settings = f"data.batch_size={new.size} trainer.gradient_accumulation_steps={new.micro_batches}"
+    return f"{counted(new_ranks, 'rank')} instead of {old_ranks}: {fate}, with {settings}"
