@@ -62,6 +62,7 @@ class Start(Data, frozen=True):
     epochs: NonNegative | None = None
     world_size: Count = 0
     epoch_means: bool = False
+    checkpoint_bytes: Count = 0
 
 
 class Rows(Data, frozen=True):

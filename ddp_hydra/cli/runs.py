@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from ddp_hydra.cli import runs_text
 from ddp_hydra.cli.commands import parse_all
 from ddp_hydra.cli.runs_text import shown
+from ddp_hydra.console.text import size_text
 from ddp_hydra.errors import ConfigError, Interrupted
 
 USAGE = """ddp-hydra runs ls [<folder or URL> ...] [status=done,failed] [tag=good] [model=resnet18] [data=digits]
@@ -135,7 +136,7 @@ def rm(words: Sequence[str]) -> None:
         with suppress(ConfigError):  # a pointer that is broken names no results, and goes with its run
             results = RunRef.named(run)
         removal = disk.remove(run)
-        print(f"removed {shown(run)}, {runs_text.size_text(removal.freed)}")  # noqa: T201
+        print(f"removed {shown(run)}, {size_text(removal.freed)}")  # noqa: T201
         if removal.left:
             more = f" and {len(removal.left) - 8} more" if len(removal.left) > 8 else ""
             left = shown(", ".join(removal.left[:8]))

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from ddp_hydra.console.text import counted, duration, printable
+from ddp_hydra.console.text import counted, duration, printable, size_text
 from ddp_hydra.runs.describe import RunRow, number, numbers, text
 from ddp_hydra.runs.details import Reproduction
 from ddp_hydra.runs.disk import KINDS
@@ -196,12 +196,3 @@ def digits(value: object) -> str:
     if found is None:
         return ""
     return f"{found:.0f}" if found == int(found) and abs(found) < 1e15 else f"{found:.4g}"
-
-
-def size_text(count: float) -> str:
-    """Return for example "12.3 MB"."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} TB"

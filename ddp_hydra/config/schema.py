@@ -125,6 +125,7 @@ class ResultsConfig:
     handler: Handler = Handler.client
     root: str | None = None
     keep_checkpoints: AtLeast1 | None = 3
+    keep_every: AtLeast1 | None = None
     retry_s: NonNegativeSeconds = 60.0
     mirror: str | None = None
     loggers: list[Any] = field(default_factory=list)

@@ -57,6 +57,15 @@ def counted(number: float, noun: str) -> str:
     return f"{number:,.0f} {noun}{'es' if noun.endswith(('tch', 'nch', 'ss')) else 's'}"
 
 
+def size_text(count: float) -> str:
+    """Return for example "12.3 MB"."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
 def duration(seconds: float | None) -> str:
     """Return for example "12.3 s", "4:05 min" or "3:04:05 h"; "" where it is unknown or no length of time."""
     if seconds is None or not 0 <= seconds < math.inf:

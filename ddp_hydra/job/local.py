@@ -124,8 +124,8 @@ class Job:
         """
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
-        keep, mirror = results.keep_checkpoints, results.mirror
-        writers = default_writers(self.run_dir, fetch, keep=keep, mirror=mirror, status=self.status, **settings)
+        kept = {"keep": results.keep_checkpoints, "keep_every": results.keep_every}
+        writers = default_writers(self.run_dir, fetch, **kept, mirror=results.mirror, status=self.status, **settings)
         if faults := [fault for fault in fault_injection.parse(self.cfg.faults) if fault.kind == "interrupt"]:
             writers.append(InterruptWriter(faults))
         writers += self.remote.writers if self.remote else ()

@@ -115,7 +115,17 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     ]
     epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
     header = [f"{name:10}{text}" for name, text in lines if text]
-    return Start(header, total_steps, epochs, world_size, epoch_means=True)
+    return Start(header, total_steps, epochs, world_size, epoch_means=True, checkpoint_bytes=checkpoint_bytes(run))
+
+
+def checkpoint_bytes(run: Any) -> int:
+    """Return the least size of a checkpoint: weights, their average, and the moments that torch's optimizers keep."""
+    total = weights.n_bytes(run.model) * (2 if run.ema else 1)
+    for optimizer in (update.optimizer_step.optimizer for update in run.updates.values()):
+        known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
+        moments = len(known.get("betas", ())) or bool(known.get("momentum"))
+        total += moments * sum(one.nbytes for group in optimizer.param_groups for one in group["params"])
+    return total
 
 
 def rates_of(run: Any) -> str:

@@ -18,12 +18,13 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.errors import ConfigError, RecordError
+from ddp_hydra.console.text import size_text
+from ddp_hydra.errors import ConfigError, DdpHydraError, RecordError
 from ddp_hydra.record import RESERVED, Checkpoint, File, Log, Metrics, Record, Start, check_path
 from ddp_hydra.results import finite
 from ddp_hydra.storage.files import (
@@ -234,18 +235,21 @@ class CheckpointWriter:
         run_dir: the job's run directory; a manifest that is there already is continued.
         fetch: copies files that are not inline.
         keep: newest checkpoints to keep, besides those that last.pt and best.pt name; None keeps all.
+        keep_every: also keep the first checkpoint after each multiple of this number of steps.
 
     Raises:
         ConfigError: `keep` is less than 1.
         CheckpointError: the manifest that is there already cannot be read.
     """
 
-    def __init__(self, run_dir: Path, fetch: Fetch | None = None, keep: int | None = 3) -> None:
+    def __init__(
+        self, run_dir: Path, fetch: Fetch | None = None, keep: int | None = 3, keep_every: int | None = None
+    ) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(f"checkpoints to keep must be at least 1, or null for all; got {keep}")
         self._run_dir = run_dir
         self._receiver = FileReceiver(fetch)
-        self._keep = keep
+        self._keep, self._keep_every = keep, keep_every
         self._folder = run_dir / FOLDER
         self._attempt = 0
         self._saves: dict[int, _Save] = {}  # of this attempt, by their numbers
@@ -267,6 +271,8 @@ class CheckpointWriter:
             self._attempt = record.attempt
             self._drop_saves()
         file, checkpoint = record.data, record.checkpoint
+        if isinstance(file, Start) and not self._entries:
+            self._check_space(file.checkpoint_bytes)
         if not isinstance(file, File) or checkpoint is None:
             return
         name, part_name = _names(file.path, checkpoint.step, record.rank)
@@ -276,6 +282,14 @@ class CheckpointWriter:
             self._enter(name, [part], checkpoint)
         elif record.attempt == self._attempt:
             self._receive_part(record, part, checkpoint)
+
+    def _check_space(self, size: int) -> None:
+        free, needed = shutil.disk_usage(self._run_dir).free, 2 * size
+        if free < needed:
+            raise DdpHydraError(
+                f"{self._run_dir}: {size_text(free)} are free, and two checkpoints of about {size_text(size)} have to "
+                f"fit: free {size_text(needed - free)} there, or give another place by hydra.run.dir=<folder>"
+            )
 
     def _receive_part(self, record: Record, part: CheckpointPart, checkpoint: Checkpoint) -> None:
         save = self._saves.setdefault(checkpoint.number, _Save(part_of(self._folder / STATE)))
@@ -358,9 +372,17 @@ class CheckpointWriter:
         if self._keep is None:
             return []
         named = {entries[alias].digest for alias in ALIASES if alias in entries}
-        steps, step = [name for name in entries if STEP.fullmatch(name)], entries[newest].step or 0
-        old = [name for name in steps if name in steps[: -self._keep] or (entries[name].step or 0) >= step]
+        numbers = {name: entry.step or 0 for name, entry in entries.items() if STEP.fullmatch(name)}
+        kept = {*list(numbers)[-self._keep :], *self._for_good(numbers)}
+        old = [name for name, step in numbers.items() if name not in kept or step >= (entries[newest].step or 0)]
         return [name for name in old if name != newest and entries[name].digest not in named]
+
+    def _for_good(self, steps: dict[str, int]) -> Iterator[str]:
+        reached, every = 0, self._keep_every
+        for name in sorted(steps, key=steps.__getitem__):
+            if every is not None and (count := steps[name] // every) > reached:
+                reached = count
+                yield name
 
 
 def _names(path: str, step: int, rank: int) -> tuple[str, str]:

@@ -143,6 +143,7 @@ def default_writers(
     fetch: Fetch | None = None,
     *,
     keep: int | None = 3,
+    keep_every: int | None = None,
     mirror: str | None = None,
     retry_s: float = 60.0,
     give_up: threading.Event | None = None,
@@ -155,6 +156,7 @@ def default_writers(
     Args:
         fetch: copies files from the ranks' hosts; None if every file comes inline.
         keep: newest step checkpoints to keep; None keeps all.
+        keep_every: also keep the first checkpoint after each multiple of this number of steps.
         mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
         retry_s: how long to retry a failing bucket.
         give_up: an event that ends all waiting for the bucket at once.
@@ -168,7 +170,7 @@ def default_writers(
         LogWriter(folder),
         JsonLinesWriter(folder),
         FileWriter(folder, fetch),
-        CheckpointWriter(folder, fetch, keep),
+        CheckpointWriter(folder, fetch, keep, keep_every),
     ]
     if mirror:
         from ddp_hydra.writers.checkpoint_mirror import MirrorWriter

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.cli.runs_text import again_text, digits, size_text, steps, when
+from ddp_hydra.cli.runs_text import again_text, digits, steps, when
+from ddp_hydra.console.text import size_text
 
 
 @pytest.mark.parametrize(

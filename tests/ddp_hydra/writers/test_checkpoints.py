@@ -7,10 +7,12 @@ import os
 import re
 import shutil
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
+from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
+from ddp_hydra.record import Record, Start
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.manifest import encode_manifest, find_checkpoint, read_manifest
 from ddp_hydra.writers.files import CheckpointWriter
@@ -51,6 +53,25 @@ def test_names_manifest_and_retention(tmp_path, folder, checkpoint_record):
     )
     assert files["best.pt"]["metrics"] == {"val/loss": 0.005}
     assert [part["size"] for part in files["best.pt"]["parts"]] == [len(b"weights 200")]
+
+
+def test_the_first_checkpoint_after_every_n_steps_is_kept_for_good(tmp_path, folder, checkpoint_record):
+    for step in range(30, 400, 40):
+        CheckpointWriter(tmp_path, keep=1, keep_every=100).write(checkpoint_record(step))
+    steps = [f"step-{step:06d}.pt" for step in (110, 230, 310, 390)]
+    assert names(folder) == ["last.pt", "manifest.json", *steps]
+
+
+def test_a_run_begins_only_where_two_checkpoints_fit(tmp_path, checkpoint_record, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1_500_000))
+    writer, start = CheckpointWriter(tmp_path), Record(Start(checkpoint_bytes=1_000_000))
+    with pytest.raises(
+        DdpHydraError, match=r"1\.5 MB are free, and two checkpoints of about 1\.0 MB .*: free 500\.0 kB"
+    ):
+        writer.write(start)
+    writer.write(Record(Start(checkpoint_bytes=700_000)))
+    writer.write(checkpoint_record(1))
+    writer.write(start)  # a later attempt, with checkpoints of its run
 
 
 @pytest.mark.medium
