@@ -20,6 +20,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -436,22 +437,40 @@ class JsonLinesWriter:
         self._file.append(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
 
     def _cut(self, step: int) -> None:
-        """Keep the lines up to a step, and remove the incomplete line of a process that was killed."""
-        with writing(self._path):
-            lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-        # What a run logs at step 0, before its first step, it logs again when it starts from there.
-        last = step or -1
-        kept = [
-            line
-            for line in lines
-            if (found := json_object(line)) and not (isinstance(known := found.get("step"), int) and known > last)
-        ]
-        if len(kept) < len(lines):
+        """Remove the lines after a step, and the incomplete line of a process that was killed.
+
+        Only the end of the file is read, as far as lines are removed: a long run has gigabytes of lines.
+        """
+        if not self._path.exists():
+            return
+        last, length = step or -1, _PIECE  # a run that starts from step 0 logs again what it logs before its first step
+        with writing(self._path), self._path.open("rb") as file:
+            while True:
+                begin = max(0, file.seek(0, os.SEEK_END) - length)
+                file.seek(begin)
+                begin += len(file.readline()) if begin else 0
+                lines = file.read().splitlines(keepends=True)
+                stays = [_is_until(last, line) for line in lines]
+                if not begin or (len(lines) > 1 and all(stays[: len(stays) // 2])):
+                    break
+                length *= 2
+            if all(stays):
+                return
             self._file.close()
-            write_atomic(self._path, b"".join(kept))
+            first = stays.index(False)
+            with replacing(self._path) as part:
+                shutil.copyfile(self._path, part)
+                os.truncate(part, begin + sum(map(len, lines[:first])))
+                with part.open("ab") as rest:
+                    rest.writelines(compress(lines[first:], stays[first:]))
 
     def close(self) -> None:
         self._file.close()
+
+
+def _is_until(last: int, line: bytes) -> bool:
+    step = (found := json_object(line)).get("step")
+    return bool(found) and not (isinstance(step, int) and step > last)
 
 
 class LogWriter:

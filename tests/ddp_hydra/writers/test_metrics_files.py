@@ -7,6 +7,7 @@ import pytest
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Log, Metrics, Record, Start
+from ddp_hydra.writers import files
 from ddp_hydra.writers.files import JsonLinesWriter, LogWriter
 
 
@@ -55,6 +56,19 @@ def test_a_step_is_there_once_also_after_a_restart(tmp_path, metrics_record, aga
     writer.close()
     lines = read_lines(tmp_path)
     assert [(line["step"], line["attempt"]) for line in lines] == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 1)]
+
+
+@pytest.mark.parametrize("step", [0, 2, 10, 7_000, 9_990, 10_000])
+def test_a_restart_reads_the_end_of_a_long_file_only(step, tmp_path, monkeypatch):
+    path, parsed = tmp_path / "metrics.jsonl", []
+    monkeypatch.setattr(files, "_PIECE", 1000)
+    monkeypatch.setattr(files, "json_object", lambda line: parsed.append(line) or json.loads(line))
+    lines = [b'{"step":%d,"rank":%d}\n' % (one, rank) for one in range(1, 10_001) for rank in (1, 0)]
+    lines[13:15] = reversed(lines[13:15])  # ranks log one after the other
+    path.write_bytes(b"".join(lines))
+    JsonLinesWriter(tmp_path).write(Record(Start(), 0, step, 0.0, 1))
+    assert path.read_bytes() == b"".join(line for line in lines if json.loads(line)["step"] <= step)
+    assert len(parsed) <= max(100, 10 * 2 * (10_000 - step))
 
 
 def test_a_torn_last_line_does_not_spoil_the_next(tmp_path, metrics_record):
