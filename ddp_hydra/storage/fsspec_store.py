@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import Store, TemporaryError
+from ddp_hydra.storage.base import StaleCredentialsError, Store, TemporaryError
 from ddp_hydra.storage.s3 import BucketAddress, explain_s3fs
 
 OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"))
@@ -198,7 +198,7 @@ class FsspecStore(Store):
             return FileNotFoundError(f"there is no {'file' if key else 'folder'} {where}: check {self._typed()}")
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
         if _is_refusal(error):
-            return PermissionError(
+            return (StaleCredentialsError if _status(error) == 401 else PermissionError)(
                 f"{where} was refused ({reason}): check the user and the rights; fsspec takes credentials from "
                 f"FSSPEC_{self.scheme.upper()}_... in the environment (of the workers, too)"
             )
@@ -275,9 +275,16 @@ def s3fs_options(bucket: BucketAddress, timeout_s: float) -> dict[str, Any]:
     }
 
 
+def _status(error: Exception) -> Any:
+    return next((found for name in ("status", "status_code", "code") if (found := getattr(error, name, None))), None)
+
+
 def _is_refusal(error: Exception) -> bool:
-    status = next((getattr(error, name, None) for name in ("status", "status_code", "code")), None)
-    return isinstance(error, PermissionError) or status in (401, 403) or bool(_REFUSED.search(type(error).__name__))
+    return (
+        isinstance(error, PermissionError)
+        or _status(error) in (401, 403)
+        or bool(_REFUSED.search(type(error).__name__))
+    )
 
 
 def is_known(scheme: str) -> bool:

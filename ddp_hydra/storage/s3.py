@@ -23,7 +23,10 @@ from ddp_hydra.storage.base import (
 )
 from ddp_hydra.storage.object_store import ObjectStore
 
-_STALE = ("ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401")
+_STALE = (
+    "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "SignatureDoesNotMatch", "TokenRefreshRequired", "401", "400"
+)  # fmt: skip
+"""Codes of credentials that have expired; 400 is what a HEAD request gets then, which has no body and so no code."""
 _REFUSED = (*_STALE, "AccessDenied", "403")
 _REFUSALS = ("PermissionDeniedError", "UnauthenticatedError")
 _OTHER_REGION = ("PermanentRedirect", "AuthorizationHeaderMalformed")
@@ -293,8 +296,8 @@ class Bucket(ObjectStore):
 class _ProfileCredentials:
     """Credentials of botocore's session, in the form that obstore asks for; see `_profile_credentials`."""
 
-    TTL = timedelta(minutes=30)
-    """How long obstore uses credentials before it asks again; botocore renews its own in good time."""
+    TTL = timedelta(minutes=10)
+    """How long obstore uses credentials before it asks again: botocore renews those that expire in less."""
 
     def __init__(self, session: Any, credentials: Any) -> None:
         region = session.get_config_variable("region")

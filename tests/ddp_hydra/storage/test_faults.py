@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pickle
 import threading
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
+from botocore.credentials import RefreshableCredentials
 
 from ddp_hydra.storage import Bucket
 from ddp_hydra.storage.base import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
+from ddp_hydra.storage.s3 import _ProfileCredentials
 from tests.support.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
 from tests.support.warm_server import wait_for
 
@@ -199,6 +203,23 @@ def test_credentials_that_expire_are_read_anew(store, monkeypatch, tmp_path):
     threading.Timer(0.5, lambda: file.write_text(text.format("new"))).start()
     assert bytes(data.get("a.bin")) == CONTENT
     assert data.traffic.retries >= 1
+
+
+def test_a_head_request_that_credentials_have_expired_for_is_made_again(store):
+    data = bucket(store)
+    store.fault = lambda number, path: "expired" if number == 1 else None
+    assert [data.size("a.bin"), data.size("a.bin")] == [len(CONTENT)] * 2
+    assert data.traffic.retries == 1
+
+
+def test_credentials_of_a_session_are_used_no_longer_than_botocore_vouches_for(monkeypatch):
+    def renewed():
+        return {"access_key": "a", "secret_key": "b", "token": "c", "expiry_time": until.isoformat()}
+
+    until = datetime.now(UTC) + timedelta(minutes=16)  # more than the 15 at which botocore begins to renew them
+    found = RefreshableCredentials.create_from_metadata(renewed(), renewed, "sts")
+    session = SimpleNamespace(get_config_variable=lambda name: None)
+    assert _ProfileCredentials(session, found)()["expires_at"] < until
 
 
 def test_a_token_that_stays_expired_is_told(store):

@@ -76,7 +76,15 @@ class AuthenticationException(Exception):
     """As paramiko's and Azure's: no OSError."""
 
 
-@pytest.mark.parametrize("error", [ConnectionResetError("cut"), TimeoutError(), EOFError(), Exception("dropped")])
+class Unauthorized(Exception):
+    """As of an HTTP client whose token has expired."""
+
+    status = 401
+
+
+@pytest.mark.parametrize(
+    "error", [ConnectionResetError("cut"), TimeoutError(), EOFError(), Exception("dropped"), Unauthorized()]
+)
 @pytest.mark.medium
 def test_a_broken_connection_is_made_anew(faulty, monkeypatch, error):
     store = FsspecStore("faulty://a", retry_timeout_s=20)
