@@ -28,7 +28,7 @@ from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.results import finite
-from ddp_hydra.run_state import AttemptEntry, Status, Summary
+from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.writers.handler import ResultsHandler, Writer, default_writers
 from ddp_hydra.writers.run_dir import next_attempt, read_summary
@@ -149,7 +149,7 @@ class Job:
             return inline.run(
                 TRAIN,
                 self.config,
-                on_record=handler.handle,
+                on_record=partial(self.on_record, handler=handler),
                 notice=partial(self.interrupt_notice, trains=True),
                 files={name: str(path) for name, path in self.files.items()},
                 kept=self.saved_config,
@@ -170,7 +170,7 @@ class Job:
             return value
         finally:
             self.summary.world_size, self.summary.restarts = gang.world_size, restarts()
-            self.summary.attempts = self.attempts(gang)
+            self.summary.attempts = [*self.earlier_attempts, *gang.restarts.ended]
 
     def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:
         from ddp_hydra.cluster import preflight
@@ -227,9 +227,10 @@ class Job:
     def elapsed_s(self) -> float:
         return time.monotonic() - self.begun
 
-    def on_record(self, record: Record, handler: ResultsHandler, gang: Any) -> None:
+    def on_record(self, record: Record, handler: ResultsHandler, gang: Any = None) -> None:
+        ended = gang.restarts.ended if gang else []
         if isinstance(record.data, Start):
-            self.status.attempts = self.attempts(gang)
+            self.status.attempts = [*self.earlier_attempts, *ended]
             if self.remote:
                 self.remote.status.attempts = self.status.attempts
         handler.handle(record)
@@ -240,14 +241,11 @@ class Job:
         if not isinstance(record.data, Start):
             return
         self.summary.from_step = begin = record.step or 0
-        before = [attempt.steps_done for attempt in gang.restarts.ended[-1:]] or self.steps_before
+        before = [attempt.steps_done for attempt in ended[-1:]] or self.steps_before
         if before:
             self.summary.steps_lost += max(0, before[0] - begin)
-        if not gang.restarts.ended:
+        if not ended:
             self.first_step = begin
-
-    def attempts(self, gang: Any) -> list[AttemptEntry]:
-        return [*self.earlier_attempts, *gang.restarts.ended]
 
     def describe_restart(self, steps_done: int) -> str:
         saved = saved_step(self.run_dir) if self.saved else None

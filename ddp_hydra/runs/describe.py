@@ -50,7 +50,7 @@ class RunRow(Struct, array_like=True):
         epochs: of the whole job.
         objective: the name of the metric that it goes by.
         maximize: whether more of it is better.
-        value: the last value of it.
+        value: its value for best.pt, or the last one: of a run that goes on, or has no best.pt.
         metrics: the last value of each metric.
         model: the option of the group `model`.
         data: the option of the group `data`.
@@ -115,7 +115,7 @@ def row_of(files: RunFiles, state: RunState) -> RunRow:
         epochs=now.epochs,
         objective=metric,
         maximize={"maximize": True, "minimize": False}.get(objective.direction) if objective else None,
-        value=metrics.get(metric),
+        value=newest.best.value if isinstance(newest, Summary) and newest.best else metrics.get(metric),
         metrics=metrics,
         model=chosen.get("model", ""),
         data=chosen.get("data", ""),

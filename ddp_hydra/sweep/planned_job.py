@@ -198,6 +198,11 @@ def need_of(config: DictConfig) -> Need:
     return Need(OmegaConf.to_yaml(config.cluster, resolve=True, sort_keys=True), workers)
 
 
+def in_order(overrides: Sequence[str]) -> list[str]:
+    """Return overrides ordered by their keys, in which they may be typed; of one key, the last one still wins."""
+    return sorted(overrides, key=lambda word: word.partition("=")[0])
+
+
 def is_paused(row: JobRow) -> bool:
     """Return whether a job has paused where its own overrides ask for it, so that it has nothing more to do."""
     return row.state == JobState.paused and "trainer.pause_after_validations" in typed(row)
@@ -209,7 +214,7 @@ def take_over_folder(planned: PlannedJob) -> None:
     if not saved.is_file():
         return
     overrides = redact.without(OmegaConf.to_container(OmegaConf.load(saved)))  # other apps save theirs as typed
-    if overrides != planned.row.overrides:
+    if in_order(overrides) != in_order(planned.row.overrides):
         raise ConfigError(
             f"{planned.folder} has results of another job ({' '.join(overrides)}): give another hydra.sweep.dir"
         )

@@ -187,7 +187,7 @@ class JobQueue:
     def _numbered(self, overrides: list[str], wanted: int) -> tuple[int, JobRow | None]:
         """Return a job's number, and its row in an earlier run of the sweep: then it keeps its number."""
         for row in self.earlier:
-            if row.overrides == overrides:
+            if planned_job.in_order(row.overrides) == planned_job.in_order(overrides):
                 self.earlier.remove(row)
                 return row.number, row
         number = max(wanted, self.next_number)

@@ -70,6 +70,9 @@ def take_value(row: JobRow, value: Any, objective: SweepObjective) -> None:
     returned = as_number(row.value)
     if returned is not None:
         row.objective = row.metrics[objective.metric] = returned
+    for place, one in enumerate(row.value if isinstance(row.value, list) else ()):  # several objectives
+        if (number := as_number(one)) is not None:
+            row.metrics[f"{objective.metric}[{place}]"] = number
 
 
 def plain_value(value: Any) -> Any:

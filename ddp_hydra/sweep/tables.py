@@ -11,6 +11,7 @@ import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -168,7 +169,7 @@ def _table(
     yield _line(kinds)
     best = _best(ordered, objective)
     for row in ordered:
-        number = "" if row.objective is None or not math.isfinite(row.objective) else f"{row.objective:.5g}"
+        number = objective_text(row, 5)
         if row is best:
             number = f"**{number}**"
         steps = "" if row.step is None else f"{row.step}"
@@ -179,6 +180,11 @@ def _table(
         message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
         took = duration(row.wall_s or None)
         yield _line([str(row.number), row.shown_state, *values, number, steps, took, message])
+
+
+def objective_text(row: JobRow, digits: int = 4) -> str:
+    values: list[Any] = row.value if row.objective is None and isinstance(row.value, list) else [row.objective]
+    return ", ".join(f"{one:.{digits}g}" for one in values if type(one) in (int, float) and math.isfinite(one))
 
 
 def _seeds_table(repeated: Sequence[SeedSummary], objective: SweepObjective) -> Iterator[str]:
@@ -200,6 +206,8 @@ def _short(number: float | None) -> str:
 
 def _order_of(rows: Sequence[JobRow], objective: SweepObjective) -> str:
     metric = _markup(objective.metric)
+    if any(isinstance(row.value, list) for row in rows):
+        return f"Ordered by number: {metric} holds several objectives, in the order in which jobs return them."
     if objective.maximize is None:
         return (
             f"Ordered by number: is a higher {metric} better? Set `hydra.launcher.direction=maximize` (or `minimize`)."
@@ -257,6 +265,8 @@ def _line(cells: Iterable[str]) -> str:
 
 
 REFRESH_S = 0.5
+_WIDE = 1000
+"""Columns of a file or pipe, where nothing is folded."""
 STYLES = {
     JobState.done: "green",
     JobState.stopped: "cyan",
@@ -297,10 +307,9 @@ class LiveTable:
         if self.live is not None:
             self.live.stop()
             self.live = None
-        if self.is_live:
-            self.console.print(self._table(rows))
-        else:
+        if not self.is_live:
             self._print_changes(rows)
+        self.console.print(self._table(rows), width=None if self.is_live else _WIDE)
         for line in lines:
             self.console.print(Text(line), soft_wrap=True)
 
@@ -311,8 +320,8 @@ class LiveTable:
             self.printed[row.number] = row.state
             ended = sum(other.state.has_ended for other in rows)
             words = [f"job {row.number} {row.state.value}", *(f"{k}={v}" for k, v in values[row.number].items())]
-            if row.objective is not None and row.state.has_ended:
-                words.append(f"-> {self.objective.metric} {row.objective:.4g}")
+            if row.state.has_ended and (value := objective_text(row)):
+                words.append(f"-> {self.objective.metric} {value}")
             words += [f"({printable(row.message)})"] if row.message else []
             words += [f"[{ended}/{len(rows)}]"] if row.state.has_ended else []
             self.console.print(Text(printable(" ".join(words))), soft_wrap=True)
@@ -335,7 +344,7 @@ class LiveTable:
                 Text(row.shown_state, style=STYLES.get(row.state, "dim")),
                 *(Text(printable(values[row.number].get(key, ""))) for key in keys),
                 _position(row),
-                "" if row.objective is None else f"{row.objective:.4g}",
+                objective_text(row),
                 str(row.workers) if row.workers else "",
                 duration(row.wall_s or None),
                 duration(row.eta_s if row.state == JobState.running else None),

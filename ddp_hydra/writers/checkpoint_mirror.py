@@ -249,6 +249,9 @@ class MirrorWriter:
         timeout_s: float = 60.0,
     ) -> None:
         self._retry_s = retry_s
+        ref = RunRef.own(url)
+        if not ref.is_stored and Path(ref.folder).resolve() == run_dir.resolve():
+            raise ConfigError(f"results.mirror={url} is the run directory itself: give another folder, or leave it out")
         self._mirror = CheckpointMirror(run_dir, open_folder(RunRef.own(url).folder, timeout_s))
         try:
             entries_in(open_folder(RunRef.own(url).folder, min(timeout_s, FIRST_TIMEOUT_S)))

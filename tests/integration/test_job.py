@@ -215,8 +215,10 @@ def test_a_job_may_run_inside_its_run_directory(cli):
     ended = cli.done(*words, "trainer.max_steps=1", DDP_HYDRA_PROJECT=where)
     assert "->  first" in ended.stdout
     again = (*words[:-1], "trainer.max_steps=2", "resume=first", "hydra.run.dir=second")
-    cli.done(*again, DDP_HYDRA_PROJECT=where)
-    assert summary_of(cli.folder / "second")["steps"] == 2
+    ended = cli.done(*again, DDP_HYDRA_PROJECT=where)
+    summary = summary_of(cli.folder / "second")
+    assert (summary["steps"], summary["from_step"]) == (2, 1)
+    assert "done: 2 steps, the last 1 in" in ended.stdout
 
 
 def test_two_runs_of_the_same_second_get_two_run_directories_and_leave_nothing(cli, wait_for):

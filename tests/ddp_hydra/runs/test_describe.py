@@ -13,8 +13,9 @@ from msgspec import convert
 
 from ddp_hydra.api import Run
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.run_state import Status
-from ddp_hydra.runs.describe import UNREADABLE, status_of, stored_status
+from ddp_hydra.run_state import Best, Objective, Status, Summary
+from ddp_hydra.runs.describe import UNREADABLE, RunState, row_of, status_of, stored_status
+from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.writers.run_dir import LOCK, is_locked, locked
 from tests.ddp_hydra.runs.conftest import kill
 
@@ -24,6 +25,16 @@ from tests.ddp_hydra.runs.conftest import kill
 def test_a_run_that_has_ended_has_said_how(make_run, end):
     run_dir = make_run("run", end=end)
     assert status_of(run_dir) == Run(run_dir).status == end
+
+
+def test_a_run_is_compared_by_its_best_checkpoint(tmp_path):
+    summary = Summary(status="done", objective=Objective("val/loss", "minimize"), metrics={"val/loss": 0.5})
+    files = LocalRunFiles(tmp_path)
+    assert row_of(files, RunState(summary, None)).value == 0.5
+    summary.best = Best(3, 0.25)
+    assert row_of(files, RunState(summary, None)).value == 0.25
+    now = Status(state="running", metrics={"val/loss": 0.75}, objective=summary.objective)
+    assert row_of(files, RunState(summary, now)).value == 0.75, "of the run that goes on"
 
 
 def test_a_process_that_is_killed_leaves_a_killed_run(tmp_path, process_of):

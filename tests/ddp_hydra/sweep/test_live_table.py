@@ -36,12 +36,16 @@ def test_without_a_terminal_each_change_is_one_line(rows):
     rows[1].state, rows[1].message = JobState.failed, "it \x1b[31mbroke"
     display.show(rows)
     display.close(rows, ["the end"])
-    assert out.getvalue().splitlines() == [
+    said = out.getvalue().splitlines()
+    assert said[:3] == [
         "job 0 running lr=1",
         "job 0 done lr=1 -> val/accuracy 0.5 [2/2]",
         "job 1 failed lr=2 (it broke) [2/2]",
-        "the end",
     ]
+    table = [line.split() for line in said[3:-1]]
+    assert table[0] == ["job", "state", "lr", "at", "val/accuracy", "workers", "time", "left"]
+    assert table[1:] == [["0", "done", "1", "0.5"], ["1", "failed", "2"], ["2", "jobs:", "1", "done,", "1", "failed"]]
+    assert said[-1] == "the end"
 
 
 def test_on_a_terminal_a_table_follows_the_jobs_and_stays_at_the_end(rows):

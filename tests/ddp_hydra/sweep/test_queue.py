@@ -38,6 +38,12 @@ def test_a_job_of_before_keeps_its_number_and_new_ones_come_after_all_of_them():
     assert found == [(3, None), (2, earlier[2]), (0, earlier[0]), (4, None)]
 
 
+def test_a_job_is_known_again_where_its_overrides_come_in_another_order():
+    jobs = queue([JobRow(0, ["a=1", "b=2", "b=3"], "0", JobState.done)])
+    assert jobs.add(["b=3", "a=1", "b=2"], 0).earlier is None, "the last one of a key wins"
+    assert jobs.add(["b=2", "b=3", "a=1"], 0).earlier is not None
+
+
 def test_a_secret_is_in_no_row_and_its_job_is_known_again():
     typed = ["cluster.password=hunter2", "a=1"]
     job = queue([]).add(typed, 0)

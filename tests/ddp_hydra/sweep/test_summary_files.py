@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep import summary_files
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
-from ddp_hydra.sweep.summary_files import SummaryFiles, json_text, read
+from ddp_hydra.sweep.summary_files import SummaryFiles, json_text, read, take_value
 from ddp_hydra.sweep.tables import csv_text, markdown_text
 from ddp_hydra.writers import hparams
 
@@ -250,6 +250,16 @@ def test_without_a_direction_no_job_is_called_better():
     assert "better:" not in text
     assert "**" not in text
     assert [line[0] for line in cells(text)[1:]] == ["0", "1", "3", "4", "2"]
+
+
+def test_several_objectives_are_shown_and_no_direction_is_asked_for():
+    objective, row = SweepObjective("value", maximize=None), JobRow(0, ["a=1"], "0", JobState.done)
+    take_value(row, (0.5, 2), objective)
+    text = markdown_text([row], objective)
+    assert "several objectives" in text
+    assert "direction" not in text
+    assert cells(text)[1][3] == "0.5, 2"
+    assert "value[0]" in csv_text([row], objective)
 
 
 def test_each_data_set_has_a_best_of_its_own():

@@ -188,6 +188,13 @@ def failing(times: int, how: str, method: str = "", key: str = "") -> Answer:
     return answer
 
 
+def test_the_run_directory_is_no_mirror_of_itself(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    for place in (tmp_path / "run", tmp_path / "link", f"file://{tmp_path}/run/"):
+        with pytest.raises(ConfigError, match=r"results\.mirror=.* is the run directory itself: give another folder"):
+            MirrorWriter(tmp_path / "run", str(place))
+
+
 def test_every_checkpoint_arrives_the_manifest_goes_last_and_old_ones_go(front, tmp_path, checkpoint_record, caplog):
     run = Run(tmp_path / "run", checkpoint_record)
     for step in (1, 2, 3, 4):
