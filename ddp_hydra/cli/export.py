@@ -16,7 +16,7 @@ from ddp_hydra.training import load_run
 SUFFIXES = {"safetensors": ".safetensors", "torch_export": ".pt2", "onnx": ".onnx"}
 EXPORT_USAGE = """ddp-hydra export run=<run directory, its URL, or checkpoint> format=safetensors|torch_export|onnx
     [out=model.onnx] [which=best|last] [input_shape=[3,224,224]] [tolerance=1e-4] [overwrite=true]
-    [key=value of the run's config …]"""
+    [trust=true] [key=value of the run's config …]"""
 
 
 @dataclass
@@ -32,6 +32,7 @@ class ExportOptions:
         input_shape: shape of one sample of random numbers, in place of that example.
         tolerance: the largest difference from the model that is allowed, as a share of its largest output.
         overwrite: replace `out`.
+        trust: build whatever the checkpoint's config names.
     """
 
     run: str = MISSING
@@ -42,6 +43,7 @@ class ExportOptions:
     input_shape: list[int] | None = None
     tolerance: float = 1e-4
     overwrite: bool = False
+    trust: bool = False
 
 
 def export(words: Sequence[str]) -> None:
@@ -53,7 +55,8 @@ def export(words: Sequence[str]) -> None:
         raise ConfigError(f"out={out} exists: give overwrite=true, or another file")
     if options.split not in ("val", "train"):
         raise ConfigError(f"split={options.split}: give val or train")
-    trained = load_run.load(options.run, options.which, overrides, None if options.input_shape else options.split)
+    split = None if options.input_shape else options.split
+    trained = load_run.load(options.run, options.which, overrides, split, options.trust)
     example = exports.example_of(trained, options.split, options.input_shape)
     found = exports.export(trained, example, options.format, out, options.tolerance)
     sizes = " and ".join(map(str, found["sizes"]))
@@ -65,7 +68,7 @@ def export(words: Sequence[str]) -> None:
 
 
 GENERATE_USAGE = """ddp-hydra generate run=<run directory, its URL, or checkpoint> [n=50] [temperature=1.0] [seed=0]
-    [which=best|last] [key=value of the run's config …]"""
+    [which=best|last] [trust=true] [key=value of the run's config …]"""
 
 
 @dataclass
@@ -78,6 +81,7 @@ class GenerateOptions:
         temperature: values below 1 prefer likely samples, values above 1 unlikely ones.
         seed: of the random numbers.
         which: the checkpoint of a run directory.
+        trust: build whatever the checkpoint's config names.
     """
 
     run: str = MISSING
@@ -85,13 +89,14 @@ class GenerateOptions:
     temperature: float = 1.0
     seed: int = 0
     which: str = "best"
+    trust: bool = False
 
 
 def generate(words: Sequence[str]) -> None:
     options, overrides = parse(GenerateOptions, words, GENERATE_USAGE)
     if options.n < 1 or options.temperature <= 0:
         raise ConfigError(f"n={options.n}, temperature={options.temperature}: give n >= 1, and a temperature above 0")
-    run = load_run.load(options.run, options.which, overrides)
+    run = load_run.load(options.run, options.which, overrides, trust=options.trust)
     if not hasattr(run.train_set, "sample"):
         raise ConfigError(f"{type(run.train_set).__name__} has no sample(model, n, temperature, seed) to generate by")
     for line in run.train_set.sample(run.model, options.n, options.temperature, options.seed):

@@ -30,7 +30,8 @@ from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked
 
 EVALUATE_USAGE = """ddp-hydra evaluate run=<run directory, its URL, or checkpoint> [which=best|last] [split=val|train]
-    [data=<group> and other groups and keys of the run's config …] [cluster=… cluster.n_workers=… dispatch.…=…]"""
+    [trust=true] [data=<group> and other groups and keys of the run's config …]
+    [cluster=… cluster.n_workers=… dispatch.…=…]"""
 
 
 @dataclass
@@ -40,11 +41,12 @@ class EvaluateOptions:
     run: str = MISSING
     which: str = "best"
     split: str = "val"
+    trust: bool = False
 
 
 def evaluate_and_print(words: Sequence[str]) -> None:
     options, changes = parse(EvaluateOptions, overrides.with_faults(list(words)), EVALUATE_USAGE, GROUPS)
-    found = evaluate(options.run, options.which, options.split, changes)
+    found = evaluate(**vars(options), changes=changes)
     samples = "" if found["samples"] is None else f", {found['samples']:,} samples"
     print(f"{found['checkpoint']} (step {found['step']}){samples}")  # noqa: T201
     for name, value in found["metrics"].items():
@@ -53,17 +55,20 @@ def evaluate_and_print(words: Sequence[str]) -> None:
         print(f"{name} {rows}")  # noqa: T201
 
 
-def evaluate(run: str, which: str = "best", split: str = "val", changes: Sequence[str] = ()) -> dict[str, Any]:
+def evaluate(
+    run: str, which: str = "best", split: str = "val", changes: Sequence[str] = (), trust: bool = False
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         checkpoint = RunRef.named(run).checkpoint(which, Path(folder))
-        found = prepared_inference(run, checkpoint, split, changes).run(EVALUATE)
+        found = prepared_inference(run, checkpoint, split, changes, trust).run(EVALUATE)
         shown = Path(run) / "checkpoints" / checkpoint.name if Path(run).is_dir() else checkpoint
         return {**found, "checkpoint": str(shown)}
 
 
 PREDICT_USAGE = """ddp-hydra predict run=<run directory, its URL, or checkpoint>
     [out=predictions.csv|.parquet|.npz|<folder>/] [which=best|last] [split=val|train] [targets=false] [overwrite=true]
-    [data=<group> and other groups and keys of the run's config …] [cluster=… cluster.n_workers=… dispatch.…=…]"""
+    [trust=true] [data=<group> and other groups and keys of the run's config …]
+    [cluster=… cluster.n_workers=… dispatch.…=…]"""
 
 
 @dataclass
@@ -76,6 +81,7 @@ class PredictOptions:
     split: str = "val"
     overwrite: bool = False
     targets: bool = True
+    trust: bool = False
 
 
 def predict_and_print(words: Sequence[str]) -> None:
@@ -92,6 +98,7 @@ def predict(
     overwrite: bool = False,
     changes: Sequence[str] = (),
     targets: bool = True,
+    trust: bool = False,
 ) -> dict[str, Any]:
     target = Path(out).expanduser().absolute()
     kind = predictions.kind_of(target)
@@ -107,7 +114,7 @@ def predict(
         parts_kept(folder),
     ):
         checkpoint = RunRef.named(run).checkpoint(which, Path(download))
-        inference = prepared_inference(run, checkpoint, split, changes)
+        inference = prepared_inference(run, checkpoint, split, changes, trust)
         parts = Parts(folder, {**plan(inference, kind), "targets": targets}, overwrite)
         try:
             found = inference.run(
@@ -164,20 +171,24 @@ GROUPS = ("data", "metrics", "task", "loss", "model", "trainer", "cluster", "dis
 """Groups that the command line may replace."""
 
 
-def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[str]) -> InferenceJob:
+def prepared_inference(
+    run: str, checkpoint: Path, split: str, words: Sequence[str], trust: bool = False
+) -> InferenceJob:
     """Return what is to be computed, and where.
 
     The ranks change the config that is in the checkpoint. The run's cluster is used, which only its run directory
-    tells; a checkpoint alone gets the cluster of the project's config.
+    tells; a checkpoint alone, or a run from a URL that is not trusted, gets the cluster of the project's config.
 
     Args:
         split: "val" or "train".
         words: groups and keys that are typed. Those of a group that is chosen anew belong to the new one.
+        trust: use whatever the run's config names, also if it is a lone file or a URL.
     """
     words = overrides.with_faults(list(words))
     faults = [word for word in words if overrides.key_of(word) == "faults"]
     words = [word for word in words if word not in faults]
-    saved = saved_config(run)
+    trust = trust or RunRef.own(run).is_own
+    saved = saved_config(run) if trust else None
     target = str((saved.get("cluster") or {}).get("_target_") if saved else "")
     typed = {overrides.key_of(word) for word in words if group_of(word) == "cluster"}
     if typed and "cluster" not in typed and target.endswith((".Inline", ".Torchrun")):
@@ -203,6 +214,7 @@ def prepared_inference(run: str, checkpoint: Path, split: str, words: Sequence[s
         {name: node for name, node in groups.items() if name not in OF_THE_COMMAND},
         split,
         tuple(OmegaConf.from_dotlist(faults).faults) if faults else (),
+        trust,
     )
 
 

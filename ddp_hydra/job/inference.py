@@ -33,6 +33,7 @@ class InferenceJob:
         groups: nodes that replace groups of the checkpoint's config, for the ranks.
         split: the data set, "val" or "train".
         faults: to inject on purpose.
+        trust: build whatever the checkpoint's config names.
     """
 
     cfg: DictConfig
@@ -41,6 +42,7 @@ class InferenceJob:
     groups: dict[str, Any]
     split: str = "val"
     faults: tuple[str, ...] = ()
+    trust: bool = True
 
     def check(self) -> project.Project:
         if self.split not in ("val", "train"):
@@ -64,7 +66,8 @@ class InferenceJob:
         packed = self.check()
         if self.is_here:
             fault_injection.check_ranks(self.faults, 1)
-        own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "faults": list(self.faults)}
+        own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "trust": self.trust}
+        own["faults"] = list(self.faults)
         receive, run = receive or (lambda record, fetch: None), self.run_here if self.is_here else self.run_on_dask
         values = run(fn, lambda: own | more(), receive, packed)
         if reason := next((value["interrupted"] for value in values if value["interrupted"]), ""):

@@ -95,6 +95,11 @@ class RunRef:
         is_inside = path.absolute().name == FOLDER and not (path / ".hydra").is_dir()
         return str(path.absolute().parent if is_inside else path)
 
+    @property
+    def is_own(self) -> bool:
+        """Return whether it is a run directory of this machine, and no lone file, nor a URL that was typed."""
+        return not self.is_stored and (Path(self.place).is_dir() or (Path(self.folder) / ".hydra").is_dir())
+
     def store(self, timeout_s: float = 60.0) -> Store:
         """Return the run's own folder, to be read and written wherever it is. No request is sent yet."""
         place = self.folder if self.is_stored else str(Path(self.folder).absolute())

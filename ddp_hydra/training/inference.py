@@ -34,6 +34,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.load_run import TrainedModel
+from ddp_hydra.training.trust import refuse_targets
 
 PARTS = 64
 """Parts that a small data set is cut into, if it has as many batches."""
@@ -72,6 +73,8 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     content = world.send(lambda: load_run.needed(read(Path(checkpoint))))
     split = job["split"]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
+    if not job["trust"]:
+        refuse_targets(cfg, job["overrides"], job["groups"])
     if cfg.data.get(split) is None:
         raise ConfigError(f"this run has no data.{split}: choose a data set with data=<group>, or give split=train")
     builders.set_float32(cfg)

@@ -30,6 +30,7 @@ from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.state import ByName, TrainingState, each
+from ddp_hydra.training.trust import refuse_targets
 
 
 @dataclass
@@ -59,7 +60,13 @@ class TrainedModel:
         return build_data.dataset(self.cfg.data.train, self.cfg.seed)
 
 
-def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), split: str | None = None) -> TrainedModel:
+def load(
+    run: str | Path,
+    which: str = "best",
+    overrides: Sequence[str] = (),
+    split: str | None = None,
+    trust: bool = False,
+) -> TrainedModel:
     """Load a run's model.
 
     Args:
@@ -68,6 +75,7 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), sp
         overrides: "key=value" changes of the run's config, such as data.source=<path>; keys that interpolate them
             follow.
         split: the only data set that will be read, as by `checkpoint_config.composed`, if the run has it; None: any.
+        trust: build also what `trust.refuse_targets` refuses of a checkpoint that is no run directory's.
 
     Raises:
         CheckpointError: there is no run, or no complete checkpoint.
@@ -78,7 +86,10 @@ def load(run: str | Path, which: str = "best", overrides: Sequence[str] = (), sp
         content = needed(read(RunRef.named(run).checkpoint(which, Path(folder))))
     content["config"] = OmegaConf.to_container(checkpoint_config.changed(content["config"], overrides))
     split = split if split is not None and (content["config"].get("data") or {}).get(split) else None
-    return restore_model(content, checkpoint_config.composed(content["config"], overrides, split=split))
+    cfg = checkpoint_config.composed(content["config"], overrides, split=split)
+    if not (trust or RunRef.own(run).is_own):
+        refuse_targets(cfg, overrides)
+    return restore_model(content, cfg)
 
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:

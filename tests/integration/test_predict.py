@@ -15,6 +15,7 @@ from data.digits import DigitMasks
 from ddp_hydra.cli import inference
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
+from ddp_hydra.errors import DdpHydraError
 from models.unet import UNet
 from tests.integration.project.data.tiny import Points
 from tests.integration.project.models.tiny import Tiny
@@ -91,6 +92,18 @@ def test_any_number_of_ranks_makes_the_same_file_and_the_same_numbers(ranks, run
     bare = inference.predict(str(run), tmp_path / "again.csv", changes=["dispatch.ranks=2"])
     assert bare["samples"] == 37
     assert (tmp_path / "again.csv").read_bytes() == here.read_bytes()
+
+
+def test_a_lone_checkpoint_runs_no_function_that_it_names(ranks, run, tmp_path):
+    content = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
+    content["config"]["task"] = {"_target_": "os.system", "command": f"touch {tmp_path / 'ran'}"}
+    torch.save(content, lone := tmp_path / "lone.pt")
+    with pytest.raises(DdpHydraError, match=r"task\._target_=os\.system .* Type trust=true"):
+        inference.evaluate(str(lone), changes=[f"dispatch.ranks={ranks}"])
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(DdpHydraError, match="os.system"):  # it returns no task
+        inference.evaluate(str(lone), changes=[f"dispatch.ranks={ranks}"], trust=True)
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_rank_that_is_killed_leaves_no_gap_and_no_row_twice(client4, project_here, run, tmp_path, caplog):

@@ -4,10 +4,13 @@ import sys
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.training import load_run
 from ddp_hydra.training.checkpoint import read
+from ddp_hydra.training.trust import refuse_targets
 
 DATA = {
     "data": {"n": 9, "train": {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": "${data.n}"}},
@@ -26,9 +29,9 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
     run = train(ema_decay=ema_decay, parts=DATA)
     content = read(run.last)
     assert "hunter2" not in str(content["config"])
-    changed = load_run.load(run.last, overrides=["data.n=7"])
+    changed = load_run.load(run.last, overrides=["data.n=7"], trust=True)
     assert (len(changed.train_set), changed.config["data"]["train"]["n"]) == (7, "${data.n}")
-    found = load_run.load(run.last)
+    found = load_run.load(run.last, trust=True)
     for name, value in (content["ema"] if ema_decay else content)["model"].items():
         assert torch.equal(found.model.state_dict()[name], value)
     assert (found.step, found.model.training, len(found.train_set)) == (8, False, 9)
@@ -37,3 +40,48 @@ def test_a_trained_model_is_the_one_that_was_evaluated(ema_decay, train, tmp_pat
 def test_there_are_two_checkpoints_to_choose_from(tmp_path):
     with pytest.raises(ConfigError, match="which=lst: give best or last"):
         load_run.load(tmp_path, "lst")
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "os.system", "torch.os.system", "torch.hub.load", "torch.nn.Module.load_state_dict", "timm.create_model",
+        "ddp_hydra.data.draws.torch.hub.load", "torchvision.datasets.utils.download_url", "data.digits.torch.hub.load",
+    ],
+)  # fmt: skip
+def test_a_lone_checkpoint_builds_what_is_known_only(target):
+    cfg = OmegaConf.create({"model": {"_target_": "torch.nn.Linear", "head": [{"_target_": target}]}})
+    with pytest.raises(ConfigError, match=rf"^model\.head\.0\._target_={target} is from .* Type trust=true"):
+        refuse_targets(cfg, ["model.width=3"])
+    refuse_targets(cfg, groups=["model"])
+    refuse_targets(cfg, [f"model.head.0._target_={target}"])
+    refuse_targets(cfg, [f"+model.head=[{{_target_:{target}}}]"])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "torch.nn.MSELoss", "torchvision.models.resnet18", "torchvision.transforms.v2.MixUp", "models.resnet.resnet18",
+        "ddp_hydra.tasks.Classification", "ddp_hydra.data.wids.WidsImages", "ddp_hydra.data.huggingface.load",
+        "torchmetrics.classification.MulticlassAccuracy", "data.digits.Digits", "models.no.such",
+    ],
+)  # fmt: skip
+def test_a_lone_checkpoint_builds_what_ships_and_what_is_of_the_project(target):
+    refuse_targets(OmegaConf.create({"model": {"_target_": target}, "optimizer": {"_target_": "lion.Lion"}}))
+
+
+def test_code_of_a_data_set_is_not_fetched_for_a_lone_checkpoint():
+    with pytest.raises(ConfigError, match="trust_remote_code=True is from"):
+        refuse_targets(OmegaConf.create({"data": {"train": {"trust_remote_code": True}}}))
+
+
+def test_a_run_directory_is_own_and_a_lone_file_or_a_url_is_not(train, tmp_path):
+    lone, run = tmp_path / "a.pt", tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    for file in (lone, run / "checkpoints" / "best.pt"):
+        file.touch()
+    own = {place: RunRef.own(place).is_own for place in (lone, run, run / "checkpoints" / "best.pt", "s3://photos/run")}
+    assert list(own.values()) == [False, True, True, False]
+    with pytest.raises(ConfigError, match=r"data\.train\._target_=tests\..* Type trust=true"):
+        load_run.load(train(epochs=1, parts=DATA).last)
