@@ -101,7 +101,7 @@ def test_a_lone_checkpoint_runs_no_function_that_it_names(ranks, run, tmp_path):
     with pytest.raises(DdpHydraError, match=r"task\._target_=os\.system .* Type trust=true"):
         inference.evaluate(str(lone), changes=[f"dispatch.ranks={ranks}"])
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(DdpHydraError, match="os.system"):  # it returns no task
+    with pytest.raises(DdpHydraError, match=r"os\.system"):  # it returns no task
         inference.evaluate(str(lone), changes=[f"dispatch.ranks={ranks}"], trust=True)
     assert (tmp_path / "ran").exists()
 
