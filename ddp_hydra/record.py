@@ -62,6 +62,7 @@ class Start(Data, frozen=True):
     epochs: NonNegative | None = None
     world_size: Count = 0
     epoch_means: bool = False
+    show: list[str] | None = None
 
 
 class Rows(Data, frozen=True):

@@ -11,6 +11,8 @@ import re
 import shlex
 import sysconfig
 import traceback
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 MESSAGE_CHARS = 4_000
@@ -55,6 +57,15 @@ def counted(number: float, noun: str) -> str:
     if noun.endswith("y"):
         return f"{number:,.0f} {noun[:-1]}ies"
     return f"{number:,.0f} {noun}{'es' if noun.endswith(('tch', 'nch', 'ss')) else 's'}"
+
+
+def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether the last pattern that fits one of the names is without "!"."""
+    chosen = False
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
+            chosen = not pattern.startswith("!")
+    return chosen
 
 
 def duration(seconds: float | None) -> str:

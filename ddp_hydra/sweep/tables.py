@@ -294,13 +294,14 @@ class LiveTable:
             self.live.update(self._table(rows, most=max(5, self.console.height - 6)), refresh=True)
 
     def close(self, rows: Sequence[JobRow], lines: Sequence[str]) -> None:
+        """End a batch of jobs; show all of them and `lines`, if there are any."""
         if self.live is not None:
             self.live.stop()
             self.live = None
-        if self.is_live:
-            self.console.print(self._table(rows))
-        else:
+        if not self.is_live:
             self._print_changes(rows)
+        elif lines:
+            self.console.print(self._table(rows))
         for line in lines:
             self.console.print(Text(line), soft_wrap=True)
 
