@@ -135,7 +135,7 @@ def test_the_tab_shows_all_runs_and_no_text_of_them_is_markup(tab):
 
 def test_the_cause_of_a_failure_is_there_on_a_screen_of_1200_pixels(tab):
     tab.resize(1200, 800)
-    edges = "['message', 'key:optimizer.lr'].map((key) => page.querySelector(`th[data-key='${key}']`)"
+    edges = "['message', 'attempts', 'wait'].map((key) => page.querySelector(`th[data-key='${key}']`)"
     right = f"Math.max(...{edges}.getBoundingClientRect().right))"
     tab.wait(right)
     assert tab.run(f"{right} <= page.documentElement.clientWidth")
