@@ -158,7 +158,7 @@ def script(path: str | Path, *args: object) -> Script:
     """Read a script, for `dispatch.run(client, dispatch.script("train.py", "--epochs", 2))`.
 
     Args:
-        path: of the file. What it imports must be installed on the workers, or lie beside it there. "-m": the first
+        path: of the file. What it imports must be installed on the workers, or lie in its folder there. "-m": the first
             argument is the name of a module, as for `python -m`; its package must be there on the workers.
         args: its arguments.
 
@@ -179,7 +179,7 @@ def script(path: str | Path, *args: object) -> Script:
 
 
 def _file_of(module: str) -> tuple[str, str]:
-    """Return the file of a module and its name; of a package, those of its `__main__`. Nothing is imported."""
+    """Return the file of a module and its name; of a package, its `__main__`. Nothing is imported."""
     places: Any = [str(Path.cwd()), *sys.path]
     found = None
     for number, _ in enumerate(parts := module.split(".")):
