@@ -1,8 +1,8 @@
 """ddp_hydra: a Hydra config describes a training job, Dask places its ranks, DistributedDataParallel trains.
 
-From Python and notebooks, `run` trains a job, `connect` keeps a cluster for several, and `Run` looks at a run. They are
-imported when they are first used: ranks and workers import this package, too, and need none of them. Their types are in
-`__init__.pyi`.
+From Python and notebooks, `run` trains a job, `connect` keeps a cluster for several, and `Run` looks at a run. In a
+job, `log` logs numbers from anywhere. They are imported when they are first used: ranks and workers import this
+package, too, and need no `api`. Their types are in `__init__.pyi`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import importlib
 from typing import Any
 
 __version__ = "0.2.0"
-_OF_API = ("Run", "connect", "run")
+_PLACES = {"Run": "api:Run", "connect": "api:connect", "run": "api:run", "log": "results:log_mean"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _OF_API:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.api"), name)
+    module, _, place = _PLACES[name].partition(":")
+    return getattr(importlib.import_module(f"{__name__}.{module}"), place)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_OF_API])
+    return sorted([*globals(), *_PLACES])

@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ddp_hydra.cli import inference, overrides
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
-from ddp_hydra.config import redact
+from ddp_hydra.config import redact, unknown_keys
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.errors import ConfigError
@@ -204,6 +205,29 @@ class Run:
             rows.setdefault(key, {}).update(record)
         table = pd.DataFrame(list(rows.values()))
         return table.set_index("step") if "step" in table else table
+
+    def plot(self, *names: str, **options: Any) -> Any:
+        """Draw curves of metrics over the steps, and return the axes of matplotlib.
+
+        `metrics().plot()` of pandas draws no line where a metric is logged at fewer steps than another.
+
+        Args:
+            names: of the metrics; by default, the losses of training and validation.
+            options: of pandas' `Series.plot`: ax, logy, title …
+
+        Raises:
+            ConfigError: pandas or matplotlib is not installed, or no such metric was logged.
+        """
+        if find_spec("matplotlib") is None:
+            raise ConfigError("a curve needs matplotlib: pip install 'ddp-hydra[notebook]'")
+        table = self.metrics()
+        axes = options.pop("ax", None)
+        for name in names or [name for name in ("train/loss", "val/loss") if name in table]:
+            if name not in table:
+                near = unknown_keys.meant(name, table.columns) or f": the metrics are {', '.join(table.columns)}"
+                raise ConfigError(f"no metric {name!r} was logged{near}")
+            axes = table[name].dropna().plot(ax=axes, label=name, legend=True, **options)
+        return axes
 
     def load_model(self, which: str = "best", overrides: Sequence[str] = ()) -> nn.Module:
         """Return the trained model, in evaluation mode.

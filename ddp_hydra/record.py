@@ -63,6 +63,7 @@ class Start(Data, frozen=True):
     world_size: Count = 0
     epoch_means: bool = False
     checkpoint_bytes: Count = 0
+    show: list[str] | None = None
 
 
 class Rows(Data, frozen=True):

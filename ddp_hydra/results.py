@@ -14,8 +14,9 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
@@ -50,6 +51,9 @@ class _Process:
     attempt: int = 0
     retry_s: float = 0.0
     check_names: Callable[[Iterable[str]], None] | None = None
+    means: dict[str, tuple[Any, int]] = field(default_factory=dict)
+    log_of_callback: Callable[[Mapping[str, Any]], None] | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 _process = _Process()
@@ -66,6 +70,7 @@ def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: flo
     """
     _process.sender, _process.rank, _process.attempt, _process.retry_s = sender, rank, attempt, retry_s
     _process.check_names = None
+    take_means()
 
 
 def reserve(check_names: Callable[[Iterable[str]], None]) -> None:
@@ -128,6 +133,56 @@ def send_metrics(metrics: Mapping[str, Any], step: int, epoch: float | None, sam
     """Send scalars of any name; see `log`."""
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     emit(Metrics(numbers, epoch, samples), step)
+
+
+def log_mean(**values: Any) -> None:
+    """Log numbers from anywhere in a job: a model, a loss, a task, a data set or a callback.
+
+    The metric is `train/<name>` in training and `val/<name>` in a validation: the mean over all calls on all ranks
+    since the line before, or over the epoch or validation. Each call counts once. In a callback, it is `<name>`, and
+    the value of rank 0 counts, as of `run.log`. Where nothing is trained or evaluated, nothing is logged.
+
+    Args:
+        values: name -> number (Python's, numpy's or a tensor of one element); no tensor is waited for.
+
+    Raises:
+        RecordError: a tensor has several elements, or a value is not a number.
+    """
+    if _process.log_of_callback is not None:
+        _process.log_of_callback(values)
+        return
+    add_means({name: (_scalar(name, value), 1) for name, value in values.items()})
+
+
+def _scalar(name: str, value: Any) -> Any:
+    if hasattr(value, "detach") and value.numel() == 1:
+        return value.detach().double().reshape(())
+    return _number(name, value)
+
+
+def add_means(means: Mapping[str, tuple[Any, int]]) -> None:
+    """Add sums of logged values, and how many there were."""
+    with _process.lock:  # a data set may be read by several threads
+        for name, (value, n) in means.items():
+            total, before = _process.means.get(name, (0.0, 0))
+            _process.means[name] = total + value, before + n
+
+
+def take_means() -> dict[str, tuple[Any, int]]:
+    """Return the sums of logged values, and how many there were, and forget them."""
+    with _process.lock:
+        found, _process.means = _process.means, {}
+    return found
+
+
+@contextmanager
+def in_callback(log: Callable[[Mapping[str, Any]], None]) -> Iterator[None]:
+    """Let `log_mean` call `log`."""
+    _process.log_of_callback = log
+    try:
+        yield
+    finally:
+        _process.log_of_callback = None
 
 
 def _number(name: str, value: Any) -> float:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.blocks import blocks
+
 ROOT = Path(__file__).parents[1]
 ROOTS = ("ddp_hydra", "data", "models", "hydra_plugins", "benchmarks")
 DOTTED = re.compile(rf"(?<![\w./-])((?:{'|'.join(ROOTS)})(?:\.[A-Za-z_]\w*)+)(?::([A-Za-z_]\w*))?(?![\w/])")
@@ -20,7 +22,12 @@ FILE = re.compile(
 IN_THE_RUN = ("data.", "models.")
 """Roots that are also the beginning of config keys: of these only `_target_`s are looked at."""
 MADE_UP = re.compile(r"(conf/\w+|models|data)[./](mine|flowers|mlp|classifier|rings|moons|events|quantiles|watch)\b")
-"""Files of a user's own, in examples."""
+"""Files of a user's own, in examples; those that a page writes are known without it."""
+WRITTEN = tuple(
+    name
+    for path in (block.mark.removeprefix("file ") for block in blocks() if block.mark.startswith("file "))
+    for name in (path, path.removesuffix(".py").replace("/", "."))
+)
 
 
 def texts() -> Iterator[tuple[str, str]]:
@@ -41,7 +48,7 @@ def named() -> dict[str, list[str]]:
     """Return the places that name each "package.module", "package.module:name" and path."""
     places: dict[str, list[str]] = {}
     for where, what in pairs():
-        if not MADE_UP.match(what):
+        if not MADE_UP.match(what) and not what.startswith(WRITTEN):
             places.setdefault(what, []).append(where)
     return places
 

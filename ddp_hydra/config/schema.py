@@ -80,6 +80,7 @@ class TrainerConfig:
     log_every_steps: AtLeast0 = 10
     log_every_s: PositiveSeconds | None = None
     log_growth: Annotated[float, Meta(ge=1, description="1 or more")] = 1.0
+    show: list[str] | None = None
     validate_every_epochs: AtLeast0 = 1
     validate_every_steps: AtLeast0 = 0
     validate_first: bool = False

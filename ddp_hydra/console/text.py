@@ -11,6 +11,8 @@ import re
 import shlex
 import sysconfig
 import traceback
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 MESSAGE_CHARS = 4_000
@@ -64,6 +66,15 @@ def size_text(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:,.1f} TB"
+
+
+def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Return whether the last pattern that fits one of the names is without "!"."""
+    chosen = False
+    for pattern in patterns:
+        if any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
+            chosen = not pattern.startswith("!")
+    return chosen
 
 
 def duration(seconds: float | None) -> str:

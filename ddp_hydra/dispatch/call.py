@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -115,11 +116,13 @@ class Script:
         path: of the file on the client.
         content: of the file.
         args: for its `sys.argv`.
+        module: its name, where it is run as `python -m` runs it; "" for a script.
     """
 
     path: str
     content: bytes
     args: tuple[str, ...] = ()
+    module: str = ""
 
     def __call__(self) -> None:
         """Run the script as `__main__`, under its path, also where its file is edited meanwhile.
@@ -132,12 +135,15 @@ class Script:
                 path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ddp_hydra-"))) / path.name
                 path.write_bytes(self.content)
             sys.argv = [str(path), *self.args]
-            sys.path.insert(0, str(path.parent))
+            package = self.module.rpartition(".")[0]
+            depth = len(package.split(".")) if package else 0
+            sys.path.insert(0, str(path.parents[min(depth, len(path.parents) - 1)]))
             code = compile(self.content, str(path), "exec", dont_inherit=True)
             lines = self.content.decode(errors="replace").splitlines(keepends=True)
             linecache.cache[str(path)] = len(self.content), None, lines, str(path)  # for tracebacks
             main, before = ModuleType("__main__"), sys.modules["__main__"]
             main.__file__ = str(path)
+            main.__package__ = package or None
             sys.modules["__main__"] = main
             try:
                 exec(code, main.__dict__)  # noqa: S102, this is what it is for
@@ -152,16 +158,35 @@ def script(path: str | Path, *args: object) -> Script:
     """Read a script, for `dispatch.run(client, dispatch.script("train.py", "--epochs", 2))`.
 
     Args:
-        path: of the file. What it imports must be installed on the workers, or lie beside it there.
+        path: of the file. What it imports must be installed on the workers, or lie in its folder there. "-m": the first
+            argument is the name of a module, as for `python -m`; its package must be there on the workers.
         args: its arguments.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: there is no such file or module.
     """
+    module = ""
+    if str(path) == "-m":
+        module, *args = [*map(str, args)] or [""]  # type: ignore[assignment]
+        path, module = _file_of(module)
     file = Path(path).absolute()
     try:
-        return Script(str(file), file.read_bytes(), tuple(map(str, args)))
+        return Script(str(file), file.read_bytes(), tuple(map(str, args)), module)
     except OSError as error:
         raise ConfigError(
             f"the script {file} can't be read ({error.strerror}): give the path of a Python file"
         ) from None
+
+
+def _file_of(module: str) -> tuple[str, str]:
+    """Return the file of a module and its name; of a package, its `__main__`. Nothing is imported."""
+    places: Any = [str(Path.cwd()), *sys.path]
+    found = None
+    for number, _ in enumerate(parts := module.split(".")):
+        found = PathFinder.find_spec(".".join(parts[: number + 1]), places) if places else None
+        places = found.submodule_search_locations if found is not None else None
+    if places:
+        return _file_of(f"{module}.__main__")
+    if found is None or found.origin is None:
+        raise ConfigError(f'script("-m", {module!r}): there is no such module in this folder, nor an installed one')
+    return found.origin, module

@@ -89,7 +89,7 @@ class Sweep:
         policy = make_policy() and GroupedPolicy(make_policy)
         self.stopping = JobStopper(policy, self.queue, self.running, self.objective)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
-        self.rows = earlier or []
+        self.rows, self.batches = earlier or [], 0
         for row in self.rows:
             if row.state == JobState.running:  # the earlier run was killed
                 row.state = JobState.interrupted
@@ -117,6 +117,7 @@ class Sweep:
         self, job_overrides: Sequence[Sequence[str]], first: int, labels: Sequence[dict[str, str]]
     ) -> list[JobReturn]:
         forked.resume_garbage(searches=True)
+        self.batches += 1
         known = len(self.queue.keys)
         jobs = [self.queue.add(overrides, first + index) for index, overrides in enumerate(job_overrides)]
         for job, own in zip(jobs, labels, strict=False):
@@ -136,7 +137,8 @@ class Sweep:
         finally:
             self.end_all()
             self.pruning.finish(self.rows, 0.0 if self.interrupts.wanted else FINISH_S)
-            self.write_summary()
+            self.files.write(self.rows, now=True)
+            self.table.close(self.rows, self.closing_lines if self.batches == 1 else [])
         if self.interrupts.wanted:
             folder = typed("hydra.sweep.dir", self.shown_dir)
             raise Interrupted(f"{describe_counts(self.rows)}: go on with the same command and {folder}")
@@ -242,6 +244,8 @@ class Sweep:
 
     def close(self) -> None:
         self.end_all()
+        if self.batches > 1:  # a sweeper may ask for a hundred batches
+            self.table.close(self.rows, self.closing_lines)
         picture = ForkedProcess(lambda pipe: draw_saved(self.folder, self.objective))
         self.scheduler.close_cluster()
         picture.process.join(DRAW_S)
@@ -250,10 +254,10 @@ class Sweep:
 
     # -- results -------------------------------------------------------------------------------------------
 
-    def write_summary(self) -> None:
-        self.files.write(self.rows, now=True)
-        lines = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == JobState.failed]
-        self.table.close(self.rows, [*lines, self.closing_line])
+    @property
+    def closing_lines(self) -> list[str]:
+        failed = [f"job {row.number} failed: {row.message}" for row in self.rows if row.state == JobState.failed]
+        return [*failed, self.closing_line]
 
     @property
     def closing_line(self) -> str:

@@ -304,12 +304,14 @@ class LiveTable:
             self.live.update(self._table(rows, most=max(5, self.console.height - 6)), refresh=True)
 
     def close(self, rows: Sequence[JobRow], lines: Sequence[str]) -> None:
+        """End a batch of jobs; show all of them and `lines`, if there are any."""
         if self.live is not None:
             self.live.stop()
             self.live = None
         if not self.is_live:
             self._print_changes(rows)
-        self.console.print(self._table(rows), width=None if self.is_live else _WIDE)
+        if lines:
+            self.console.print(self._table(rows), width=None if self.is_live else _WIDE)
         for line in lines:
             self.console.print(Text(line), soft_wrap=True)
 

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.console.text import is_chosen
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.cadence import is_due
 from ddp_hydra.training.parallel import parameter_groups
-from ddp_hydra.training.parallel.parameter_groups import is_chosen
 from ddp_hydra.training.state import TrainingState, each
 
 BINS = 64
@@ -250,7 +250,8 @@ class Callbacks:
         for name, callback in self.callbacks.items():
             modes = [(module, module.training) for module in self.state.model.modules()]
             before = self._fingerprint()
-            getattr(callback, f"on_{event}")(view)
+            with results.in_callback(view.log):
+                getattr(callback, f"on_{event}")(view)
             for module, mode in modes:
                 module.training = mode
             unfroze = self.state.unfrozen != before["unfrozen"]

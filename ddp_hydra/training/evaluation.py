@@ -21,7 +21,7 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
 from ddp_hydra.training.consensus import Rounds
-from ddp_hydra.training.metrics import Meter, count, named
+from ddp_hydra.training.metrics import Meter, computed, count, named
 from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_buffers
 from ddp_hydra.training.train_step import as_step, explained
 
@@ -68,6 +68,7 @@ class Evaluation:
         world = self.metrics.world
         broadcast_buffers(model, world)  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
+        results.take_means()  # the training's
         meter = Meter(self.loader.device)
         batches = self.loader.each_once(self.batch_size, world.rank, world.size)
         for batch, indices, is_own in Rounds(world, stop, self.loader.spare).of(batches):
@@ -76,9 +77,10 @@ class Evaluation:
             if is_own:
                 meter.add(count(step, len(indices)))
                 self.metrics.add(self.task, step)
+            results.take_means()  # of a batch that is not this rank's
             heartbeat.progress()
         sums = meter.result(world)
-        own = named("val", self.task.metrics(sums)) if sums else {}
+        own = named("val", computed(self.task, sums))
         more = self.metrics.result(are_few)
         if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
             name = taken[0].removeprefix("val/").partition("/")[0]

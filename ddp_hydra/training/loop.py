@@ -27,7 +27,7 @@ from ddp_hydra.training.cadence import Actions
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import LEAVE, Decision, StopSignal
 from ddp_hydra.training.lr_schedules import steps_in_epoch
-from ddp_hydra.training.metrics import Count, Meter, count, named
+from ddp_hydra.training.metrics import Count, Meter, computed, count, named
 from ddp_hydra.training.monitor import bad_of_all_ranks, count_bad
 from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.run import TrainingRun, seed_step
@@ -301,7 +301,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         update.scheduler.step()
     run.advance(updated=True)
     run.state.check()
-    metrics, batch = named("train", run.task.metrics(meter.result())), micro_batches[0].batch
+    metrics, batch = named("train", computed(run.task, meter.result())), micro_batches[0].batch
     losses = ", ".join(f"{value:.4f}" for name, value in metrics.items() if name.endswith("loss"))
     with torch.no_grad(), run.autocast:
         predicted = described(run.task.predict(run.model.eval(), batch))

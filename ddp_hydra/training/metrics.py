@@ -8,9 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ddp_hydra import results
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 
+LOGGED, TIMES = "log:", "times logged:"
+"""The names of what `ddp_hydra.log` was given, and of how often, begin with these among the sums."""
 Shapes = tuple[tuple[str, torch.Size], ...]
 """Names and shapes of sums that lie one after the other."""
 
@@ -33,18 +37,36 @@ class Count(NamedTuple):
 def count(step: Step, size: int, update: str = "") -> Count:
     prefix = f"{update}/" if update else ""
     n = size if step.n is None else step.n
-    sums = {
+    flat = {
         **_flat({"loss": (step.loss, None)} if step.summed else {"loss": step.loss.double() * n}),
         **_flat(step.sums),
+        "n": n,
     }
-    sums["n"] = n
+    sums = {prefix + name: part for name, part in flat.items()}
+    for name, (total, times) in results.take_means().items():
+        sums[LOGGED + name] = total.to(step.loss.device) if isinstance(total, Tensor) else total
+        sums[TIMES + name] = times
     on_device = {name: part.detach() for name, part in sums.items() if isinstance(part, Tensor)}
-    numbers = {prefix + name: float(part) for name, part in sums.items() if not isinstance(part, Tensor)}
-    shapes = tuple((prefix + name, part.shape) for name, part in on_device.items())
+    numbers = {name: float(part) for name, part in sums.items() if not isinstance(part, Tensor)}
+    shapes = tuple((name, part.shape) for name, part in on_device.items())
     parts = [part.double() for part in on_device.values()]
     if any(part.ndim for part in parts):
         return Count(shapes, torch.cat([part.reshape(-1) for part in parts]), numbers)
     return Count(shapes, torch.stack(parts), numbers)
+
+
+def computed(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the metrics that a task makes of sums, and the means of what `ddp_hydra.log` was given."""
+    own = {name: total for name, total in sums.items() if not name.startswith((LOGGED, TIMES))}
+    found = task.metrics(own) if own else {}
+    logged = {
+        name.removeprefix(LOGGED): float(total / sums[TIMES + name.removeprefix(LOGGED)])
+        for name, total in sums.items()
+        if name.startswith(LOGGED)
+    }
+    if taken := sorted(found.keys() & logged.keys()):
+        raise ConfigError(f"ddp_hydra.log({taken[0]}=…): the task has a metric of this name: give another name")
+    return {**found, **logged}
 
 
 def _flat(sums: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +159,7 @@ class EpochMeans:
         self.sums = added([self.sums, sums])
 
     def so_far(self) -> dict[str, float]:
-        found = self.task.metrics(self.sums) if self.sums else {}
+        found = computed(self.task, self.sums)
         return {name: float(value) for name, value in found.items()}
 
     def end_epoch(self) -> None:

@@ -21,7 +21,7 @@ from ddp_hydra.errors import DataError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.metrics import EpochMeans, Meter, added, named
+from ddp_hydra.training.metrics import EpochMeans, Meter, added, computed, named
 from ddp_hydra.training.parallel import PartStep
 from ddp_hydra.training.profiler import Profiler
 from ddp_hydra.training.update import Update
@@ -175,7 +175,7 @@ class Monitor:
         self.exchange.interval(all_waits)
         total = added({name: torch.from_numpy(part) for name, part in one.items()} for one in all_sums)
         self.epoch_means.add(total)
-        counted = self.task.metrics(total) if total else {}  # nothing yet, where each step so far was left out
+        counted = computed(self.task, total)  # nothing yet, where each step so far was left out
         metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
 

@@ -25,7 +25,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, memory
 from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.data_description import DataDescription, length
+from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
@@ -95,10 +95,13 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     note = sampler.resumed(position.offset) if is_stream and position.step else ""
     reached = f"at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
     skipped = [skipped_by(data) for data in (train_set, val_set)]
+    about, described = DataDescription.of(train_set), getattr(train_set, "described", None)
     lines = [
         ("model", f"{type(model).__name__}, {parameters:,} parameters{frozen}"),
         ("data", samples_in(train_set, val_set)),
-        ("columns", train_set.described() if hasattr(train_set, "described") else ""),
+        ("classes", shown(about.classes) or str(about.num_classes or "")),
+        ("columns", described() if callable(described) else shown(about.features)),
+        ("pixels", about.scaling),
         ("ranks", f"{world_size} on {run.loader.device.type}, {threads} each, {cfg.trainer.precision}"),
         ("batch", f"{cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective{was}"),
         ("rate", rates_of(run)),
@@ -115,7 +118,9 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     ]
     epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
     header = [f"{name:10}{text}" for name, text in lines if text]
-    return Start(header, total_steps, epochs, world_size, epoch_means=True, checkpoint_bytes=checkpoint_bytes(run))
+    show = None if cfg.trainer.show is None else list(cfg.trainer.show)
+    size = checkpoint_bytes(run)
+    return Start(header, total_steps, epochs, world_size, epoch_means=True, checkpoint_bytes=size, show=show)
 
 
 def checkpoint_bytes(run: Any) -> int:

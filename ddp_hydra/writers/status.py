@@ -12,7 +12,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from ddp_hydra import run_state
-from ddp_hydra.console.text import duration, printable
+from ddp_hydra.console.text import duration, is_chosen, printable
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record, Start, Text
 from ddp_hydra.results import finite
@@ -107,10 +107,12 @@ class JobStatus:
     def numbers(self, validation: bool = False, epoch: bool = False) -> str:
         """Return losses and accuracies, of the last validation or as means over the epoch, and samples/s."""
         metrics = {**self.metrics, **self.epoch_means} if epoch else self.metrics
+        show = self.start.data.show if self.start is not None and isinstance(self.start.data, Start) else None
         shown = [
             f"{printable(name)} {value:.4g}"
             for name, value in sorted(metrics.items(), key=_rank_of_name)
-            if name.startswith("train/") or (validation and name.startswith("val/"))
+            if (validation or not name.startswith("val/"))
+            and is_chosen([name], ["train/*", "val/*"] if show is None else show)
         ]
         speed = self.metrics.get("samples_per_s")
         if speed is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import itertools
 import os
 import struct
@@ -99,6 +100,8 @@ class TensorBoardWriter:
 
     def close(self) -> None:
         self._file.close()
+        with contextlib.suppress(OSError):
+            self._file.path.parent.rmdir()  # nothing was written
 
     def _scalars(self, logged: Metrics) -> Summary:
         """Return the points of a metrics record.

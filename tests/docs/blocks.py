@@ -5,6 +5,8 @@ A comment before a block says what the tests do with it:
     <!-- test: run -->             run its lines that start ddp_hydra; of Python, the whole block as a script
     <!-- test: run, not WORD -->   the same without lines that have this word
     <!-- test: run, in FOLDER -->  the same in a folder that an earlier block has made
+    <!-- test: job, WORDS -->      run its commands in tests/docs/test_recipes.py, with more words
+    <!-- test: python -->          run it as a script there
     <!-- test: file NAME -->       write it to a file, for the blocks below it on the page
 """
 

@@ -28,7 +28,9 @@ from tests.docs.blocks import PAGES, ROOT, Block, blocks
 
 BLOCKS = blocks()
 MADE_UP = re.compile(
-    r"(model|data|task|cluster|[\w@.]*transform)=(mine|flowers|classifier|rings|moons|events|quantiles)$|model.centres="
+    r"(model|data|task|cluster|optimizer|[\w@.]*transform)="
+    r"(mine|flowers|classifier|rings|moons|events|quantiles|two|two_rates|two_parts)$"
+    r"|(model|data\.\w+)\.(centres|inputs|_target_)=|optimizer.body_lr="
 )
 """Options and keys of a user's own, in examples."""
 FLAGS = ("-m", "--multirun", "--help", "--cfg", "job", "-sc", "install=bash")

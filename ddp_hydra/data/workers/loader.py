@@ -10,6 +10,7 @@ import cloudpickle
 import torch
 from torch.utils.data import DataLoader
 
+from ddp_hydra import results
 from ddp_hydra.data import wrappers
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
@@ -84,6 +85,7 @@ class InWorkers:
         self._bad_counts.update(result.report.get("bad_counts", {}))
         self._bad.update(result.report.get("bad", {}))
         self._errors.update(result.report.get("errors", {}))
+        results.add_means(result.report.get("logged", {}))
 
     def _totals(self) -> dict[str, float]:
         totals: defaultdict[str, float] = defaultdict(float)

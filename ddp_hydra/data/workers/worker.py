@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ddp_hydra import heartbeat
+from ddp_hydra import heartbeat, results
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import make_batch, pin
 from ddp_hydra.data.draws import EVALUATION, Indices
@@ -208,6 +208,8 @@ class WorkerSet:
 
     def _report(self, indices: Sequence[int]) -> dict[str, Any]:
         found: dict[str, Any] = {}
+        if logged := results.take_means():
+            found["logged"] = {name: (float(total), n) for name, (total, n) in logged.items()}
         if hasattr(self.dataset, "stats"):
             found["stats"] = self.dataset.stats()
         bad = getattr(self.dataset, "bad", None) or {}

@@ -19,24 +19,24 @@ export function columnsFor(rows, metrics, now) {
   const span = spanOf(rows, now());
   const took = (row) => (row.status === "running" ? endOf(row, now()) - row.started : row.wall_s);
   const columns = [
-    { ...text("name", "run", 290, (row) => row.name), cell: (row, table) => table.link(row) },
-    { ...text("status", "status", 96, (row) => row.status), cell: statusCell },
+    { ...text("name", "run", 230, (row) => row.name), cell: (row, table) => table.link(row) },
+    { ...text("status", "status", 90, (row) => row.status), cell: statusCell },
     number("value", objective, 40 + 7 * objective.length, (row) => row.value),
     ...metrics.filter((name) => name !== objective).map((name) => number(`metric:${name}`, name, wide(name), (row) => row.metrics[name])),
     { ...number("progress", "steps", 100, (row) => row.step), text: steps },
-    number("took", "took", 80, took, duration),
+    number("took", "took", 76, took, duration),
+    ...(rows.some(causeOf) ? [text("message", "cause", 200, causeOf)] : []),
     {
-      ...number("attempts", "attempts and faults", 170, (row) => row.attempts.length),
+      ...number("attempts", "attempts", 110, (row) => row.attempts.length),
       cell: (row) => attemptsBar(row, now(), span),
       hint: "when each attempt ran; a mark is the end of one that failed",
     },
     {
-      ...number("wait", "where time went", 140, (row) => timeShares(row).wait),
+      ...number("wait", "where time went", 116, (row) => timeShares(row).wait),
       cell: timeBar,
       hint: "waiting for data, compute, waiting for gradients, the rest, failed attempts; sorted by the share of data",
     },
     ...keys.map((key) => text(`key:${key}`, key, wide(key), (row) => overridesOf(row)[key] ?? "")),
-    text("message", "cause", 300, causeOf),
     number("started", "started", 165, (row) => row.started, when),
     number("ranks", "ranks", 60, (row) => row.ranks),
     text("model", "model", 100, (row) => row.model),

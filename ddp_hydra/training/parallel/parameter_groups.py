@@ -13,17 +13,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from ddp_hydra.console.text import is_chosen
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel.weights import restored_buffers
-
-
-def is_chosen(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    chosen = False
-    for pattern in patterns:
-        if any(fnmatchcase(name, pattern.removeprefix("!")) for name in names):
-            chosen = not pattern.startswith("!")
-    return chosen
 
 
 def with_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:

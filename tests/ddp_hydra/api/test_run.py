@@ -139,6 +139,18 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path):
     assert list(table.index) == [1, 2]
 
 
+def test_curves_have_a_line_where_metrics_are_logged_at_other_steps(tmp_path):
+    lines = [{"step": n, "train/loss": 1 / n, **({"val/loss": 2 / n} if n % 3 == 0 else {})} for n in range(1, 7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    axes = Run(tmp_path).plot()
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert drawn["val/loss"] == [[3, 2 / 3], [6, 2 / 6]]
+    assert len(drawn["train/loss"]) == 6
+    for wrong, said in (("val/los", "did you mean val/loss"), ("speed", "the metrics are train/loss, val/loss")):
+        with pytest.raises(ConfigError, match=f"no metric '{wrong}' was logged: {said}"):
+            Run(tmp_path).plot(wrong)
+
+
 def test_an_empty_run_has_an_empty_table(tmp_path):
     assert Run(tmp_path).metrics().empty
     with pytest.raises(ConfigError, match="is not a run directory"):

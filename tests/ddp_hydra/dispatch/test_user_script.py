@@ -6,6 +6,7 @@ import traceback
 import pytest
 
 from ddp_hydra.dispatch import call
+from ddp_hydra.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +48,30 @@ def test_a_script_has_the_encoding_that_it_names(tmp_path):
     )
     call.script(path, out)()
     assert out.read_text() == r"'\xe9'"
+
+
+@pytest.mark.parametrize("name", ["tulips.train", "tulips", "alone"])
+def test_a_module_is_run_as_python_runs_it(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "import pathlib, sys\nimport tulips.of_the_package as of\n" + (
+        "" if name == "alone" else "from . import of_the_package as same\nassert same is of\n"
+    )
+    (tmp_path / "tulips").mkdir()
+    for file in ("tulips/train.py", "tulips/__main__.py", "alone.py"):
+        (tmp_path / file).write_text(text + "pathlib.Path(sys.argv[1]).write_text(__name__ + of.COLOUR)")
+    (tmp_path / "tulips/of_the_package.py").write_text("COLOUR = ' red'")
+    script, before = call.script("-m", name, tmp_path / "out"), sys.modules["__main__"]
+    assert "tulips" not in sys.modules
+    script()
+    assert (tmp_path / "out").read_text() == "__main__ red"
+    assert sys.modules["__main__"] is before
+    for module in [module for module in sys.modules if module.partition(".")[0] == "tulips"]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize("name", ["tulips.missing", "missing.train", ""])
+def test_a_module_that_is_not_there_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tulips").mkdir()
+    with pytest.raises(ConfigError, match=f"'{name}'\\): there is no such module in this folder"):
+        call.script("-m", name)

@@ -87,3 +87,11 @@ def test_a_value_with_brackets_is_shown_as_it_is():
     display.show([JobRow(0, ["a=[red]"], ""), JobRow(1, ["a=[b]"], "")])
     display.close([], [])
     assert "[red]" in out.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_between_two_batches_there_is_no_table(terminal, rows):
+    display, out = show(terminal)
+    rows[0].state = JobState.done
+    display.close(rows, [])
+    assert out.getvalue().splitlines() == ([] if terminal else ["job 0 done lr=1 [1/2]"])

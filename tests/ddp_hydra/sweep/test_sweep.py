@@ -37,3 +37,17 @@ def test_an_interrupt_as_it_starts_ends_what_it_has_started_already(tmp_path, mo
         start(tmp_path)  # the process that will draw is a real one, which may not be left behind
     assert closed == ["cluster"]
     unlock(lock(tmp_path))  # the next sweep in this folder may begin
+
+
+@pytest.mark.integration
+def test_a_sweep_of_many_batches_is_summed_up_after_the_first_and_at_its_end(tmp_path, monkeypatch):
+    """Optuna asks for a batch at a time."""
+    monkeypatch.chdir(tmp_path)
+    shown: list[list[str]] = []
+    monkeypatch.setattr(sweep.LiveTable, "close", lambda table, rows, lines: shown.append(lines))
+    one = start(tmp_path)
+    for _ in range(3):
+        one.run([], 0, [])
+    assert shown == [["0 jobs:   ->  ./sweep.md"], [], []]
+    one.close()
+    assert shown[3:] == shown[:1]

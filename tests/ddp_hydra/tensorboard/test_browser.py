@@ -133,6 +133,15 @@ def test_the_tab_shows_all_runs_and_no_text_of_them_is_markup(tab):
     assert tab.run("top.owned ?? page.defaultView.owned ?? 0") == 0
 
 
+def test_the_cause_of_a_failure_is_there_on_a_screen_of_1200_pixels(tab):
+    tab.resize(1200, 800)
+    edges = "['message', 'attempts', 'wait'].map((key) => page.querySelector(`th[data-key='${key}']`)"
+    right = f"Math.max(...{edges}.getBoundingClientRect().right))"
+    tab.wait(right)
+    assert tab.run(f"{right} <= page.documentElement.clientWidth")
+    tab.resize(1500, 900)
+
+
 @pytest.mark.slow
 def test_a_column_sorts_and_a_second_click_turns_it(tab):
     for key, first in (("value", "day/c"), ("name", "day/a"), ("key:optimizer.lr", "day/a"), ("progress", "day/a")):

@@ -7,6 +7,7 @@ import pytest
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.training.setup import epochs_of
 from ddp_hydra.training.state import Position
+from tests.ddp_hydra.training.loop_runs import Numbers
 
 
 @pytest.mark.parametrize(
@@ -25,3 +26,24 @@ from ddp_hydra.training.state import Position
 )
 def test_epochs_are_counted_from_where_the_attempt_begins(batch_size, total_steps, position, epochs):
     assert epochs_of(Distributed(80, batch_size), total_steps, position) == epochs
+
+
+class Described(Numbers):
+    """Says what the header shows."""
+
+    classes = ("cat", "dog", "owl")
+    features = ("age", "height", "width", "weight")
+    scaling = "bytes, normalised by mean (0.5) and std (0.25)"
+
+
+def test_the_header_names_classes_features_and_how_pixels_are_scaled(train):
+    lines = train(data=Described, show=["val/loss"]).records[0].data.lines
+    for line in (
+        "classes   cat, dog, owl",
+        "columns   age, height, width, weight",
+        "pixels    bytes, normalised by mean (0.5) and std (0.25)",
+    ):
+        assert line in lines
+    bare = train().records[0].data
+    assert not [line for line in bare.lines if line.startswith(("classes", "columns", "pixels"))]
+    assert bare.show is None

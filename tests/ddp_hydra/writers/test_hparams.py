@@ -232,7 +232,7 @@ def test_any_text_can_be_an_override(text):
 
 def test_without_overrides_nothing_is_written(tmp_path):
     train(tmp_path, [])
-    assert list(tmp_path.rglob("*")) == [tmp_path / "tensorboard"]
+    assert list(tmp_path.rglob("*")) == []
 
 
 def test_a_folder_that_cannot_be_written_ends_no_job(tmp_path, caplog):

@@ -74,6 +74,24 @@ def test_lines_without_a_terminal(plain_writer, output, clock, start, metrics_re
     assert len(between) == 9
 
 
+@pytest.mark.parametrize(
+    ("show", "shown"),
+    [
+        (None, "train/loss 0.5  train/f1/cat 0.1  val/loss 0.25  val/f1/cat 0.2"),
+        (["*/loss", "lr"], "train/loss 0.5  val/loss 0.25  lr 0.1"),
+        (["*", "!*/f1/*", "!lr"], "train/loss 0.5  val/loss 0.25"),
+        ([], ""),
+    ],
+    ids=str,
+)
+def test_a_key_chooses_the_metrics_of_a_line(show, shown, output, plain_writer, start, metrics_record):
+    plain_writer.write(replace(start, data=replace(start.data, lines=[], epoch_means=True, show=show)))
+    plain_writer.write(metrics_record(10, epoch=1, train__loss=9.0, train__f1__cat=0.1, lr=0.1))
+    plain_writer.write(metrics_record(10, epoch=1, train_epoch__loss=0.5, val__loss=0.25, val__f1__cat=0.2))
+    plain_writer.close()
+    assert output.getvalue().splitlines() == [f"epoch 1/5  {shown}"]
+
+
 def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, start, metrics_record):
     plain_writer.write(start)
     for step in (5, 10, 15, 20):

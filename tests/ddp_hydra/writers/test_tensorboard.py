@@ -34,6 +34,11 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
 
 
+def test_a_run_that_logs_nothing_has_no_empty_folder(tmp_path):
+    TensorBoardWriter(tmp_path).close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_scalars_texts_and_images_come_back_before_close(tmp_path, metrics_record):
     writer = TensorBoardWriter(tmp_path)
     writer.write(metrics_record(10, train__loss=0.5, lr=0.1))
