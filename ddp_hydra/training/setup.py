@@ -96,7 +96,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     reached = f"at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
     skipped = [skipped_by(data) for data in (train_set, val_set)]
     lines = [
-        ("model", f"{type(model).__name__}, {parameters:,} parameters{frozen}"),
+        ("model", f"{run.parallel.model_name}, {parameters:,} parameters{frozen}"),
         ("data", samples_in(train_set, val_set)),
         ("columns", train_set.described() if hasattr(train_set, "described") else ""),
         ("ranks", f"{world_size} on {run.loader.device.type}, {threads} each, {cfg.trainer.precision}"),

@@ -25,6 +25,15 @@ SENT = {
 """Types that gloo and NCCL both send."""
 
 
+def local(tensor: Tensor) -> Tensor:
+    # This rank's share of a sharded tensor.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def are_sharded(tensors: Iterable[Tensor]) -> bool:
+    return any(hasattr(tensor, "to_local") for tensor in tensors)
+
+
 def can_be_sent(tensor: Tensor) -> bool:
     return tensor.dtype in SENT and tensor.layout is torch.strided and not overlaps(tensor)
 
@@ -180,6 +189,7 @@ class Ema:
 
     Args:
         model: its weights and buffers are averaged.
+        average: a model to keep the average in; None: a copy.
         decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
 
     Attributes:
@@ -193,16 +203,16 @@ class Ema:
         ConfigError: the model can't be copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, average: nn.Module | None = None) -> None:
         self.decay = decay
-        self.model: nn.Module = _copied(model).requires_grad_(False)
+        self.model: nn.Module = (_copied(model) if average is None else average).requires_grad_(False)
         self.steps = 0
         self.with_extra_state = [
             (name, module)
             for name, module in self.model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
-        self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
+        self.infinite = {name for name, value in model.named_parameters() if not is_finite(local(value))}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -258,5 +268,5 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    yield from ((name, parameter, False) for name, parameter in model.named_parameters())
+    yield from ((name, local(parameter), False) for name, parameter in model.named_parameters())
     yield from ((name, buffer, True) for name, buffer in model.named_buffers())
