@@ -161,13 +161,13 @@ class Parallel:
         return self.model.state_dict()
 
     def load(self, content: Mapping[str, Any]) -> None:
-        weights.load_weights(self.model, {**content, "model": self.split(content["model"])})
+        weights.load_weights(self.model, content, self.split)
 
     def plain(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
         # A tensor of the state as a checkpoint holds it.
         return plain_state.plain_tensor(tensor, name)
 
-    def split(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def split(self, state: Any) -> Any:
         # What this rank keeps of a model's state, which may be whole.
         return state
 
@@ -247,6 +247,9 @@ class PartStep:
             return nn.utils.clip_grad_norm_([parameter for _, parameter in trained], max_norm)
         norms.clip([one.grad for _, one in trained if one.grad is not None], max_norm)
         return norms.total_norm
+
+    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        return nullcontext()
 
     def after_step(self) -> None: ...
 

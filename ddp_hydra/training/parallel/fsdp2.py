@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
@@ -26,6 +28,10 @@ from ddp_hydra.training.parallel.weights import Ema, local
 from ddp_hydra.training.train_step import TrainStep, trained_loss
 
 KIND = "parallel=fsdp2"
+CALLED = (
+    f"{KIND}: the task's step did not call the model itself: call model(...) in each step, also where nothing counts; "
+    "its parts and methods can't be called alone"
+)
 
 
 class FSDP2(Parallel):
@@ -104,6 +110,10 @@ class FSDP2(Parallel):
             "mesh": self.mesh,
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
+        if low:  # statistics of batches are fp32, and a norm takes parameters of their type
+            policy = MixedPrecisionPolicy(output_dtype=low, cast_forward_inputs=False)
+            for norm in [one for one in model.modules() if isinstance(one, _BatchNorm) and holds_alone(one, model)]:
+                fully_shard(norm, mp_policy=policy, **given)
         for block in blocks:
             policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
             fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **given)
@@ -168,7 +178,9 @@ class FSDP2(Parallel):
         full: Tensor = tensor.full_tensor().detach()
         return full if self.world.rank == 0 else full.new_empty(0)
 
-    def split(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    def split(self, state: Any) -> Any:
+        if not isinstance(state, Mapping):
+            return state
         own = self.model.state_dict()
         return {name: share_of(value, own.get(name)) for name, value in state.items()}
 
@@ -291,12 +303,14 @@ class ShardedStep(PartStep):
         if self.sends_buffers and self.has_buffers:
             weights.broadcast_buffers(self.part, self.world)
         before = self.n_forward
-        result = self.wrapped(batch)
+        try:
+            result = self.wrapped(batch)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ConfigError(CALLED) from error
         if self.n_forward == before:
-            raise ConfigError(
-                f"{KIND}: the task's step did not call the model itself, so ranks would wait for each other: call "
-                "model(...) in each step, also where nothing counts; its parts and methods can't be called alone"
-            )
+            raise ConfigError(CALLED)
         self.sends_buffers = self.is_last
         return result
 
@@ -318,6 +332,18 @@ class ShardedStep(PartStep):
             )
         prediction.register_hook(torch.zeros_like)
         return step.loss.where(torch.zeros((), dtype=torch.bool, device=step.loss.device), 0.0)
+
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        try:
+            yield
+        except (NotImplementedError, RuntimeError) as error:
+            if not re.search("DTensor|[Ss]hard|placement", str(error)):
+                raise
+            raise ConfigError(
+                f"{KIND}: {type(optimizer).__name__} can't compute with shares of parameters ({error!s:.120}): give "
+                "optimizer=adamw or optimizer=sgd, or parallel=ddp"
+            ) from None
 
     def norms(self, trained: Named, loss: Callable[[], float]) -> GradientNorms:
         return ShardedNorms(trained, loss, self.group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -161,9 +161,9 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         kept.put_back()
 
 
-def load_weights(model: nn.Module, content: Mapping[str, Any]) -> None:
+def load_weights(model: nn.Module, content: Mapping[str, Any], split: Callable[[Any], Any] = lambda one: one) -> None:
     try:
-        load_copied(model, content["model"])
+        load_copied(model, split(content["model"]))
     except (KeyError, TypeError, RuntimeError) as error:
         lines = str(error).splitlines()
         raise CheckpointError(
