@@ -31,6 +31,8 @@ WEIGHTS = ("weight", "pos_weight")
 SMOOTHING = "label_smoothing"
 FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
 """Optimizers whose `fused` computes on GPUs."""
+FUSED_SHARDS = FUSED - {"torch.optim.SGD"}
+"""Optimizers whose `fused` torch has for shares of parameters."""
 FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
 """Arguments that choose how an optimizer computes; only one of them can be true."""
 
@@ -160,12 +162,18 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device, world: World)
 
 
 def evaluation(
-    cfg: DictConfig, data: Any, task: Task, device: torch.device, channels_last: bool, world: World
+    cfg: DictConfig,
+    data: Any,
+    task: Task,
+    device: torch.device,
+    channels_last: bool,
+    world: World,
+    parallel: Parallel | None = None,
 ) -> Evaluation:
     return Evaluation(
         loader(cfg, data, device, channels_last, world),
         cfg.data.batch_size,
-        autocast(cfg, device),
+        autocast(cfg, device, parallel),
         task,
         eval_metrics(cfg, data, device, world),
     )
@@ -232,6 +240,8 @@ def fused(node: DictConfig, given: Iterable[nn.Parameter]) -> dict[str, bool]:
             f"optimizer.fused=true takes parameters of floating-point types, and the model has some of "
             f"{others.pop()}: give optimizer.fused=false"
         )
+    if weights.are_sharded(given) and node.get("fused") is True and node["_target_"] not in FUSED_SHARDS:
+        return {"fused": False}
     can_be = all(one.is_cuda and one.is_floating_point() for one in given) and node["_target_"] in FUSED
     return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 
@@ -325,10 +335,11 @@ def set_float32(cfg: DictConfig) -> None:
     torch.set_float32_matmul_precision("high" if cfg.trainer.precision == "tf32" else "highest")
 
 
-def autocast(cfg: DictConfig, device: torch.device) -> torch.autocast:
+def autocast(cfg: DictConfig, device: torch.device, parallel: Parallel | None = None) -> torch.autocast:
     # For bf16 and fp16, it lowers operations that torch considers safe.
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
-    return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None)
+    is_low = parallel is not None and parallel.is_low
+    return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None and not is_low)
 
 
 def scaler(cfg: DictConfig, device: torch.device) -> torch.amp.GradScaler:

@@ -154,8 +154,9 @@ class CheckpointSaver:
             self.number if parts else 0,
         )
         writers: dict[str, Callable[[Path], Any]] = {}
+        if rank == 0 or state.parallel.is_sharded:
+            content = state.begin_capture(whole=True)
         if rank == 0:
-            content = state.begin_capture()
             writers[STATE] = lambda path: write(content(), path, described.step)
         if own is not None:
             writers[rank_part(rank)] = own

@@ -29,7 +29,7 @@ class GradientNorms:
 
     @torch.no_grad()
     def __init__(self, named: Iterable[tuple[str, Tensor]], loss: Callable[[], float] = float) -> None:
-        found = [(name, gradient) for name, parameter in named if (gradient := parameter.grad) is not None]
+        found = [(name, gradient) for name, one in named if (gradient := self.gradient_of(one)) is not None]
         self.names, gradients = [name for name, _ in found], [gradient for _, gradient in found]
         kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
         self.sparse, self._loss = any(layout != torch.strided for layout, _ in kinds), loss
@@ -38,8 +38,14 @@ class GradientNorms:
         norms = torch._foreach_norm(gradients) if found else [torch.zeros(())]
         if len(kinds) > 1 and len({norm.dtype for norm in norms}) > 1:
             norms = [norm.double() for norm in norms]
-        self.norms = torch.stack(norms)
+        self.norms = self.over_ranks(torch.stack(norms))
         self._on_cpu = begin_copy(self.norms)
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        return parameter.grad
+
+    def over_ranks(self, norms: Tensor) -> Tensor:
+        return norms
 
     @functools.cached_property
     def total_norm(self) -> Tensor:

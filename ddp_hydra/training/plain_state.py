@@ -25,6 +25,9 @@ from ddp_hydra.errors import CheckpointError
 KIND = "ddp_hydra_kind"
 """Key of the dict that stands for a value of another type."""
 
+Plain = Callable[[torch.Tensor, str], torch.Tensor]
+"""Makes a plain tensor of a value's, which is called by its name in messages."""
+
 _AS_THEY_ARE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.Size)
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
 _FACTORIES = {kind.__name__: kind for kind in (int, float, complex, bool, str, list, dict, set, tuple)}
@@ -106,9 +109,10 @@ _KINDS = {
 }
 
 
-def encode(value: Any, name: str = "", copy: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
+def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
+    copy = copy or plain_tensor
     if isinstance(value, torch.Tensor):
-        return copy(_plain_tensor(value, name))
+        return copy(value, name)
     if type(value) in _AS_THEY_ARE:
         return value
     if type(value) in (dict, collections.OrderedDict, collections.Counter):
@@ -129,7 +133,7 @@ def encode(value: Any, name: str = "", copy: Callable[[torch.Tensor], torch.Tens
     return {KIND: kind, "value": encode(_KINDS[kind].take_apart(value), name, copy)}
 
 
-def _encoded_dict(value: Any, name: str, copy: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _encoded_dict(value: Any, name: str, copy: Plain) -> Any:
     items = ((encode(key, f"{name}, a key"), encode(part, _inside(name, key), copy)) for key, part in value.items())
     if type(value) is dict:
         return dict(items)
@@ -149,7 +153,7 @@ def _class_name(value: Any) -> str:
     return f"{type(value).__module__}:{type(value).__qualname__}"
 
 
-def _plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def plain_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return tensor.detach()
     if torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor):
@@ -190,9 +194,10 @@ def tensors(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
     return ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
 
 
-def begin_copy(value: Any) -> Callable[[], Any]:
+def begin_copy(value: Any, plain: Plain | None = None) -> Callable[[], Any]:
     # Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
-    copied = encode(value, copy=_copy)
+    plain = plain or plain_tensor
+    copied = encode(value, copy=lambda tensor, name: _copy(plain(tensor, name)))
     if not torch.cuda.is_initialized():
         return lambda: copied
     done = torch.cuda.Event()

@@ -102,7 +102,7 @@ class TrainingRun:
         else:
             parallel.rebind(world)
         self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
-        self.autocast, self.task = builders.autocast(cfg, device), builders.task(cfg, train_set, device)
+        self.autocast, self.task = builders.autocast(cfg, device, parallel), builders.task(cfg, train_set, device)
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
 
         self.schedule_progress = progress = ScheduleProgress(
@@ -123,7 +123,9 @@ class TrainingRun:
         self.cadence = Cadence.from_config(cfg.trainer, total_steps)
         self.loader = build_data.loader(cfg, train_set, device, channels_last, world)
         self.validation = (
-            None if val_set is None else builders.evaluation(cfg, val_set, self.task, device, channels_last, world)
+            None
+            if val_set is None
+            else builders.evaluation(cfg, val_set, self.task, device, channels_last, world, parallel)
         )
         if self.validation is not None:
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))

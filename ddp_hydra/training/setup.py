@@ -97,7 +97,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     skipped = [skipped_by(data) for data in (train_set, val_set)]
     about, described = DataDescription.of(train_set), getattr(train_set, "described", None)
     lines = [
-        ("model", f"{type(model).__name__}, {parameters:,} parameters{frozen}"),
+        ("model", f"{run.parallel.model_name}, {parameters:,} parameters{frozen}"),
         ("data", samples_in(train_set, val_set)),
         ("classes", shown(about.classes) or str(about.num_classes or "")),
         ("columns", described() if callable(described) else shown(about.features)),

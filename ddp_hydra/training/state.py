@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -100,11 +101,12 @@ class TrainingState:
             if (part := self.extras.get(name)) is not None:
                 part.gather(world.gather_objects)
 
-    def begin_capture(self) -> Callable[[], dict[str, Any]]:
-        return plain_state.begin_copy(self._content())
+    def begin_capture(self, whole: bool = False) -> Callable[[], dict[str, Any]]:
+        # If `whole`, a collective where the model is sharded: only rank 0 gets the state.
+        return plain_state.begin_copy(self._content(), partial(self.parallel.plain, whole=whole))
 
     def check(self) -> None:
-        plain_state.encode(self._content())
+        plain_state.encode(self._content(), copy=self.parallel.plain)
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
@@ -136,6 +138,8 @@ class TrainingState:
         averaged = content.get("ema")
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
         copied = plain_state.begin_copy({name: part for name, part in content.items() if name not in ("model", "ema")})
+        if averaged:
+            averaged = {**averaged, "model": self.parallel.split(averaged["model"])}
         content = plain_state.decode({**copied(), "ema": averaged})
         # What each group has to have: torch adds options to the defaults when it loads a state.
         needed = {
@@ -145,7 +149,8 @@ class TrainingState:
         try:
             names, saved = self.parallel.names(self.extras.get("loss")), content["optimizer"]
             for name, optimizer in each(self.optimizer):
-                optimizer.load_state_dict(by_numbers(optimizer, names, saved[name] if name else saved))
+                numbered = by_numbers(optimizer, names, saved[name] if name else saved)
+                optimizer.load_state_dict(self.parallel.split_slots(optimizer, numbered))
             self.scheduler.load_state_dict(content["scheduler"])
             for name, part in self.extras.items():
                 if part is not None and content.get(name):
@@ -235,10 +240,16 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
         there = _first(group["params"] for group in groups)
         raise ValueError(f"its groups of parameters begin with {there}, and those here with {_first(here)}")
     fitted = [
-        {**group, "params": [numbers[name] for name in params]} for group, params in zip(groups, here, strict=True)
+        {**group, **_kernels(own_group), "params": [numbers[name] for name in params]}
+        for group, own_group, params in zip(groups, optimizer.param_groups, here, strict=True)
     ]
     slots = {numbers[name]: slots for name, slots in state["state"].items()} | state.get("others", {})
     return {"state": slots, "param_groups": fitted, **{key: state[key] for key in state if key not in _OWN_KEYS}}
+
+
+def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
+    # How an optimizer computes depends on where its parameters are now.
+    return {key: group[key] for key in ("fused", "foreach") if key in group}
 
 
 def _first(groups: Iterable[Sequence[str]]) -> str:

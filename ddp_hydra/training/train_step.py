@@ -37,6 +37,7 @@ class TrainStep(nn.Module):
     Attributes:
         part: what the update trains: the model, or a part of it.
         criterion: the task's loss, where it has parameters that are trained with the model; else None.
+        constant: makes a loss of 0 of a step in which nothing counts, with gradients of 0.
 
     Raises:
         ConfigError: the loss has parameters, and the task has several updates.
@@ -48,6 +49,7 @@ class TrainStep(nn.Module):
         self.update, self.criterion = update, trained_loss(task)
         if self.criterion is not None and update:
             raise ConfigError(f"the loss {type(self.criterion).__name__} has parameters: make it a part of the model")
+        self.constant: Callable[[Step], Tensor] = self._constant
         # No children of this module: DDP has to see the parameters of the part only.
         self._others: tuple[Task, nn.Module, Any] = (task, model, model)
 
@@ -75,7 +77,7 @@ class TrainStep(nn.Module):
         step = as_step(result, task)
         is_empty = not step.summed and not isinstance(step.n, Tensor | None) and not step.n
         if torch.is_grad_enabled() and (is_empty or not step.loss.requires_grad):
-            return step._replace(loss=self._constant(step))
+            return step._replace(loss=self.constant(step))
         return step
 
     def _constant(self, step: Step) -> Tensor:

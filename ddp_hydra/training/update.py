@@ -173,7 +173,8 @@ class OptimizerStep:
             if self.gradients is None and not self.is_unscaled:
                 self.scaler.unscale_(self.optimizer)
             self.grad_norm = self.part.clip(self.trained, self.clip_norm, self.gradients)
-        self.scaler.step(self.optimizer)
+        with self.part.stepping(self.optimizer):
+            self.scaler.step(self.optimizer)
         self.scaler.update()
         self.part.after_step()
 

@@ -1,4 +1,4 @@
-"""The model of a run among its ranks. `parallel=ddp`, `dp` and `none` are one file each, which nobody else knows.
+"""The model of a run among its ranks. `parallel=ddp`, `fsdp2`, `dp`, `none`: one file each, which nobody else knows.
 
 weights          what is done with each parameter and buffer of a model; the moving average
 parameter_groups which parameters train, decay, and are computed twice
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
+from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms, is_finite
 from ddp_hydra.training.parallel import parameter_groups, weights
@@ -34,8 +35,8 @@ class Parallel:
     """Owns the model of a run: builds it, wraps what trains it, and is asked for all that walks its parameters.
 
     Its order: build, weights, freeze, activation checkpointing (`build`); then, once for each update, wrap and compile
-    (`part`). A kind of its own overrides `wrap` for steps that replicate the model, and `build`, `average`, `state` and
-    `load` where a rank does not have the whole model.
+    (`part`). A kind of its own overrides `wrap` for steps that replicate the model, and `build`, `average`, `plain`,
+    `split` and `split_slots` where a rank does not have the whole model.
 
     Args:
         world: of this rank.
@@ -51,6 +52,20 @@ class Parallel:
     def __init__(self, world: World = ALONE) -> None:
         self.world, self.channels_last = world, False
         self.parts: dict[str, PartStep] = {}
+
+    @property
+    def is_sharded(self) -> bool:
+        # Ranks have shares of the model's tensors.
+        return False
+
+    @property
+    def is_low(self) -> bool:
+        # The model computes in the run's precision by itself, without autocast.
+        return False
+
+    @property
+    def model_name(self) -> str:
+        return type(self.model).__name__
 
     def take(self, model: nn.Module) -> Self:
         self.model = model
@@ -91,13 +106,15 @@ class Parallel:
             self.parts.pop(update).release()
         part = self.parts[update] = self.wrap(step := TrainStep(task, self.model, update))
         if trainer.compile is not None:
-            # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
-            mode = trainer.compile.replace("_", "-")
-            if update:
-                step.part.compile(mode=mode)  # the task finds it in the model, not in a wrapper
-            else:
-                step.wrap(partial(torch.compile, mode=mode))
+            self.compile(step, update, trainer.compile.replace("_", "-"))
         return part
+
+    def compile(self, step: TrainStep, update: str, mode: str) -> None:
+        # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
+        if update:
+            step.part.compile(mode=mode)  # the task finds it in the model, not in a wrapper
+        else:
+            step.wrap(partial(torch.compile, mode=mode))
 
     def wrap(self, step: TrainStep) -> PartStep:
         return PartStep(step, world=self.world)
@@ -118,7 +135,7 @@ class Parallel:
 
     def infinite(self) -> list[str]:
         named = self.model.named_parameters(remove_duplicate=False)
-        return [name for name, parameter in named if not is_finite(parameter)]
+        return [name for name, parameter in named if not is_finite(weights.local(parameter))]
 
     def may_be_infinite(self, loss: nn.Module | None = None) -> list[str]:
         # Names of buffers, and of frozen parameters: one may be a mask.
@@ -131,7 +148,7 @@ class Parallel:
 
     def fingerprint(self) -> tuple[int, list[bool]]:
         # Numbers that change with weights and buffers, and what is trained.
-        versions = sum(tensor._version for tensor in weights.tensors_of(self.model))
+        versions = sum(weights.local(tensor)._version for tensor in weights.tensors_of(self.model))
         return versions, [parameter.requires_grad for parameter in self.model.parameters()]
 
     def buffer_copy(self) -> BufferCopy:
@@ -144,7 +161,19 @@ class Parallel:
         return self.model.state_dict()
 
     def load(self, content: Mapping[str, Any]) -> None:
-        weights.load_weights(self.model, content)
+        weights.load_weights(self.model, content, self.split)
+
+    def plain(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
+        # A tensor of the state as a checkpoint holds it.
+        return plain_state.plain_tensor(tensor, name)
+
+    def split(self, state: Any) -> Any:
+        # What this rank keeps of a model's state, which may be whole.
+        return state
+
+    def split_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        # The same of an optimizer's state, by numbers of parameters.
+        return state
 
     def _refuse_several_ranks(self, name: str) -> None:
         if self.world.size > 1:
@@ -219,6 +248,9 @@ class PartStep:
         norms.clip([one.grad for _, one in trained if one.grad is not None], max_norm)
         return norms.total_norm
 
+    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+        return nullcontext()
+
     def after_step(self) -> None: ...
 
     def discard_gradients(self) -> None:
@@ -246,5 +278,6 @@ def all_used(parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[None]:
     if unused:
         raise ConfigError(
             f"this step's loss does not depend on {shown(unused, 6)}: if that is so in each step, leave it out of the "
-            "model or freeze it by trainer.freeze; if in some steps, give parallel.find_unused_parameters=true"
+            "model or freeze it by trainer.freeze; if in some steps, give parallel=ddp and "
+            "parallel.find_unused_parameters=true"
         )

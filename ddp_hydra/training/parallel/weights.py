@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,15 @@ SENT = {
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
 }
 """Types that gloo and NCCL both send."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    # This rank's share of a sharded tensor.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def are_sharded(tensors: Iterable[Tensor]) -> bool:
+    return any(hasattr(tensor, "to_local") for tensor in tensors)
 
 
 def can_be_sent(tensor: Tensor) -> bool:
@@ -152,9 +161,9 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         kept.put_back()
 
 
-def load_weights(model: nn.Module, content: Mapping[str, Any]) -> None:
+def load_weights(model: nn.Module, content: Mapping[str, Any], split: Callable[[Any], Any] = lambda one: one) -> None:
     try:
-        load_copied(model, content["model"])
+        load_copied(model, split(content["model"]))
     except (KeyError, TypeError, RuntimeError) as error:
         lines = str(error).splitlines()
         raise CheckpointError(
@@ -180,6 +189,7 @@ class Ema:
 
     Args:
         model: its weights and buffers are averaged.
+        average: a model to keep the average in; None: a copy.
         decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
 
     Attributes:
@@ -193,16 +203,16 @@ class Ema:
         ConfigError: the model can't be copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(self, model: nn.Module, decay: float, average: nn.Module | None = None) -> None:
         self.decay = decay
-        self.model: nn.Module = _copied(model).requires_grad_(False)
+        self.model: nn.Module = (_copied(model) if average is None else average).requires_grad_(False)
         self.steps = 0
         self.with_extra_state = [
             (name, module)
             for name, module in self.model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
-        self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
+        self.infinite = {name for name, value in model.named_parameters() if not is_finite(local(value))}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -258,5 +268,5 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    yield from ((name, parameter, False) for name, parameter in model.named_parameters())
+    yield from ((name, local(parameter), False) for name, parameter in model.named_parameters())
     yield from ((name, buffer, True) for name, buffer in model.named_buffers())

@@ -1,0 +1,360 @@
+"""`parallel=fsdp2`: torch's `fully_shard`. Each rank keeps a share of each parameter, gradient and optimizer state."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.utils import get_object
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import ALONE, World
+from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training import plain_state
+from ddp_hydra.training.finite import GradientNorms
+from ddp_hydra.training.parallel import Named, Parallel, PartStep, parameter_groups, weights
+from ddp_hydra.training.parallel.weights import Ema, local
+from ddp_hydra.training.train_step import TrainStep, trained_loss
+
+KIND = "parallel=fsdp2"
+CALLED = (
+    f"{KIND}: the task's step did not call the model itself: call model(...) in each step, also where nothing counts; "
+    "its parts and methods can't be called alone"
+)
+
+
+class FSDP2(Parallel):
+    """Shards a model over the ranks by torch's `fully_shard`. A process without a group has the whole model.
+
+    Args:
+        world: of this rank.
+        replicas: copies of the model; each is sharded over as many ranks as are left for it (HSDP).
+        blocks: classes of modules whose parameters are gathered together, one module after the other; null: those that
+            the model names in `_no_split_modules`, or repeats in a Sequential or ModuleList.
+        reshard_after_forward: free the parameters of a block after its forward pass, and gather them again for its
+            backward pass; a number: keep them sharded over that many ranks meanwhile.
+        cpu_offload: keep shares in the host's memory (GPUs only).
+        fn: "module.function" that is called with the model and its mesh before they are sharded; null: none.
+
+    Raises:
+        ConfigError: an argument has a value that is not allowed, or the model, task or precision can't be sharded.
+    """
+
+    def __init__(
+        self,
+        world: World = ALONE,
+        *,
+        replicas: int = 1,
+        blocks: Sequence[str] | None = None,
+        reshard_after_forward: bool | int = True,
+        cpu_offload: bool = False,
+        fn: str | None = None,
+    ) -> None:
+        super().__init__(world)
+        if replicas < 1 or world.size % replicas:
+            raise ConfigError(f"parallel.replicas={replicas} does not divide this job's {world.size} ranks")
+        if not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
+            raise ConfigError(f"{KIND} needs torch 2.6 or newer, and this is {torch.__version__}")
+        self.replicas, self.blocks, self.fn = replicas, blocks, fn
+        self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
+        self.mesh: DeviceMesh | None = None
+
+    def build(
+        self,
+        trainer: DictConfig,
+        make: Callable[[], nn.Module],
+        device: torch.device,
+        load: Callable[[nn.Module], list[str]] | None = None,
+    ) -> list[str]:
+        refuse(trainer, device, self.cpu_offload)
+        if self.world.group is None:
+            return super().build(trainer, make, device, load)
+        model = make()  # on the CPU: the bits of other kinds
+        untouched = load(model) if load is not None else []
+        parameter_groups.freeze(model, trainer.freeze)
+        self.trainer, self.make, self.mesh = trainer, make, self._mesh(device)
+        self.take(self._sharded(model))
+        return untouched
+
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        shards = self.world.size // self.replicas
+        if self.replicas == 1:
+            return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
+        return init_device_mesh(device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+    def _sharded(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
+        # The order of torchtitan: activation checkpointing, compile, shard, from the inner modules to the outer ones.
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        blocks = chosen_blocks(model, self.blocks)
+        if is_trained:
+            parameter_groups.activation_checkpointing(model, self.trainer.activation_checkpointing)
+            if self.trainer.compile is not None:
+                for block in blocks or [model]:
+                    block.compile(mode=self.trainer.compile.replace("_", "-"))
+        if self.fn is not None:
+            get_object(self.fn)(model, self.mesh)
+        low = torch.bfloat16 if self.is_low else None
+        given: dict[str, Any] = {
+            "mesh": self.mesh,
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        }
+        if low:  # statistics of batches are fp32, and a norm takes parameters of their type
+            policy = MixedPrecisionPolicy(output_dtype=low, cast_forward_inputs=False)
+            for norm in [one for one in model.modules() if isinstance(one, _BatchNorm) and holds_alone(one, model)]:
+                fully_shard(norm, mp_policy=policy, **given)
+        for block in blocks:
+            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+            fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **given)
+        outputs = torch.float32 if low else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=outputs, output_dtype=outputs)
+        fully_shard(model, mp_policy=policy, **given)
+        return model
+
+    @property
+    def is_low(self) -> bool:
+        return self.is_sharded and self.trainer.precision == "bf16"
+
+    @property
+    def model_name(self) -> str:
+        kind = type(self.model)  # torch has put a class of its own in front
+        return (kind.__mro__[2] if self.is_sharded else kind).__name__
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.world.group is not None
+
+    def rebind(self, world: World) -> None:
+        raise ConfigError(f"{KIND}: a rank has a share of the model only, so it can't go on in another world")
+
+    def part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
+        if update:
+            raise ConfigError(f"{KIND} is for tasks with one update, and {type(task).__name__} has {update!r}")
+        if (loss := trained_loss(task)) is not None:
+            raise ConfigError(f"{KIND}: the loss {type(loss).__name__} has parameters: make it a part of the model")
+        return super().part(trainer, task, update)
+
+    def wrap(self, step: TrainStep) -> PartStep:
+        return ShardedStep(step, self.mesh, self.world) if self.mesh else PartStep(step, uses_all=True)
+
+    def compile(self, step: TrainStep, update: str, mode: str) -> None:
+        if not self.is_sharded:
+            super().compile(step, update, mode)
+
+    # -- what walks the model ----------------------------------------------------------------------------------
+
+    def infinite(self) -> list[str]:
+        # A collective.
+        of_ranks = self.world.gather_objects(super().infinite())
+        return list(dict.fromkeys(name for names in of_ranks for name in names))
+
+    def average(self, decay: float) -> Ema:
+        # A sharded model can't be copied, so it is built once more.
+        if not self.is_sharded:
+            return super().average(decay)
+        with torch.random.fork_rng([]):
+            model = self.make()
+        average = self._sharded(model, is_trained=False)
+        average.load_state_dict(self.model.state_dict())
+        return Ema(self.model, decay, average)
+
+    def plain(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
+        # A collective, if `whole`: then rank 0 gets all of the tensor, and the others get nothing.
+        if not isinstance(tensor, DTensor):
+            return plain_state.plain_tensor(tensor, name)
+        if not whole:
+            return tensor.to_local().detach()
+        full: Tensor = tensor.full_tensor().detach()
+        return full if self.world.rank == 0 else full.new_empty(0)
+
+    def split(self, state: Any) -> Any:
+        if not isinstance(state, Mapping):
+            return state
+        own = self.model.state_dict()
+        return {name: share_of(value, own.get(name)) for name, value in state.items()}
+
+    def split_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        slots = {
+            key: {name: share_of(value, parameters[key]) for name, value in slots.items()}
+            if type(key) is int and key < len(parameters) and isinstance(slots, Mapping)
+            else slots
+            for key, slots in state["state"].items()
+        }
+        return {**state, "state": slots}
+
+
+def refuse(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None:
+    if trainer.precision == "fp16":
+        raise ConfigError(f"{KIND} does not go with trainer.precision=fp16: give trainer.precision=bf16")
+    if trainer.channels_last:
+        raise ConfigError(f"{KIND} does not go with trainer.channels_last=true: leave it out")
+    if cpu_offload and device.type == "cpu":
+        raise ConfigError("parallel.cpu_offload=true is for GPUs: leave it out")
+
+
+def chosen_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
+    """Return the modules whose parameters are gathered together, the inner ones first."""
+    if classes is not None:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        if lacking := sorted(set(classes) - set(known)):
+            raise ConfigError(f"parallel.blocks has {', '.join(lacking)}, but the model has {', '.join(known)}")
+        wanted = [module for module in model.modules() if type(module).__name__ in classes]
+    else:
+        named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        wanted = [module for module in model.modules() if type(module).__name__ in named] or list(repeated(model))
+    return [module for module in reversed(wanted) if module is not model and holds_alone(module, model)]
+
+
+def repeated(model: nn.Module) -> Iterator[nn.Module]:
+    # The outermost modules with children that a list repeats.
+    for child in model.children():
+        kinds = Counter(type(one) for one in child.children() if any(one.children()))
+        is_list = isinstance(child, nn.Sequential | nn.ModuleList)
+        found = [one for one in child.children() if is_list and kinds[type(one)] > 1]
+        yield from (one for one in found if next(one.parameters(), None) is not None)
+        if not found:
+            yield from repeated(child)
+
+
+def holds_alone(module: nn.Module, model: nn.Module) -> bool:
+    # A tied parameter has to be in one unit.
+    def uses(part: nn.Module) -> Counter[int]:
+        return Counter(id(one) for _, one in part.named_parameters(remove_duplicate=False))
+
+    everywhere, inside = uses(model), uses(module)
+    return bool(inside) and all(everywhere[key] == number for key, number in inside.items())
+
+
+def share_of(value: Any, like: Any) -> Any:
+    """Return this rank's share of a tensor that is whole, or is the share itself; other values as they are."""
+    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or isinstance(value, DTensor):
+        return value
+    own = like.to_local()
+    if value.shape == like.shape:
+        moved = value.to(own.device)
+        return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+    if value.shape == own.shape:
+        mesh, kinds, shape = like.device_mesh, like.placements, like.shape
+        return DTensor.from_local(value.to(own.device), mesh, kinds, run_check=False, shape=shape, stride=like.stride())
+    return value
+
+
+class ShardedNorms(GradientNorms):
+    """The norms of gradients that are sharded: the same on all ranks. See `GradientNorms`.
+
+    Args:
+        named, loss: see there.
+        group: the ranks that share one copy of the model.
+    """
+
+    def __init__(self, named: Named, loss: Callable[[], float], group: dist.ProcessGroup) -> None:
+        self.group = group
+        super().__init__(named, loss)
+
+    def gradient_of(self, parameter: Tensor) -> Tensor | None:
+        return None if parameter.grad is None else local(parameter.grad)
+
+    def over_ranks(self, norms: Tensor) -> Tensor:
+        # A collective.
+        squares = norms.double() ** 2
+        dist.all_reduce(squares, group=self.group)
+        return squares.sqrt().to(norms.dtype)
+
+
+class ShardedStep(PartStep):
+    """A training step whose model is sharded.
+
+    Args:
+        step: the training step.
+        mesh: the ranks that share the model.
+        world: of this rank.
+
+    Attributes:
+        sends_buffers: all ranks take the buffers of rank 0 before the next forward pass, when DDP does it.
+    """
+
+    part: Any
+
+    def __init__(self, step: TrainStep, mesh: DeviceMesh, world: World) -> None:
+        super().__init__(step, uses_all=True, world=world)
+        self.group = mesh.get_group("shard")
+        self.sends_buffers = self.is_last = True
+        self.has_buffers = next(self.part.buffers(), None) is not None
+        self.n_forward = 0
+        self.part.register_forward_pre_hook(self._count)
+        step.constant = self._nothing
+
+    def _count(self, *_: Any) -> None:
+        self.n_forward += 1
+
+    def __call__(self, batch: Any) -> Any:
+        if self.sends_buffers and self.has_buffers:
+            weights.broadcast_buffers(self.part, self.world)
+        before = self.n_forward
+        try:
+            result = self.wrapped(batch)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise ConfigError(CALLED) from error
+        if self.n_forward == before:
+            raise ConfigError(CALLED)
+        self.sends_buffers = self.is_last
+        return result
+
+    @contextmanager
+    def sync_gradients(self, enabled: bool) -> Iterator[None]:
+        self.is_last = enabled
+        self.part.set_requires_gradient_sync(enabled)
+        self.part.set_is_last_backward(enabled)
+        with super().sync_gradients(enabled):
+            yield
+
+    def _nothing(self, step: Step) -> Tensor:
+        # The backward pass has to go through the model on all ranks.
+        prediction = step.prediction
+        if not step.loss.requires_grad or not isinstance(prediction, Tensor) or not prediction.requires_grad:
+            raise ConfigError(
+                f"{KIND}: nothing counts in this micro-batch, and the step's loss does not depend on the model: return "
+                "Step(loss, n=0, prediction=…) with the loss and the output of the model"
+            )
+        prediction.register_hook(torch.zeros_like)
+        return step.loss.where(torch.zeros((), dtype=torch.bool, device=step.loss.device), 0.0)
+
+    @contextmanager
+    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        try:
+            yield
+        except (NotImplementedError, RuntimeError) as error:
+            if not re.search("DTensor|[Ss]hard|placement", str(error)):
+                raise
+            raise ConfigError(
+                f"{KIND}: {type(optimizer).__name__} can't compute with shares of parameters ({error!s:.120}): give "
+                "optimizer=adamw or optimizer=sgd, or parallel=ddp"
+            ) from None
+
+    def norms(self, trained: Named, loss: Callable[[], float]) -> GradientNorms:
+        return ShardedNorms(trained, loss, self.group)
+
+    def rescale(self, trained: Named, factor: float) -> None:
+        with torch.no_grad():
+            for _, parameter in trained:
+                if parameter.grad is not None:
+                    local(parameter.grad).mul_(factor)
+
+    def clip(self, trained: Named, max_norm: float, norms: GradientNorms | None) -> Tensor:
+        norms = norms or self.norms(trained, float)
+        norms.clip([local(one.grad) for _, one in trained if one.grad is not None], max_norm)
+        return norms.total_norm

@@ -1,0 +1,93 @@
+"""A model of blocks, for runs whose model is sharded."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_hydra import results
+from ddp_hydra.tasks import Classification, Step
+
+
+class Block(nn.Module):
+    """Adds what two layers make.
+
+    Args:
+        width: of input and output.
+        dropout: 0..1.
+        over_batch: normalise by the batch, not each sample by itself.
+    """
+
+    def __init__(self, width: int, dropout: float, over_batch: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(width) if over_batch else nn.LayerNorm(width)
+        self.one, self.two = nn.Linear(width, 20), nn.Linear(20, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the sum."""
+        return x + self.two(self.dropout(self.one(self.norm(x)).tanh()))
+
+
+class Blocks(nn.Module):
+    """Layers before and after three blocks.
+
+    Args:
+        num_classes: what comes out.
+        dropout: in each block.
+        over_batch: of each block.
+        tied: the first block has the weight of the third.
+        tell: send a text record with the samples of each training batch.
+    """
+
+    def __init__(
+        self, num_classes: int, dropout: float = 0.0, over_batch: bool = True, tied: bool = False, tell: bool = False
+    ) -> None:
+        super().__init__()
+        self.tell = tell
+        self.stem, self.head = nn.Linear(6, 10), nn.Linear(10, num_classes)
+        self.blocks = nn.ModuleList(Block(10, dropout, over_batch) for _ in range(3))
+        if tied:
+            self.blocks[0].one.weight = self.blocks[2].one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict the class of each point."""
+        if self.tell and self.training:
+            results.text("samples", json.dumps((x[:, 0] * 1024).int().tolist()))
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class HeadAlone(Classification):
+    """Calls a part of the model."""
+
+    def step(self, model: Any, batch: Any) -> Step:
+        """Return the head's loss."""
+        return Step(model.head(batch[0].repeat(1, 2)[:, :10]).square().mean())
+
+
+class Centres(nn.Module):
+    """A loss with parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(torch.zeros(4))
+
+    def forward(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the distance of the logits."""
+        return (logits - self.centres).square().mean() + 0 * y.sum()
+
+
+class FirstHalf(Classification):
+    """Counts what the first rank has."""
+
+    def step(self, model: Any, batch: Any) -> Step:
+        """Return a loss over nothing on other ranks."""
+        step = super().step(model, batch)
+        return step if dist.get_rank() == 0 else step._replace(loss=step.loss * 0, n=0, sums={})

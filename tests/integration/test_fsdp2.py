@@ -1,0 +1,186 @@
+"""`parallel=fsdp2`: the bits of DDP, checkpoints that load into any layout, and what can't be sharded is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ddp_hydra.errors import RankFailed
+from tests.integration.support import training
+from tests.integration.support.training import Trained
+from tests.integration.test_exactness import assert_equal
+
+pytestmark = pytest.mark.integration
+
+BLOCKS = (
+    "data=tiny",
+    "model=blocks",
+    "optimizer=adamw",
+    "optimizer.fused=false",  # its last elements round otherwise on a CPU, by the length of a share
+    "scheduler=cosine",
+    "trainer.log_every_steps=1",
+    "results.keep_checkpoints=null",
+)
+
+
+@pytest.fixture
+def train(project, tmp_path) -> Callable[..., Trained]:
+    """Run the training loop on some ranks of a cluster."""
+
+    def run(client: Any, name: str, *overrides: str, **options: Any) -> Trained:
+        return training.train(client, project, tmp_path / name, *BLOCKS, *overrides, **options)
+
+    return run
+
+
+def learned(run: Trained) -> dict[str, Any]:
+    content = run.checkpoint("last.pt")
+    return {
+        name: content[name]
+        for name in ("model", "optimizer", "position", "best", "scheduler", "ema")
+        if name in content
+    }
+
+
+EVERYTHING = (
+    "trainer.epochs=2",
+    "model.dropout=0.3",
+    "trainer.gradient_accumulation_steps=2",
+    "data.batch_size=4",
+    "trainer.ema_decay=0.9",
+    "trainer.activation_checkpointing=[Block]",
+    "trainer.freeze=['stem.bias']",
+    "trainer.on_nonfinite=rollback",
+    "trainer.checkpoint_every_steps=4",
+    "faults=['nan,rank=1,step=6']",
+)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(2, EVERYTHING, id="everything"),
+        pytest.param(1, ["trainer.max_steps=8"], id="one rank"),
+        pytest.param(2, ["trainer.max_steps=8", "model.tied=true"], id="tied"),
+        pytest.param(2, ["trainer.max_steps=8", "parallel.blocks=[Block,Linear]"], id="small", marks=pytest.mark.slow),
+        pytest.param(
+            2, ["trainer.max_steps=8", "parallel.reshard_after_forward=false"], id="kept", marks=pytest.mark.slow
+        ),
+        pytest.param(2, ["trainer.max_steps=8", "optimizer=sgd", "optimizer.fused=false"], id="sgd"),
+    ],
+)
+def test_it_has_the_bits_of_ddp(client2, train, ranks, options):
+    both = [one for one in options if not one.startswith("parallel.")]
+    sharded = train(client2, "fsdp2", "parallel=fsdp2", *options, ranks=ranks)
+    whole = train(client2, "ddp", "parallel=ddp", *both, ranks=ranks)
+    assert_equal(learned(sharded), learned(whole))
+    assert sharded.metrics("grad_norm") == whole.metrics("grad_norm")
+
+
+LAYOUTS = {
+    "ddp on 1": (1, ["parallel=ddp"]),
+    "ddp on 2": (2, ["parallel=ddp"]),
+    "ddp on 4": (4, ["parallel=ddp"]),
+    "fsdp2 on 1": (1, ["parallel=fsdp2"]),
+    "fsdp2 on 2": (2, ["parallel=fsdp2"]),
+    "fsdp2 on 4": (4, ["parallel=fsdp2"]),
+    "hsdp on 2x2": (4, ["parallel=fsdp2", "parallel.replicas=2"]),
+}
+SAVED, STEPS = 4, 6
+LEARNS = (
+    "model.over_batch=false",
+    "model.tell=true",
+    "trainer.ema_decay=0.9",
+    f"trainer.checkpoint_every_steps={SAVED}",
+)
+PRUNED = {
+    "ddp on 2": ("fsdp2 on 4", "hsdp on 2x2", "fsdp2 on 1"),
+    "fsdp2 on 2": ("ddp on 1", "fsdp2 on 4"),
+    "hsdp on 2x2": ("fsdp2 on 2",),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(client4, project, tmp_path_factory) -> Callable[[str], Trained]:
+    """A run of a layout that is not interrupted, with its checkpoint amid it."""
+    runs: dict[str, Trained] = {}
+
+    def of(layout: str) -> Trained:
+        if layout not in runs:
+            runs[layout] = run_in(client4, project, tmp_path_factory.mktemp("saved") / "run", layout)
+        return runs[layout]
+
+    return of
+
+
+def run_in(client: Any, project: Any, folder: Any, layout: str, **options: Any) -> Trained:
+    ranks, kind = LAYOUTS[layout]
+    batch = f"data.batch_size={12 // ranks}"
+    steps = f"trainer.max_steps={STEPS}"
+    return training.train(client, project, folder, *BLOCKS, *LEARNS, batch, steps, *kind, ranks=ranks, **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        pytest.param(one, other, marks=[] if other in PRUNED.get(one, ()) else pytest.mark.slow)
+        for one in LAYOUTS
+        for other in LAYOUTS
+    ],
+)
+def test_any_checkpoint_goes_on_in_any_layout(client4, project, tmp_path, saved, source, target):
+    whole = saved(source)
+    file = whole.folder / "checkpoints" / f"step-{SAVED:06d}.pt"
+    resumed = run_in(client4, project, tmp_path / "run", target, resume=file)
+    rest = [line for line in whole.metrics() if line["step"] > SAVED]
+    lines = [line for line in resumed.metrics() if line["step"] > SAVED]
+    assert [line["step"] for line in lines] == [line["step"] for line in rest] != []
+    assert resumed.samples() == whole.samples()[SAVED:]
+    for line, wanted in zip(lines, rest, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5)
+    if source == target:
+        assert lines == rest
+        assert_equal(learned(resumed), learned(whole))
+
+
+REFUSED = {
+    "Adafactor can't compute with shares of parameters": [
+        "optimizer=sgd",
+        "optimizer._target_=torch.optim.Adafactor",
+        *(f"~optimizer.{key}" for key in ("momentum", "nesterov", "fused")),
+    ],
+    "does not go with trainer.precision=fp16: give trainer.precision=bf16": ["trainer.precision=fp16"],
+    "parallel.replicas=3 does not divide this job's 2 ranks": ["parallel.replicas=3"],
+    "parallel.blocks has Bottleneck, but the model has BatchNorm1d, Block, Blocks,": ["parallel.blocks=[Bottleneck]"],
+    "does not go with trainer.channels_last=true": ["trainer.channels_last=true"],
+    "parallel.cpu_offload=true is for GPUs": ["parallel.cpu_offload=true"],
+    "the loss Centres has parameters: make it a part of the model": [
+        "loss._target_=models.blocks.Centres",
+        "~loss.label_smoothing",
+    ],
+    "the task's step did not call the model itself": ["task._target_=models.blocks.HeadAlone"],
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_can_not_be_sharded_is_refused(client2, train, sentence):
+    with pytest.raises(RankFailed, match=re.escape(sentence)):
+        train(client2, "run", "parallel=fsdp2", *REFUSED[sentence])
+
+
+def test_a_rank_where_nothing_counts_takes_part(client2, train):
+    """Rank 1 has no sample that counts in any step."""
+    counted = ["task._target_=models.blocks.FirstHalf", "trainer.max_steps=4", "model.over_batch=false"]
+    sharded, whole = (train(client2, kind, f"parallel={kind}", *counted) for kind in ("fsdp2", "ddp"))
+    assert_equal(learned(sharded), learned(whole))
+
+
+def test_it_computes_in_bf16_and_keeps_fp32(client2, train):
+    run = train(client2, "run", "parallel=fsdp2", "trainer.precision=bf16", "trainer.max_steps=12")
+    losses = [line["train/loss"] for line in run.metrics() if "train/loss" in line]
+    assert losses[-1] < losses[0]
+    assert {value.dtype for value in run.checkpoint("last.pt")["model"].values()} == {torch.float32, torch.int64}
