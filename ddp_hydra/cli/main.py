@@ -27,7 +27,7 @@ from ddp_hydra.cli import compose, overrides, prestart
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN, typed_words
-from ddp_hydra.console import signals
+from ddp_hydra.console import signals, text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
 from ddp_hydra.rank.torchrun import note_failure
@@ -143,7 +143,7 @@ def report(run: Callable[[], None]) -> int:
 def error_message(error: Exception) -> str:
     if isinstance(error, OverrideParseException) and "=" not in str(error.override):
         word = str(error.override)
-        near = unknown_keys.meant(word, COMMANDS) or "."
+        near = text.meant(word, COMMANDS) or "."
         return (
             f"{word!r} is no command, nor key=value{near} The commands are "
             f"{', '.join(COMMANDS)}; ddp-hydra alone trains, ddp-hydra --help shows the keys"

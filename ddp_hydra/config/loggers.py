@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import leaves
-from ddp_hydra.config.unknown_keys import meant
+from ddp_hydra.console.text import meant
 from ddp_hydra.errors import ConfigError
 
 NAMES = ("mlflow", "wandb", "aim", "clearml")

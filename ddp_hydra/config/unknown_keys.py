@@ -5,7 +5,6 @@ An experiment loses against the main config where that is later in the defaults 
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -134,7 +133,7 @@ def check(cfg: DictConfig) -> None:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for key in node:
             if str(key) not in known and not _is_read(f"{prefix}{key}", read):
-                raise ConfigError(unknown(f"{prefix}{key}", known))
+                raise ConfigError(text.unknown(f"{prefix}{key}", known))
     for key, value in (raw.get("metrics") or {}).items():
         if not isinstance(value, dict) or "_target_" not in value:
             raise ConfigError(f"metrics.{key}={value}: a metric is a node with a _target_, as in conf/metrics")
@@ -157,14 +156,6 @@ def _is_read(key: str, words: Iterable[str]) -> bool:
         words: from `_interpolated`; one that ends with a dot goes on with the value of another interpolation.
     """
     return any(meet(key, word.rstrip(".")) for word in words)
-
-
-def unknown(key: str, known: Iterable[str], more: str = "") -> str:
-    group, _, name = key.rpartition(".")
-    names = [one for one in known if not one.startswith("_") and one != "hydra"]
-    there = f"the keys of {group} are" if group else "the groups and keys are"
-    hint = meant(name, names, f"{group}." if group else "")
-    return f"{key}: there is no such key{hint}; {there} {', '.join(names)}{more}"
 
 
 def explain(error: BaseException) -> str | None:
@@ -193,7 +184,7 @@ def explain(error: BaseException) -> str | None:
     more = ""
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
-    return unknown(key, map(str, node), more)
+    return text.unknown(key, map(str, node), more)
 
 
 def _no_option(error: MissingConfigException) -> str:
@@ -201,21 +192,9 @@ def _no_option(error: MissingConfigException) -> str:
     if error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
     if error.options:
-        near = meant(name, error.options, f"{group}=")
+        near = text.meant(name, error.options, f"{group}=")
         return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
     return f"{group}={name} is not an option; ddp-hydra --help lists the options" if group else str(error)  # of a list
-
-
-def meant(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Return ": did you mean …?" if a word is a misspelling or the initials of one of `words`, or the reverse."""
-    names = list(words)
-    short = [name for name in names if name == _initials(word) or _initials(name) == word]
-    near = difflib.get_close_matches(word, names, 1, 0.7) or (short if len(word) > 1 else [])
-    return f": did you mean {prefix}{near[0]}?" if near else ""
-
-
-def _initials(name: str) -> str:
-    return "".join(part[0] for part in name.split("_") if part)
 
 
 def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
@@ -254,4 +233,4 @@ def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
             continue
         if not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]
-            log.warning("%s: nothing reads it%s", key, meant(name, others, f"{group}."))
+            log.warning("%s: nothing reads it%s", key, text.meant(name, others, f"{group}."))

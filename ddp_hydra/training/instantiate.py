@@ -13,7 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 
-from ddp_hydra.config import targets, unknown_keys
+from ddp_hydra.config import targets
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, DdpHydraError
@@ -38,6 +38,8 @@ def reason_of(error: Exception, node: DictConfig) -> str:
     if where := text.raised_at(error):
         return where
     said = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+    if "ListConfig" in said:
+        said += ": for a tensor, give {_target_: torch.tensor, data: [...]}"
     return not_taken(node) or said or type(error).__name__
 
 
@@ -70,10 +72,10 @@ def not_taken(node: DictConfig) -> str:
     if not refused:
         return ""
     names = [name for name in taken if name not in ("self", "params")]
-    hints = "".join(unknown_keys.meant(key, names) for key in refused)
+    hints = "".join(text.meant(key, names) for key in refused)
     leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
-    there = ", ".join(names)
-    return f"it takes no {', '.join(refused)}{hints}; it takes {there}. To leave the others out, type {leave_out}"
+    there = text.after(hints, f"it takes {', '.join(names)}")
+    return f"it takes no {', '.join(refused)}{there}. To leave the others out, type {leave_out}"
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:
