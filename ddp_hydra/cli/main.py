@@ -109,7 +109,9 @@ def compose_and_run() -> None:
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
     sys.argv[1:] = overrides.read(sys.argv[1:])
-    given = get_args_parser().parse_known_args(sys.argv[1:])[0]
+    given, unknown = get_args_parser().parse_known_args(sys.argv[1:])
+    if options := [word for word in unknown if word.startswith("-")]:
+        raise ConfigError(unknown_keys.no_option(options[0]))
     try:
         with (
             layered(given.config_dir) as folder,

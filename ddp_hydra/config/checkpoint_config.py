@@ -167,7 +167,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01"."""
     old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
-    differing = [key for key in keys if key not in old or key not in new or old[key] != new[key]]
+    differing = [key for key in keys if old.get(key, {}) != new.get(key, {})]
     return [
         f"{key} {' -> '.join(as_typed(one[key]) if key in one else '(missing)' for one in (old, new))}"
         for key in differing

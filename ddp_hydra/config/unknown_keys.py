@@ -32,6 +32,8 @@ from ddp_hydra.errors import ConfigError
 
 GROUPS = ("experiment", "hparams_search", "debug")
 """Groups whose options choose and set what belongs to others; a later one wins over those before."""
+_USUAL = ("optimizer.lr", "optimizer.weight_decay", "data.batch_size", "data.workers", "cluster.n_workers", "seed")
+"""Keys that no schema has, and that options of other programs mean."""
 _OF_A_SWEEP = ("resume", "trainer.pause_after_validations")
 """Keys that a sweep sets in the configs of its jobs."""
 
@@ -173,6 +175,8 @@ def explain(error: BaseException) -> str | None:
         mark = getattr(error, "problem_mark", None)
         place = f"{os.path.relpath(mark.name)}, line {mark.line + 1}: " if mark is not None else ""
         return f"{place}this is no YAML: {getattr(error, 'problem', None) or typed}"
+    if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
+        return f"~{missing[1]}: there is no such key; leave it out, or type ddp-hydra --cfg job, which shows the keys"
     if type(error) is ValueError and typed.startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
@@ -181,10 +185,22 @@ def explain(error: BaseException) -> str | None:
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
         return None
     key, node = str(cause.full_key), cause.parent_node
+    nodes = {str(group): node._get_node(group) for group in node}
+    groups = [f"{group}.{key}" for group, one in nodes.items() if isinstance(one, DictConfig) and key in one]
+    if groups and node._get_parent() is None:
+        return f"{key}: there is no such key: did you mean {' or '.join(groups)}?"
     more = ""
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
     return text.unknown(key, map(str, node), more)
+
+
+def no_option(word: str) -> str:
+    """Return a sentence for `--epochs`, which other programs take."""
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    keys = [*(f"{group}.{one.name}" for group in SCHEMAS for one in fields(SCHEMAS[group])), *_USUAL]  # type: ignore[arg-type]
+    found = [key for key in keys if key.rpartition(".")[2] == name] or ["trainer.epochs"]
+    return f"{word}: there is no such option: keys are typed without dashes, {found[0]}=<value>; type ddp-hydra --help"
 
 
 def _no_option(error: MissingConfigException) -> str:

@@ -63,6 +63,16 @@ def check_arguments(call: Call) -> None:
     """
     if not callable(call.fn) and not isinstance(call.fn, str):
         raise ConfigError(f"{call.fn!r:.100} can't be called: give a function, 'module:name' or dispatch.script(path)")
+    if isinstance(call.fn, str) and call.fn.endswith(".py"):
+        raise ConfigError(f"{call.fn!r} is a file: give dispatch.script({call.fn!r}), or a function, 'module:name'")
+    if isinstance(call.fn, Script) and (call.args or call.kwargs):
+        options = [part for name, value in call.kwargs.items() for part in (f"--{name}", value)]
+        typed = ", ".join(map(repr, (Path(call.fn.path).name, *call.args, *options)))
+        raise ConfigError(f"a script's arguments are given to script: dispatch.run(client, dispatch.script({typed}))")
+    kinds = {"async": inspect.iscoroutinefunction, "a generator": inspect.isgeneratorfunction}
+    kinds["an async generator"] = inspect.isasyncgenfunction
+    for kind in (kind for kind, is_kind in kinds.items() if is_kind(call.fn)):
+        raise ConfigError(f"{call.fn.__name__} is {kind}, which a rank would not run: give a function with a return")
     signature = signature_of(call.fn)
     if signature is None:
         return

@@ -89,7 +89,7 @@ def removable(run: str) -> list[Path]:
     if folder.is_symlink():
         raise ConfigError(f"{run} is a link: give the folder itself, {os.path.realpath(folder)}")
     if not folder.is_dir():
-        listed = text.after(text.meant_path(run), "ddp-hydra runs ls lists the runs")
+        listed = text.after(text.meant_path(run), "type ddp-hydra runs ls, which lists the runs")
         raise ConfigError(f"{run}: there is no such folder{listed}")
     names = set(os.listdir(folder))  # noqa: PTH208
     if SWEEP in names and (jobs := SweepJobs(str(folder))).objective.metric:

@@ -167,7 +167,7 @@ def open_run(run: str) -> RunFiles:
     if not folder.is_dir():
         raise ConfigError(
             f"{place}: there is no such folder"
-            + text.after(text.meant_path(place), "ddp-hydra runs ls lists the runs of outputs and multirun")
+            + text.after(text.meant_path(place), "type ddp-hydra runs ls, which lists the runs of outputs and multirun")
         )
     if not is_run(set(os.listdir(folder))):  # noqa: PTH208
         raise ConfigError(f"{place} is not a run directory; ddp-hydra runs ls {place} lists the runs below it")

@@ -216,7 +216,7 @@ def find_checkpoint(path: str | Path, which: str = "last") -> Path:
     given = Path(path)
     if not given.exists():
         parent = next((folder for folder in given.parents if folder.is_dir()), Path())
-        listed = f"{parent} has {_listing(parent)}"
+        listed = f"in {parent} there is {_listing(parent)}"
         raise CheckpointError(f"{given} does not exist{text.after(text.meant_path(given), listed)}")
     if is_checkpoint(given):
         file = given

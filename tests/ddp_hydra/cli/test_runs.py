@@ -89,7 +89,10 @@ def test_a_folder_may_have_an_equals_sign_in_its_name(make_run, tmp_path, monkey
     ("words", "said"),
     [
         (["list"], "runs list: there is no such command.* ls, show, diff, rm, du, tag, reproduce"),
-        (["ls", "stats=done"], r"stats=done: there is no such key: did you mean status\? The keys are status, tag, model"),
+        (
+            ["ls", "stats=done"],
+            r"stats=done: there is no such key: did you mean status\? The keys are status, tag",
+        ),
         (["ls", "optimizer.lr=1"], r"optimizer\.lr=1: there is no such key; the keys are status"),
         (["ls", "limit=some"], "limit"),
         (["ls", "limit=-5"], "limit=-5: give how many"),
