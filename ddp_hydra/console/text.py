@@ -119,8 +119,9 @@ _STARTER = re.compile(r".*[/\\](ddp_hydra[/\\]starter[/\\].*)")
 _LIBRARY = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
 _LIBRARY_FOLDERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _DETERMINISTIC = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, ModuleNotFoundError, NameError,
-    NotImplementedError, RuntimeError, SyntaxError, TypeError, UnboundLocalError, ValueError, ZeroDivisionError,
+    ArithmeticError, AssertionError, AttributeError, FileNotFoundError, ImportError, IndexError, IsADirectoryError,
+    KeyError, ModuleNotFoundError, NameError, NotADirectoryError, NotImplementedError, RecursionError, RuntimeError,
+    SyntaxError, TypeError, UnboundLocalError, ValueError, ZeroDivisionError,
 )  # fmt: skip
 _OF_THE_HOST = re.compile(r"thread|process|worker|mmap|shared|file|disk|resource", re.IGNORECASE)
 """The same for one that no code of the project has raised."""

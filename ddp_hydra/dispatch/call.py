@@ -55,6 +55,13 @@ def signature_of(fn: Callable[..., Any] | str) -> inspect.Signature | None:
         return None
 
 
+_NOT_RUN: dict[str, Callable[[Any], bool]] = {
+    "async": inspect.iscoroutinefunction,
+    "a generator": inspect.isgeneratorfunction,
+    "an async generator": inspect.isasyncgenfunction,
+}
+
+
 def check_arguments(call: Call) -> None:
     """Check that the function takes the arguments, before any rank is started.
 
@@ -69,10 +76,9 @@ def check_arguments(call: Call) -> None:
         options = [part for name, value in call.kwargs.items() for part in (f"--{name}", value)]
         typed = ", ".join(map(repr, (Path(call.fn.path).name, *call.args, *options)))
         raise ConfigError(f"a script's arguments are given to script: dispatch.run(client, dispatch.script({typed}))")
-    kinds = {"async": inspect.iscoroutinefunction, "a generator": inspect.isgeneratorfunction}
-    kinds["an async generator"] = inspect.isasyncgenfunction
-    for kind in (kind for kind, is_kind in kinds.items() if is_kind(call.fn)):
-        raise ConfigError(f"{call.fn.__name__} is {kind}, which a rank would not run: give a function with a return")
+    for kind in (kind for kind, is_kind in _NOT_RUN.items() if is_kind(call.fn)):
+        name = getattr(call.fn, "__name__", "")
+        raise ConfigError(f"{name} is {kind}, which a rank would not run: give a function with a return")
     signature = signature_of(call.fn)
     if signature is None:
         return
