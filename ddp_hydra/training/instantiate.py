@@ -35,12 +35,11 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def reason_of(error: Exception, node: DictConfig) -> str:
-    if where := text.raised_at(error):
-        return where
-    said = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
-    if "ListConfig" in said:
-        said += ": for a tensor, give {_target_: torch.tensor, data: [...]}"
-    return not_taken(node) or said or type(error).__name__
+    told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+    said = text.raised_at(error) or not_taken(node) or told or type(error).__name__
+    first, newline, rest = said.partition("\n")
+    advice = ": for a tensor, give {_target_: torch.tensor, data: [...]}" if "ListConfig" in first else ""
+    return f"{first}{advice}{newline}{rest}"
 
 
 def prepared(node: DictConfig) -> Callable[..., Any]:
