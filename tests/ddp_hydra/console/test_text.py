@@ -44,7 +44,7 @@ def test_a_progress_bar_of_a_script_stays_one_line():
     [
         ("outputs/frist/last.pt", ": did you mean outputs/first/last.pt?"),
         ("ouputs", ": did you mean outputs?"),
-        ("elsewhere/mine", ""),
+        ("other/mine", ""),
     ],
 )
 def test_the_name_of_a_run_that_is_meant(typed, said, tmp_path, monkeypatch):

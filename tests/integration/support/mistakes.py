@@ -26,6 +26,7 @@ def model(forward: str, init: str = "", name: str = "Net") -> dict[str, str]:
     text = f"""import torch
 from torch import nn
 
+
 class {name}(nn.Module):
     def __init__(self, num_classes, width=8, depth=1):
         super().__init__()
@@ -38,7 +39,8 @@ class {name}(nn.Module):
 
 
 def data(item: str) -> dict[str, str]:
-    text = f"""import numpy, torch
+    text = f"""import torch
+
 
 class Points(torch.utils.data.Dataset):
     classes = ["left", "middle", "right"]
@@ -72,11 +74,11 @@ WORDS = [
 ]
 FILES = [
     Mistake("A syntax error in a model's file", NET, {"models/net.py": "class Net(nn.Module)\n    pass\n"}),
-    Mistake("A package that is not installed", NET, {"models/net.py": "import einopss\n\nclass Net: ...\n"}),
+    Mistake("A package that is not installed", NET, {"models/net.py": "import einopss\n\n\nclass Net: ...\n"}),
     Mistake(
-        "A module beside models/",
+        "A module outside of models/",
         NET,
-        {"models/net.py": "import helpers\n\nclass Net: ...\n", "helpers.py": "width = 3\n"},
+        {"models/net.py": "import helpers\n\n\nclass Net: ...\n", "helpers.py": "width = 3\n"},
     ),
     Mistake(
         "A YAML file with a tab, or a bracket that is open",
@@ -136,15 +138,15 @@ PYTHON = [
     Mistake("The function's result in place of the function", "dispatch.run(client, print())"),
     Mistake("A file's name in place of a script", 'dispatch.run(client, "train.py")', {"train.py": "print(1)\n"}),
     Mistake(
-        "Arguments of a script beside it",
+        "Arguments of a script given to run",
         'dispatch.run(client, dispatch.script("train.py"), "--epochs", 2)',
         {"train.py": "print(1)\n"},
     ),
-    Mistake("Settings of the gang", "def train(lr): ...\n\ndispatch.run(client, train, lr=0.1, max_restarts=2)"),
-    Mistake("An async function", "async def train(): ...\n\ndispatch.run(client, train)"),
+    Mistake("Settings of the gang", "def train(lr): ...\n\n\ndispatch.run(client, train, lr=0.1, max_restarts=2)"),
+    Mistake("An async function", "async def train(): ...\n\n\ndispatch.run(client, train)"),
     late(
         "An error in a function of a cell",
-        "def train():\n    return [1, 2][5]\n\ndispatch.Gang(client, ranks=1).run(train)",
+        "def train():\n    return [1, 2][5]\n\n\ndispatch.Gang(client, ranks=1).run(train)",
     ),
 ]
 CHAPTERS = {
