@@ -124,7 +124,7 @@ def torch_export(trained: TrainedModel, model: nn.Module, example: Example, path
 
 def exported(model: nn.Module, example: Example) -> tuple[Any, tuple[str, ...]]:
     # Return the program, and which of `FREE` it takes in any size. `DYNAMIC`, of newer versions of torch, may have
-    # bounds, as those of a table of positions.
+    # bounds, such as the length of a table of positions.
     length_of_any = getattr(torch.export.Dim, "DYNAMIC", None) or torch.export.Dim("length")
     for length in (length_of_any, None) if example.length else (None,):
         shapes = example.dynamic(length)
