@@ -23,7 +23,8 @@ def readme() -> str:
 setup(
     include_package_data=False,  # what goes in is listed here, not in MANIFEST.in, which is for the sdist
     packages=[
-        *find_namespace_packages(include=["ddp_hydra*", "hydra_plugins.*"]),
+        # With `hydra_plugins` itself: Hydra lists the packages in it, also where the install is editable.
+        *find_namespace_packages(include=["ddp_hydra*", "hydra_plugins*"]),
         *(f"ddp_hydra.starter.{name}" for name in STARTER),
     ],
     package_dir={f"ddp_hydra.starter.{name}": name for name in STARTER},

@@ -8,10 +8,19 @@ package, too, and need no `api`. Their types are in `__init__.pyi`.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.2.0"
 _PLACES = {"Run": "api:Run", "connect": "api:connect", "run": "api:run", "log": "results:log_mean"}
+if sys.platform == "win32":
+    _WHY_NOT = (
+        "ddp_hydra runs on Linux and macOS: on Windows, install it in WSL (type wsl --install), from where "
+        "cluster=remote cluster.address=tcp://<host>:8786 also trains on other machines"
+    )
+    if any(name == "-m" or "ddp-hydra" in name for name in sys.argv[:1]):
+        sys.exit(f"ddp_hydra: {_WHY_NOT}")
+    raise ImportError(_WHY_NOT)
 
 
 def __getattr__(name: str) -> Any:

@@ -250,7 +250,7 @@ def explain(failure: Failure, symptoms: Sequence[Failure] = ()) -> str:
         lines += ["", failure.traceback.rstrip()]
     elif failure.last_output and not failure.mistake:
         lines += ["", "its last output:", *(f"  {line}" for line in failure.last_output.rstrip().splitlines()[-20:])]
-    if symptoms:
+    if others := [one for one in symptoms if one.message != failure.message]:
         lines += ["", "the other ranks followed:"]
-        lines += [f"  rank {other.rank}: {other.message.partition(chr(10))[0]:.160}" for other in symptoms]
+        lines += [f"  rank {other.rank}: {other.message.partition(chr(10))[0]:.160}" for other in others]
     return "\n".join(lines)

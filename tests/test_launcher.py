@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
 from hydra import version
@@ -53,14 +54,14 @@ class TestBatchedSweeper(BatchedSweeperTestSuite):
     pass
 
 
-@pytest.fixture
-def plugins_of_this_checkout(monkeypatch):
-    """The suite's scripts run elsewhere, where Hydra can't list the plugins of an editable install."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+def test_other_apps_can_list_the_plugins_of_an_editable_install(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    code = "import hydra_plugins, pkgutil; print([one.name for one in pkgutil.iter_modules(hydra_plugins.__path__)])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "'ddp_hydra_launcher', 'ddp_hydra_pbt'" in found.stdout, "type pip install --no-deps --editable ."
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("plugins_of_this_checkout")
 @pytest.mark.parametrize(
     ("task_launcher_cfg", "extra_flags"), [({}, ["-m", "hydra/job_logging=disabled", "hydra/launcher=dask_ddp"])]
 )

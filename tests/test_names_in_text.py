@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import blocks
+from tests.docs.blocks import PAGES, blocks
 
 ROOT = Path(__file__).parents[1]
 ROOTS = ("ddp_hydra", "data", "models", "hydra_plugins", "benchmarks")
@@ -37,7 +37,7 @@ def texts() -> Iterator[tuple[str, str]]:
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str):
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", node.value
-    for path in [*sorted((ROOT / "conf").rglob("*.yaml")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]:
+    for path in [*sorted((ROOT / "conf").rglob("*.yaml")), *PAGES]:
         yield str(path.relative_to(ROOT)), path.read_text()
     for name in ("CONTRIBUTING.md", "Makefile", "mkdocs.yml", "pyproject.toml"):
         yield name, (ROOT / name).read_text()

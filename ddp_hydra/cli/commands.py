@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shlex
 import sys
 import time
@@ -15,6 +16,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import project
+from ddp_hydra.console import text
 from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.remote.status import LOST_S
@@ -72,7 +74,7 @@ def init(words: Sequence[str]) -> None:
         return
     folders = [word for word in words if word != "--minimal"]
     if len(folders) != 1 or folders[0].startswith("-"):
-        raise ConfigError(f"{' '.join(words)!r}: type ddp-hydra init my_project; usage:\n{INIT_USAGE}")
+        raise ConfigError(f"init {' '.join(words)}: give one folder, ddp-hydra init my_project")
     write_project(Path(folders[0]), "--minimal" in words)
     where = "" if Path(folders[0]).resolve() == Path.cwd() else f"cd {folders[0]} && "
     print(f"{folders[0]} has a project now. To train: {where}ddp-hydra")  # noqa: T201
@@ -114,7 +116,7 @@ def warm(words: Sequence[str]) -> None:
         print(WARM_USAGE)  # noqa: T201
         return
     if list(words) not in ([], ["stop"]):
-        raise ConfigError(f"{' '.join(words)!r} is not known; usage:\n{WARM_USAGE}")
+        raise ConfigError(f"warm {' '.join(words)}: give ddp-hydra warm, or ddp-hydra warm stop")
     found = {
         address: status for address in server_sockets() if (status := fork_client.ask(address, "status")) is not None
     }
@@ -164,11 +166,12 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
     if {"-h", "--help"} & set(arguments):
         print(usage)  # noqa: T201
         sys.exit(0)
-    for word in arguments:
-        if "=" not in word:
-            raise ConfigError(f"{word!r} is not key=value; usage:\n{usage}")
+    see = f"type {' '.join(usage.split()[:2])} --help"
     schema = OmegaConf.structured(options)
     keys = [str(key) for key in schema]
+    for word in arguments:
+        if "=" not in word and not (groups and word.startswith("~")):
+            raise ConfigError(f"{printable(word)!r} is not key=value: the keys are {', '.join(keys)}; {see}")
     own = [word for word in arguments if word.partition("=")[0] in keys]
     texts = {key for key, kind in get_type_hints(options).items() if kind in (str, str | None)}
     given: dict[str, Any] = {}
@@ -178,20 +181,33 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
     try:
         found = OmegaConf.to_object(OmegaConf.merge(schema, given))
     except OmegaConfBaseException as error:
-        missing = "run=<run directory>" if error.full_key == "run" else f"{error.full_key}=<value>"
-        reason = f"{missing} is missing" if "mandatory" in str(error) else str(error).splitlines()[0]
-        raise ConfigError(f"{reason}; usage:\n{usage}") from error
+        key = str(error.full_key)
+        if given.get(key) is not None:
+            raise ConfigError(f"{key}={given[key]}: give {_WANTED[get_type_hints(options)[key]]}; {see}") from error
+        wanted = re.search(rf"\b{key}=(<[^>]+>|[^\]\s]+)", usage)
+        near = "".join(text.meant(word.partition("=")[0], [key]) for word in arguments if word not in own)
+        raise ConfigError(f"{wanted[0] if wanted else key} is missing{text.after(near, see)}") from error
     others = [word for word in arguments if word not in own]
     for word in others:
-        if "." not in (key := word.partition("=")[0]) and key not in groups:
+        if "." not in (key := word.lstrip("+~").partition("=")[0]) and key not in groups:
             and_groups = f", and the run's {', '.join(groups)}" if groups else ""
-            raise ConfigError(f"{word!r}: the keys are {', '.join(keys)}{and_groups}; usage:\n{usage}")
+            listed = f"the keys are {', '.join(keys)}{and_groups}; {see}"
+            raise ConfigError(
+                f"{printable(word)}: there is no such key{text.after(text.meant(key, [*keys, *groups]), listed)}"
+            )
     return cast("T", found), others
+
+
+_WANTED: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list[int] | None: "whole numbers, [3,224,224]",
+}
 
 
 def parse_all(options: type[T], arguments: Sequence[str], usage: str) -> T:
     found, others = parse(options, arguments, usage)
     if others:
-        keys = ", ".join(vars(found))
-        raise ConfigError(f"{printable(others[0])!r}: the keys are {keys}; usage:\n{usage}")
+        raise ConfigError(f"{printable(others[0])}: there is no such key; the keys are {', '.join(vars(found))}")
     return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +26,6 @@ from omegaconf import DictConfig
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 from ddp_hydra.errors import ConfigError, DdpHydraError
-
-PLUGINS = ("hydra_plugins.ddp_hydra_launcher:DaskDDPLauncher", "hydra_plugins.ddp_hydra_pbt:PBTSweeper")
-"""Classes that Hydra finds by itself, but not in an editable install: it can't list its packages."""
 
 
 class LayerConfigs(SearchPathPlugin):
@@ -56,9 +52,6 @@ class LayerConfigs(SearchPathPlugin):
 def layered(config_dir: str | None = None) -> Iterator[Path]:
     """Let Hydra find the configs of all layers inside the block; `config_dir` wins, which Hydra would put last."""
     Plugins.instance().register(LayerConfigs)
-    for plugin in PLUGINS:
-        module, _, name = plugin.partition(":")
-        Plugins.instance().register(getattr(import_module(module), name))
     main, *after = [root / "conf" for root in project.layers() if (root / "conf").is_dir()]
     LayerConfigs.before, LayerConfigs.after = (Path(config_dir).absolute(),) if config_dir else (), tuple(after)
     try:

@@ -55,13 +55,19 @@ def export(words: Sequence[str]) -> None:
         raise ConfigError(f"out={out} exists: give overwrite=true, or another file")
     if options.split not in ("val", "train"):
         raise ConfigError(f"split={options.split}: give val or train")
+    if any(not isinstance(size, int) for size in options.input_shape or ()):
+        raise ConfigError(f"input_shape={options.input_shape}: give the sizes of one sample, [3,224,224]")
     split = None if options.input_shape else options.split
     trained = load_run.load(options.run, options.which, overrides, split, options.trust)
     example = exports.example_of(trained, options.split, options.input_shape)
     found = exports.export(trained, example, options.format, out, options.tolerance)
     sizes = " and ".join(map(str, found["sizes"]))
-    batch = "any batch size" if found["dynamic"] else f"a batch size of {sizes} only"
-    print(f"{out}: step {trained.step}, {out.stat().st_size / 2**20:.2f} MiB, for {batch}")  # noqa: T201
+    batch = "any batch size" if "batch" in found["dynamic"] else f"a batch size of {sizes} only"
+    length = f"texts of {found['length']} tokens only: train or validate with texts of the length that you need"
+    if not found["length"] or "length" in found["dynamic"]:
+        length = "texts of any length" if found["length"] else ""
+    taken = ", ".join(filter(None, (batch, length)))
+    print(f"{out}: step {trained.step}, {out.stat().st_size / 2**20:.2f} MiB, for {taken}")  # noqa: T201
     for name, shape in example.described().items():
         print(f"takes {name} {shape}")  # noqa: T201
     print(f"differs from the model by at most {found['difference']:.3g}, on batches of {sizes}")  # noqa: T201

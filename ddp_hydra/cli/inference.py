@@ -61,6 +61,8 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         checkpoint = RunRef.named(run).checkpoint(which, Path(folder))
         found = prepared_inference(run, checkpoint, split, changes, trust).run(EVALUATE)
+        if RunRef.named(run).is_stored:  # the file is a download, which is removed
+            return {**found, "checkpoint": f"{run.rstrip('/')}, {checkpoint.name}"}
         shown = Path(run) / "checkpoints" / checkpoint.name if Path(run).is_dir() else checkpoint
         return {**found, "checkpoint": str(shown)}
 

@@ -27,7 +27,7 @@ from ddp_hydra.cli import compose, overrides, prestart
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN, typed_words
-from ddp_hydra.console import signals
+from ddp_hydra.console import signals, text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
 from ddp_hydra.rank.torchrun import note_failure
@@ -109,7 +109,9 @@ def compose_and_run() -> None:
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
     sys.argv[1:] = overrides.read(sys.argv[1:])
-    given = get_args_parser().parse_known_args(sys.argv[1:])[0]
+    given, unknown = get_args_parser().parse_known_args(sys.argv[1:])
+    if options := [word for word in unknown if word.startswith("-")]:
+        raise ConfigError(unknown_keys.no_option(options[0]))
     try:
         with (
             layered(given.config_dir) as folder,
@@ -143,7 +145,7 @@ def report(run: Callable[[], None]) -> int:
 def error_message(error: Exception) -> str:
     if isinstance(error, OverrideParseException) and "=" not in str(error.override):
         word = str(error.override)
-        near = unknown_keys.meant(word, COMMANDS) or "."
+        near = text.meant(word, COMMANDS) or "."
         return (
             f"{word!r} is no command, nor key=value{near} The commands are "
             f"{', '.join(COMMANDS)}; ddp-hydra alone trains, ddp-hydra --help shows the keys"

@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 from ddp_hydra.cli import runs_text
 from ddp_hydra.cli.commands import parse_all
 from ddp_hydra.cli.runs_text import shown
+from ddp_hydra.console import text
 from ddp_hydra.console.text import size_text
 from ddp_hydra.errors import ConfigError, Interrupted
 
@@ -69,7 +70,9 @@ def main(words: Sequence[str]) -> None:
         print(USAGE)  # noqa: T201
         return
     if words[0] not in COMMANDS:
-        raise ConfigError(f"runs {shown(words[0])!r}: give {', '.join(COMMANDS)}; usage:\n{USAGE}")
+        there = f"they are {', '.join(COMMANDS)}; ddp-hydra runs --help explains them"
+        near = text.meant(words[0], COMMANDS, "runs ", cutoff=0.5)
+        raise ConfigError(f"runs {shown(words[0])}: there is no such command{text.after(near, there)}")
     COMMANDS[words[0]](list(words[1:]))
 
 

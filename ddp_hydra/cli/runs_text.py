@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -14,7 +15,7 @@ from ddp_hydra.runs.details import Reproduction
 from ddp_hydra.runs.disk import KINDS
 
 _MOST = 60
-"""Longer cells are cut, except the first one, which is typed again."""
+"""Longer cells are cut on a terminal, except the first one, which is typed again."""
 _MESSAGE = 2_000
 
 
@@ -54,7 +55,8 @@ def table_of(rows: Sequence[RunRow], metrics: Sequence[str] = ()) -> str:
         columns["stopped early"] = [row.stopped_early for row in rows]
     if any(typed := differing_words(rows)):
         columns["typed"] = [" ".join(words) for words in typed]
-    cells = [column if name == "run" else [shown(cell, _MOST) for cell in column] for name, column in columns.items()]
+    most = _MOST if sys.stdout.isatty() else 0
+    cells = [column if name == "run" else [shown(cell, most) for cell in column] for name, column in columns.items()]
     lines = zip(*cells, strict=True)
     return table([shown(name, _MOST) for name in columns], lines, right=("steps", "took", *metrics))
 

@@ -12,10 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, InterpolationToMissingValueError, OmegaConfBaseException
+from omegaconf.errors import (
+    ConfigAttributeError,
+    ConfigKeyError,
+    InterpolationToMissingValueError,
+    OmegaConfBaseException,
+)
 
 from ddp_hydra.config import redact
 from ddp_hydra.config.schema import Config, missing_key
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
 _OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
@@ -117,16 +123,29 @@ def changed(
     cfg = OmegaConf.create({**config, **(groups or {})})
     OmegaConf.set_struct(cfg, True)
     try:
-        plain = [word.lstrip("+") for word in overrides]
+        plain = [word.lstrip("+") for word in overrides if not word.startswith("~")]
         OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(plain))  # types are right
-        for word, bare in zip(overrides, plain, strict=True):
-            OmegaConf.set_struct(cfg, not word.startswith("+"))
-            cfg.merge_with_dotlist([bare])
+        for word in overrides:
+            OmegaConf.set_struct(cfg, not word.startswith(("+", "~")))
+            if word.startswith("~"):
+                _remove(cfg, word[1:].partition("=")[0])
+            else:
+                cfg.merge_with_dotlist([word.lstrip("+")])
     except OmegaConfBaseException as error:
-        how = ": a key that the run's config has not is given with +" if isinstance(error, ConfigAttributeError) else ""
-        raise ConfigError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}{how}") from error
+        if isinstance(error, ConfigAttributeError | ConfigKeyError) and isinstance(error.parent_node, DictConfig):
+            key, known = str(error.full_key), map(str, error.parent_node)
+            raise ConfigError(text.unknown(key, known, f"; give one that is new as +{key}=<value>")) from error
+        raise ConfigError(f"{' '.join(overrides)}: {str(error).splitlines()[0]}") from error
     OmegaConf.set_struct(cfg, True)
     return cfg
+
+
+def _remove(cfg: DictConfig, key: str) -> None:
+    group, _, name = key.rpartition(".")
+    node = OmegaConf.select(cfg, group) if group else cfg
+    if not isinstance(node, DictConfig) or name not in node:
+        raise ConfigError(text.unknown(key, map(str, node) if isinstance(node, DictConfig) else ()))
+    del node[name]
 
 
 def _resolved(node: DictConfig, without: Sequence[str], prefix: str = "") -> dict[str, Any]:
@@ -148,7 +167,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01"."""
     old, new = dict(leaves(before)), dict(leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
-    differing = [key for key in keys if key not in old or key not in new or old[key] != new[key]]
+    differing = [key for key in keys if old.get(key, {}) != new.get(key, {})]
     return [
         f"{key} {' -> '.join(as_typed(one[key]) if key in one else '(missing)' for one in (old, new))}"
         for key in differing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -25,6 +26,9 @@ _EVERY_TARGET = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ALLOWED: dict[str, Any] = {} if _EVERY_TARGET is None else {"_execution_whitelist_": _EVERY_TARGET}
 MAIN: dict[str, Any] = VERSION_BASE if _EVERY_TARGET is None else {"execution_whitelist": _EVERY_TARGET}
 """Arguments of our own `hydra.main`."""
+
+logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage().startswith("Error getting "))
+"""Hydra logs each name that it doesn't find as what it was looked for first, also where the next look finds it."""
 
 
 def register(name: str, node: Any) -> None:

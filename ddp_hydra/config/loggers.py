@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import leaves
-from ddp_hydra.config.unknown_keys import meant
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
 NAMES = ("mlflow", "wandb", "aim", "clearml")
@@ -28,10 +28,9 @@ def nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         elif isinstance(entry, dict) and isinstance(entry.get("_target_"), str):
             name, node = str(entry["_target_"]).rpartition(".")[2], entry
         else:
-            hint = meant(entry, NAMES) if isinstance(entry, str) else ""
-            raise ConfigError(
-                f"results.loggers has {entry!r}{hint}{'' if hint else ':'} give {', '.join(NAMES)} or a _target_"
-            )
+            hint = text.meant(entry, NAMES) if isinstance(entry, str) else ""
+            allowed = text.after(hint, f"give {', '.join(NAMES)} or a _target_")
+            raise ConfigError(f"results.loggers has {entry!r}{allowed}")
         if name in found:
             raise ConfigError(f"results.loggers names {name} more than once: leave one out")
         assert isinstance(node, dict)

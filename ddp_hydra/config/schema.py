@@ -251,6 +251,8 @@ def _why_unresolved(error: InterpolationResolutionError) -> str:
     first = str(error).splitlines()[0]
     if isinstance(error, UnsupportedInterpolationType):
         return f"{first}: give ${{<key>}}, or ${{oc.env:<NAME>}} for a variable of the environment"
+    if first.startswith("Interpolation key"):
+        return f"{first}: give the full name of a key, as in ${{trainer.epochs}}, or a value"
     found = re.fullmatch(r"KeyError raised while resolving interpolation: \"(.*)\"", first)
     return found[1] if found else first
 

@@ -47,7 +47,7 @@ class Sources:
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
             if installed_here and not is_installed(parts[0]):
-                raise ConfigError(f"there is no package {parts[0]}{_hint(parts[0], PACKAGES)}: install it")
+                raise ConfigError(self.not_installed(parts[0]))
             return
         size = 0
         while size < len(parts) and (self.find(parts[: size + 1]) or self.is_folder(parts[: size + 1])):
@@ -77,6 +77,16 @@ class Sources:
 
     def is_folder(self, parts: Iterable[str]) -> bool:
         return any(root.joinpath(*parts).is_dir() for root in self.roots)
+
+    def not_installed(self, package: str) -> str:
+        near = text.meant(package, PACKAGES, cutoff=0.6)
+        for path in (path for root in self.roots for path in (root / package, root / f"{package}.py")):
+            if path.exists():
+                return (
+                    f"{path.name} is outside of models/ and data/, and only these travel to the ranks: "
+                    f"put it into models/, and import it as models.{package}"
+                )
+        return f"there is no package {package}{near or ': install it'}"
 
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:
         paths = [path for root in self.roots for path in root.joinpath(*parts[:-1]).glob("[!_]*")]
@@ -118,7 +128,7 @@ class Sources:
                 if module and module[0] in PACKAGES:
                     self.check_names(module, names)
                 elif module and self.installed_here and not is_installed(module[0]):
-                    raise ConfigError(f"No module named {module[0]!r}: install it")
+                    raise ConfigError(self.not_installed(module[0]))
             except ConfigError as error:
                 message = str(error)
                 where = f"{self.shown(path)}, line {statement.lineno}: "

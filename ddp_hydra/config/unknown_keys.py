@@ -5,7 +5,6 @@ An experiment loses against the main config where that is later in the defaults 
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
@@ -33,6 +32,8 @@ from ddp_hydra.errors import ConfigError
 
 GROUPS = ("experiment", "hparams_search", "debug")
 """Groups whose options choose and set what belongs to others; a later one wins over those before."""
+_USUAL = ("optimizer.lr", "optimizer.weight_decay", "data.batch_size", "data.workers", "cluster.n_workers", "seed")
+"""Keys that no schema has, and that options of other programs mean."""
 _OF_A_SWEEP = ("resume", "trainer.pause_after_validations")
 """Keys that a sweep sets in the configs of its jobs."""
 
@@ -134,7 +135,7 @@ def check(cfg: DictConfig) -> None:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for key in node:
             if str(key) not in known and not _is_read(f"{prefix}{key}", read):
-                raise ConfigError(unknown(f"{prefix}{key}", known))
+                raise ConfigError(text.unknown(f"{prefix}{key}", known))
     for key, value in (raw.get("metrics") or {}).items():
         if not isinstance(value, dict) or "_target_" not in value:
             raise ConfigError(f"metrics.{key}={value}: a metric is a node with a _target_, as in conf/metrics")
@@ -159,14 +160,6 @@ def _is_read(key: str, words: Iterable[str]) -> bool:
     return any(meet(key, word.rstrip(".")) for word in words)
 
 
-def unknown(key: str, known: Iterable[str], more: str = "") -> str:
-    group, _, name = key.rpartition(".")
-    names = [one for one in known if not one.startswith("_") and one != "hydra"]
-    there = f"the keys of {group} are" if group else "the groups and keys are"
-    hint = meant(name, names, f"{group}." if group else "")
-    return f"{key}: there is no such key{hint}; {there} {', '.join(names)}{more}"
-
-
 def explain(error: BaseException) -> str | None:
     """Return a sentence for an error of Hydra, OmegaConf or YAML about a config; None for another error."""
     typed, cause = str(error), error.__cause__
@@ -182,6 +175,8 @@ def explain(error: BaseException) -> str | None:
         mark = getattr(error, "problem_mark", None)
         place = f"{os.path.relpath(mark.name)}, line {mark.line + 1}: " if mark is not None else ""
         return f"{place}this is no YAML: {getattr(error, 'problem', None) or typed}"
+    if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
+        return f"~{missing[1]}: there is no such key; leave it out, or type ddp-hydra --cfg job, which shows the keys"
     if type(error) is ValueError and typed.startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
@@ -190,10 +185,22 @@ def explain(error: BaseException) -> str | None:
     if not isinstance(cause, ConfigAttributeError | ConfigKeyError) or not isinstance(cause.parent_node, DictConfig):
         return None
     key, node = str(cause.full_key), cause.parent_node
+    nodes = {str(group): node._get_node(group) for group in node}
+    groups = [f"{group}.{key}" for group, one in nodes.items() if isinstance(one, DictConfig) and key in one]
+    if groups and node._get_parent() is None:
+        return f"{key}: there is no such key: did you mean {' or '.join(groups)}?"
     more = ""
     if "_target_" in node:
         more = f"; another argument of {node['_target_']} is given with +{key}=<value>"
-    return unknown(key, map(str, node), more)
+    return text.unknown(key, map(str, node), more)
+
+
+def no_option(word: str) -> str:
+    """Return a sentence for `--epochs`, which other programs take."""
+    name = word.lstrip("-").partition("=")[0].replace("-", "_")
+    keys = [*(f"{group}.{one.name}" for group in SCHEMAS for one in fields(SCHEMAS[group])), *_USUAL]  # type: ignore[arg-type]
+    found = [key for key in keys if key.rpartition(".")[2] == name] or ["trainer.epochs"]
+    return f"{word}: there is no such option: keys are typed without dashes, {found[0]}=<value>; type ddp-hydra --help"
 
 
 def _no_option(error: MissingConfigException) -> str:
@@ -201,21 +208,9 @@ def _no_option(error: MissingConfigException) -> str:
     if error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
     if error.options:
-        near = meant(name, error.options, f"{group}=")
+        near = text.meant(name, error.options, f"{group}=")
         return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"
     return f"{group}={name} is not an option; ddp-hydra --help lists the options" if group else str(error)  # of a list
-
-
-def meant(word: str, words: Iterable[str], prefix: str = "") -> str:
-    """Return ": did you mean …?" if a word is a misspelling or the initials of one of `words`, or the reverse."""
-    names = list(words)
-    short = [name for name in names if name == _initials(word) or _initials(name) == word]
-    near = difflib.get_close_matches(word, names, 1, 0.7) or (short if len(word) > 1 else [])
-    return f": did you mean {prefix}{near[0]}?" if near else ""
-
-
-def _initials(name: str) -> str:
-    return "".join(part[0] for part in name.split("_") if part)
 
 
 def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
@@ -259,4 +254,4 @@ def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
             continue
         if not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]
-            log.warning("%s: nothing reads it%s", key, meant(name, others, f"{group}."))
+            log.warning("%s: nothing reads it%s", key, text.meant(name, others, f"{group}."))

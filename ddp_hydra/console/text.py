@@ -5,13 +5,14 @@ Errors are shown with the user's own files, by the paths that the user knows, in
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import re
 import shlex
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -25,11 +26,17 @@ _ESCAPES = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROLS_OF_OUTPUT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def printable(text: str) -> str:
-    """Drop escape sequences and control characters, except tabs and newlines."""
-    return _CONTROLS.sub("", _ESCAPES.sub("", text))
+def printable(text: str, is_output: bool = False) -> str:
+    """Drop escape sequences and control characters, except tabs and newlines.
+
+    Args:
+        text: of a rank.
+        is_output: keep carriage returns: a progress bar writes its line again.
+    """
+    return (_CONTROLS_OF_OUTPUT if is_output else _CONTROLS).sub("", _ESCAPES.sub("", text))
 
 
 def shorten(text: str, most: int) -> str:
@@ -87,6 +94,43 @@ def duration(seconds: float | None) -> str:
     return f"{minutes}:{rest:02} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02} h"
 
 
+def unknown(key: str, known: Iterable[str], more: str = "") -> str:
+    group, _, name = key.rpartition(".")
+    names = [one for one in known if not one.startswith("_") and one != "hydra"]
+    there = f"the keys{f' of {group}' if group else ''} are {', '.join(names)}" if names else f"{group} has none"
+    return f"{key}: there is no such key{after(meant(name, names, f'{group}.' if group else ''), there)}{more}"
+
+
+def after(hint: str, said: str) -> str:
+    """Return a sentence after a hint that ends with a question mark, or after a semicolon if there is no hint."""
+    return f"{hint} {said[0].upper()}{said[1:]}" if hint else f"; {said}"
+
+
+def meant(word: str, words: Iterable[str], prefix: str = "", cutoff: float = 0.7) -> str:
+    """Return ": did you mean …?" if a word is a misspelling or the initials of one of `words`, or the reverse."""
+    names = list(words)
+    short = [name for name in names if name == _initials(word) or _initials(name) == word]
+    near = difflib.get_close_matches(word, names, 1, cutoff) or (short if len(word) > 1 else [])
+    return f": did you mean {prefix}{near[0]}?" if near else ""
+
+
+def _initials(name: str) -> str:
+    return "".join(part[0] for part in name.split("_") if part)
+
+
+def meant_path(path: str | Path) -> str:
+    """Return ": did you mean …?" if the first missing part of a path is a misspelt name in its folder."""
+    given = Path(path).expanduser()
+    there = next((folder for folder in given.parents if folder.is_dir()), Path())
+    first, *rest = given.relative_to(there).parts or ("",)
+    try:
+        names = [entry.name for entry in there.iterdir()]
+    except OSError:
+        return ""
+    found = difflib.get_close_matches(first, names, 1, 0.7)
+    return f": did you mean {there.joinpath(found[0], *rest)}?" if found else ""
+
+
 _PACKED = re.compile(r".*[/\\]project-[0-9a-f]{16}[/\\](.*)")
 """Matches a file of a project space that was unpacked on a worker; see `project.Project.unpack`."""
 _STARTER = re.compile(r".*[/\\](ddp_hydra[/\\]starter[/\\].*)")
@@ -94,8 +138,9 @@ _STARTER = re.compile(r".*[/\\](ddp_hydra[/\\]starter[/\\].*)")
 _LIBRARY = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
 _LIBRARY_FOLDERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _DETERMINISTIC = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, ModuleNotFoundError, NameError,
-    NotImplementedError, RuntimeError, SyntaxError, TypeError, UnboundLocalError, ValueError, ZeroDivisionError,
+    ArithmeticError, AssertionError, AttributeError, FileNotFoundError, ImportError, IndexError, IsADirectoryError,
+    KeyError, ModuleNotFoundError, NameError, NotADirectoryError, NotImplementedError, RecursionError, RuntimeError,
+    SyntaxError, TypeError, UnboundLocalError, ValueError, ZeroDivisionError,
 )  # fmt: skip
 _OF_THE_HOST = re.compile(r"thread|process|worker|mmap|shared|file|disk|resource", re.IGNORECASE)
 """The same for one that no code of the project has raised."""

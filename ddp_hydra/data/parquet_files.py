@@ -120,7 +120,7 @@ def _find(access: Access, url: str) -> list[Found]:
     except (FileNotFoundError, IsADirectoryError):
         with contextlib.suppress(OSError, ValueError):
             return _in_folder(access, path)  # Spark and Dask call folders so
-        raise
+        raise FileNotFoundError(f"there is no file {bare_url(url)}: check data.files and data.val_files") from None
 
 
 def _conversion(url: str) -> str:

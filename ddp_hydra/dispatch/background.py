@@ -13,6 +13,7 @@ from typing import Any
 
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import message_of
+from ddp_hydra.errors import ConfigError
 
 log = logging.getLogger(__name__)
 CLOSE_S = 15.0
@@ -147,7 +148,8 @@ class Running:
             is_stopped = self._stop.is_set() or isinstance(error, KeyboardInterrupt)
             self._error = CancelledError("the ranks were stopped") if is_stopped else error
             if not is_stopped:
-                log.error("the ranks have failed: %s", message_of(error).partition("\n")[0])
+                what = "the ranks were not started" if isinstance(error, ConfigError) else "the ranks have failed"
+                log.error("%s: %s", what, message_of(error).partition("\n")[0])
         for future in self.futures:
             if future.rank < len(self._values):
                 future.set_result(self._values[future.rank])

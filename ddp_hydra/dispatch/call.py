@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -28,7 +28,7 @@ from ddp_hydra.record import Log, Record
 def show(record: Record) -> None:
     """Print the output of rank 0."""
     if isinstance(record.data, Log) and record.rank == 0:
-        printed(printable(record.data.text))
+        printed(printable(record.data.text, is_output=True))
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,13 @@ def signature_of(fn: Callable[..., Any] | str) -> inspect.Signature | None:
         return None
 
 
+_NOT_RUN: dict[str, Callable[[Any], bool]] = {
+    "async": inspect.iscoroutinefunction,
+    "a generator": inspect.isgeneratorfunction,
+    "an async generator": inspect.isasyncgenfunction,
+}
+
+
 def check_arguments(call: Call) -> None:
     """Check that the function takes the arguments, before any rank is started.
 
@@ -64,6 +71,15 @@ def check_arguments(call: Call) -> None:
     """
     if not callable(call.fn) and not isinstance(call.fn, str):
         raise ConfigError(f"{call.fn!r:.100} can't be called: give a function, 'module:name' or dispatch.script(path)")
+    if isinstance(call.fn, str) and call.fn.endswith(".py"):
+        raise ConfigError(f"{call.fn!r} is a file: give dispatch.script({call.fn!r}), or a function, 'module:name'")
+    if isinstance(call.fn, Script) and (call.args or call.kwargs):
+        options = [part for name, value in call.kwargs.items() for part in (f"--{name}", value)]
+        typed = ", ".join(map(repr, (Path(call.fn.path).name, *call.args, *options)))
+        raise ConfigError(f"a script's arguments are given to script: dispatch.run(client, dispatch.script({typed}))")
+    for kind in (kind for kind, is_kind in _NOT_RUN.items() if is_kind(call.fn)):
+        name = getattr(call.fn, "__name__", "")
+        raise ConfigError(f"{name} is {kind}, which a rank would not run: give a function with a return")
     signature = signature_of(call.fn)
     if signature is None:
         return
@@ -90,16 +106,41 @@ def pickled(value: Any) -> bytes:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles modules of any class by their name.
+    """Pickles modules of any class by their name, and code with its file's name and text.
 
     cloudpickle looks for submodules by the names in a function, and finds `torch.classes` in one that only says
-    `torch.nn` and `dataset.classes`. That is an object of a class of its own, which it cannot pickle.
+    `torch.nn` and `dataset.classes`. That is an object of a class of its own, which it cannot pickle. It calls all
+    code <dynamic-code>, so errors of a script's or a notebook's functions would have no place.
     """
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.sources: dict[str, tuple[str, str]] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, CodeType):
+            name = obj.co_filename
+            if name not in self.sources:  # one object for all functions of a file: it is pickled once
+                self.sources[name] = cell_name(name), "".join(linecache.getlines(name))
+            make, parts = super().dispatch_table[CodeType](obj)
+            return code_of_file, (make, parts, *self.sources[name])
         return super().reducer_override(obj)
+
+
+def cell_name(file: str) -> str:
+    """Return "cell [3]" for the name that IPython has given to the code of a cell; any other name unchanged."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(file)
+    return file if number is None else f"cell [{number}]"
+
+
+def code_of_file(make: Callable[..., CodeType], parts: tuple[Any, ...], name: str, source: str) -> CodeType:
+    """Return code that tracebacks show with its source, also where its file is not."""
+    if source:
+        linecache.cache[name] = len(source), None, source.splitlines(keepends=True), name
+    return make(*parts).replace(co_filename=name)
 
 
 # -- scripts ---------------------------------------------------------------------------------------------

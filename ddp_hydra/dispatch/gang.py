@@ -93,7 +93,7 @@ def _gang(client: Client, fn: Callable[..., Any] | str, run_dir: str | Path | No
             "run_dir is ambiguous, because the function has a parameter run_dir, too: type "
             "dispatch.Gang(client, run_dir=<folder>).run(function, ..., run_dir=<the function's>)"
         )
-    return Gang(client, run_dir=run_dir, on_record=show if isinstance(fn, Script) else None)
+    return Gang(client, run_dir=run_dir)
 
 
 class Gang:
@@ -103,7 +103,8 @@ class Gang:
         client: of the Dask cluster.
         ranks: how many; None for as many as the workers take.
         on_record: called with each record, on a thread of its own, in each rank's order; a file that it does not
-            `fetch` is dropped. Without it, records are counted, and a warning says that they were dropped.
+            `fetch` is dropped. Without it, a script's output on rank 0 is shown; other records are counted, and a
+            warning says that they were dropped.
         run_dir: a folder of this machine for what the function prints and sends with `results.*`. It becomes what a job
             leaves: metrics.jsonl, tensorboard/, checkpoints/, submitted files, logs/rank-<r>.log, and at the end
             summary.json. It holds one run; after a failure or an interruption, it may be given again.
@@ -174,13 +175,14 @@ class Gang:
         if not self.in_use.acquire(blocking=False):
             raise ConfigError("this gang runs already: make another one, dispatch.Gang(client, ...)")
         try:
+            shown = [show] if isinstance(call.fn, Script) and self.on_record is None else []
             if self.run_dir is None:
-                return self.run_attempts(lambda number, world_size: call)
+                return self.run_attempts(lambda number, world_size: call, *shown)
             folder, give_up = run_dir.local_path(self.run_dir), threading.Event()
             first = next_attempt(folder)
             with run_dir.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
                 return self.run_attempts(
-                    lambda number, world_size: call, write, first_attempt=first, on_give_up=give_up.set
+                    lambda number, world_size: call, write, *shown, first_attempt=first, on_give_up=give_up.set
                 )
         finally:
             self.in_use.release()
@@ -196,8 +198,7 @@ class Gang:
     def run_attempts(
         self,
         call_of: Callable[[int, int], Call],
-        write: Callable[[Record], None] | None = None,
-        *,
+        *readers: Callable[[Record], None],
         first_attempt: int = 0,
         notice: Callable[[], str] | None = None,
         goes_on: Callable[[int], str] = lambda done: "",
@@ -207,13 +208,13 @@ class Gang:
 
         Args:
             call_of: returns what an attempt runs, for its number and world size; called before each attempt.
-            write: called with each record, before `on_record`.
+            readers: called with each record, before `on_record`.
             first_attempt: number of the first attempt; the others count on from it.
             notice: returns what is printed when the user wants to end.
             goes_on: returns, in words, where a new attempt begins, given the steps that the last attempt has done.
             on_give_up: called when the user ends the job at once: `write` should stop waiting for anything.
         """
-        self.readers = [read for read in (write, self.on_record) if read is not None]
+        self.readers = [*readers, *([self.on_record] if self.on_record else [])]
         self.notice, self.attempt = notice, None
         settings, name = self.settings, f"{self.settings.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(settings.max_restarts), UnreadRecords()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -42,7 +43,10 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:
-    return RunRef.named(cfg.resume).checkpoint("last", run_dir / DOWNLOADS, cfg.results.retry_s)
+    found = RunRef.named(cfg.resume).checkpoint("last", run_dir / DOWNLOADS, cfg.results.retry_s)
+    if found.is_file() and not is_zipfile(found):
+        raise CheckpointError(f"{cfg.resume} can't be read as a checkpoint: give a run directory, or its step file")
+    return found
 
 
 def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.fence import OWNER, FencedStore
 from ddp_hydra.job.remote.uploader import is_active
@@ -88,7 +89,8 @@ def removable(run: str) -> list[Path]:
     if folder.is_symlink():
         raise ConfigError(f"{run} is a link: give the folder itself, {os.path.realpath(folder)}")
     if not folder.is_dir():
-        raise ConfigError(f"{run}: there is no such folder")
+        listed = text.after(text.meant_path(run), "type ddp-hydra runs ls, which lists the runs")
+        raise ConfigError(f"{run}: there is no such folder{listed}")
     names = set(os.listdir(folder))  # noqa: PTH208
     if SWEEP in names and (jobs := SweepJobs(str(folder))).objective.metric:
         if jobs.is_held():

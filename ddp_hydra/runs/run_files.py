@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.base import ObjectChangedError
@@ -164,7 +165,10 @@ def open_run(run: str) -> RunFiles:
         return stored
     folder = Path(place)
     if not folder.is_dir():
-        raise ConfigError(f"{place}: there is no such folder; ddp-hydra runs ls lists the runs of outputs and multirun")
+        raise ConfigError(
+            f"{place}: there is no such folder"
+            + text.after(text.meant_path(place), "type ddp-hydra runs ls, which lists the runs of outputs and multirun")
+        )
     if not is_run(set(os.listdir(folder))):  # noqa: PTH208
         raise ConfigError(f"{place} is not a run directory; ddp-hydra runs ls {place} lists the runs below it")
     return LocalRunFiles(place)

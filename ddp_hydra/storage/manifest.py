@@ -22,6 +22,7 @@ import msgspec
 from msgspec import Meta, Struct, to_builtins
 
 from ddp_hydra.checked import Count, prepare
+from ddp_hydra.console import text
 from ddp_hydra.errors import CheckpointError
 
 FOLDER = "checkpoints"
@@ -215,7 +216,8 @@ def find_checkpoint(path: str | Path, which: str = "last") -> Path:
     given = Path(path)
     if not given.exists():
         parent = next((folder for folder in given.parents if folder.is_dir()), Path())
-        raise CheckpointError(f"{given} does not exist; {parent} has {_listing(parent)}")
+        listed = f"in {parent} there is {_listing(parent)}"
+        raise CheckpointError(f"{given} does not exist{text.after(text.meant_path(given), listed)}")
     if is_checkpoint(given):
         file = given
     elif which == "last":

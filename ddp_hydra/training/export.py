@@ -26,6 +26,8 @@ from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.load_run import TrainedModel
 
+Written = tuple[Callable[..., Any], tuple[str, ...]]
+"""The written model as a function, and which of `FREE` it takes in any size."""
 FORMATS = ("safetensors", "torch_export", "onnx")
 _ONE_FILE_BYTES = 1_500_000_000
 """An ONNX file may have 2 GB; a larger model's weights go into another file."""
@@ -44,12 +46,15 @@ def export(trained: TrainedModel, example: Example, form: str, out: Path, tolera
         with torch.no_grad(), quiet():
             check_call(model, example)
             again, dynamic = write(trained, model, example, part)
-            sizes = SIZES if dynamic else SIZES[:1]
-            found = max(compared(model, again, example.of_size(size), tolerance) for size in sizes)
+            sizes = SIZES if "batch" in dynamic else SIZES[:1]
+            lengths = example.length - ("length" in dynamic), example.length
+            found = max(
+                compared(model, again, example.of_size(*both), tolerance) for both in zip(sizes, lengths, strict=False)
+            )
         for file in sorted(part.parent.iterdir(), key=lambda file: file == part):  # the model follows its weights
             with replacing(out.with_name(file.name), part=file):
                 pass
-    return {"difference": found, "sizes": sizes, "dynamic": dynamic}
+    return {"difference": found, "sizes": sizes, "dynamic": dynamic, "length": example.length * (form != "safetensors")}
 
 
 @contextmanager
@@ -93,9 +98,7 @@ def compared(model: nn.Module, again: Callable[..., Any], example: Example, tole
     return difference
 
 
-def safetensors(
-    trained: TrainedModel, model: nn.Module, example: Example, path: Path
-) -> tuple[Callable[..., Any], bool]:
+def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
     try:
         from safetensors.torch import load_model, save_model
     except ModuleNotFoundError:
@@ -108,12 +111,10 @@ def safetensors(
     path.chmod(mode)
     again = builders.model(trained.cfg, trained.data).eval()
     load_model(again, str(path))
-    return again, True
+    return again, FREE[:1]
 
 
-def torch_export(
-    trained: TrainedModel, model: nn.Module, example: Example, path: Path
-) -> tuple[Callable[..., Any], bool]:
+def torch_export(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
     program, dynamic = exported(model, example)
     with path.open("wb") as file:
         torch.export.save(program, file)
@@ -121,38 +122,49 @@ def torch_export(
         return torch.export.load(file).module(), dynamic
 
 
-def exported(model: nn.Module, example: Example) -> tuple[Any, bool]:
-    shapes = example.dynamic()
-    try:
-        by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
-        return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=by_name), True
-    except Exception:  # the model fixes the size; or it can't be followed at all, which the next call tells
+def exported(model: nn.Module, example: Example) -> tuple[Any, tuple[str, ...]]:
+    # Return the program, and which of `FREE` it takes in any size. `DYNAMIC`, of newer versions of torch, may have
+    # bounds, such as the length of a table of positions.
+    length_of_any = getattr(torch.export.Dim, "DYNAMIC", None) or torch.export.Dim("length")
+    for length in (length_of_any, None) if example.length else (None,):
+        shapes = example.dynamic(length)
         try:
-            return torch.export.export(model, example.args, example.kwargs), False
-        except Exception as error:
-            reason = " ".join(str(error).split())[:300]
-            raise ConfigError(
-                f"torch.export can't follow {type(model).__name__} ({type(error).__name__}: {reason}): give "
-                "format=safetensors, or see the limits of torch.export"
-            ) from error
+            by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
+            program = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=by_name)
+        except Exception:  # noqa: S112, the model fixes a size; or it can't be followed at all, which the last call tells
+            continue
+        return program, FREE if length else FREE[:1]
+    try:
+        return torch.export.export(model, example.args, example.kwargs), ()
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"torch.export can't follow {type(model).__name__} ({type(error).__name__}: {reason}): give "
+            "format=safetensors, or see the limits of torch.export"
+        ) from error
 
 
-def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> tuple[Callable[..., Any], bool]:
+def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
     try:
         import onnxruntime
         import onnxscript  # noqa: F401
     except ModuleNotFoundError as error:
         raise missing("onnx", str(error.name)) from None
-    names = list(example.kwargs)
     args = (*example.args, *example.kwargs.values())
     if not all(isinstance(part, Tensor) for part in args):
         raise ConfigError("format=onnx takes tensors as arguments of the model, and this one takes others, too")
     size = sum(tensor.nbytes for _, tensor in plain_state.tensors(model.state_dict()))
-    inputs = [f"input_{number}" for number in range(len(example.args))] + names
+    inputs = [f"input_{number}" for number in range(len(example.args))] + list(example.kwargs)
     inputs[: len(example.args)] = ["input"] if len(example.args) == 1 else inputs[: len(example.args)]
     program, dynamic = exported(model, example)
+    outputs = output_names(model(*example.args, **example.kwargs))
     written = torch.onnx.export(
-        program, input_names=inputs, dynamo=True, external_data=size > _ONE_FILE_BYTES, verbose=False
+        program,
+        input_names=inputs,
+        output_names=outputs,
+        dynamo=True,
+        external_data=size > _ONE_FILE_BYTES,
+        verbose=False,
     )
     assert written is not None
     written.save(str(path), external_data=size > _ONE_FILE_BYTES)
@@ -166,12 +178,21 @@ def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) 
     return again, dynamic
 
 
+def output_names(output: Any) -> list[str]:
+    # A model that returns one tensor has "output"; a dict's have their keys.
+    leaves, _ = pytree.tree_flatten_with_path(output)
+    paths = ["_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path, _ in leaves]
+    return [path if path and not path.isdigit() else "_".join(filter(None, ("output", path))) for path in paths]
+
+
 def missing(form: str, package: str) -> ConfigError:
     return ConfigError(f"format={form} needs {package}: type pip install 'ddp-hydra[export]'")
 
 
 SIZES = (2, 3)
 """Sizes of the batches that an export is checked with, where the batch may have any size."""
+FREE = ("batch", "length")
+"""Sizes that a written model may leave open: of the batch, and of texts."""
 
 
 @dataclass
@@ -186,8 +207,10 @@ class Example:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def of_size(self, size: int) -> Example:
+    def of_size(self, size: int, length: int) -> Example:
         def resize(tensor: Tensor) -> Tensor:
+            if self.is_text(tensor):
+                tensor = tensor[:, :length]
             return tensor[torch.arange(size) % len(tensor)] if self.is_batched(tensor) else tensor
 
         return Example(mapped(resize, self.args), mapped(resize, self.kwargs))
@@ -199,11 +222,23 @@ class Example:
     def size(self) -> int:
         return next((len(tensor) for tensor in tensors([*self.args, *self.kwargs.values()]) if tensor.ndim), 0)
 
-    def dynamic(self) -> dict[str, Any]:
+    @property
+    def length(self) -> int:
+        """Return the number of tokens in each text, or 0 if the arguments are no texts."""
+        given = [one for one in tensors([*self.args, *self.kwargs.values()]) if not one.is_floating_point()]
+        lengths = {one.shape[1] for one in given if one.ndim == 2 and self.is_batched(one)}
+        return lengths.pop() if len(lengths) == 1 and min(lengths) > 2 else 0
+
+    def is_text(self, tensor: Tensor) -> bool:
+        return tensor.ndim == 2 and self.is_batched(tensor) and tensor.shape[1] == self.length
+
+    def dynamic(self, length: Any = None) -> dict[str, Any]:
         batch = torch.export.Dim("batch")
 
         def shape(tensor: Any) -> Any:
-            return {0: batch} if isinstance(tensor, Tensor) and self.is_batched(tensor) else None
+            if not isinstance(tensor, Tensor) or not self.is_batched(tensor):
+                return None
+            return {0: batch, 1: length} if length and self.is_text(tensor) else {0: batch}
 
         return {"args": pytree.tree_map(shape, self.args), "kwargs": pytree.tree_map(shape, self.kwargs)}
 

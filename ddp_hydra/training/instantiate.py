@@ -13,7 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 
-from ddp_hydra.config import targets, unknown_keys
+from ddp_hydra.config import targets
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, DdpHydraError
@@ -35,10 +35,11 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def reason_of(error: Exception, node: DictConfig) -> str:
-    if where := text.raised_at(error):
-        return where
-    said = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
-    return not_taken(node) or said or type(error).__name__
+    told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
+    said = text.raised_at(error) or not_taken(node) or told or type(error).__name__
+    first, newline, rest = said.partition("\n")
+    advice = ": for a tensor, give {_target_: torch.tensor, data: [...]}" if "ListConfig" in first else ""
+    return f"{first}{advice}{newline}{rest}"
 
 
 def prepared(node: DictConfig) -> Callable[..., Any]:
@@ -70,10 +71,10 @@ def not_taken(node: DictConfig) -> str:
     if not refused:
         return ""
     names = [name for name in taken if name not in ("self", "params")]
-    hints = "".join(unknown_keys.meant(key, names) for key in refused)
+    hints = "".join(text.meant(key, names) for key in refused)
     leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
-    there = ", ".join(names)
-    return f"it takes no {', '.join(refused)}{hints}; it takes {there}. To leave the others out, type {leave_out}"
+    there = text.after(hints, f"it takes {', '.join(names)}")
+    return f"it takes no {', '.join(refused)}{there}. To leave the others out, type {leave_out}"
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(set((ROOT / "docs").rglob("*.md")) - {ROOT / "docs" / "mistakes.md"})]
+"""All pages but docs/mistakes.md, which tests/integration/test_mistakes.py makes."""
 FENCE = re.compile(r"(?:<!-- test: (?P<mark>.*?) -->\n *)?```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.DOTALL | re.M)
 STARTS = (["ddp-hydra"], ["python", "-m", "ddp_hydra"])
 

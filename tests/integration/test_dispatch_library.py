@@ -171,9 +171,11 @@ def test_records_are_written_and_also_passed_on(client2, tmp_path, heard):
 
 def test_a_script_is_shown_and_written(client2, tmp_path, capsys):
     script = tmp_path / "script.py"
-    script.write_text("import os\nprint('I am', os.environ['RANK'])\n")
-    dispatch.run(client2, dispatch.script(script), run_dir=tmp_path / "run")
-    assert "I am 0" in capsys.readouterr().out
+    script.write_text("import os\nprint('50%', end='\\r')\nprint('I am', os.environ['RANK'])\n")
+    dispatch.Gang(client2, run_dir=tmp_path / "run").run(dispatch.script(script))
+    said = capsys.readouterr().out
+    assert "50%\rI am 0\n" in said, "a progress bar is one line"
+    assert "I am 1" not in said
     assert "I am 1" in (tmp_path / "run" / "logs" / "rank-1.log").read_text()
 
 

@@ -62,7 +62,7 @@ def test_an_onnx_file_runs_in_onnxruntime_for_any_batch(module_cli, run, wanted)
     pytest.importorskip("onnxscript")
     assert "for any batch size" in module_cli.done("export", f"run={run}", "format=onnx").stdout
     session = onnxruntime.InferenceSession(module_cli.folder / "model.onnx", providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"input": points().numpy()})
+    (found,) = session.run(["output"], {"input": points().numpy()})
     np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
@@ -70,8 +70,9 @@ def test_an_onnx_file_runs_in_onnxruntime_for_any_batch(module_cli, run, wanted)
     ("arguments", "said"),
     [
         (["format=onxx"], "give safetensors, torch_export, onnx"),
-        ([], "format=<value> is missing"),
+        ([], "format=safetensors|torch_export|onnx is missing; type ddp-hydra export --help"),
         (["format=safetensors", "tolerance=-1"], "differs by up to 0"),
+        (["format=torch_export", "input_shape=[[7],[7]]"], "input_shape=[[7], [7]]: give the sizes of one sample"),
         (["format=torch_export", "input_shape=[7]"], "can't be called with input 0 (2, 7) float32"),
     ],
 )

@@ -238,6 +238,7 @@ def test_a_trained_model_is_evaluated_from_the_bucket(both, module_cli, access):
     there = module_cli.done("evaluate", f"run={url}", **access).stdout.splitlines()
     local = module_cli.done("evaluate", f"run={here}").stdout.splitlines()
     assert there[1:] == local[1:]
+    assert there[0].startswith(url), "not the download"
 
 
 # -- a run that goes on by itself --------------------------------------------------------------------------

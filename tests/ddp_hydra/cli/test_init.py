@@ -50,7 +50,7 @@ def test_nothing_is_overwritten(tmp_path):
 
 @pytest.mark.parametrize("words", [[], ["a", "b"], ["--maximal", "a"]])
 def test_wrong_words_are_told_what_to_type(words):
-    with pytest.raises(ConfigError, match="type ddp-hydra init my_project"):
+    with pytest.raises(ConfigError, match="give one folder, ddp-hydra init my_project"):
         commands.init(words)
 
 

@@ -28,9 +28,32 @@ def test_a_text_is_taken_as_it_was_typed(text):
     assert parse(Options, ["run=first", f"run={text}", "out=null", "out=there"], "usage")[0] == Options(text, "there")
 
 
+USAGE = "ddp-hydra show run=<run directory> [n=50] [yes=true]"
+
+
 @pytest.mark.parametrize(
-    "words", [[], ["run=null"], ["run="], ["run=a", "n=many"], ["run=a", "out"], ["run=a", "no=1"]]
+    ("words", "said"),
+    [
+        ([], r"^run=<run directory> is missing; type ddp-hydra show --help$"),
+        (["run=null"], r"^run=<run directory> is missing"),
+        (["run="], r"^run=<run directory> is missing"),
+        (["runs=a"], r"is missing: did you mean run\? Type ddp-hydra show --help"),
+        (["run=a", "n=many"], r"^n=many: give a whole number"),
+        (["run=a", "yes=2x"], r"^yes=2x: give true or false"),
+        (["run=a", "out"], r"^'out' is not key=value: the keys are run, out, n, yes"),
+        (
+            ["run=a", "ouut=1"],
+            r"^ouut=1: there is no such key: did you mean out\? The keys are run, out, n",
+        ),
+        (["run=a", "modle=x"], r"did you mean model\? The keys"),
+    ],
 )
-def test_what_is_missing_or_none_of_them_is_told_with_the_usage(words):
-    with pytest.raises(ConfigError, match=r"; usage:\nusage$"):
-        parse(Options, words, "usage")
+def test_what_is_missing_or_none_of_them_is_told_with_what_there_is(words, said):
+    with pytest.raises(ConfigError, match=said):
+        parse(Options, words, USAGE, ["model"])
+
+
+def test_a_key_that_is_left_out_is_the_runs():
+    assert parse(Options, ["run=a", "~model.x"], USAGE, ["model"])[1] == ["~model.x"]
+    with pytest.raises(ConfigError, match=r"'~model\.x' is not key=value"):
+        parse(Options, ["run=a", "~model.x"], USAGE)

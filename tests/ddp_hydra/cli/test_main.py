@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,8 @@ from ddp_hydra.cli import main
 from ddp_hydra.config.schema import resolved
 from ddp_hydra.errors import ConfigError, Interrupted
 from tests.ddp_hydra.config.test_schema import composed
+
+ROOT = Path(__file__).parents[3]
 
 
 def raising(error: BaseException):
@@ -67,7 +70,10 @@ def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, 
             ["optimizer.lr=${nope:1}"],
             r"^optimizer.lr=\$\{nope:1\}: Unsupported interpolation type nope: give \$\{<key>\}",
         ),
-        (["optimizer.lr=${nope.x}"], r"^optimizer.lr=\$\{nope.x\}: Interpolation key 'nope.x' not found$"),
+        (
+            ["optimizer.lr=${nope.x}"],
+            r"^optimizer.lr=\$\{nope.x\}: Interpolation key 'nope.x' not found: give the full",
+        ),
         (["optimizer.lr=${oc.env:NOPE}"], r"^optimizer.lr=\$\{oc.env:NOPE\}: Environment variable 'NOPE' not found$"),
         (["data=broken"], "^conf/data/broken.yaml, line 2: this is no YAML: expected"),
     ],
@@ -125,7 +131,7 @@ def test_a_key_that_hydra_does_not_know_is_told_with_the_one_that_may_be_meant(c
     with pytest.raises(ConfigCompositionException) as caught:
         composed("modle=resnet18")
     assert main.report(raising(caught.value)) == 1
-    said = "modle: there is no such key: did you mean model?; the groups and keys are cluster, data, model, sampler"
+    said = "modle: there is no such key: did you mean model? The keys are cluster, data, model, sampler"
     assert said in capsys.readouterr().err
 
 
@@ -155,3 +161,24 @@ def test_hydra_does_not_print_all_overrides_above_a_sentence(capsys):
     with pytest.raises(ConfigError):
         _ = refused.return_value
     assert "Error executing job" in capsys.readouterr().err, "apps of others are told things as Hydra does"
+
+
+WINDOWS = "import runpy, sys; sys.platform, sys.argv[:] = 'win32', [{word!r}]; {what}"
+
+
+@pytest.mark.parametrize(
+    ("word", "what", "said"),
+    [
+        ("-c", "import ddp_hydra", "ImportError: ddp_hydra runs on Linux and macOS: on Windows, install it in WSL"),
+        ("-m", "runpy.run_module('ddp_hydra')", "ddp_hydra: ddp_hydra runs on Linux and macOS: on Windows, install"),
+        ("C:/Scripts/ddp-hydra.exe", "import ddp_hydra.__main__", "ddp_hydra: ddp_hydra runs on Linux and macOS"),
+    ],
+)
+def test_windows_is_told_in_a_sentence(word, what, said):
+    command = [sys.executable, "-c", WINDOWS.format(word=word, what=what)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(said)
+    assert "cluster=remote cluster.address=tcp://" in last
+    assert ("Traceback" in ended.stderr) is (word == "-c")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.cli.runs_text import again_text, digits, steps, when
+from ddp_hydra.cli.runs_text import again_text, digits, steps, table_of, when
 from ddp_hydra.console.text import size_text
+from ddp_hydra.runs.describe import RunRow
 
 
 @pytest.mark.parametrize(
@@ -61,3 +63,11 @@ def test_it_is_said_whether_the_code_is_the_same(then, kept, said):
     assert "it was typed in /there" in text
     assert "\x07" not in text
     assert text.endswith("secrets were not kept: fill in a.token")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_only_a_terminal_cuts_what_was_typed(is_terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    typed = [f"optimizer.name={letter * 60}" for letter in "ab"]
+    table = table_of([RunRow(run=word[-1], status="done", overrides=[word]) for word in typed])
+    assert (typed[0] in table) is not is_terminal

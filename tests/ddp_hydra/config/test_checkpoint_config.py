@@ -125,6 +125,20 @@ def test_a_transform_of_training_that_nothing_can_take_the_place_of_is_refused_u
 
 
 def test_a_key_that_the_run_has_not_is_told_in_one_line():
-    with pytest.raises(ConfigError, match=r"^loss\.scale=5: Key 'scale' is not in struct: .* is given with \+$"):
+    with pytest.raises(ConfigError, match=r"^loss\.scale: .*no such key; loss has none; .*\+loss\.scale=<value>$"):
         checkpoint_config.changed({"loss": {"_target_": "x"}}, ["loss.scale=5"])
     assert checkpoint_config.changed({"loss": {"_target_": "x"}}, ["+loss.scale=5"]).loss.scale == 5
+
+
+def test_a_key_of_the_run_is_left_out():
+    config = {"metrics": {"f1": {"_target_": "x"}, "top5": {"_target_": "y"}}}
+    assert list(checkpoint_config.changed(config, ["~metrics.f1"]).metrics) == ["top5"]
+    with pytest.raises(ConfigError, match=r"^metrics\.f2: there is no such key; the keys of metrics are f1, top5$"):
+        checkpoint_config.changed(config, ["~metrics.f2"])
+    with pytest.raises(ConfigError, match=r"metrics\.tpo5: .* did you mean metrics\.top5\?"):
+        checkpoint_config.changed(config, ["metrics.tpo5.k=3"])
+
+
+def test_an_empty_group_is_as_good_as_none():
+    assert checkpoint_config.changes({"mix": {}, "seed": 1}, {"seed": 1}) == []
+    assert checkpoint_config.changes({"mix": {"alpha": 1}}, {"mix": {}}) == ["mix.alpha 1 -> (missing)"]

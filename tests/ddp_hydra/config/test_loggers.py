@@ -53,9 +53,9 @@ def test_a_node_is_a_logger_by_the_name_of_its_class():
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["results.loggers=[mlfow]"], "results.loggers has 'mlfow': did you mean mlflow? give mlflow, wandb,"),
-        (["results.loggers=[tensorboard]"], "results.loggers has 'tensorboard': give mlflow, wandb,"),
-        (["results.loggers=[{path:x}]"], "results.loggers has {'path': 'x'}: give mlflow"),
+        (["results.loggers=[mlfow]"], "results.loggers has 'mlfow': did you mean mlflow? Give mlflow, wandb,"),
+        (["results.loggers=[tensorboard]"], "results.loggers has 'tensorboard'; give mlflow, wandb,"),
+        (["results.loggers=[{path:x}]"], "results.loggers has {'path': 'x'}; give mlflow"),
         (["results.loggers=[wandb,wandb]"], "results.loggers names wandb more than once: leave one out"),
         (
             ["results.loggers=[wandb]", "results.wandb.checkpoints=last"],

@@ -57,7 +57,7 @@ def test_what_is_there_is_found(root, target):
     [
         ("models.syntax.net", r"models/syntax\.py, line 3: SyntaxError: invalid syntax\n    def net\(:"),
         ("models.uses.Net", r"models/syntax\.py, line 3: SyntaxError"),
-        ("models.lacking.Net", r"models/lacking\.py, line 1: No module named 'no_such_package'"),
+        ("models.lacking.Net", r"models/lacking\.py, line 1: there is no package no_such_package: install it"),
         ("models.wrong.Net", r"models/wrong\.py, line 1: models/good\.py has no Nett: did you mean Net\?"),
         ("models.good.Nett", r"models/good\.py has no Nett: did you mean Net\?"),
         ("models.good.Transformer", r"models/good\.py has no Transformer; it has Net, Small, torch"),

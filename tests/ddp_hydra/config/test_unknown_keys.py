@@ -22,7 +22,7 @@ from tests.ddp_hydra.config.test_schema import CONF, composed
     [
         ("+trainer.clipnorm=3", r"trainer\.clipnorm: there is no such key: did you mean trainer\.clip_norm\?"),
         ("+dispatch.rank=3", r"dispatch\.rank: .*dispatch\.ranks\?"),
-        ("+sede=3", r"sede: there is no such key: did you mean seed\?; the groups and keys are cluster, data"),
+        ("+sede=3", r"sede: there is no such key: did you mean seed\? The keys are cluster, data"),
         ("+trainer.seed=3", r"trainer\.seed: there is no such key; the keys of trainer are"),  # ${seed} is another key
         ("+objective.epochs=3", r"objective\.epochs: there is no such key"),
         ("+metrics.f1=3", r"metrics\.f1=3: a metric is a node with a _target_"),
@@ -86,7 +86,7 @@ def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
         ("optimizer.learning_rate=1", "optimizer.learning_rate: there is no such key: did you mean optimizer.lr?"),
         ("optimizer.wd=1", "optimizer.wd: there is no such key: did you mean optimizer.weight_decay?"),
         ("optimizer.learning_rate=1", "another argument of torch.optim.SGD is given with +optimizer.learning_rate=<"),
-        ("trainer.epoch=1", "trainer.epoch: there is no such key: did you mean trainer.epochs?; the keys of trainer"),
+        ("trainer.epoch=1", "trainer.epoch: there is no such key: did you mean trainer.epochs? The keys of trainer"),
         ("data.train.prefx=a", "data.train.prefx: there is no such key: did you mean data.train.prefix?"),
         ("data.colour=a", "data.colour: there is no such key; the keys of data are "),
     ],
@@ -137,7 +137,7 @@ def test_keys_of_another_optimizer_are_named_with_what_to_type():
     )
     with pytest.raises(
         ConfigError,
-        match=r"torch\.optim\.RMSprop: it takes no nesterov, momentun: did you mean momentum\?; it takes lr, .*"
+        match=r"torch\.optim\.RMSprop: it takes no nesterov, momentun: did you mean momentum\? It takes lr, .*"
         r"type '~optimizer\.nesterov' '~optimizer\.momentun'",
     ):
         instantiate.make(cfg.optimizer, [])

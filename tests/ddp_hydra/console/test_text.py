@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, counted, message_of, printable, shorten, traceback_of
+from ddp_hydra.console.text import (
+    MESSAGE_CHARS,
+    TRACE_CHARS,
+    counted,
+    meant_path,
+    message_of,
+    printable,
+    shorten,
+    traceback_of,
+)
 
 
 class Mute(Exception):
@@ -23,6 +32,25 @@ class Mute(Exception):
 )
 def test_escape_sequences_and_control_characters_are_dropped(text, shown):
     assert printable(text) == shown
+
+
+def test_a_progress_bar_of_a_script_stays_one_line():
+    bar = "\r 50% |##  | 1/2\x1b[A\r100% |####| 2/2\n"
+    assert printable(bar, is_output=True) == "\r 50% |##  | 1/2\r100% |####| 2/2\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("outputs/frist/last.pt", ": did you mean outputs/first/last.pt?"),
+        ("ouputs", ": did you mean outputs?"),
+        ("other/mine", ""),
+    ],
+)
+def test_the_name_of_a_run_that_is_meant(typed, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "first").mkdir(parents=True)
+    assert meant_path(typed) == said
 
 
 @pytest.mark.medium

@@ -93,6 +93,8 @@ def test_what_the_code_would_raise_again(raised, name, answer):
         (RuntimeError("can't start new thread"), False),
         (RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed."), False),
         (RuntimeError("unable to mmap 512 bytes from file </torch_1>"), False),
+        (FileNotFoundError(2, "No such file or directory", "labels.csv"), True),
+        (RecursionError("maximum recursion depth exceeded"), True),
         (OSError("Input/output error"), False),
         (ConnectionError("reset"), False),
     ],

@@ -12,6 +12,7 @@ from torch import nn
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import builders
+from ddp_hydra.training.instantiate import make
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 
@@ -100,3 +101,19 @@ def test_a_fused_optimizer_and_complex_parameters_are_refused_with_what_to_type(
         builders.optimizer(cfg, model)
     cfg.optimizer.fused = False
     assert builders.optimizer(cfg, model).defaults["fused"] is False
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.register_buffer("scale", scale)
+
+
+def test_a_list_in_the_place_of_a_tensor_is_told_with_what_to_type():
+    node = {"_target_": f"{__name__}.Scaled", "scale": [1, 2]}
+    with pytest.raises(
+        ConfigError, match=r"ListConfig.*: for a tensor, give {_target_: torch\.tensor, data: \[\.\.\.\]}"
+    ):
+        make(OmegaConf.create(node))
+    made = make(OmegaConf.create({**node, "scale": {"_target_": "torch.tensor", "data": [1, 2]}}))
+    assert made.scale.tolist() == [1, 2]

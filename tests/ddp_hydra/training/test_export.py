@@ -84,3 +84,30 @@ def test_the_example_is_read_as_validation_data_are_and_compared_with_the_traini
     assert torch.equal(
         example_of(load_run.load(alone.last, split="val", trust=True), "val", None).args[0], Numbers(9).x[:2] + 100
     )
+
+
+class Words(nn.Module):
+    """Scores of a text: `fixed` takes texts of seven words only."""
+
+    def __init__(self, fixed: bool) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(9, 4), nn.Parameter(torch.zeros(16, 4))
+        self.scores, self.fixed = nn.Linear(28 if fixed else 4, 3), fixed
+
+    def forward(self, input_ids, attention_mask):
+        found = (self.embed(input_ids) + self.positions[: input_ids.shape[1]]) * attention_mask[..., None]
+        return {"logits": self.scores(found.flatten(1) if self.fixed else found.mean(1)), "states": (found, found)}
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(("fixed", "free"), [(False, ("batch", "length")), (True, ("batch",))])
+def test_texts_have_any_length_where_the_model_takes_it(fixed, free):
+    model, mask = Words(fixed).eval(), torch.ones(2, 7, dtype=torch.long)
+    example = Example((), {"input_ids": mask, "attention_mask": mask})
+    program, found = export.exported(model, example)
+    assert found == free
+    shorter = example.of_size(3, 7 if fixed else 5)
+    with torch.no_grad():
+        assert export.compared(model, program.module(), shorter, 1e-4) < 1e-4
+    assert export.output_names(model(**example.kwargs)) == ["logits", "states_0", "states_1"]
+    assert [export.output_names(part) for part in (mask, (mask, mask))] == [["output"], ["output_0", "output_1"]]
