@@ -18,9 +18,10 @@ from ddp_hydra.cli import inference, overrides
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
-from ddp_hydra.config import redact, unknown_keys
+from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
@@ -224,7 +225,7 @@ class Run:
         axes = options.pop("ax", None)
         for name in names or [name for name in ("train/loss", "val/loss") if name in table]:
             if name not in table:
-                near = unknown_keys.meant(name, table.columns) or f": the metrics are {', '.join(table.columns)}"
+                near = text.meant(name, table.columns) or f": the metrics are {', '.join(table.columns)}"
                 raise ConfigError(f"no metric {name!r} was logged{near}")
             axes = table[name].dropna().plot(ax=axes, label=name, legend=True, **options)
         return axes
