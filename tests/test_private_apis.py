@@ -52,10 +52,13 @@ ALLOWED = {
     # Hydra and omegaconf
     "_internal": "Hydra's loader of configs, and its files of a job",
     "_get_full_key": "the dotted key of a node, for messages",
+    "_get_parent": "whether a node is the whole config",
     "_get_node": "a node without resolving it",
     "_return_value": "what a job has returned or raised; return_value raises",
     "_save_config": "no secret is written into .hydra",
     "_utils": "the YAML dumper of omegaconf",
+    # IPython
+    "_filename_map": "the number of a notebook's cell, for tracebacks",
     # Python
     "_clear": "exit handlers of the parent are not those of a fork",
     "_run_exitfuncs": "exit handlers of user code are called at the end of a fork",

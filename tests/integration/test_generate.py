@@ -52,7 +52,7 @@ def test_it_prints_as_many_new_names_as_asked_for_and_the_same_with_the_same_see
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["n=5"], "run=<run directory> is missing"),
+        (["n=5"], "run=<run directory, its URL, or checkpoint> is missing"),
         (["run=no-such-run"], "no-such-run does not exist"),
         (["run={run}", "n=0"], "give n >= 1"),
         (["run={run}", "colour=red"], "the keys are run, n, temperature, seed, which"),

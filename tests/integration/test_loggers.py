@@ -118,4 +118,4 @@ def test_a_name_that_is_none_is_said_at_once(cli):
 
     ended = cli.run(*TINY, "results.loggers=[mlfow]")
     assert ended.returncode == 1
-    assert "results.loggers has 'mlfow': did you mean mlflow? give mlflow" in ended.stderr
+    assert "results.loggers has 'mlfow': did you mean mlflow? Give mlflow" in ended.stderr

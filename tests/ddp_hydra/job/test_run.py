@@ -3,10 +3,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import io
 import json
 import math
 import os
 import re
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,12 +123,20 @@ def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -
     return made
 
 
+def zipped(content: bytes) -> bytes:
+    """Return an archive, as torch's files are."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr(zipfile.ZipInfo("data"), content)
+    return buffer.getvalue()
+
+
 def checkpoint(run_dir: Path, *steps: int, damaged: tuple[int, ...] = ()) -> None:
     """Step files and last.pt, as the writer leaves them."""
     folder, entries = run_dir / "checkpoints", {}
     folder.mkdir(parents=True)
     for step in steps:
-        name, content = f"step-{step:06d}.pt", b"content %d" % step
+        name, content = f"step-{step:06d}.pt", zipped(b"content %d" % step)
         digest = hashlib.sha256(content).hexdigest()
         entries[name] = CheckpointEntry(parts=[CheckpointPart(name=name, size=len(content), sha256=digest)], step=step)
         entries["last.pt"] = entries[name]
@@ -160,7 +170,7 @@ def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global
     before = json.dumps(made.call(0, 4).args)
     call = made.call(1, 2)
     assert call.files["resume"].is_absolute()
-    assert call.files["resume"].read_bytes() == b"content 20"
+    assert call.files["resume"].read_bytes() == zipped(b"content 20")
     assert call.kwargs["first_ranks"] == 4
     assert json.dumps(made.call(0, 4).args) == before
 
@@ -168,7 +178,7 @@ def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global
 def test_where_the_newest_checkpoint_is_damaged_the_one_before_it_will_do(tmp_path, caplog):
     checkpoint(tmp_path, 10, 20, damaged=(20,))
     call = make(tmp_path, first_world_size=4).call(1, 4)
-    assert call.files["resume"].read_bytes() == b"content 10"
+    assert call.files["resume"].read_bytes() == zipped(b"content 10")
     assert "is damaged" in caplog.text
 
 
@@ -230,7 +240,7 @@ def test_a_run_a_folder_and_a_file_can_be_resumed(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = job_config.find_resume(config(resume=given), tmp_path / "new")
     assert found.is_absolute()
-    assert found.read_bytes() == b"content 10"
+    assert found.read_bytes() == zipped(b"content 10")
     assert not (tmp_path / "new").exists()
 
 
@@ -328,7 +338,7 @@ def test_what_was_downloaded_to_begin_with_goes_at_the_end(returned, tmp_path, m
     downloads = tmp_path / "run" / ".resume"
 
     def fetch(url, folder, which, retry_s):
-        (folder / "step-000010-0123456789ab.pt").write_bytes(b"content")
+        (folder / "step-000010-0123456789ab.pt").write_bytes(zipped(b"content"))
         return folder / "step-000010-0123456789ab.pt"
 
     def run_on_dask(self, packed, stop):

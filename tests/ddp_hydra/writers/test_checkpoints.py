@@ -197,7 +197,7 @@ def test_find_takes_a_run_a_folder_or_a_file(tmp_path, folder, checkpoint_record
 
 
 def test_find_says_what_was_found_instead(tmp_path):
-    with pytest.raises(CheckpointError, match=r"outputs does not exist; .* has nothing, it is empty"):
+    with pytest.raises(CheckpointError, match=r"outputs does not exist; in .* there is nothing, it is empty"):
         find_checkpoint(tmp_path / "outputs")
     (tmp_path / "notes.txt").write_text("")
     (tmp_path / "images").mkdir()
