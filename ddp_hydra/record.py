@@ -114,6 +114,10 @@ class Histogram(Data, frozen=True):
             )
 
 
+METADATA = ".metadata"
+"""The only hidden file that ranks send: torch's description of a checkpoint in several files."""
+
+
 class Checkpoint(Struct, frozen=True):
     """What the manifest says of a checkpoint.
 
@@ -244,7 +248,8 @@ def check_path(path: str) -> PurePosixPath:
         RecordError: it is absolute, leaves the run directory with `..`, is hidden, or has unusual characters.
     """
     pure = PurePosixPath(path if isinstance(path, str) else "")
-    is_inside = bool(pure.parts) and not pure.is_absolute() and not any(part.startswith(".") for part in pure.parts)
+    hidden = [part for part in pure.parts if part.startswith(".") and part != METADATA]
+    is_inside = bool(pure.parts) and not pure.is_absolute() and not hidden
     if not is_inside or not path.isprintable() or any(char in path for char in "\\=,"):
         raise RecordError(
             f"path {path!r} is not allowed: give a relative path inside the run directory as a string, without "

@@ -260,6 +260,11 @@ def submit(path: str, data: bytes | str) -> None:
     emit(file_of(path, content))
 
 
+def outbox() -> Path:
+    """Return the folder on this host where files of this process wait until they are fetched."""
+    return _sender().outbox
+
+
 def submit_file(
     path: str,
     write: Callable[[Path], Any],

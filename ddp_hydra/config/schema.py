@@ -86,6 +86,7 @@ class TrainerConfig:
     validate_first: bool = False
     checkpoint_every_steps: AtLeast0 = 0
     checkpoint_every_epochs: AtLeast0 = 1
+    shard_above_gb: Annotated[float, Meta(ge=0, description="a size in GB, 0 or more")] | None = 4.0
     time_limit_s: PositiveSeconds | None = None
     pause_after_validations: AtLeast1 | None = None
     on_nonfinite: OnNonFinite = OnNonFinite.abort

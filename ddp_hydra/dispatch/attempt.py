@@ -292,21 +292,28 @@ class Attempt(watchdog.Watchdog):
             self.health.note_heartbeat(rank, Beat(end.step, end.phase), time.monotonic())
 
     def send_files(self, files: Mapping[str, Path]) -> dict[str, str]:
-        """Send files of the client to rank 0's host; return their paths there.
+        """Send files of the client to rank 0's host, and folders to all hosts; return the paths on rank 0's.
 
         Raises:
-            RankFailed: its worker is gone.
+            RankFailed: a worker is gone.
         """
         first = self.specs[0]
+        folders = {name: path for name, path in files.items() if path.is_dir()}
+        for spec in {spec.host: spec for spec in reversed(self.specs)}.values() if folders else ():
+            if spec.host != first.host:
+                self._send_files(spec, folders)
+        return self._send_files(first, files)
+
+    def _send_files(self, spec: RankSpec, files: Mapping[str, Path]) -> dict[str, str]:
         try:
             return retry.retry_while_full(
-                lambda: self.workers.send_files(first.rank, files),
-                lambda: f"the temporary folder {self.workers.folders[first.worker]} of worker {first.worker} is full",
+                lambda: self.workers.send_files(spec.rank, files),
+                lambda: f"the temporary folder {self.workers.folders[spec.worker]} of worker {spec.worker} is full",
                 self.settings.retry_s,
                 log.warning,
             )
         except OSError as error:
-            self.lose(first, "could not be given its files", error)
+            self.lose(spec, "could not be given its files", error)
             raise self.rank_states.error() from None
 
     def lose(self, spec: RankSpec, what: str, error: OSError) -> None:

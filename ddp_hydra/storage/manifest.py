@@ -24,6 +24,7 @@ from msgspec import Meta, Struct, to_builtins
 from ddp_hydra.checked import Count, prepare
 from ddp_hydra.console import text
 from ddp_hydra.errors import CheckpointError
+from ddp_hydra.record import METADATA
 
 FOLDER = "checkpoints"
 NAME = "manifest.json"
@@ -31,13 +32,13 @@ SUFFIX = ".pt"
 LAST, BEST = ALIASES = (f"last{SUFFIX}", f"best{SUFFIX}")
 """Copies of entries of steps; of a checkpoint that is one file, such a file is there, too."""
 STATE = f"state{SUFFIX}"
-"""The part that rank 0 writes of a checkpoint in a folder: what is the only part of another one."""
+"""The part of a checkpoint in a folder that has all but the large tensors. These are in files of torch's DCP."""
 _STEP = r"step-(\d{1,18})(-[0-9a-f]{12})?"
 STEP = re.compile(rf"{_STEP}({re.escape(SUFFIX)})?", re.ASCII)
 """Names of checkpoints. In a bucket they carry the beginning of the sha256, too."""
-FILES = rf"{_STEP}(/(state|rank-\d+))?{re.escape(SUFFIX)}"
+FILES = rf"{_STEP}(\.pt|/(state\.pt|\.metadata|__\d+_\d+\.distcp))"
 """Their files, also where no manifest names them."""
-PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}"
+PART = rf"({re.escape(METADATA)}|[A-Za-z0-9_][A-Za-z0-9_.-]{{0,199}})"
 """Names of parts in a folder."""
 FORMAT = 2
 """The number in the manifest, raised when a field changes its meaning or goes."""
@@ -97,11 +98,6 @@ log = logging.getLogger(__name__)
 def step_name(step: int, is_folder: bool = False) -> str:
     """Return the name of a checkpoint."""
     return f"step-{step:06d}{'' if is_folder else SUFFIX}"
-
-
-def rank_part(rank: int) -> str:
-    """Return the name of what a rank adds to a checkpoint."""
-    return f"rank-{rank}{SUFFIX}"
 
 
 P = TypeVar("P", bound=PurePath)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO, Any, BinaryIO, cast
 from zipfile import is_zipfile
 
 import torch
+import torch.distributed as dist
+from msgspec.structs import replace
 from torch import nn
 
 from ddp_hydra import heartbeat, results
@@ -19,10 +24,11 @@ from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.files import NotingFile
-from ddp_hydra.storage.manifest import FOLDER, STATE, rank_part, state_file, step_name
-from ddp_hydra.training import plain_state
+from ddp_hydra.storage.manifest import FOLDER, STATE, state_file, step_name
+from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import not_finite
+from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import FORMAT, TrainingState
 
 
@@ -35,7 +41,8 @@ def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
         )
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, whole: bool = True) -> dict[str, Any]:
+    # If not `whole`, tensors that are in other files stay there, and `PARTS_IN` says where.
     file = state_file(path)
     try:
         with warnings.catch_warnings():
@@ -50,7 +57,9 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is not a checkpoint of this ddp_hydra: it has format={number}, not {FORMAT}")
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is not a checkpoint of ddp_hydra: it has no format={FORMAT}")
-    return content
+    if file == path:
+        return content
+    return sharded_checkpoint.read(content, path) if whole else {**content, PARTS_IN: str(path)}
 
 
 def first_sentence(error: Exception) -> str:
@@ -75,7 +84,7 @@ def load_fitting(model: nn.Module, path: Path, world: World) -> list[str]:
 
 def weights_in(path: Path) -> dict[str, torch.Tensor]:
     try:
-        content: Any = torch.load(state_file(path), map_location="cpu", weights_only=True)
+        content: Any = read(path) if path.is_dir() else torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises about anything here
         raise CheckpointError(f"{path} can't be read as weights ({first_sentence(error)})") from None
     for name in ("ema", "model", "state_dict"):  # the keys of our checkpoints and of most others
@@ -118,19 +127,21 @@ class ReportingFile(NotingFile):
 class CheckpointSaver:
     """Writes checkpoints in the background. The loop waits only until the tensors are copied.
 
-    Rank 0 writes the state. Where other ranks own something, each writes it into a part of its own, and the checkpoint
-    is a folder.
+    Rank 0 writes the state into a file. Where it is larger than a limit, each rank writes a part of the tensors into a
+    file of its own, and the checkpoint is a folder.
 
     Args:
         world: its ranks save together.
-        own_part: called on each rank at each save; returns a function that writes what this rank owns, as it is now,
-            into a file, or None where it owns nothing. All ranks give it, or none.
+        shard_above_gb: the limit, of the bytes of the tensors in 1e9; None: no limit.
+
+    Attributes:
+        number: of saves.
+        group: the ranks that write parts in the background.
     """
 
-    def __init__(
-        self, world: World = ALONE, own_part: Callable[[], Callable[[Path], Any] | None] | None = None
-    ) -> None:
-        self.world, self.own_part, self.number = world, own_part, 0
+    def __init__(self, world: World = ALONE, shard_above_gb: float | None = None) -> None:
+        self.world, self.shard_above_gb, self.number = world, shard_above_gb, 0
+        self.group: Any = None
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
 
@@ -138,42 +149,55 @@ class CheckpointSaver:
         # A collective. Wait for the checkpoint before it.
         self.wait()
         state.gather(self.world)
-        rank, position, parts = self.world.rank, state.position, {}
-        own = self.own_part() if self.own_part else None
-        if self.own_part:
-            owners = [owner for owner, owns in enumerate(self.world.gather_objects(own is not None)) if owns]
-            parts = {STATE: 0, **{rank_part(owner): owner for owner in owners}} if owners else {}
         self.number += 1
-        described = Checkpoint(
-            position.step,
-            position.epoch,
-            position.samples,
-            dict(metrics),
-            best,
-            {} if rank else parts,
-            self.number if parts else 0,
-        )
-        writers: dict[str, Callable[[Path], Any]] = {}
-        if rank == 0 or state.parallel.is_sharded:
-            content = state.begin_capture(whole=True)
-        if rank == 0:
-            writers[STATE] = lambda path: write(content(), path, described.step)
-        if own is not None:
-            writers[rank_part(rank)] = own
-        if not writers:
+        position = state.position
+        described = Checkpoint(position.step, position.epoch, position.samples, dict(metrics), best)
+        if self.shard_above_gb is not None and self.world.group and state.n_bytes() > self.shard_above_gb * 1e9:
+            send = self._parts(state, replace(described, number=self.number))
+        elif self.world.rank == 0:
+            send = self._file(state, described)
+        else:
+            if state.parallel.is_sharded:
+                state.begin_capture(whole=True)
             return
-        folder = f"{FOLDER}/{step_name(described.step, is_folder=bool(parts))}"
-        files = {f"{folder}/{name}" if parts else folder: writer for name, writer in writers.items()}
-
-        def send() -> None:
-            if rank == 0:
-                refuse_nonfinite(content(), state)
-            for path, writer in files.items():
-                results.submit_file(path, writer, described.step, described)
-
         heartbeat.here().saving = True  # until it is sent
         self.thread = threading.Thread(target=self._run, args=(send,), name="checkpoint")
         self.thread.start()
+
+    def _file(self, state: TrainingState, described: Checkpoint) -> Callable[[], None]:
+        content, step = state.begin_capture(whole=True), described.step
+
+        def send() -> None:
+            refuse_nonfinite(content(), state)
+            path = f"{FOLDER}/{step_name(step)}"
+            results.submit_file(path, lambda target: write(content(), target, step), step, described)
+
+        return send
+
+    def _parts(self, state: TrainingState, described: Checkpoint) -> Callable[[], None]:
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo")
+        content, step, placers = state.begin_capture(), described.step, state.placers()
+        path = f"{FOLDER}/{step_name(step, is_folder=True)}"
+
+        def send() -> None:
+            refuse_nonfinite(content(), state)
+            rest, copied = sharded_checkpoint.taken_apart(content())
+            tensors = {name: placers[name](tensor) for name, tensor in copied.items()}
+            with TemporaryDirectory(prefix="save-", dir=results.outbox().parent) as folder:
+                owners = sharded_checkpoint.write(tensors, Path(folder), self.group, step)
+                own: dict[str, Callable[[Path], Any]] = {
+                    name: partial(shutil.move, Path(folder, name))
+                    for name, rank in owners.items()
+                    if rank == self.world.rank
+                }
+                if self.world.rank == 0:
+                    own = {STATE: lambda target: write(rest, target, step), **own}
+                for name, writer in own.items():
+                    parts = {STATE: 0, **owners} if name == STATE else {}
+                    results.submit_file(f"{path}/{name}", writer, step, replace(described, parts=parts))
+
+        return send
 
     def _run(self, send: Callable[[], None]) -> None:
         try:

@@ -121,7 +121,8 @@ _PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "thres
 """Attributes of ReduceLROnPlateau that are its arguments."""
 
 
-def restore(state: TrainingState, content: dict[str, Any]) -> str:
+def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
+    content = dict(state.with_parts(content))
     before, now = content["config"], state.config
     schedulers = dict(each(state.scheduler))
     settings = [

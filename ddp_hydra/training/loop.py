@@ -90,7 +90,7 @@ def begin_from(world: World, before: TrainingRun | None, checkpoint: Path | None
 
 def resumed(world: World, checkpoint: Path | None) -> dict[str, Any]:
     # A collective.
-    found: dict[str, Any] = {} if checkpoint is None else world.send(lambda: read(checkpoint))
+    found: dict[str, Any] = {} if checkpoint is None else world.send(lambda: read(checkpoint, whole=False))
     return found
 
 

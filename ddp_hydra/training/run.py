@@ -130,7 +130,7 @@ class TrainingRun:
         if self.validation is not None:
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
-        self.checkpoints = CheckpointSaver(world)
+        self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
         trainer = cfg.trainer
         profiler = Profiler(trainer.profile_steps, self.rank, self.model, device, trainer.precision, total_steps)
         self.monitor = Monitor(

@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank.world import World
-from ddp_hydra.training import plain_state
+from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 
 FORMAT = 4
 SHOWN = 6
@@ -105,6 +107,33 @@ class TrainingState:
         # If `whole`, a collective where the model is sharded: only rank 0 gets the state.
         return plain_state.begin_copy(self._content(), partial(self.parallel.plain, whole=whole))
 
+    def placers(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        _, tensors = sharded_checkpoint.taken_apart(self._content())
+        return {name: self.parallel.placer(tensor) for name, tensor in tensors.items()}
+
+    def n_bytes(self) -> int:
+        # On all ranks together, each tensor once.
+        _, tensors = sharded_checkpoint.taken_apart(self._content())
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def with_parts(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
+        # Read what this rank needs of the tensors that a state has in other files.
+        if PARTS_IN not in content:
+            return content
+        own = self.parallel.state()
+        trained = {name: parameter for parameter, name in self.parallel.names(self.extras.get("loss")).items()}
+
+        def like(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            kind, _, rest = name.partition(".")
+            if kind == "optimizer":
+                parameter = trained.get(rest.partition("state.")[2].rpartition(".")[0])
+            else:
+                parameter = own.get(rest.removeprefix("model."))
+                parameter = own.get(rest) if parameter is None else parameter
+            return self.parallel.share_like(parameter, shape, dtype)
+
+        return sharded_checkpoint.read(content, sharded_checkpoint.on_this_host(Path(content[PARTS_IN])), like)
+
     def check(self) -> None:
         plain_state.encode(self._content(), copy=self.parallel.plain)
 
@@ -137,7 +166,8 @@ class TrainingState:
         self.parallel.load(content)
         averaged = content.get("ema")
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
-        copied = plain_state.begin_copy({name: part for name, part in content.items() if name not in ("model", "ema")})
+        others = {name: part for name, part in content.items() if name not in ("model", "ema")}
+        copied = plain_state.begin_copy(others, lambda tensor, _: tensor.detach())
         if averaged:
             averaged = {**averaged, "model": self.parallel.split(averaged["model"])}
         content = plain_state.decode({**copied(), "ema": averaged})

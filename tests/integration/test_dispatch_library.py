@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ import torch.distributed as dist
 from ddp_hydra import dispatch, results
 from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.rank.world import World, in_world
+from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
 from ddp_hydra.training.checkpoint import CheckpointSaver, read
 from ddp_hydra.training.parallel import Parallel
@@ -45,7 +48,7 @@ def train(steps: int = 6):
 
 @in_world
 def save(world: World, run: Path, deadly_step: int) -> int:
-    """Save after each of three steps, a part on each rank; rank 1 dies once, when rank 0's part has arrived."""
+    """Save after each of three steps, a part on each rank; rank 1 dies once, when a part of rank 0 has arrived."""
     folder, fatal = run / "checkpoints", run / "was killed"
     begun = read(find_checkpoint(run))["position"]["step"] if fatal.exists() else 0
     model = torch.nn.Linear(2, 1)
@@ -53,15 +56,18 @@ def save(world: World, run: Path, deadly_step: int) -> int:
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     state = TrainingState(Parallel().take(model), optimizer, schedule, Position(begun), {})
 
-    def write(path: Path) -> None:
-        if state.position.step == deadly_step and not fatal.exists():
+    submit = results.submit_file
+
+    def submit_or_die(path: str, write: Callable[[Path], Any], step: int, checkpoint: Checkpoint) -> None:
+        if world.rank == 1 and step == deadly_step and not fatal.exists():
             while not list(folder.glob(".part-*/state.pt")):
                 time.sleep(0.01)
             fatal.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        torch.save({"rank": world.rank, "step": state.position.step}, path)
+        submit(path, write, step, checkpoint)
 
-    saver = CheckpointSaver(world, lambda: write if world.rank else None)
+    results.submit_file = submit_or_die
+    saver = CheckpointSaver(world, shard_above_gb=0)
     for _ in range(begun, 3):
         state.position.advance(1)
         saver.save(state, {"loss": 0.5} if world.rank == 0 else {}, best=False)
@@ -83,11 +89,12 @@ def test_a_checkpoint_of_two_ranks_is_there_with_both_parts_or_not_at_all(client
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", *steps]
     entries = read_manifest(folder)
     assert set(entries) == {*steps, "last.pt"}
-    assert [(part.name, part.rank) for part in entries["last.pt"].parts] == [("rank-1.pt", 1), ("state.pt", 0)]
+    parts = [(".metadata", 0), ("__0_0.distcp", 0), ("__1_0.distcp", 1), ("state.pt", 0)]
+    assert [(part.name, part.rank) for part in entries["last.pt"].parts] == parts
     assert entries["last.pt"].metrics == {"loss": 0.5}
     assert find_checkpoint(tmp_path) == folder / steps[-1]
     assert read(find_checkpoint(tmp_path))["position"]["step"] == last
-    assert torch.load(folder / steps[-1] / "rank-1.pt", weights_only=True) == {"rank": 1, "step": last}
+    assert read(find_checkpoint(tmp_path))["model"].keys() == {"weight", "bias"}
 
 
 def lines(run_dir: Path) -> list[dict]:

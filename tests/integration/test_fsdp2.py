@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ddp_hydra.errors import RankFailed
+from ddp_hydra.errors import CheckpointError, RankFailed
+from ddp_hydra.storage.manifest import read_manifest
+from ddp_hydra.training.checkpoint import read
 from tests.integration.support import training
 from tests.integration.support.training import Trained
 from tests.integration.test_exactness import assert_equal
@@ -184,3 +189,54 @@ def test_it_computes_in_bf16_and_keeps_fp32(client2, train):
     losses = [line["train/loss"] for line in run.metrics() if "train/loss" in line]
     assert losses[-1] < losses[0]
     assert {value.dtype for value in run.checkpoint("last.pt")["model"].values()} == {torch.float32, torch.int64}
+
+
+PARTS = ["trainer.shard_above_gb=0", "trainer.ema_decay=0.9", "model.over_batch=false", "data.batch_size=6"]
+
+
+@pytest.fixture(scope="module")
+def in_parts(client2, project, tmp_path_factory) -> Trained:
+    """A run of two ranks whose checkpoints are folders."""
+    folder, steps = (
+        tmp_path_factory.mktemp("parts") / "run",
+        ("trainer.max_steps=6", "trainer.checkpoint_every_steps=4"),
+    )
+    return training.train(client2, project, folder, *BLOCKS, *PARTS, *steps, "parallel=fsdp2")
+
+
+def test_a_large_checkpoint_is_a_folder_of_which_each_rank_writes_a_part(client2, train, in_parts):
+    one = train(client2, "one", *PARTS[1:], "trainer.max_steps=6", "trainer.checkpoint_every_steps=4", "parallel=fsdp2")
+    found = read(in_parts.folder / "checkpoints" / "step-000006")
+    assert_equal({**found, "config": None}, {**one.checkpoint("last.pt"), "config": None})
+    assert found["model"]._metadata == one.checkpoint("last.pt")["model"]._metadata
+    entry = read_manifest(in_parts.folder / "checkpoints")["step-000004"]
+    assert [(part.name, part.rank) for part in entry.parts] == [
+        (".metadata", 0), ("__0_0.distcp", 0), ("__1_0.distcp", 1), ("state.pt", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["ddp on 1", "fsdp2 on 2", "hsdp on 2x2"])
+def test_a_checkpoint_in_parts_goes_on_in_any_layout(client4, train, in_parts, layout):
+    ranks, kind = LAYOUTS[layout]
+    steps, batch = "trainer.max_steps=6", f"data.batch_size={12 // ranks}"
+    folder = in_parts.folder / "checkpoints" / "step-000004"
+    resumed = train(client4, "run", *PARTS, steps, batch, *kind, ranks=ranks, resume=folder)
+    lines, rest = ([line for line in run.metrics() if line["step"] > 4] for run in (resumed, in_parts))
+    for line, wanted in zip(lines, rest, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5)
+    if layout == "fsdp2 on 2":
+        assert lines == rest
+        both = (read(run.folder / "checkpoints" / "step-000006") for run in (resumed, in_parts))
+        assert_equal(*({**content, "config": None} for content in both))
+
+
+def test_nothing_of_a_checkpoint_in_parts_is_unpickled_but_descriptions_of_tensors(in_parts, tmp_path):
+    folder = tmp_path / "step-000006"
+    shutil.copytree(in_parts.folder / "checkpoints" / "step-000006", folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(Path("x").exists))
+    with pytest.raises(CheckpointError, match=r"has a .*, which describes no tensor"):
+        read(folder)
+    shutil.copy(in_parts.folder / "checkpoints" / "step-000006" / ".metadata", folder)
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(CheckpointError, match=r"step-000006 can't be read as a checkpoint \(.*__1_0.distcp"):
+        read(folder)

@@ -167,6 +167,14 @@ class Parallel:
         # A tensor of the state as a checkpoint holds it.
         return plain_state.plain_tensor(tensor, name)
 
+    def placer(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+        # It tells torch's DCP which part of a whole a copy of this rank's share is.
+        return lambda copied: copied
+
+    def share_like(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        # Memory for what this rank keeps of a tensor of the state: of a parameter, or of its slots.
+        return torch.empty(shape, dtype=dtype)
+
     def split(self, state: Any) -> Any:
         # What this rank keeps of a model's state, which may be whole.
         return state

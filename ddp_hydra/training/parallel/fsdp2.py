@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,6 +70,7 @@ class FSDP2(Parallel):
         self.replicas, self.blocks, self.fn = replicas, blocks, fn
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.mesh: DeviceMesh | None = None
+        self.cpu_mesh: DeviceMesh | None = None
 
     def build(
         self,
@@ -84,6 +86,7 @@ class FSDP2(Parallel):
         untouched = load(model) if load is not None else []
         parameter_groups.freeze(model, trainer.freeze)
         self.trainer, self.make, self.mesh = trainer, make, self._mesh(device)
+        self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
         self.take(self._sharded(model))
         return untouched
 
@@ -178,6 +181,16 @@ class FSDP2(Parallel):
         full: Tensor = tensor.full_tensor().detach()
         return full if self.world.rank == 0 else full.new_empty(0)
 
+    def placer(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+        if not isinstance(tensor, DTensor):
+            return super().placer(tensor)
+        return partial(placed, like=tensor, mesh=self.cpu_mesh)
+
+    def share_like(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if not isinstance(parameter, DTensor) or parameter.shape != shape:
+            return super().share_like(parameter, shape, dtype)
+        return placed(torch.empty(parameter.to_local().shape, dtype=dtype), parameter, self.cpu_mesh)
+
     def split(self, state: Any) -> Any:
         if not isinstance(state, Mapping):
             return state
@@ -239,16 +252,24 @@ def holds_alone(module: nn.Module, model: nn.Module) -> bool:
 
 def share_of(value: Any, like: Any) -> Any:
     """Return this rank's share of a tensor that is whole, or is the share itself; other values as they are."""
-    if not isinstance(value, Tensor) or not isinstance(like, DTensor) or isinstance(value, DTensor):
+    if not isinstance(value, Tensor) or not isinstance(like, DTensor):
         return value
     own = like.to_local()
+    if isinstance(value, DTensor):
+        return value if value.device == own.device else placed(value.to_local().to(own.device), like, like.device_mesh)
     if value.shape == like.shape:
         moved = value.to(own.device)
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
     if value.shape == own.shape:
-        mesh, kinds, shape = like.device_mesh, like.placements, like.shape
-        return DTensor.from_local(value.to(own.device), mesh, kinds, run_check=False, shape=shape, stride=like.stride())
+        return placed(value.to(own.device), like, like.device_mesh)
     return value
+
+
+def placed(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
+    """Return a share of a tensor as DTensor, which is placed as another one."""
+    shape = {"shape": like.shape, "stride": like.stride()}
+    made: Tensor = DTensor.from_local(share, mesh, like.placements, run_check=False, **shape)
+    return made
 
 
 class ShardedNorms(GradientNorms):

@@ -375,36 +375,16 @@ def test_a_checkpoint_writer_writes_what_the_run_was_when_asked(sent):
     assert first.sha256 == hashlib.sha256(Path(first.source).read_bytes()).hexdigest()
 
 
-def test_what_other_ranks_own_makes_a_folder_that_rank_0_announces(sent):
-    run, worlds = train(state(), 2), [Ranks(rank, 3) for rank in range(3)]
-    for world in worlds:
-        own = (lambda path: path.write_bytes(b"own")) if world.rank == 2 else None
-        saver = CheckpointSaver(world, lambda own=own: own)
-        saver.save(run, {}, best=True)
-        saver.wait()
-    first, second = (record.data for record in sent)
-    assert (first.path, second.path) == ("checkpoints/step-000002/state.pt", "checkpoints/step-000002/rank-2.pt")
-    assert first.checkpoint == Checkpoint(2, 0, 8, {}, True, {"state.pt": 0, "rank-2.pt": 2}, 1)
-    assert (second.checkpoint.parts, second.checkpoint.number, second.size) == ({}, 1, 3)
-
-
 def test_states_that_only_other_ranks_know_are_gathered_by_all_ranks_and_rank_0_writes(sent):
     run = train(state(), 2)
     run.extras = {"stream": Gathered(), "ema": None, "loss": nn.Linear(1, 1)}
     for rank in (1, 0):
-        saver = CheckpointSaver(Ranks(rank, 2))
+        saver = CheckpointSaver(World(rank, 2))
         saver.save(run, {}, best=False)
         saver.wait()
         assert run.extras["stream"].gathered == 2 - rank
     assert [record.data.path for record in sent] == ["checkpoints/step-000002.pt"]
     assert read(Path(sent[0].data.source))["stream"] == {"gathered": 2}
-
-
-class Ranks(World):
-    """A world whose ranks come one after the other; the last one owns something."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [False] * (self.size - 1) + [True]
 
 
 class Gathered:

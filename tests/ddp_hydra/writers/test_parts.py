@@ -245,7 +245,7 @@ def test_a_sweep_and_the_user_remove_folders(tmp_path, two):
     (two / "step-000002" / "mine.txt").write_text("the user's own")
     written = disk.written_by_run(LocalRunFiles(tmp_path))
     assert [name for name in names(two) if not written(f"checkpoints/{name}")] == ["step-000002/mine.txt"]
-    for left in ("step-000003/state.pt", "step-000003/rank-12.pt", ".part-0123456789ab/rank-1.pt"):
+    for left in ("step-000003/state.pt", "step-000003/__12_0.distcp", ".part-0123456789ab/rank-1.pt"):
         assert written(f"checkpoints/{left}"), "of a save that was cut off"
     assert disk.by_kind(LocalRunFiles(tmp_path).sizes())["checkpoints"] > 4 * 11
     assert pruning.remove(tmp_path, "hydra.launcher.keep=best:1")

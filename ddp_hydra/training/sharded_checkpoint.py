@@ -1,0 +1,191 @@
+"""Writes and reads the tensors of a checkpoint as several files, one of each rank, in the format of torch's DCP.
+
+A checkpoint in a folder has `state.pt`, which has all of the state but the large tensors; torch's `.metadata`, and a
+file of tensors of each rank. Nothing else than tensors is in these files, and nothing of them is unpickled but the
+classes of torch that describe tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hydra import heartbeat, results
+from ddp_hydra.errors import CheckpointError
+from ddp_hydra.rank import fault_injection
+from ddp_hydra.record import METADATA
+from ddp_hydra.training.plain_state import KIND
+
+PARTS = ("model", "ema", "optimizer")
+"""Keys of the state that have large tensors."""
+PARTS_IN = "parts_in"
+"""Key of a state whose tensors are still in the files of the folder that it names."""
+PART = "part"
+"""The kind of the value that stands for a tensor in another file."""
+DESCRIBING = {
+    "torch.distributed.checkpoint.metadata": {
+        *("ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+        *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "pathlib": {"PosixPath"},
+}
+"""Classes that `.metadata` may have, by module."""
+Like = Callable[[str, torch.Size, torch.dtype], Tensor]
+"""Makes the tensor that a part is read into, of its name, whole shape, and type."""
+
+
+def taken_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return a state with names in place of its tensors, and the tensors by these names."""
+    tensors: dict[str, Tensor] = {}
+
+    def without(value: Any, name: str) -> Any:
+        if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
+            tensors[name] = value
+            return {KIND: PART, "value": name}
+        return mapped(value, lambda key, one: without(one, f"{name}.{key}"))
+
+    return {key: without(value, key) if key in PARTS else value for key, value in content.items()}, tensors
+
+
+def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return a state with its tensors in place of their names."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict) and value.get(KIND) == PART:
+            return tensors[value["value"]]
+        return mapped(value, lambda _, one: filled(one))
+
+    return {key: filled(value) if key in PARTS else value for key, value in content.items()}
+
+
+def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a dict with its values changed; another value as it is."""
+    if not isinstance(value, dict):
+        return value
+    found: Any = type(value)()
+    for key, one in value.items():
+        found[key] = change(key, one)
+    if metadata := getattr(value, "_metadata", None):  # the versions of a model's layers
+        found._metadata = metadata
+    return found
+
+
+def names_in(value: Any) -> Iterator[str]:
+    """Yield the names of the tensors that a state has in other files."""
+    if isinstance(value, dict):
+        if value.get(KIND) == PART:
+            yield value["value"]
+        else:
+            for one in value.values():
+                yield from names_in(one)
+
+
+def write(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, step: int) -> dict[str, int]:
+    """Write this rank's part of some tensors into a folder. A collective.
+
+    Returns:
+        The names of the files of all ranks, each with the rank that has written it.
+    """
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    fault_injection.write(step)
+    with plain_errors():
+        described = save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), process_group=group)
+    heartbeat.progress()
+    names = {info.relative_path for info in described.storage_data.values()}
+    return {METADATA: 0, **{name: int(name.split("_")[2]) for name in sorted(names)}}
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise the error of a rank in place of torch's, which is no Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            yield
+    except CheckpointException as error:
+        first, _ = next(iter(error.failures.values()))
+        raise first from None
+
+
+def whole(_: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=kind)
+
+
+def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[str, Any]:
+    """Return a state with its tensors, of which a rank reads what it needs.
+
+    Args:
+        content: of the folder's `state.pt`.
+        folder: of the checkpoint.
+        like: makes the tensor that a part is read into.
+
+    Raises:
+        CheckpointError: the files are not those of `write`.
+    """
+    from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
+
+    class Reader(FileSystemReader):
+        """Reads `.metadata` without building anything else than descriptions of tensors."""
+
+        def read_metadata(self, *_: Any, **__: Any) -> Any:
+            found = described(folder)
+            if found.storage_meta is None:
+                raise CheckpointError(f"{folder / METADATA} says nothing of its files")
+            return found
+
+    class Planner(DefaultLoadPlanner):
+        """Reads tensors only."""
+
+        def load_bytes(self, *_: Any) -> None:
+            raise CheckpointError(f"{folder} has a value that is no tensor")
+
+    try:
+        known = described(folder).state_dict_metadata
+        tensors = {name: like(name, known[name].size, known[name].properties.dtype) for name in names_in(dict(content))}
+        with plain_errors():
+            load(tensors, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch and pickle raise about anything here
+        raise CheckpointError(
+            f"{folder} can't be read as a checkpoint ({type(error).__name__}: {error!s:.200})"
+        ) from None
+    return put_together(content, tensors)
+
+
+def described(folder: Path) -> Any:
+    with (folder / METADATA).open("rb") as file:
+        return _Descriptions(file).load()
+
+
+class _Descriptions(pickle.Unpickler):
+    """Reads `.metadata`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in DESCRIBING.get(module, ()):
+            raise CheckpointError(f"the checkpoint's {METADATA} has a {module}.{name}, which describes no tensor")
+        return PosixPath if module == "pathlib" else super().find_class(module, name)
+
+
+def on_this_host(path: Path) -> Path:
+    """Return where a folder of the client is on this host: as it was given, or sent to one of this worker's ranks."""
+    if path.exists():
+        return path
+    found = sorted(results.outbox().parent.parent.glob(f"rank-*/in/{path.name}"))
+    if not found:
+        raise CheckpointError(f"{path} is not on host {os.uname().nodename}")
+    return found[0]
