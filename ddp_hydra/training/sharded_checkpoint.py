@@ -138,7 +138,7 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
     """
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
 
-    class Reader(FileSystemReader):
+    class DescribedReader(FileSystemReader):
         """Reads `.metadata` without building anything else than descriptions of tensors."""
 
         def read_metadata(self, *_: Any, **__: Any) -> Any:
@@ -147,7 +147,7 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
                 raise CheckpointError(f"{folder / METADATA} says nothing of its files")
             return found
 
-    class Planner(DefaultLoadPlanner):
+    class TensorPlanner(DefaultLoadPlanner):
         """Reads tensors only."""
 
         def load_bytes(self, *_: Any) -> None:
@@ -157,7 +157,7 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
         known = described(folder).state_dict_metadata
         tensors = {name: like(name, known[name].size, known[name].properties.dtype) for name in names_in(dict(content))}
         with plain_errors():
-            load(tensors, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
+            load(tensors, storage_reader=DescribedReader(folder), planner=TensorPlanner(), no_dist=True)
     except CheckpointError:
         raise
     except Exception as error:  # torch and pickle raise about anything here
