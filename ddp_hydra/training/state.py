@@ -108,13 +108,16 @@ class TrainingState:
         return plain_state.begin_copy(self._content(), partial(self.parallel.plain, whole=whole))
 
     def placers(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        _, tensors = sharded_checkpoint.taken_apart(self._content())
-        return {name: self.parallel.placer(tensor) for name, tensor in tensors.items()}
+        return {name: self.parallel.placer(tensor) for name, tensor in self._tensors().items()}
 
     def n_bytes(self) -> int:
         # On all ranks together, each tensor once.
-        _, tensors = sharded_checkpoint.taken_apart(self._content())
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        ema = self.extras.get("ema")
+        content = {"model": self.parallel.state(), "optimizer": self.optimizer_state()}
+        return sharded_checkpoint.taken_apart(content | ({"ema": ema.state_dict()} if ema is not None else {}))[1]
 
     def with_parts(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         # Read what this rank needs of the tensors that a state has in other files.

@@ -32,6 +32,8 @@ from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.job.run import run_job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
+from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.training.checkpoint import read
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from tests.integration.support import hosts as machines
 from tests.integration.support.hosts import ROOT, Hosts, ip, needs_hosts
@@ -259,6 +261,17 @@ def test_weights_to_begin_with_reach_hosts_that_do_not_see_their_file(train, new
     train(second, f"+model.weights={first.folder}", "trainer.epochs=1", "optimizer.lr=1e-30")
     for name, value in first.weights().items():
         assert torch.equal(second.weights()[name], value)
+
+
+def test_parts_of_a_checkpoint_come_from_all_hosts_and_reach_all_of_them(train, new_run):
+    parts = ("parallel=fsdp2", "trainer.shard_above_gb=0", "optimizer.fused=false")
+    whole, resumed = new_run("whole"), new_run("resumed")
+    train(whole, *parts)
+    train(resumed, *parts, f"resume={whole.folder / 'checkpoints' / 'step-000008'}")
+    last, wanted = (read(find_checkpoint(run.folder)) for run in (resumed, whole))
+    assert last["position"]["step"] == 16
+    for name, value in wanted["model"].items():
+        assert torch.equal(last["model"][name], value)
 
 
 @pytest.fixture(scope="module")
