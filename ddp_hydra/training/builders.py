@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -65,6 +66,15 @@ def parallel(cfg: DictConfig, world: World = ALONE) -> Parallel:
         validate.check_static_graph(cfg)
     built: Parallel = make(cfg.parallel, world)
     return built
+
+
+def placing(cfg: DictConfig, world: World) -> Parallel:
+    # For a model that is not trained: as one copy, which is sharded where it was in the training.
+    kind = get_object(cfg.parallel["_target_"])
+    sharded: Parallel | None = None
+    if world.group is not None and getattr(kind, "shards", False):
+        sharded = make(without(cfg.parallel, [key for key in ("replicas",) if key in cfg.parallel]), world)
+    return sharded or Parallel(world)
 
 
 def makes_cuda_graphs(cfg: DictConfig, device: torch.device) -> bool:

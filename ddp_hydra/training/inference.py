@@ -70,7 +70,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     # A collective.
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
-    content = world.send(lambda: load_run.needed(read(Path(checkpoint))))
+    content = world.send(lambda: load_run.needed(read(Path(checkpoint), whole=False)))
     split = job["split"]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if not job["trust"]:
@@ -78,7 +78,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     if cfg.data.get(split) is None:
         raise ConfigError(f"this run has no data.{split}: choose a data set with data=<group>, or give split=train")
     builders.set_float32(cfg)
-    trained = load_run.restore_model(content, cfg)
+    trained = load_run.restore_model(content, cfg, world)
     with build_data.opened(cfg, split, trained.device, trained.data, world) as data:
         check_data(trained.data, DataDescription.of(data), f"data.{split}", world)
         task = builders.task(cfg, trained.data, trained.device)
@@ -92,7 +92,8 @@ def evaluate(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> 
         cfg, trained = run.trained.cfg, run.trained
         check_labels(run.data)
         build_data.check_classes(cfg, run.task, run.data, trained.data.num_classes)
-        evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.channels_last, world)
+        how = trained.device, trained.channels_last, world, trained.parallel
+        evaluation = builders.evaluation(cfg, run.data, run.task, *how)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
         metrics = evaluation.run(trained.model, stop=stop.reason)
@@ -187,7 +188,7 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
 def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
     # A collective.
     trained, classes = run.trained, DataDescription.of(run.data).classes
-    autocast = builders.autocast(trained.cfg, trained.device)
+    autocast = builders.autocast(trained.cfg, trained.device, trained.parallel)
     rounds, number = Rounds(run.world, StopSignal(None).reason, loader.spare), 0
     heartbeat.at("load", 1)
     for part, group in groupby(rounds.of(batches), lambda one: one[1][0] // length if one[2] else None):

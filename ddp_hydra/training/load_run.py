@@ -22,13 +22,15 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from ddp_hydra.config import checkpoint_config, objective, project
 from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, plain_state
+from ddp_hydra.training import build_data, builders, plain_state, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR
-from ddp_hydra.training.parallel import weights
+from ddp_hydra.training.parallel import Parallel, weights
+from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, each
 from ddp_hydra.training.trust import refuse_targets
 
@@ -45,6 +47,7 @@ class TrainedModel:
         channels_last: the memory layout of its images.
         step: optimizer steps done at the checkpoint.
         config: the run's config as the checkpoint keeps it, with its interpolations: their values may be secret.
+        parallel: owns the model, which may be sharded; None: it is whole.
     """
 
     cfg: DictConfig
@@ -54,6 +57,7 @@ class TrainedModel:
     channels_last: bool
     step: int
     config: Mapping[str, Any]
+    parallel: Parallel | None = None
 
     @cached_property
     def train_set(self) -> Any:
@@ -94,19 +98,21 @@ def load(
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     weights = content["ema"] if content.get("ema") else content
-    kept = {name: content.get(name) for name in ("config", "data", "loss", "position", "batch")}
+    kept = {name: content.get(name) for name in ("config", "data", "loss", "position", "batch", PARTS_IN)}
     return {**kept, "model": weights["model"]}
 
 
-def restore_model(content: dict[str, Any], cfg: DictConfig) -> TrainedModel:
+def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE) -> TrainedModel:
+    # A collective, if the model is sharded.
     if cfg.data.get("batch_size") is None:
         cfg.data.batch_size = content["batch"]["size"]
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
-    model = builders.model(cfg, data).to(device)
-    channels_last = weights.lay_out(model, cfg.trainer.channels_last)
-    weights.load_weights(model, content)
-    step, config = content["position"]["step"], content["config"]
-    return TrainedModel(cfg, model.eval(), data, device, channels_last, step, config)
+    parallel = builders.placing(cfg, world).place(builders.model(cfg, data), cfg.trainer, device)
+    if (folder := content.get(PARTS_IN)) is not None:
+        content = sharded_checkpoint.read(content, sharded_checkpoint.on_this_host(Path(folder)), parallel.likes())
+    parallel.load(content)
+    step, config, model = content["position"]["step"], content["config"], parallel.model.eval()
+    return TrainedModel(cfg, model, data, device, parallel.channels_last, step, config, parallel)
 
 
 def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:

@@ -123,19 +123,8 @@ class TrainingState:
         # Read what this rank needs of the tensors that a state has in other files.
         if PARTS_IN not in content:
             return content
-        own = self.parallel.state()
-        trained = {name: parameter for parameter, name in self.parallel.names(self.extras.get("loss")).items()}
-
-        def like(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            kind, _, rest = name.partition(".")
-            if kind == "optimizer":
-                parameter = trained.get(rest.partition("state.")[2].rpartition(".")[0])
-            else:
-                parameter = own.get(rest.removeprefix("model."))
-                parameter = own.get(rest) if parameter is None else parameter
-            return self.parallel.share_like(parameter, shape, dtype)
-
-        return sharded_checkpoint.read(content, sharded_checkpoint.on_this_host(Path(content[PARTS_IN])), like)
+        folder = sharded_checkpoint.on_this_host(Path(content[PARTS_IN]))
+        return sharded_checkpoint.read(content, folder, self.parallel.likes(self.extras.get("loss")))
 
     def check(self) -> None:
         plain_state.encode(self._content(), copy=self.parallel.plain)

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_hydra.config.project import pack
+from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import CheckpointError, RankFailed
 from ddp_hydra.storage.manifest import read_manifest
 from ddp_hydra.training.checkpoint import read
@@ -228,6 +230,20 @@ def test_a_checkpoint_in_parts_goes_on_in_any_layout(client4, train, in_parts, l
         assert lines == rest
         both = (read(run.folder / "checkpoints" / "step-000006") for run in (resumed, in_parts))
         assert_equal(*({**content, "config": None} for content in both))
+
+
+def evaluated(client: Any, project: Path, checkpoint: Path, ranks: int) -> dict[str, Any]:
+    job = {"split": "val", "overrides": [], "groups": [], "trust": True, "faults": []}
+    gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files={"checkpoint": checkpoint})
+    return gang.run("ddp_hydra.training.inference:evaluate", job)[0]["metrics"]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_is_evaluated_in_shares(client4, project, in_parts, ranks):
+    """37 samples, on ranks that don't have equally many."""
+    found = evaluated(client4, project, in_parts.folder / "checkpoints" / "step-000006", ranks)
+    (last,) = [line for line in in_parts.metrics() if line["step"] == 6 and "val/loss" in line]
+    assert found == pytest.approx({name: value for name, value in last.items() if name.startswith("val/")}, rel=1e-6)
 
 
 def test_nothing_of_a_checkpoint_in_parts_is_unpickled_but_descriptions_of_tensors(in_parts, tmp_path):

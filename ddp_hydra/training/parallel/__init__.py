@@ -48,6 +48,8 @@ class Parallel:
     """
 
     model: nn.Module
+    shards = False
+    """Ranks have shares of the model's tensors, where they have a group."""
 
     def __init__(self, world: World = ALONE) -> None:
         self.world, self.channels_last = world, False
@@ -55,8 +57,7 @@ class Parallel:
 
     @property
     def is_sharded(self) -> bool:
-        # Ranks have shares of the model's tensors.
-        return False
+        return self.shards and self.world.group is not None
 
     @property
     def is_low(self) -> bool:
@@ -89,6 +90,12 @@ class Parallel:
         parameter_groups.activation_checkpointing(model, trainer.activation_checkpointing)
         self.take(model)
         return untouched
+
+    def place(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
+        # For a model that is not trained.
+        model.to(device)
+        self.channels_last = weights.lay_out(model, trainer.channels_last)
+        return self.take(model)
 
     def rebind(self, world: World) -> None:
         # The model goes on in another world, and trains what it trained when it was built.
@@ -174,6 +181,20 @@ class Parallel:
     def share_like(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         # Memory for what this rank keeps of a tensor of the state: of a parameter, or of its slots.
         return torch.empty(shape, dtype=dtype)
+
+    def likes(self, loss: nn.Module | None = None) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+        # The same by names of tensors in a state.
+        own, trained = self.state(), {name: parameter for parameter, name in self.names(loss).items()}
+
+        def like(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            kind, _, rest = name.partition(".model." if name.startswith("ema.") else ".")
+            if kind == "optimizer":
+                parameter = trained.get(rest.partition("state.")[2].rpartition(".")[0])
+            else:
+                parameter = own.get(rest)
+            return self.share_like(parameter, shape, dtype)
+
+        return like
 
     def split(self, state: Any) -> Any:
         # What this rank keeps of a model's state, which may be whole.

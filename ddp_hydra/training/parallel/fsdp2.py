@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,8 @@ class FSDP2(Parallel):
         ConfigError: an argument has a value that is not allowed, or the model, task or precision can't be sharded.
     """
 
+    shards = True
+
     def __init__(
         self,
         world: World = ALONE,
@@ -85,10 +87,21 @@ class FSDP2(Parallel):
         model = make()  # on the CPU: the bits of other kinds
         untouched = load(model) if load is not None else []
         parameter_groups.freeze(model, trainer.freeze)
-        self.trainer, self.make, self.mesh = trainer, make, self._mesh(device)
-        self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
-        self.take(self._sharded(model))
+        self.make = make
+        self._shard(model, trainer, device)
         return untouched
+
+    def place(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
+        refuse(trainer, device, self.cpu_offload)
+        if self.world.group is None:
+            return super().place(model, trainer, device)
+        self._shard(model, trainer, device, is_trained=False)
+        return self
+
+    def _shard(self, model: nn.Module, trainer: DictConfig, device: torch.device, is_trained: bool = True) -> None:
+        self.trainer, self.mesh = trainer, self._mesh(device)
+        self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
+        self.take(self._sharded(model, is_trained))
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
@@ -133,10 +146,6 @@ class FSDP2(Parallel):
     def model_name(self) -> str:
         kind = type(self.model)  # torch has put a class of its own in front
         return (kind.__mro__[2] if self.is_sharded else kind).__name__
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.world.group is not None
 
     def rebind(self, world: World) -> None:
         raise ConfigError(f"{KIND}: a rank has a share of the model only, so it can't go on in another world")
