@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import re
 import shutil
@@ -11,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 
+from ddp_hydra.config import schema
+from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.project import pack
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import CheckpointError, RankFailed
-from ddp_hydra.storage.manifest import read_manifest
+from ddp_hydra.job.run import run_job
+from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
 from ddp_hydra.training.checkpoint import read
 from tests.integration.support import training
 from tests.integration.support.training import Trained
@@ -230,6 +235,29 @@ def test_a_checkpoint_in_parts_goes_on_in_any_layout(client4, train, in_parts, l
         assert lines == rest
         both = (read(run.folder / "checkpoints" / "step-000006") for run in (resumed, in_parts))
         assert_equal(*({**content, "config": None} for content in both))
+
+
+FAULTS = [
+    "kill,rank=1,step=4,at=write",
+    "kill,rank=0,step=4,at=write",
+    "raise,rank=1,step=4,at=save",
+    "kill,rank=1,step=6,at=write",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_save_in_parts_that_is_cut_off_is_none(client2, project, tmp_path, monkeypatch, in_parts, fault):
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
+    monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client2))
+    schema.register()
+    steps = ("trainer.max_steps=6", "trainer.checkpoint_every_steps=4", "trainer.threads=1", "dispatch.ranks=2")
+    with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
+        cfg = compose("config", [*BLOCKS, *PARTS, *steps, "parallel=fsdp2", f"faults=['{fault}']"])
+    run_job(cfg, tmp_path / "run")
+    found, wanted = (read(find_checkpoint(folder)) for folder in (tmp_path / "run", in_parts.folder))
+    names = ("model", "ema", "optimizer", "position")
+    assert_equal(*({name: content[name] for name in names} for content in (found, wanted)))
 
 
 def evaluated(client: Any, project: Path, checkpoint: Path, ranks: int) -> dict[str, Any]:
