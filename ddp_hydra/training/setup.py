@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_hydra import results
-from ddp_hydra.console.text import counted
+from ddp_hydra.console.text import counted, size_text
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
@@ -104,6 +104,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
         ("pixels", about.scaling),
         ("ranks", f"{world_size} on {run.loader.device.type}, {threads} each, {cfg.trainer.precision}"),
         ("batch", f"{cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective{was}"),
+        ("memory", memory_of(run)),
         ("rate", rates_of(run)),
         ("steps", f"{total_steps:,}" + (f", {epoch_steps:,} in an epoch" if epoch_steps else " at most")),
         ("stream", sampler.part.how if is_stream else ""),
@@ -125,12 +126,26 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
 
 def checkpoint_bytes(run: Any) -> int:
     """Return the least size of a checkpoint: weights, their average, and the moments that torch's optimizers keep."""
-    total = weights.n_bytes(run.model) * (2 if run.ema else 1)
+    return weights.n_bytes(run.model) * (2 if run.ema else 1) + moments(run, lambda tensor: tensor.nbytes)
+
+
+def moments(run: Any, size: Callable[[Tensor], int]) -> int:
+    total = 0
     for optimizer in (update.optimizer_step.optimizer for update in run.updates.values()):
         known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
-        moments = len(known.get("betas", ())) or bool(known.get("momentum"))
-        total += moments * sum(one.nbytes for group in optimizer.param_groups for one in group["params"])
+        number = len(known.get("betas", ())) or bool(known.get("momentum"))
+        total += number * sum(size(one) for group in optimizer.param_groups for one in group["params"])
     return total
+
+
+def memory_of(run: Any) -> str:
+    """Return what a rank keeps of a large model, without activations; "" for a small model."""
+    of_weights = weights.bytes_on_rank(run.model) * (2 if run.ema else 1)
+    gradients = weights.bytes_on_rank(run.model, trained_only=True)
+    of_optimizer = moments(run, lambda tensor: weights.local(tensor).nbytes)
+    total = of_weights + gradients + of_optimizer
+    parts = f"weights {size_text(of_weights)}, gradients {size_text(gradients)}, optimizer {size_text(of_optimizer)}"
+    return f"{size_text(total)} on each rank, and activations: {parts}" if total >= LARGE else ""
 
 
 def rates_of(run: Any) -> str:
@@ -163,6 +178,8 @@ def samples_in(train_set: Any, val_set: Any) -> str:
     return f"{text}, {'an iterable' if val is None else f'{val:,}'} for validation"
 
 
+LARGE = 1_000_000_000
+"""Bytes of a rank's state from which the header tells its parts."""
 UPDATES_REPEAT = 1000
 """Number of first steps in whose updates the names that a task updates are looked for."""
 

@@ -102,6 +102,11 @@ def n_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
+def bytes_on_rank(model: nn.Module, trained_only: bool = False) -> int:
+    found = (parameter for parameter in model.parameters() if parameter.requires_grad or not trained_only)
+    return sum(local(parameter).nbytes for parameter in found)
+
+
 def devices(model: nn.Module) -> list[torch.device]:
     return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
 

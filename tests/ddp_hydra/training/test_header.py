@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.training import setup
 from ddp_hydra.training.setup import epochs_of
 from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.loop_runs import Numbers
@@ -47,3 +48,11 @@ def test_the_header_names_classes_features_and_how_pixels_are_scaled(train):
     bare = train().records[0].data
     assert not [line for line in bare.lines if line.startswith(("classes", "columns", "pixels"))]
     assert bare.show is None
+
+
+def test_a_large_model_says_what_a_rank_keeps(train, monkeypatch):
+    monkeypatch.setattr(setup, "LARGE", 0)
+    run = train(ema_decay=0.9, parts={"optimizer": {"momentum": 0.9}})
+    (start,) = [record.data for record in run.records if record.kind == "start"]
+    (line,) = [line for line in start.lines if line.startswith("memory")]
+    assert line == "memory    240 B on each rank, and activations: weights 120 B, gradients 60 B, optimizer 60 B"
