@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from distributed import Client
 
+from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.dispatch import file_transfer
 from ddp_hydra.dispatch.file_transfer import WorkerCaller
 from ddp_hydra.rank import outbox
@@ -62,7 +63,7 @@ def asked(client2, monkeypatch) -> list[str]:
 
 @pytest.fixture
 def worker(client2) -> str:
-    return str(next(iter(client2.scheduler_info(n_workers=-1)["workers"])))
+    return str(next(iter(workers_of(client2))))
 
 
 def in_outbox(client: Client, worker: str, content: bytes) -> Path:
@@ -137,7 +138,7 @@ def test_a_worker_that_is_not_reached_is_asked_through_the_scheduler(
 @pytest.mark.integration
 def test_another_worker_that_answers_at_the_address_is_not_the_one(client2, asked, monkeypatch):
     """A client behind a forwarded port may have another cluster in its own network."""
-    one, other = client2.scheduler_info(n_workers=-1)["workers"]
+    one, other = workers_of(client2)
     ask = file_transfer.ask
     monkeypatch.setattr(file_transfer, "ask", lambda client, address, *given: ask(client, other, *given))
     caller = WorkerCaller(client2)
