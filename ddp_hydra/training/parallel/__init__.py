@@ -90,6 +90,10 @@ class Parallel:
         self.take(model)
         return untouched
 
+    def explained(self) -> AbstractContextManager[Any]:
+        # Says what to do about an error in the model that this kind is the reason for.
+        return nullcontext()
+
     def rebind(self, world: World) -> None:
         # The model goes on in another world, and trains what it trained when it was built.
         self.world = world
