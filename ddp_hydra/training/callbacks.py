@@ -148,12 +148,15 @@ class RunView:
             results.image(name, content.getvalue(), self.step)
 
     def histogram(self, name: str, values: torch.Tensor) -> None:
-        """Show how values are distributed. Those of rank 0 count.
+        """Show how values are distributed. The values of rank 0 count.
 
         Args:
             name: of the histogram.
-            values: of any shape; values that are not finite are left out.
+            values: of any shape; values that are not finite are left out. A tensor of a sharded model is gathered, so
+                all ranks have to call this.
         """
+        if hasattr(values, "full_tensor"):
+            values = values.full_tensor()
         if self.rank == 0:
             flat = values.detach().float().flatten()
             counts, edges = np.histogram(flat[flat.isfinite()].cpu().numpy(), BINS)
@@ -319,7 +322,7 @@ class Histograms(Callback):
 
     def on_step(self, run: RunView) -> None:
         """Show them when it is time."""
-        if run.rank or not is_due(run.step, self.every_steps):
+        if not is_due(run.step, self.every_steps):
             return
         for name, parameter in run.model.named_parameters():
             if is_chosen([name], self.parameters):

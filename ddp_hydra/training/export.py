@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ddp_hydra import results
 from ddp_hydra.config import redact
 from ddp_hydra.data import streams
 from ddp_hydra.data.batch import described, mapped, tensors
@@ -130,18 +131,25 @@ def exported(model: nn.Module, example: Example) -> tuple[Any, tuple[str, ...]]:
         shapes = example.dynamic(length)
         try:
             by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
-            program = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=by_name)
+            program = traced(model, example, by_name)
         except Exception:  # noqa: S112, the model fixes a size; or it can't be followed at all, which the last call tells
             continue
         return program, FREE if length else FREE[:1]
     try:
-        return torch.export.export(model, example.args, example.kwargs), ()
+        return traced(model, example, None), ()
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"torch.export can't follow {type(model).__name__} ({type(error).__name__}: {reason}): give "
             "format=safetensors, or see the limits of torch.export"
         ) from error
+
+
+def traced(model: nn.Module, example: Example, dynamic_shapes: Any) -> Any:
+    try:
+        return torch.export.export(model, example.args, example.kwargs, dynamic_shapes=dynamic_shapes)
+    finally:
+        results.take_means()  # what the model has logged is a tensor of this trace, and would be added to in the next
 
 
 def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:

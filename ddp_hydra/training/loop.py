@@ -76,7 +76,8 @@ def train(
             run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel, first_ranks)
             if world is not ALONE:  # jobs in one process have that in common
                 world.kept["run"] = run
-            fit(run)
+            with run.parallel.explained():
+                fit(run)
             world.kept.clear()
             summary = summarise(run)
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(world, train_set, val_set))}

@@ -28,8 +28,12 @@ CLASSES = (
     *PACKAGES,
 )
 """Modules and packages whose classes are built."""
-FUNCTIONS = ("torchvision.models", "ddp_hydra.data.huggingface", *PACKAGES)
-"""The same of functions."""
+UNPICKLE = ("torch.utils.data.datapipes", "torchvision.datasets.lsun")
+"""Modules among them whose classes unpickle what they read."""
+FUNCTIONS = ("torchvision.models", "torch.nn.functional", "torch._C._nn", "ddp_hydra.data.huggingface", *PACKAGES)
+"""Modules and packages whose functions are called."""
+TENSOR = "torch.tensor"
+"""A function that is called, too: it makes the weights of a loss."""
 
 
 def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collection[str] = ()) -> None:
@@ -49,7 +53,9 @@ def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collectio
         is_typed = any(key == one or (key.startswith(f"{one}.") and str(value) in text) for one, text in typed)
         if group not in BUILT or group in groups or is_typed:
             continue
-        if (name == "_target_" and not _is_known(str(value))) or (name == "trust_remote_code" and value):
+        # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
+        is_hidden = isinstance(value, str) and "${" in value
+        if is_hidden or (name == "_target_" and not _is_known(str(value))) or (name == "trust_remote_code" and value):
             raise ConfigError(
                 f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may name classes of "
                 "torch.nn, torchvision, torchmetrics, ddp_hydra and this project only. Type trust=true if you trust "
@@ -58,13 +64,20 @@ def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collectio
 
 
 def _is_known(target: str) -> bool:
+    if target == TENSOR:
+        return True
     if not _is_below(target, (*CLASSES, *FUNCTIONS)):
         return False  # not even imported
     try:
         found = get_object(target)
     except Exception:  # it is told when it is built
         return True
-    return _is_below(getattr(found, "__module__", None) or "", CLASSES if inspect.isclass(found) else FUNCTIONS)
+    module = getattr(found, "__module__", None) or ""
+    if inspect.isclass(found):
+        return _is_below(module, CLASSES) and not _is_below(module, UNPICKLE)
+    # A method takes anything as its `self`.
+    is_function = "." not in getattr(found, "__qualname__", ".") or _is_below(module, PACKAGES)
+    return is_function and _is_below(module, FUNCTIONS)
 
 
 def _is_below(name: str, packages: Collection[str]) -> bool:

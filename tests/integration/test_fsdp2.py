@@ -159,6 +159,7 @@ def test_any_checkpoint_goes_on_in_any_layout(client4, project, tmp_path, saved,
         assert_equal(learned(resumed), learned(whole))
 
 
+ODD = ("model._target_=models.blocks.Odd",)
 REFUSED = {
     "Adafactor can't compute with shares of parameters": [
         "optimizer=sgd",
@@ -174,6 +175,10 @@ REFUSED = {
         "loss._target_=models.blocks.Centres",
         "~loss.label_smoothing",
     ],
+    "can't share parameters with no axis: scale: make them": [*ODD, "+model.odd=scalar"],
+    "and buffers stay as they are": [*ODD, "+model.odd=mask", "trainer.precision=bf16"],
+    "Torch said: models/blocks.py, line": [*ODD, "+model.odd=looks"],
+    "parameters of a block need one type": [*ODD, "+model.odd=double"],
     "the task's step did not call the model itself": ["task._target_=models.blocks.HeadAlone"],
 }
 
@@ -189,6 +194,20 @@ def test_a_rank_where_nothing_counts_takes_part(client2, train):
     counted = ["task._target_=models.blocks.FirstHalf", "trainer.max_steps=4", "model.over_batch=false"]
     sharded, whole = (train(client2, kind, f"parallel={kind}", *counted) for kind in ("fsdp2", "ddp"))
     assert_equal(learned(sharded), learned(whole))
+
+
+def test_parameters_are_unfrozen_after_a_validation_and_shown(client2, train):
+    """They are shares, of which all ranks make a histogram."""
+    options = [
+        "trainer.epochs=2",
+        "trainer.freeze=['*','!head*']",
+        "+callbacks.unfreeze={_target_: ddp_hydra.training.callbacks.Unfreeze, after_epochs: 1}",
+        "+callbacks.show={_target_: ddp_hydra.training.callbacks.Histograms, every_steps: 4}",
+    ]
+    sharded, whole = (train(client2, kind, f"parallel={kind}", *options) for kind in ("fsdp2", "ddp"))
+    assert_equal(learned(sharded), learned(whole))
+    shown = [[(one.step, one.data) for one in run.records if one.kind == "histogram"] for run in (sharded, whole)]
+    assert shown[0] == shown[1] != []
 
 
 def test_it_computes_in_bf16_and_keeps_fp32(client2, train):

@@ -97,6 +97,10 @@ class Parallel:
         self.channels_last = weights.lay_out(model, trainer.channels_last)
         return self.take(model)
 
+    def explained(self) -> AbstractContextManager[Any]:
+        # Says what to do about an error in the model that this kind is the reason for.
+        return nullcontext()
+
     def rebind(self, world: World) -> None:
         # The model goes on in another world, and trains what it trained when it was built.
         self.world = world

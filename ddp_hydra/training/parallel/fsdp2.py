@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training import plain_state
+from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms
 from ddp_hydra.training.parallel import Named, Parallel, PartStep, parameter_groups, weights
 from ddp_hydra.training.parallel.weights import Ema, local
@@ -32,6 +34,24 @@ KIND = "parallel=fsdp2"
 CALLED = (
     f"{KIND}: the task's step did not call the model itself: call model(...) in each step, also where nothing counts; "
     "its parts and methods can't be called alone"
+)
+MIXED = "mixed torch.Tensor and DTensor"
+EXPLAINED = {
+    re.escape(MIXED): (
+        "a block's parameters are whole only while it computes: call parts of the model by their forward, and let no "
+        "part use parameters of another one; or give parallel=ddp"
+    ),
+    "expects uniform original parameter dtype": (
+        "parameters of a block need one type, and so do all that are outside of blocks: convert them, or name the "
+        "classes of the others in parallel.blocks"
+    ),
+}
+"""Errors of torch, and what to do."""
+LOW = "have the same dtype|type .* should be the same|expected scalar type"
+"""The same where a model computes in bf16."""
+CONVERT = (
+    "with trainer.precision=bf16 parameters are bf16, and buffers stay as they are: convert them where they are used "
+    "(self.mask.to(x.dtype)), or give parallel=ddp"
 )
 
 
@@ -85,6 +105,7 @@ class FSDP2(Parallel):
         if self.world.group is None:
             return super().build(trainer, make, device, load)
         model = make()  # on the CPU: the bits of other kinds
+        refuse_parameters(model)
         untouched = load(model) if load is not None else []
         parameter_groups.freeze(model, trainer.freeze)
         self.make = make
@@ -136,6 +157,8 @@ class FSDP2(Parallel):
         outputs = torch.float32 if low else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=outputs, output_dtype=outputs)
         fully_shard(model, mp_policy=policy, **given)
+        # Torch keeps what lies outside of blocks whole for a backward pass, which a validation does not have.
+        model.register_forward_hook(lambda whole, *_: None if torch.is_grad_enabled() else whole.reshard())
         return model
 
     @property
@@ -163,6 +186,17 @@ class FSDP2(Parallel):
     def compile(self, step: TrainStep, update: str, mode: str) -> None:
         if not self.is_sharded:
             super().compile(step, update, mode)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        known = EXPLAINED | ({LOW: CONVERT} if self.is_low else {})
+        try:
+            yield
+        except (RuntimeError, AssertionError) as error:
+            if advice := next((what for pattern, what in known.items() if re.search(pattern, str(error))), None):
+                where = text.raised_at(error) or str(error).splitlines()[0]
+                raise ConfigError(f"{KIND}: {advice}. Torch said: {where}") from error
+            raise
 
     # -- what walks the model ----------------------------------------------------------------------------------
 
@@ -224,6 +258,17 @@ def refuse(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None
         raise ConfigError(f"{KIND} does not go with trainer.channels_last=true: leave it out")
     if cpu_offload and device.type == "cpu":
         raise ConfigError("parallel.cpu_offload=true is for GPUs: leave it out")
+
+
+def refuse_parameters(model: nn.Module) -> None:
+    kinds = {"no axis": lambda one: not one.ndim, "no element": lambda one: not one.numel()}
+    kinds["memory that is not contiguous"] = lambda one: not one.is_contiguous()
+    for kind, is_refused in kinds.items():
+        if names := [name for name, one in model.named_parameters() if is_refused(one)]:
+            raise ConfigError(
+                f"{KIND} can't share parameters with {kind}: {shown(names, 6)}: make them by "
+                "nn.Parameter(value.reshape(-1).contiguous()), or leave out empty ones; or give parallel=ddp"
+            )
 
 
 def chosen_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
@@ -336,7 +381,7 @@ class ShardedStep(PartStep):
         try:
             result = self.wrapped(batch)
         except RuntimeError as error:
-            if "mixed torch.Tensor and DTensor" not in str(error):
+            if self.n_forward > before or MIXED not in str(error):
                 raise
             raise ConfigError(CALLED) from error
         if self.n_forward == before:

@@ -11,6 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+import ddp_hydra
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import export, load_run
 from ddp_hydra.training.data_description import DataDescription
@@ -87,7 +88,7 @@ def test_the_example_is_read_as_validation_data_are_and_compared_with_the_traini
 
 
 class Words(nn.Module):
-    """Scores of a text: `fixed` takes texts of seven words only."""
+    """Scores of a text, which are logged: `fixed` takes texts of seven words only."""
 
     def __init__(self, fixed: bool) -> None:
         super().__init__()
@@ -96,6 +97,7 @@ class Words(nn.Module):
 
     def forward(self, input_ids, attention_mask):
         found = (self.embed(input_ids) + self.positions[: input_ids.shape[1]]) * attention_mask[..., None]
+        ddp_hydra.log(size=found.square().mean())
         return {"logits": self.scores(found.flatten(1) if self.fixed else found.mean(1)), "states": (found, found)}
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from ddp_hydra.config import checkpoint_config
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.training import load_run
@@ -47,6 +48,8 @@ def test_there_are_two_checkpoints_to_choose_from(tmp_path):
     [
         "os.system", "torch.os.system", "torch.hub.load", "torch.nn.Module.load_state_dict", "timm.create_model",
         "ddp_hydra.data.draws.torch.hub.load", "torchvision.datasets.utils.download_url", "data.digits.torch.hub.load",
+        "torchvision.models.WeightsEnum.get_state_dict", "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict",
+        "torch.utils.data.datapipes.iter.RoutedDecoder", "torchvision.datasets.LSUN",
     ],
 )  # fmt: skip
 def test_a_lone_checkpoint_builds_what_is_known_only(target):
@@ -64,10 +67,18 @@ def test_a_lone_checkpoint_builds_what_is_known_only(target):
         "torch.nn.MSELoss", "torchvision.models.resnet18", "torchvision.transforms.v2.MixUp", "models.resnet.resnet18",
         "ddp_hydra.tasks.Classification", "ddp_hydra.data.wids.WidsImages", "ddp_hydra.data.huggingface.load",
         "torchmetrics.classification.MulticlassAccuracy", "data.digits.Digits", "models.no.such",
+        "torch.tensor", "torch.utils.data.Subset", "torch.nn.functional.huber_loss", "torch.nn.functional.gelu",
     ],
 )  # fmt: skip
 def test_a_lone_checkpoint_builds_what_ships_and_what_is_of_the_project(target):
     refuse_targets(OmegaConf.create({"model": {"_target_": target}, "optimizer": {"_target_": "lion.Lion"}}))
+
+
+def test_a_lone_checkpoint_hides_no_interpolation():
+    hidden = {"model": {"_target_": "torch.nn.Linear", "head": r"\${optimizer}"}}
+    cfg = checkpoint_config.composed({"data": {}, "optimizer": {"_target_": "lion.Lion"}, **hidden})
+    with pytest.raises(ConfigError, match=r"^model\.head=\$\{optimizer\} is from a checkpoint"):
+        refuse_targets(cfg)
 
 
 def test_code_of_a_data_set_is_not_fetched_for_a_lone_checkpoint():

@@ -64,6 +64,31 @@ class Blocks(nn.Module):
         return self.head(x)
 
 
+class Odd(Blocks):
+    """Does what a model that is sharded can't do.
+
+    Args:
+        odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
+            "looks": use a block's parameter outside of it; "double": compute the head in double precision.
+        options: of Blocks.
+    """
+
+    def __init__(self, odd: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.odd, self.scale = odd, nn.Parameter(torch.ones(())) if odd == "scalar" else 1.0
+        self.register_buffer("mask", torch.zeros(10))
+        if odd == "double":
+            self.head.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Predict the class of each point."""
+        x = nn.Sequential(self.stem, *self.blocks)(x)
+        if self.odd == "looks":
+            x = x + self.blocks[0].one.bias.mean()
+        x = x + self.mask if self.odd == "mask" else x
+        return self.head(x.double() if self.odd == "double" else x) * self.scale
+
+
 class HeadAlone(Classification):
     """Calls a part of the model."""
 
