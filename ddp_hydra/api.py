@@ -380,7 +380,8 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     job.run_dir.mkdir(parents=True, exist_ok=True)
     with locked(job.run_dir):
         refuse_other_run(job.run_dir, job.cfg.resume)
-        job.save()
+        if not job.cfg.dry_run:
+            job.save()
     started = StartedRun(job)
     if wait:
         started.perform()
