@@ -136,9 +136,14 @@ def check(cfg: DictConfig) -> None:
         for key in node:
             if str(key) not in known and not _is_read(f"{prefix}{key}", read):
                 raise ConfigError(text.unknown(f"{prefix}{key}", known))
-    for key, value in (raw.get("metrics") or {}).items():
+    nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
+    nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
+    nodes += [("data", key, raw["data"].get(key)) for key in ("train", "val") if isinstance(raw["data"].get(key), str)]
+    for group, key, value in nodes:
         if not isinstance(value, dict) or "_target_" not in value:
-            raise ConfigError(f"metrics.{key}={value}: a metric is a node with a _target_, as in conf/metrics")
+            class_name = value if isinstance(value, str) else "<module>.<class>"
+            given = f"{'' if group == 'data' else '+'}{group}.{key}._target_={class_name}"
+            raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
 def _interpolated(node: Any) -> Iterator[str]:
@@ -176,7 +181,8 @@ def explain(error: BaseException) -> str | None:
         place = f"{os.path.relpath(mark.name)}, line {mark.line + 1}: " if mark is not None else ""
         return f"{place}this is no YAML: {getattr(error, 'problem', None) or typed}"
     if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
-        return f"~{missing[1]}: there is no such key; leave it out, or type ddp-hydra --cfg job, which shows the keys"
+        advice = "leave it out, or type ddp-hydra --cfg job, which shows the keys"
+        return f"~{missing[1]}: there is no such key, or it is null; {advice}"
     if type(error) is ValueError and typed.startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):

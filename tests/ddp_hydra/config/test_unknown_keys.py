@@ -25,7 +25,9 @@ from tests.ddp_hydra.config.test_schema import CONF, composed
         ("+sede=3", r"sede: there is no such key: did you mean seed\? The keys are cluster, data"),
         ("+trainer.seed=3", r"trainer\.seed: there is no such key; the keys of trainer are"),  # ${seed} is another key
         ("+objective.epochs=3", r"objective\.epochs: there is no such key"),
-        ("+metrics.f1=3", r"metrics\.f1=3: a metric is a node with a _target_"),
+        ("+metrics.f1=3", r"metrics\.f1=3: a _target_ is missing: give \+metrics\.f1\._target_=<module>\.<class>"),
+        ("+callbacks.x=models.a.B", r"callbacks\.x=models\.a\.B: .*give \+callbacks\.x\._target_=models\.a\.B"),
+        ("data.val=data.a.B", r"data\.val=data\.a\.B: a _target_ is missing: give data\.val\._target_=data\.a\.B"),
     ],
 )
 def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
