@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -175,7 +175,13 @@ def explain(error: BaseException) -> str | None:
         key, is_given, value = word.partition("=")
         reason = typed.removeprefix(f"Error parsing override '{word}'\n").splitlines()[0]
         advice = f"quote the value, {text.typed(key, value)}" if is_given else f"give {word}=<value>"
+        if "/" in key and "." in key:
+            advice = f"give {key.replace('/', '.')}={value}"
         return f"{word}: this is no override ({reason}): {advice}"
+    if several := re.match(r"Ambiguous value for argument '(.*?)=(.*)'\n", typed):
+        key, value = several.groups()
+        meanings = f"{key}=[{value}] for a list, \"{key}='{value}'\" for a text, or -m for a sweep over them"
+        return f"{key}={value}: these are several values: type {meanings}"
     if isinstance(error, YAMLError):
         mark = getattr(error, "problem_mark", None)
         place = f"{os.path.relpath(mark.name)}, line {mark.line + 1}: " if mark is not None else ""
@@ -192,7 +198,8 @@ def explain(error: BaseException) -> str | None:
         return None
     key, node = str(cause.full_key), cause.parent_node
     nodes = {str(group): node._get_node(group) for group in node}
-    groups = [f"{group}.{key}" for group, one in nodes.items() if isinstance(one, DictConfig) and key in one]
+    filled = {group: one for group, one in nodes.items() if isinstance(one, DictConfig) and not one._is_none()}
+    groups = [f"{group}.{key}" for group, one in filled.items() if key in one]
     if groups and node._get_parent() is None:
         return f"{key}: there is no such key: did you mean {' or '.join(groups)}?"
     more = ""
@@ -245,7 +252,9 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         # Only the job knows what ${hydra:runtime.output_dir} and the like are.
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue
-        if isinstance(value := OmegaConf.select(cfg, key, throw_on_missing=False), str):
+        value = OmegaConf.select(cfg, key, throw_on_missing=False)
+        # A model may take a list in the place of a number; torch's optimizers and schedulers don't.
+        if isinstance(value, str) or (isinstance(value, ListConfig) and group in ("optimizer", "scheduler")):
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
 
