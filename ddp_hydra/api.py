@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,7 +51,7 @@ class ComposedConfig:
     """
 
     def __init__(self, words: Sequence[str], config_name: str = "config") -> None:
-        if isinstance(words, str) or not all(isinstance(word, str) for word in words):
+        if isinstance(words, str | Mapping) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"overrides are {words!r}, and must be a list of texts: ['model=resnet18', 'seed=1']")
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
@@ -242,7 +242,7 @@ class Run:
         """
         from ddp_hydra.training import load_run
 
-        return load_run.load(self.dir, which, overrides).model
+        return load_run.load(self.dir, which, _checked_changes(overrides)).model
 
     def evaluate(self, *changes: str, which: str = "best", split: str = "val") -> dict[str, float]:
         """Validate the trained model again, or on other data, and return its metrics.
@@ -255,7 +255,7 @@ class Run:
         Raises:
             DdpHydraError: nothing was saved, a change does not fit, or it failed.
         """
-        return dict(inference.evaluate(str(self.dir), which, split, changes)["metrics"])
+        return dict(inference.evaluate(str(self.dir), which, split, _checked_changes(changes))["metrics"])
 
     def predict(
         self,
@@ -280,10 +280,22 @@ class Run:
             Interrupted: it was interrupted; the same call goes on.
             DdpHydraError: nothing was saved, a change does not fit, or it failed.
         """
+        changes = _checked_changes(changes)
         return Path(inference.predict(str(self.dir), out, which, split, overwrite, changes, targets)["out"])
 
     def __repr__(self) -> str:
         return f"<Run {self.dir}: {self.status}>"
+
+
+def _checked_changes(changes: Sequence[str]) -> tuple[str, ...]:
+    changes = (changes,) if isinstance(changes, str) else changes
+    for word in changes:
+        if not isinstance(word, str):
+            raise ConfigError(f"{word!r} is no text: give each change by itself, 'data.batch_size=64', 'seed=1'")
+        key, _, value = word.partition("=")
+        if key in ("which", "split", "overwrite", "targets"):
+            raise ConfigError(f"{word} is no key of the config: give an argument of the method, {key}={value!r}")
+    return tuple(changes)
 
 
 class StartedRun(Run):
@@ -380,7 +392,8 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     job.run_dir.mkdir(parents=True, exist_ok=True)
     with locked(job.run_dir):
         refuse_other_run(job.run_dir, job.cfg.resume)
-        job.save()
+        if not job.cfg.dry_run:
+            job.save()
     started = StartedRun(job)
     if wait:
         started.perform()

@@ -135,7 +135,7 @@ def send_metrics(metrics: Mapping[str, Any], step: int, epoch: float | None, sam
     emit(Metrics(numbers, epoch, samples), step)
 
 
-def log_mean(**values: Any) -> None:
+def log_mean(*unnamed: Any, **values: Any) -> None:
     """Log numbers from anywhere in a job: a model, a loss, a task, a data set or a callback.
 
     The metric is `train/<name>` in training and `val/<name>` in a validation: the mean over all calls on all ranks
@@ -146,8 +146,10 @@ def log_mean(**values: Any) -> None:
         values: name -> number (Python's, numpy's or a tensor of one element); no tensor is waited for.
 
     Raises:
-        RecordError: a tensor has several elements, or a value is not a number.
+        RecordError: a tensor has several elements, or a value is not a number, or has no name.
     """
+    if unnamed:
+        raise RecordError(f"ddp_hydra.log({unnamed[0]!r:.40}): give a name, ddp_hydra.log(name=value) or log(**values)")
     if _process.log_of_callback is not None:
         _process.log_of_callback(values)
         return

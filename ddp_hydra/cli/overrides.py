@@ -21,9 +21,16 @@ from ddp_hydra.storage.manifest import find_checkpoint
 
 
 def read(arguments: list[str]) -> list[str]:
-    arguments = [with_weights(quoted_path(word)) for word in arguments]
+    arguments = [with_weights(quoted_path(word)) for word in with_options_first(arguments)]
     resumed = with_resumed_sweep(with_resumed_overrides(with_search(arguments)))
     return with_run_dir_before(with_faults(with_params(resumed)))
+
+
+def with_options_first(arguments: list[str]) -> list[str]:
+    """Put options before overrides, because argparse takes no override behind `-m` or `--cfg job` that follows one."""
+    is_override = [not word.startswith("-") and ("=" in word or word.startswith("~")) for word in arguments]
+    before = [word for word, is_one in zip(arguments, is_override, strict=True) if not is_one]
+    return before + [word for word, is_one in zip(arguments, is_override, strict=True) if is_one]
 
 
 def quoted_path(word: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import re
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -46,8 +47,11 @@ class Sources:
     def check_target(self, target: str, installed_here: bool) -> None:
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
+            if "/" in target:
+                raise ConfigError(f"a class is named with dots: give {target.replace('/', '.')}")
             if installed_here and not is_installed(parts[0]):
-                raise ConfigError(self.not_installed(parts[0]))
+                meant = self.in_project(parts)
+                raise ConfigError(f"did you mean {meant}?" if meant else self.not_installed(parts[0]))
             return
         size = 0
         while size < len(parts) and (self.find(parts[: size + 1]) or self.is_folder(parts[: size + 1])):
@@ -77,6 +81,17 @@ class Sources:
 
     def is_folder(self, parts: Iterable[str]) -> bool:
         return any(root.joinpath(*parts).is_dir() for root in self.roots)
+
+    def in_project(self, parts: tuple[str, ...]) -> str | None:
+        """Return the whole name of a module, or of a class or function, that is named without its folder."""
+        first = re.compile(rf"^(class|def) {re.escape(parts[0])}\b", re.MULTILINE)
+        for folder in (root / package for root in self.roots for package in PACKAGES):
+            for path in sorted(folder.glob("*.py")):
+                if path.stem == parts[0] and len(parts) > 1:
+                    return f"{folder.name}.{'.'.join(parts)}"
+                if len(parts) == 1 and first.search(path.read_text(encoding="utf-8", errors="replace")):
+                    return f"{folder.name}.{path.stem}.{parts[0]}"
+        return None
 
     def not_installed(self, package: str) -> str:
         near = text.meant(package, PACKAGES, cutoff=0.6)

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
@@ -136,9 +136,14 @@ def check(cfg: DictConfig) -> None:
         for key in node:
             if str(key) not in known and not _is_read(f"{prefix}{key}", read):
                 raise ConfigError(text.unknown(f"{prefix}{key}", known))
-    for key, value in (raw.get("metrics") or {}).items():
+    nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
+    nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
+    nodes += [("data", key, raw["data"].get(key)) for key in ("train", "val") if isinstance(raw["data"].get(key), str)]
+    for group, key, value in nodes:
         if not isinstance(value, dict) or "_target_" not in value:
-            raise ConfigError(f"metrics.{key}={value}: a metric is a node with a _target_, as in conf/metrics")
+            class_name = value if isinstance(value, str) else "<module>.<class>"
+            given = f"{'' if group == 'data' else '+'}{group}.{key}._target_={class_name}"
+            raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
 def _interpolated(node: Any) -> Iterator[str]:
@@ -170,13 +175,20 @@ def explain(error: BaseException) -> str | None:
         key, is_given, value = word.partition("=")
         reason = typed.removeprefix(f"Error parsing override '{word}'\n").splitlines()[0]
         advice = f"quote the value, {text.typed(key, value)}" if is_given else f"give {word}=<value>"
+        if "/" in key and "." in key:
+            advice = f"give {key.replace('/', '.')}={value}"
         return f"{word}: this is no override ({reason}): {advice}"
+    if several := re.match(r"Ambiguous value for argument '(.*?)=(.*)'\n", typed):
+        key, value = several.groups()
+        meanings = f"{key}=[{value}] for a list, \"{key}='{value}'\" for a text, or -m for a sweep over them"
+        return f"{key}={value}: these are several values: type {meanings}"
     if isinstance(error, YAMLError):
         mark = getattr(error, "problem_mark", None)
         place = f"{os.path.relpath(mark.name)}, line {mark.line + 1}: " if mark is not None else ""
         return f"{place}this is no YAML: {getattr(error, 'problem', None) or typed}"
     if missing := re.match(r"Could not delete from config\. '(.*)' does not exist", typed):
-        return f"~{missing[1]}: there is no such key; leave it out, or type ddp-hydra --cfg job, which shows the keys"
+        advice = "leave it out, or type ddp-hydra --cfg job, which shows the keys"
+        return f"~{missing[1]}: there is no such key, or it is null; {advice}"
     if type(error) is ValueError and typed.startswith("Config group override"):
         return f"{error}: give the name of an option, or '~<group>' to leave a group out. ddp-hydra --help lists them"
     if isinstance(cause, ValidationError) and (given := allowed(str(cause.full_key))):
@@ -186,7 +198,8 @@ def explain(error: BaseException) -> str | None:
         return None
     key, node = str(cause.full_key), cause.parent_node
     nodes = {str(group): node._get_node(group) for group in node}
-    groups = [f"{group}.{key}" for group, one in nodes.items() if isinstance(one, DictConfig) and key in one]
+    filled = {group: one for group, one in nodes.items() if isinstance(one, DictConfig) and not one._is_none()}
+    groups = [f"{group}.{key}" for group, one in filled.items() if key in one]
     if groups and node._get_parent() is None:
         return f"{key}: there is no such key: did you mean {' or '.join(groups)}?"
     more = ""
@@ -239,7 +252,9 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         # Only the job knows what ${hydra:runtime.output_dir} and the like are.
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue
-        if isinstance(value := OmegaConf.select(cfg, key, throw_on_missing=False), str):
+        value = OmegaConf.select(cfg, key, throw_on_missing=False)
+        # A model may take a list in the place of a number; torch's optimizers and schedulers don't.
+        if isinstance(value, str) or (isinstance(value, ListConfig) and group in ("optimizer", "scheduler")):
             kind = "true or false" if isinstance(usual, bool) else "a number"
             raise ConfigError(f"{key}={value}: give {kind}; {group}={choices[group]} has {str(usual).lower()}")
 

@@ -59,6 +59,13 @@ def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
     return ref.checkpoint("best", run_dir / DOWNLOADS, cfg.results.retry_s)
 
 
+def check_files(cfg: DictConfig) -> None:
+    """Refuse a checkpoint of this machine that the job can't begin with. Those of a store are not downloaded here."""
+    given, find = (cfg.resume, find_resume) if cfg.resume else (weights_path(cfg), find_weights)
+    if given and not RunRef.named(given).is_stored:
+        find(cfg, Path())
+
+
 def weights_path(cfg: DictConfig) -> str | None:
     given = cfg.model.get("weights") if isinstance(cfg.model, DictConfig) else None
     if not isinstance(given, str):

@@ -19,7 +19,15 @@ from ddp_hydra.console.text import typed
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, DdpHydraError, Interrupted
 from ddp_hydra.job import loggers
-from ddp_hydra.job.job_config import DOWNLOADS, check, find_resume, find_weights, packed_project, weights_path
+from ddp_hydra.job.job_config import (
+    DOWNLOADS,
+    check,
+    check_files,
+    find_resume,
+    find_weights,
+    packed_project,
+    weights_path,
+)
 from ddp_hydra.job.local import Job, RemoteContext
 from ddp_hydra.job.run_dir import best_checkpoint, keep_project, metrics_at, refuse_other_run, saved_metrics
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
@@ -53,6 +61,9 @@ def run_job(
     if cfg.dry_run:
         check(cfg)
         config = schema.resolved(cfg)
+        check_files(cfg)
+        if weights_path(cfg) is not None:
+            config["model"]["weights"] = None
         packed_project(cfg, config)
         _dry_run(config)
         return None

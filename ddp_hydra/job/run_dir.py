@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, read_write
 
 from ddp_hydra.config import project, redact
 from ddp_hydra.console.text import typed
@@ -36,7 +36,10 @@ class RunDirCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         run_dir = Path(str(config.hydra.run.dir))
-        if config.get("dry_run") or config.hydra.output_subdir is None or not run_dir.is_dir():
+        if config.get("dry_run"):  # it writes no `.hydra`: that of a run in this folder would be lost
+            with read_write(config.hydra):
+                config.hydra.output_subdir = None
+        if config.hydra.output_subdir is None or not run_dir.is_dir():
             return
         try:
             with locked(run_dir):
@@ -62,11 +65,13 @@ def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
     """Remove a run directory in which Hydra has written its files and no job anything: of a dry run, or a mistake."""
     with contextlib.suppress(OSError):
         of_hydra = run_dir / str(output_subdir)
-        if [path.name for path in run_dir.iterdir()] != [of_hydra.name] or run_dir.resolve() == Path.cwd():
+        if run_dir.resolve() == Path.cwd():
             return
-        if {path.name for path in of_hydra.iterdir()} <= {"config.yaml", "hydra.yaml", "overrides.yaml"}:
+        if [path.name for path in run_dir.iterdir()] == [of_hydra.name]:
+            if not {path.name for path in of_hydra.iterdir()} <= {"config.yaml", "hydra.yaml", "overrides.yaml"}:
+                return
             shutil.rmtree(of_hydra)
-            run_dir.rmdir()
+        run_dir.rmdir()  # the system refuses this for a folder that holds anything
 
 
 def is_resumed(run_dir: Path, resume: str | None) -> bool:

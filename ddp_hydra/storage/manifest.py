@@ -232,6 +232,8 @@ def _folder_of(given: Path) -> Path:
         raise CheckpointError(
             f"run directory {given} has no checkpoints: the run ended before its first one; found {_listing(given)}"
         )
+    if (given / "multirun.yaml").is_file():
+        raise CheckpointError(f"{given} is a sweep: give the run directory of one of its jobs, {given / '0'}")
     raise CheckpointError(
         f"{given} is not a run directory (it has no {FOLDER}/): found {_listing(given)}; give a run directory"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -139,7 +140,22 @@ def callbacks(cfg: DictConfig) -> dict[str, Callback]:
             raise ConfigError(
                 f"callbacks.{name}: {type(one).__name__} is not a subclass of ddp_hydra.training.callbacks.Callback"
             )
+        check_moments(one, f"callbacks.{name}: {type(one).__name__}")
     return built
+
+
+def check_moments(callback: Callback, what: str) -> None:
+    """Refuse methods that nothing would call, such as Lightning's `on_train_epoch_end`, or that do not take `run`."""
+    known = [name for name, one in vars(Callback).items() if name.startswith("on_") and callable(one)]
+    for name in dir(type(callback)):
+        if not name.startswith("on_") or not callable(method := getattr(callback, name)):
+            continue
+        if name not in known:
+            raise ConfigError(f"{what}.{name} would never be called: the methods are {', '.join(known)}")
+        try:
+            inspect.signature(method).bind(None)
+        except TypeError:
+            raise ConfigError(f"{what}.{name} can't be called: write def {name}(self, run)") from None
 
 
 def mix(cfg: DictConfig, data: Any) -> Any:
@@ -167,6 +183,9 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device, world: World)
                 )
             continue
         built = make(filled)
+        if lacking := [one for one in ("update", "compute", "reset") if not callable(getattr(built, one, None))]:
+            what = f"metrics.{name}: {type(built).__name__} has no {', '.join(lacking)}"
+            raise ConfigError(f"{what}: give a subclass of torchmetrics.Metric")
         metrics[str(name)] = built.to(device) if hasattr(built, "to") else built
     return EvalMetrics(metrics, DataDescription.of(data).classes, world)
 

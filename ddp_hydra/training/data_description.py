@@ -150,6 +150,7 @@ def _names(classes: Any) -> tuple[str, ...]:
 
 
 def shown(names: Sequence[str], most: int = 12) -> str:
+    names = [name if name.isprintable() else repr(name) for name in names]  # such as the newline of a text's characters
     return ", ".join(names[:most]) + (f" … ({len(names)})" if len(names) > most else "")
 
 

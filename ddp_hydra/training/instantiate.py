@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,7 +37,7 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 def reason_of(error: Exception, node: DictConfig) -> str:
     told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
-    said = text.raised_at(error) or not_taken(node) or told or type(error).__name__
+    said = text.raised_at(error) or not_taken(node) or not_given(node, error) or told or type(error).__name__
     first, newline, rest = said.partition("\n")
     advice = ": for a tensor, give {_target_: torch.tensor, data: [...]}" if "ListConfig" in first else ""
     return f"{first}{advice}{newline}{rest}"
@@ -75,6 +76,17 @@ def not_taken(node: DictConfig) -> str:
     leave_out = " ".join(f"'~{node._get_full_key(key)}'" for key in refused)
     there = text.after(hints, f"it takes {', '.join(names)}")
     return f"it takes no {', '.join(refused)}{there}. To leave the others out, type {leave_out}"
+
+
+def not_given(node: DictConfig, error: Exception) -> str:
+    if not re.search(r"missing \d+ required", str(error)):
+        return ""
+    target, key = str(node.get("_target_")), node._get_full_key(None)
+    words = [f"+{key}.{name}=<value>" for name in re.findall(r"'(\w+)'", str(error))]
+    if key == "loss" and inspect.isfunction(get_object(target)):  # meant as the loss itself, as cross_entropy is
+        words = ["loss._target_=hydra.utils.get_method", f"+loss.path={target}"]
+        words += [f"'~loss.{name}'" for name in map(str, node) if name != "_target_"]
+    return f"{error}: give {' '.join(words)}"
 
 
 def parameters(target: str) -> Mapping[str, inspect.Parameter]:

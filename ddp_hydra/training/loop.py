@@ -24,6 +24,7 @@ from ddp_hydra.storage.manifest import BEST
 from ddp_hydra.training import build_data, builders, memory, setup
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
+from ddp_hydra.training.callbacks import OWN
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import LEAVE, Decision, StopSignal
 from ddp_hydra.training.lr_schedules import steps_in_epoch
@@ -308,7 +309,9 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         predicted = described(run.task.predict(run.model.eval(), batch))
     if run.validation is not None:
         metrics |= run.validation.run(run.model, lambda: True, are_few=True)
-    if objective.is_unknown(cfg.objective.metric, metrics):
+    # Any other name may be that of a callback's metric.
+    known = metrics if cfg.callbacks or "/" in cfg.objective.metric else {**metrics, **dict.fromkeys(OWN, 0.0)}
+    if objective.is_unknown(cfg.objective.metric, known):
         raise objective.unknown(cfg.objective.metric, metrics, saved=False)
     in_epoch = f"{epoch_steps:,}" if epoch_steps else "an unknown number"
     return [

@@ -57,6 +57,11 @@ def test_hydras_files_are_written_without_secrets(project):
     [
         ("seed=1", "must be a list of texts"),
         ([1], "must be a list of texts"),
+        ({"seed": 1}, "must be a list of texts"),
+        (
+            ["optimizer.lr=0.1,0.2"],
+            r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\]",
+        ),
         (["-m"], "-m is an option of the command"),
         (["optimizer.learning_rate=1"], "learning_rate"),
         (["model=no_such"], "no_such"),
@@ -66,6 +71,24 @@ def test_wrong_words_are_refused(words, said, project):
     with pytest.raises(Exception, match=said):
         ddp_hydra.run(words)
     assert not (project / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ([["data.batch_size=64"]], r"\['data\.batch_size=64'\] is no text: give each change by itself"),
+        (["which=last"], r"which=last is no key of the config: give an argument of the method, which='last'"),
+    ],
+)
+def test_changes_of_a_run_are_texts_and_keys_of_its_config(changes, said, tmp_path):
+    run = Run(tmp_path)
+    for call in (
+        run.evaluate,
+        lambda *given: run.predict("a.csv", *given),
+        lambda *given: run.load_model("best", given),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            call(*changes)
 
 
 def test_what_cannot_run_in_the_background_is_refused(project):

@@ -213,3 +213,8 @@ def test_keys_to_search_may_be_given_as_a_dict():
     for wrong in ("{optimizer: {lr: 1}}", "3"):
         with pytest.raises(ConfigError, match=r"give \{optimizer\.lr: '0\.1,0\.01'\}"):
             typed.with_params(["-m", f"hydra.sweeper.params={wrong}"])
+
+
+def test_options_may_be_typed_amid_overrides():
+    given = ["a=1", "-m", "~b", "--cfg", "job", "+c=2", "--config-dir=d=e"]
+    assert typed.with_options_first(given) == ["-m", "--cfg", "job", "--config-dir=d=e", "a=1", "~b", "+c=2"]

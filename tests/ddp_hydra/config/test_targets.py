@@ -64,6 +64,10 @@ def test_what_is_there_is_found(root, target):
         ("models.god.Net", r"no models/god\.py: did you mean models\.good\?"),
         ("models.blocks.Depe", r"models/blocks/__init__\.py has no Depe: did you mean Deep\?"),
         ("models.good", r"it is a module: give a class or function of it, models\.good\.<name>"),
+        ("optional.Net", r"did you mean models\.optional\.Net\?"),
+        ("Deep", r"there is no package Deep: install it"),
+        ("Net", r"did you mean models\.good\.Net\?"),
+        ("models/good.Net", r"a class is named with dots: give models\.good\.Net"),
         ("modelz.good.Net", r"there is no package modelz: did you mean models\?"),
     ],
 )

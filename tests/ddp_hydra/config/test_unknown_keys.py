@@ -25,7 +25,9 @@ from tests.ddp_hydra.config.test_schema import CONF, composed
         ("+sede=3", r"sede: there is no such key: did you mean seed\? The keys are cluster, data"),
         ("+trainer.seed=3", r"trainer\.seed: there is no such key; the keys of trainer are"),  # ${seed} is another key
         ("+objective.epochs=3", r"objective\.epochs: there is no such key"),
-        ("+metrics.f1=3", r"metrics\.f1=3: a metric is a node with a _target_"),
+        ("+metrics.f1=3", r"metrics\.f1=3: a _target_ is missing: give \+metrics\.f1\._target_=<module>\.<class>"),
+        ("+callbacks.x=models.a.B", r"callbacks\.x=models\.a\.B: .*give \+callbacks\.x\._target_=models\.a\.B"),
+        ("data.val=data.a.B", r"data\.val=data\.a\.B: a _target_ is missing: give data\.val\._target_=data\.a\.B"),
     ],
 )
 def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
@@ -89,6 +91,9 @@ def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
         ("trainer.epoch=1", "trainer.epoch: there is no such key: did you mean trainer.epochs? The keys of trainer"),
         ("data.train.prefx=a", "data.train.prefx: there is no such key: did you mean data.train.prefix?"),
         ("data.colour=a", "data.colour: there is no such key; the keys of data are "),
+        ("hydra.sweeper.n_trial=3", "hydra.sweeper.n_trial: there is no such key"),
+        ("hydra/launcher.stop=asha", "give hydra.launcher.stop=asha"),
+        ("tags=a,b", "tags=a,b: these are several values: type tags=[a,b] for a list, \"tags='a,b'\" for a text"),
     ],
 )
 def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
@@ -103,6 +108,7 @@ def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
     ("words", "said"),
     [
         (["optimizer.lr=abc"], r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),
+        (["optimizer.lr=[0.1,0.2]"], r"optimizer\.lr=\[0\.1, 0\.2\]: give a number; optimizer=sgd has 0\.05"),
         (["optimizer=adamw", "optimizer.fused=x"], r"optimizer\.fused=x: give true or false; optimizer=adamw has true"),
         (
             ["data.retry_timeout_s=x"],

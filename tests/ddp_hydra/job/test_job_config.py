@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.job_config import find_weights, weights_path
+from ddp_hydra.job.job_config import check_files, find_weights, weights_path
 
 
 def job(weights):
@@ -52,3 +52,15 @@ def test_a_run_directory_that_points_to_its_results_and_the_run_of_a_store_have_
     for given in ("s3://bucket/runs/a", str(tmp_path)):
         assert find_weights(job(given), tmp_path) == tmp_path / ".resume" / "best.pt"
     assert asked == [("s3://bucket/runs/a", "best")] * 2
+
+
+def test_a_dry_run_takes_files_as_the_job_does(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for given in ("no.pth", "outputs/no"):
+        with pytest.raises(CheckpointError, match=f"{given}"):
+            check_files(OmegaConf.merge(job(given), {"resume": None}))
+        with pytest.raises(CheckpointError, match=f"{given} does not exist"):
+            check_files(OmegaConf.merge(job(None), {"resume": given}))
+    check_files(OmegaConf.merge(job(None), {"resume": "s3://bucket/run"}))
+    (tmp_path / "a.pt").touch()
+    check_files(OmegaConf.merge(job("a.pt"), {"resume": None}))

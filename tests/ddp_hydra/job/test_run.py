@@ -310,6 +310,15 @@ def summary_of(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / "summary.json").read_text())
 
 
+def test_a_dry_run_builds_the_model_without_the_path_of_its_weights(tmp_path, monkeypatch):
+    (tmp_path / "a.pt").touch()
+    built = []
+    monkeypatch.setattr("ddp_hydra.job.run.inline.run", lambda _, config, **__: built.append(config["model"]))
+    monkeypatch.setattr("ddp_hydra.job.run.packed_project", lambda *_: PACKED)
+    run_job(config(dry_run=True, model__weights=str(tmp_path / "a.pt")), tmp_path / "run")
+    assert built == [{"weights": None}]
+
+
 def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path, capsys):
     cfg = config(tags=["a"], objective__metric="val/accuracy", data__val={"_target_": "a.Set"})
     assert run_job(cfg, tmp_path / "run") == 0.5

@@ -206,6 +206,17 @@ def test_hydra_is_stopped_before_it_writes_into_the_folder_of_another_run(tmp_pa
     RunDirCallback().on_run_start(cfg)
 
 
+def test_a_dry_run_writes_no_config_over_that_of_the_run_in_its_folder(tmp_path):
+    cfg = OmegaConf.create({"dry_run": True, "hydra": {"run": {"dir": str(tmp_path)}, "output_subdir": ".hydra"}})
+    OmegaConf.set_struct(cfg, True)
+    OmegaConf.set_readonly(cfg.hydra, True)
+    RunDirCallback().on_run_start(cfg)
+    assert cfg.hydra.output_subdir is None
+    (tmp_path / "empty").mkdir()
+    remove_unused(tmp_path / "empty", None)
+    assert not (tmp_path / "empty").exists()
+
+
 @pytest.mark.parametrize(
     ("files", "is_unused"),
     [
@@ -228,9 +239,10 @@ def test_only_a_folder_in_which_nobody_but_hydra_has_written_is_removed(tmp_path
 
 
 def test_where_hydra_writes_nothing_nothing_is_removed(tmp_path):
+    (tmp_path / "notes.txt").touch()
     remove_unused(tmp_path, None)
     remove_unused(tmp_path / "missing", ".hydra")
-    assert tmp_path.exists()
+    assert (tmp_path / "notes.txt").exists()
 
 
 def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):

@@ -12,6 +12,7 @@ from torch import nn
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import builders
+from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.instantiate import make
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
@@ -48,6 +49,52 @@ def test_a_model_without_an_argument_for_weights_begins_with_those_of_a_file_too
     assert model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights=None).out_features == 3
     with pytest.raises(ConfigError, match=r"^model\.weights=nosuch: there is no such file, nor a run directory$"):
         model(_target_="torch.nn.Linear", in_features=4, out_features=3, weights="nosuch")
+
+
+class Misnamed(Callback):
+    def on_train_epoch_end(self, run):
+        raise AssertionError
+
+
+class WithoutRun(Callback):
+    def on_validation(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("Misnamed", r"x: Misnamed\.on_train_epoch_end would never be called: the methods are on_start, on_step"),
+        ("WithoutRun", r"WithoutRun\.on_validation can't be called: write def on_validation\(self, run\)"),
+    ],
+)
+def test_a_callback_with_a_method_that_can_not_be_called_is_refused(target, said):
+    cfg = config()
+    cfg.callbacks = {"x": {"_target_": f"{__name__}.{target}"}}
+    with pytest.raises(ConfigError, match=said):
+        builders.callbacks(cfg)
+
+
+def test_a_metric_without_the_methods_of_torchmetrics_is_refused():
+    cfg = config()
+    cfg.metrics = {"x": {"_target_": "collections.Counter"}}
+    with pytest.raises(ConfigError, match=r"metrics\.x: Counter has no compute, reset: give a subclass"):
+        builders.eval_metrics(cfg, Numbers(3), torch.device("cpu"), World())
+
+
+def flat(prediction, target):
+    return nn.functional.cross_entropy(prediction, target)
+
+
+def test_an_argument_that_is_missing_is_told_with_what_to_type():
+    cfg = OmegaConf.create({"model": {"_target_": "torch.nn.Linear", "in_features": 3}})
+    with pytest.raises(ConfigError, match=r"'out_features': give \+model\.out_features=<value>$"):
+        make(cfg.model)
+    cfg = OmegaConf.create({"loss": {"_target_": f"{__name__}.flat"}})
+    with pytest.raises(ConfigError, match=rf"_target_=hydra\.utils\.get_method \+loss\.path={__name__}\.flat$"):
+        make(cfg.loss)
+    node = OmegaConf.create({"_target_": "hydra.utils.get_method", "path": f"{__name__}.flat"})
+    assert make(node) is flat
 
 
 class Asks(torch.optim.SGD):

@@ -16,7 +16,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Regression
 from ddp_hydra.training import build_data
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.data_description import DataDescription
+from ddp_hydra.training.data_description import DataDescription, shown
 from tests.ddp_hydra.training.loop_runs import Numbers
 
 ABC = DataDescription(("a", "b", "c"), 3)
@@ -226,6 +226,10 @@ def test_names_of_classes_have_the_order_of_their_numbers(given):
     data = Numbers(4)
     data.classes = given
     assert DataDescription.of(data) == DataDescription(("a", "b"), 2, n_samples=4)
+
+
+def test_a_name_that_is_a_newline_stays_in_its_line():
+    assert shown(["\n", "a", "\x1b"]) == "'\\n', a, '\\x1b'"
 
 
 def test_a_number_of_classes_has_no_names():

@@ -82,8 +82,12 @@ def test_a_segmentation_works():
             {"objective": {"metric": "val/acc"}}, ConfigError,
             r"objective\.metric=val/acc: .* there are train/accuracy.* Give objective\.metric=val/accuracy$",
         ),
+        (
+            {"objective": {"metric": "accuracy"}}, ConfigError,
+            r"objective\.metric=accuracy: .* Give objective\.metric=(val|train)/accuracy$",
+        ),
     ],
-    ids=["backward", "validation", "objective"],
+    ids=["backward", "validation", "objective", "objective without val/"],
 )  # fmt: skip
 def test_what_a_first_step_would_die_of_is_found(given, error, said):
     with pytest.raises(error, match=said):

@@ -82,6 +82,8 @@ def test_names_of_the_task_and_what_is_no_number_are_refused(train):
     for wrong in ("many", torch.ones(2)):
         with pytest.raises(RecordError, match=r"metric 'x' is .*; give a number"):
             ddp_hydra.log(x=wrong)
+    with pytest.raises(RecordError, match=r"ddp_hydra\.log\(\{'x': 1\}\): give a name, ddp_hydra\.log\(name=value\)"):
+        ddp_hydra.log({"x": 1})
 
 
 def test_what_a_worker_of_data_has_logged_comes_back_with_its_batch():

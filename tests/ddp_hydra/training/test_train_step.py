@@ -152,3 +152,8 @@ def test_pairs_and_numbers_are_sums_and_a_task_with_metrics_of_its_own_may_have_
     sums = {"right": (torch.tensor(3), 4), "seen": (7, None), "error": 0.5}
     assert TrainStep(Returns(lambda loss: Step(loss, 4, sums)), nn.Linear(3, 1))(torch.ones(4, 3)).sums == sums
     TrainStep(Own(lambda loss: Step(loss, 4, {"each": torch.ones(4)})), nn.Linear(3, 1))(torch.ones(4, 3))
+
+
+def test_a_loss_of_each_sample_is_refused_with_what_to_write():
+    with pytest.raises(ConfigError, match=r"the loss is \(3,\) float32, and must be a scalar: return its mean"):
+        as_step(torch.zeros(3))

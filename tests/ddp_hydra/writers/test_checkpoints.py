@@ -196,6 +196,12 @@ def test_find_takes_a_run_a_folder_or_a_file(tmp_path, folder, checkpoint_record
     assert find_checkpoint(tmp_path) == folder / "step-000002.pt"
 
 
+def test_a_sweep_in_the_place_of_a_run_is_told(tmp_path):
+    (tmp_path / "multirun.yaml").touch()
+    with pytest.raises(CheckpointError, match=r"is a sweep: give the run directory of one of its jobs, .*/0$"):
+        find_checkpoint(tmp_path)
+
+
 def test_find_says_what_was_found_instead(tmp_path):
     with pytest.raises(CheckpointError, match=r"outputs does not exist; in .* there is nothing, it is empty"):
         find_checkpoint(tmp_path / "outputs")
