@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +109,13 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     if saved is None or not saved.is_file():
         return arguments
     given = [word for word in arguments if key_of(word) not in keys]
-    if not any("=" in word and not key_of(word).startswith("hydra") for word in given):
-        before = OmegaConf.load(saved).hydra.overrides
+    before = OmegaConf.load(saved).hydra.overrides
+    typed = {key_of(word) for word in given if "=" in word and not key_of(word).startswith("hydra")}
+    if typed:
+        if lacking := [word for word in _words(before.task) if key_of(word) not in typed]:
+            what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
+            print(f"ddp_hydra: {what}: type it again if they need it", file=sys.stderr)  # noqa: T201
+    else:
         kept = [
             word
             for word in (*_words(before.hydra), *_words(before.task))

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -220,6 +221,10 @@ def _no_option(error: MissingConfigException) -> str:
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if error.missing_cfg_file == "hydra/sweeper/optuna":
         return "hydra/sweeper=optuna is in a package that is not installed: type pip install 'ddp-hydra[optuna]'"
+    for folder in Path.cwd().parents:
+        if (folder / "conf" / f"{error.missing_cfg_file}.yaml").is_file():
+            there = f"DDP_HYDRA_PROJECT={text.quoted(str(folder))}"
+            return f"{group}={name} is an option of the project in {folder}: type the command there, or {there}"
     if error.options:
         near = text.meant(name, error.options, f"{group}=")
         return f"{group}={name} is not an option{near or '.'} The options are {', '.join(error.options)}"

@@ -121,6 +121,9 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
     took = f"{counted(steps, 'step')}{last} in {train_s:.1f} s"
     lines = [
         f"{summary.status}: {', '.join([took, speed, *shown])}  ->  {shown_dir}",
+        "nothing was left to train: resume= with more, as trainer.epochs=<n>, goes on"
+        if before and before == steps and summary.status == "done" and not (summary.stopped_early or summary.restarts)
+        else None,
         f"stopped early: {summary.stopped_early}" if summary.stopped_early else None,
         f"best: {objective} {best.value:.4g} at step {best.step:,}: {FOLDER}/{BEST}"
         if best is not None and best.step != steps

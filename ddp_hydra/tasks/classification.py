@@ -55,7 +55,14 @@ class Classification(Task):
 
     def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a micro-batch, mixed."""
-        x, y = pair(batch) if self.mix is None else self.mix(*pair(batch))
+        x, y = pair(batch)
+        if self.mix is None:
+            return x, y
+        try:
+            x, y = self.mix(x, y)
+        except ValueError as error:  # torchvision's take images and class numbers
+            what = f"{type(self.mix).__name__} (mix=) does not take x {tuple(x.shape)}, y {tuple(y.shape)}"
+            raise ConfigError(f"{what} ({error}): give mix=none, or a mix of your own") from error
         return x, y
 
     def validation_step(self, model: Any, batch: Any) -> Step:

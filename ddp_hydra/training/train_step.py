@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -155,6 +156,8 @@ def explained(batch: Any) -> Iterator[None]:
 
 def _lines(error: BaseException, batch: Any) -> Iterator[str]:
     yield f"the batch: {described(batch)}"
+    if re.search(r"same dtype|should be the same|expected scalar type", str(error)):
+        yield "the data set has to return the type of the weights: x.float() makes float32 of float64 and integers"
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):
         path = user_path(frame.f_code.co_filename)

@@ -124,9 +124,10 @@ def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
     ]  # fmt: skip
 
 
-def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep):
+def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep, capsys):
     found = typed.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
     assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir='{sweep}'"]
+    assert "the sweep was typed with data=tiny, and these jobs are not: type it again" in capsys.readouterr().err
 
 
 def test_a_secret_of_a_sweep_is_typed_again_too(sweep):

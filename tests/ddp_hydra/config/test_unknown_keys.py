@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 
 from ddp_hydra.config import unknown_keys
@@ -147,3 +147,13 @@ def test_keys_of_another_optimizer_are_named_with_what_to_type():
         r"type '~optimizer\.nesterov' '~optimizer\.momentun'",
     ):
         instantiate.make(cfg.optimizer, [])
+
+
+def test_an_option_of_the_project_around_this_folder_is_told(tmp_path, monkeypatch):
+    (tmp_path / "conf/model").mkdir(parents=True)
+    (tmp_path / "conf/model/mine.yaml").touch()
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path / "data")
+    error = MissingConfigException("", "model/mine", ["mlp"])
+    said = f"model=mine is an option of the project in {tmp_path}: type the command there, or DDP_HYDRA_PROJECT="
+    assert unknown_keys.explain(error).startswith(said)

@@ -11,6 +11,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Classification
+from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import flat
 
@@ -87,3 +90,12 @@ def test_a_resumed_run_mixes_as_if_never_stopped(mix, train, seen):
     options = {"data": Colours, "epochs": 3, "parts": parts(mix)}
     resumed = train(resume=train(stop_at=("update", 1), **options).last, **options)
     assert flat(read(resumed.last)) == flat(read(train(**options).last))
+
+
+def test_a_mix_of_images_refuses_rows_of_a_table_with_what_to_type():
+    from torchvision.transforms.v2 import MixUp
+
+    task = Classification(CrossEntropy(), MixUp(alpha=0.2, num_classes=3))
+    said = r"MixUp \(mix=\) does not take x \(4, 5\), y \(4,\) \(Expected a .*\): give mix=none"
+    with pytest.raises(ConfigError, match=said):
+        task.mixed((torch.rand(4, 5), torch.zeros(4).long()))

@@ -40,6 +40,12 @@ def test_in_the_model_the_line_and_its_tensors_are_named():
     assert place.endswith("in forward: x (4, 1, 8, 8) float32, flat (4, 64) float32")
 
 
+@pytest.mark.parametrize("layer", [nn.Flatten(), nn.Conv2d(1, 1, 1)])
+def test_a_batch_of_another_type_than_the_weights_is_told_with_what_to_write(layer):
+    model = nn.Sequential(layer, nn.Flatten(), nn.Linear(64, 10))
+    assert "x.float() makes float32" in noted(Classification(CrossEntropy()), model, (IMAGES.double(), LABELS))[2]
+
+
 def test_in_the_loss_the_output_is_named():
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
     _, batch, output = noted(Classification(CrossEntropy()), model, (IMAGES, torch.zeros(3).long()))
