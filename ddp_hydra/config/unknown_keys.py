@@ -237,9 +237,10 @@ def check_typed(cfg: DictConfig, hydra_cfg: Any, loader: Any) -> None:
     if new := [word.partition("=")[0].lstrip("+") for word in typed if word.startswith("+")]:
         _warn_of_unread(cfg, new)
     sizes = [word for word in typed if word.lstrip("+").startswith("data.batch_size=")]
-    if sizes and (total := OmegaConf.select(cfg, "data.global_batch")) is not None:
+    both = [OmegaConf.select(cfg, f"data.{key}") for key in ("batch_size", "global_batch")]
+    if sizes and None not in both:
         raise ConfigError(
-            f"{sizes[0]}: data.global_batch={total} wins over it: give one of the two, and null for the other"
+            f"{sizes[0]}: data.global_batch={both[1]} wins over it: give one of the two, and null for the other"
         )
     if repository is not None:
         check_experiments(cfg, typed, hydra_cfg.runtime.choices, repository, hydra_cfg.job.config_name or "config")

@@ -119,6 +119,7 @@ def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
             r"data\.batch_size=8: data\.global_batch=64 wins over it: give one",
         ),
         (["data.batch_size=8", "data.global_batch=null"], None),
+        (["data.batch_size=null", "data.global_batch=64"], None),
         (["data.bucket=photos", "scheduler.by=epoch", "cluster.memory_limit=4GB", "optimizer.lr=1e-3"], None),
         (["trainer.epochs=3", "model=resnet50", "+data.more=x", "~loss.label_smoothing"], None),
     ],
