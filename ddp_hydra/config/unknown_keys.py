@@ -199,8 +199,8 @@ def explain(error: BaseException) -> str | None:
         return None
     key, node = str(cause.full_key), cause.parent_node
     nodes = {str(group): node._get_node(group) for group in node}
-    filled = {group: one for group, one in nodes.items() if isinstance(one, DictConfig) and not one._is_none()}
-    groups = [f"{group}.{key}" for group, one in filled.items() if key in one]
+    keys = {group: set(one.keys()) for group, one in nodes.items() if isinstance(one, DictConfig)}  # of null: none
+    groups = [f"{group}.{key}" for group, known in keys.items() if key in known]
     if groups and node._get_parent() is None:
         return f"{key}: there is no such key: did you mean {' or '.join(groups)}?"
     more = ""

@@ -118,7 +118,8 @@ def as_step(result: Any, task: Task | None = None) -> Step:
     if task is not None:
         check_sums(step.sums, task)
     if loss.numel() != 1:
-        raise ConfigError(f"the loss is {described(loss)}, and must be a scalar: return its mean, as by .mean()")
+        what = f"the loss is {described(loss)}, and must be a scalar"
+        raise ConfigError(f"{what}: return its mean, as by .mean(); a criterion must not have reduction=none")
     loss = loss.reshape(()) if loss.ndim else loss  # a view of a scalar would be one more node of the graph
     if isinstance(n, Tensor) and n.device.type == "cpu":
         n = n.item()

@@ -134,7 +134,7 @@ def test_scaled_gradients_are_unscaled_before_the_factor(clip_norm):
 
 
 def test_a_loss_that_is_no_scalar_is_refused():
-    with pytest.raises(ValueError, match="reduction=none"):
+    with pytest.raises(ConfigError, match="reduction=none"):
         as_step(functools.partial(F.mse_loss, reduction="none")(torch.ones(3), torch.zeros(3)))
 
 
