@@ -292,15 +292,15 @@ class Attempt(watchdog.Watchdog):
             self.health.note_heartbeat(rank, Beat(end.step, end.phase), time.monotonic())
 
     def send_files(self, files: Mapping[str, Path]) -> dict[str, str]:
-        """Send files of the client to rank 0's host, and folders to all hosts; return the paths on rank 0's.
+        """Send files of the client to rank 0's host, and folders to all workers; return the paths on rank 0's host.
 
         Raises:
             RankFailed: a worker is gone.
         """
         first = self.specs[0]
         folders = {name: path for name, path in files.items() if path.is_dir()}
-        for spec in {spec.host: spec for spec in reversed(self.specs)}.values() if folders else ():
-            if spec.host != first.host:
+        for spec in {spec.worker: spec for spec in reversed(self.specs)}.values() if folders else ():
+            if spec.host != first.host:  # a rank looks in its own worker's folder
                 self._send_files(spec, folders)
         return self._send_files(first, files)
 

@@ -149,7 +149,7 @@ def memory_of(run: Any) -> str:
 
 
 def rates_of(run: Any) -> str:
-    """Return the learning rate of each update, before its schedule; "" where its groups have several."""
+    """Return the smallest learning rate of each update, before its schedule."""
     optimizers = {name: update.optimizer_step.optimizer for name, update in run.updates.items()}
     rates = {
         name: {float(group.get("initial_lr", group["lr"])) for group in one.param_groups}

@@ -263,15 +263,22 @@ def test_weights_to_begin_with_reach_hosts_that_do_not_see_their_file(train, new
         assert torch.equal(second.weights()[name], value)
 
 
-def test_parts_of_a_checkpoint_come_from_all_hosts_and_reach_all_of_them(train, new_run):
-    parts = ("parallel=fsdp2", "trainer.shard_above_gb=0", "optimizer.fused=false")
-    whole, resumed = new_run("whole"), new_run("resumed")
-    train(whole, *parts)
-    train(resumed, *parts, f"resume={whole.folder / 'checkpoints' / 'step-000008'}")
-    last, wanted = (read(find_checkpoint(run.folder)) for run in (resumed, whole))
-    assert last["position"]["step"] == 16
-    for name, value in wanted["model"].items():
-        assert torch.equal(last["model"][name], value)
+def test_parts_of_a_checkpoint_come_from_all_workers_and_reach_all_of_them(hosts, client, train, new_run):
+    """Two of them are on one host, each with a folder of its own."""
+    hosts.add_worker(2)
+    client.wait_for_workers(4, timeout=100)
+    parts = ("parallel=fsdp2", "trainer.shard_above_gb=0", "optimizer.fused=false", "data.batch_size=6")
+    try:
+        whole, resumed = new_run("whole"), new_run("resumed")
+        train(whole, *parts)
+        train(resumed, *parts, f"resume={whole.folder / 'checkpoints' / 'step-000008'}")
+        last, wanted = (read(find_checkpoint(run.folder)) for run in (resumed, whole))
+        assert last["position"]["step"] == 16
+        for name, value in wanted["model"].items():
+            assert torch.equal(last["model"][name], value)
+    finally:
+        workers = workers_of(client)
+        client.retire_workers([max((w for w in workers if hosts.number(w) == 2), key=lambda w: workers[w]["name"])])
 
 
 @pytest.fixture(scope="module")

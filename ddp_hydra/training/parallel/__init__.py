@@ -35,8 +35,8 @@ class Parallel:
     """Owns the model of a run: builds it, wraps what trains it, and is asked for all that walks its parameters.
 
     Its order: build, weights, freeze, activation checkpointing (`build`); then, once for each update, wrap and compile
-    (`part`). A kind of its own overrides `wrap` for steps that replicate the model, and `build`, `average`, `plain`,
-    `split` and `split_slots` where a rank does not have the whole model.
+    (`part`). A kind of its own overrides `wrap` for steps that replicate the model. Where a rank does not have
+    the whole model, it also overrides `build`, `place`, `average`, and what turns the state into shares and back.
 
     Args:
         world: of this rank.
