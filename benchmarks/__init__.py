@@ -1,1 +1,1 @@
-"""Speed of ddp_hydra beside hand-written equivalents, measured in the same run."""
+"""Speed of ddp_hydra and of hand-written equivalents, measured in the same run."""

@@ -20,7 +20,7 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 CONF = f"hydra.searchpath=['file://{ROOT}/benchmarks/conf']"
-"""Override that adds the benchmarks' own configs to those of the checkout."""
+"""Override that adds the benchmarks' own configs to the checkout's."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """What torchrun would set anyway, with a warning."""
 END_S = 20.0

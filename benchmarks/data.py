@@ -1,4 +1,4 @@
-"""Photos from an object store, and shards of them: ours beside five loaders, the bare client and the bare decoder."""
+"""Photos from an object store, and shards of them: ours, five other loaders, the bare client and the bare decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our client of object stores: objects fetched in threads and thrown away. Without torch, as the bare one beside it."""
+"""Our client of object stores: objects fetched in threads and thrown away. It imports no torch, as the bare client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time to the first optimizer step: from the command, cold and again, and from the dispatch; beside torchrun."""
+"""Time to the first optimizer step: from the command, cold and again, and from the dispatch; compared with torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start of a gang and samples/s on a Ray that is up, beside Ray Train on the same Ray."""
+"""Start of a gang and samples/s on a Ray that is up, compared with Ray Train on the same Ray."""
 
 from __future__ import annotations
 

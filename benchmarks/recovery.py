@@ -1,4 +1,4 @@
-"""Recovery of a gang: from the SIGKILL of a rank to its first step in the next attempt, beside torchrun."""
+"""Recovery of a gang: from the SIGKILL of a rank to its first step in the next attempt, compared with torchrun."""
 
 from __future__ import annotations
 

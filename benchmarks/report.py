@@ -1,4 +1,4 @@
-"""Report the figures of a benchmark: a table with the goal beside each figure, `--json`, and `--check`."""
+"""Report the figures of a benchmark: a table with the goal of each figure, `--json`, and `--check`."""
 
 from __future__ import annotations
 

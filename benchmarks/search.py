@@ -19,7 +19,7 @@ DROPOUTS = (0.0, 0.2, 0.5)
 LRS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.02, 0.05, 0.1, 0.3)
 EPOCHS, WIDTH, BATCH_SIZE, SAMPLES = 27, 512, 32, 1437
 AT_ONCE, REDUCTION = 2, 3
-"""Jobs at the same time; one of so many goes on at each rung."""
+"""Jobs at the same time; one of this number goes on at each rung."""
 RAY = ("ray[tune]>=2.50",)
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 STEPS = SAMPLES // BATCH_SIZE

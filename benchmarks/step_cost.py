@@ -51,7 +51,7 @@ class Ran:
     """Holds the costs of one run.
 
     Args:
-        step_us: time from the end of a step to that of the next one, by the step before it, 1 first.
+        step_us: time from the end of a step to the end of the next one, by the step before it, 1 first.
         client_s: CPU time of the command.
     """
 
@@ -103,7 +103,7 @@ def once() -> dict[str, float]:
         "rank: a checkpoint of it (85 MiB), while training waits": (
             large_saving.after(LARGE_EVERY) - large_saving.after(LARGE_EVERY, LARGE_EVERY // 2)
         ),
-        "rank CPU: beside training, to write it and its sum": storing(),
+        "rank CPU: during training, to write it and its sum": storing(),
         "client CPU: to take it, look at its sum, store it": (
             (large_saving.client_s - large.client_s) * 1e6 / (LARGE_STEPS // LARGE_EVERY)
         ),
@@ -163,7 +163,7 @@ class Here:
 
 
 def run(without: tuple[str, ...], every: int, *overrides: str, model: tuple[str, ...] = MLP, steps: int = STEPS) -> Ran:
-    """Run a job with a record every so many steps, without some writers."""
+    """Run a job with a record every n steps, without some writers."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name, commands.nobody_warm() as variables:
         folder = Path(name)
         lengths = (f"trainer.max_steps={steps}", f"trainer.log_every_steps={every}", f"optimizer.folder={folder}")

@@ -32,7 +32,7 @@ class Held:
         sweep_mib: memory of the process of the sweep.
         scheduler_mib: memory of the process of the scheduler.
         sweep_fds: open file descriptors of the process of the sweep.
-        scheduler_fds: of that of the scheduler.
+        scheduler_fds: open files of the scheduler's process.
         cpu_s: CPU time of the process of the sweep, without its children.
         disk_bytes: space that the folder of the sweep takes.
     """

@@ -1,4 +1,4 @@
-"""Measures what each switch of the trainer changes: images/s, memory and loss, beside the job without it."""
+"""Measures what each switch of the trainer changes: images/s, memory and loss, compared with the job without it."""
 
 from __future__ import annotations
 

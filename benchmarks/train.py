@@ -32,7 +32,7 @@ def measure(repeats: int) -> Iterator[Figure]:
 
 
 def compare(work: Work, sides: dict[str, Side], repeats: int) -> Iterator[Figure]:
-    """Measure one work by all sides: the speed of each, and ours over that of each peer."""
+    """Measure one work by all sides: the speed of each, and ours divided by each peer's."""
     speeds: dict[str, list[float]] = {name: [] for name in sides}
     name = f"{work.model} x {work.batch_size}, {work.data}"
     for turn in range(repeats):

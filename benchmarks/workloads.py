@@ -208,7 +208,7 @@ class StampedSGD(torch.optim.SGD):
 
 
 class TracedSGD(torch.optim.SGD):
-    """SGD that tells who steps, and when: what a benchmark needs that kills ranks and sees them come back.
+    """SGD that tells which rank steps, and when: what a benchmark needs that kills ranks and sees them come back.
 
     Its count of steps is part of its state, so a checkpoint brings it back. `<folder>/rank-<n>` has the process ids of
     a rank and of its Dask worker, `<folder>/steps` a line for each step of rank 0: the time, its process id, the count.

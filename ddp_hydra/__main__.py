@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def run() -> None:
-    """Run the command in this process. Of those that torchrun has started, only that of RANK 0 does."""
+    """Run the command in this process. Of the processes that torchrun has started, only RANK 0 does."""
     from ddp_hydra import forked
 
     forked.pause_garbage()  # until the config is composed

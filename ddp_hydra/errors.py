@@ -52,7 +52,7 @@ class ClusterError(DdpHydraError):
 
 
 class SchedulerLost(ClusterError):
-    """The scheduler has ended, or the connection to it is lost; the run may continue from elsewhere."""
+    """The scheduler has ended, or the connection to it is lost; the run may go on in another place."""
 
 
 class RecordError(DdpHydraError):

@@ -28,7 +28,7 @@ from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.storage.manifest import FOLDER, step_name
 
 INLINE_BYTES = 32 * 1024
-"""Larger data is sent as a file beside the records, because the scheduler keeps records in memory for a while."""
+"""Larger data is sent as a file, not as a record, because the scheduler keeps records in memory for a while."""
 
 
 class Sender(Protocol):

@@ -1,4 +1,4 @@
-"""Measures what GPUs do, beside goals, and writes docs/gpu.md: `make gpu-report`, or with DEVICE=cpu to rehearse it."""
+"""Measures what GPUs do, compares it with goals, writes docs/gpu.md: `make gpu-report`; DEVICE=cpu rehearses it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def run(device: str, parts: list[Part], repeats: int) -> tuple[card.Card, list]:
-    """Measure parts on a device, in a temporary folder and beside a fork server of their own; Ctrl-C ends it early."""
+    """Measure parts on a device, in a temporary folder and with a fork server of their own; Ctrl-C ends it early."""
     seen = card.look(device)
     report.progress(f"{seen.name}, {seen.gpus} GPUs, torch {seen.torch_version}")
     with commands.nobody_warm(WARM_S) as variables, tempfile.TemporaryDirectory(prefix="gpu-report-") as folder:

@@ -109,7 +109,7 @@ class Bench:
         return Goal(limit, at_most) if self.on_gpu else None
 
     def ranks(self, number: int) -> tuple[str, ...]:
-        """Return the overrides for so many ranks; where there are fewer GPUs, the ranks share them through gloo."""
+        """Return the overrides for a number of ranks; where there are fewer GPUs, the ranks share them through gloo."""
         shared = ("dispatch.backend=gloo",) if 0 < self.card.gpus < number else ()
         return f"cluster.n_workers={number}", f"dispatch.ranks={number}", *shared
 

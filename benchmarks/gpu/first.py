@@ -28,7 +28,7 @@ def ranks(bench: Bench) -> Iterator[Figure]:
     """Train the same samples on one rank, and on two that share a GPU where there is only one."""
     one = bench.job("one-rank", *SHORT, *STEPS, "data.batch_size=64", *bench.ranks(1))
     two = bench.job("two-ranks", *SHORT, *STEPS, "data.batch_size=32", *bench.ranks(2))
-    name = f"two ranks by {bench.backend}, beside one: largest difference of the loss"
+    name = f"two ranks by {bench.backend}, against one: largest difference of the loss"
     yield report.value(name, relative(two.every("train/loss"), one.every("train/loss")), CLOSE, "of it")
     on_device = sum(f"on {bench.device}," in job.output for job in (one, two))
     yield report.value(f"jobs that say that they are on {bench.device}", on_device, Goal(2))

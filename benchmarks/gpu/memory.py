@@ -31,7 +31,7 @@ def full(bench: Bench) -> Iterator[Figure]:
 
 
 def given_back(bench: Bench) -> Iterator[Figure]:
-    """Run jobs one after the other beside a warm fork server: each gives back all that it took."""
+    """Run jobs one after the other next to a warm fork server: each gives back all that it took."""
     settings = (*SHORT, *LENGTH, *bench.ranks(bench.card.gpus or 1))
     bench.job("warm", *settings)
     before = sum(settled())

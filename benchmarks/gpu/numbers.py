@@ -63,7 +63,7 @@ def tensors(content: dict, part: str) -> list:
 
 
 def graphs(bench: Bench) -> Iterator[Figure]:
-    """Compile with CUDA graphs, accumulate, and compare the losses with those of the model as it is."""
+    """Compile with CUDA graphs, accumulate, and compare the losses with the losses of the model as it is."""
     length = ("trainer.max_steps=40", "trainer.epochs=null", "data.val=null", "trainer.gradient_accumulation_steps=2")
     told = bench.new_folder("graphs.json")
     watch = ("+callbacks.graphs._target_=benchmarks.gpu.probes.Graphs", f"+callbacks.graphs.file={told}")
@@ -71,7 +71,7 @@ def graphs(bench: Bench) -> Iterator[Figure]:
     job = bench.job("graphs", *SHORT, *length, *watch, "trainer.compile=reduce_overhead", *bench.ranks(1))
     close = Goal(0.001, at_most=True)
     difference = relative(job.every("train/loss"), plain.every("train/loss"))
-    yield report.value("CUDA graphs, beside eager: largest difference of the loss", difference, close, "of it")
+    yield report.value("CUDA graphs, against eager: largest difference of the loss", difference, close, "of it")
     found = json.loads(told.read_text())
     yield report.value("CUDA graphs: compiled functions that went without", found["skips"], NONE)
     yield report.value("CUDA graphs: recorded", found["recorded"], Goal(1))

@@ -1,4 +1,4 @@
-"""Ranks beside each other: DataParallel, SyncBatchNorm, frozen layers, and hooks that send fewer bytes."""
+"""Several ranks: DataParallel, SyncBatchNorm, frozen layers, and hooks that send fewer bytes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def data_parallel(bench: Bench) -> Iterator[Figure]:
         name: bench.job(name, *SHORT, *LENGTH, f"data.batch_size={32 * shares[name]}", *side).every("train/loss")
         for name, side in sides.items()
     }
-    name = f"DataParallel beside DDP on {gpus}: largest difference of the loss"
+    name = f"DataParallel against DDP on {gpus}: largest difference of the loss"
     yield report.value(name, relative(losses["dp"], losses["ddp"]), CLOSE, "of it")
     size, steps = (128, 120) if bench.on_gpu else (4, 6)
     for name, side in sides.items():
@@ -60,7 +60,7 @@ def sync_batchnorm(bench: Bench) -> Iterator[Figure]:
         settings = (f"parallel.sync_batchnorm={synced}", *SLOW, *bench.ranks(2))
         two = bench.job("two-ranks", *images(bench, 16, steps, ranks=2), *settings).every("train/loss")
         goal = Goal(0.01, at_most=True) if synced == "true" else None
-        title = f"{name}, two ranks by {bench.backend} beside one: largest difference of the loss"
+        title = f"{name}, two ranks by {bench.backend} against one: largest difference of the loss"
         yield report.value(title, relative(two, one), goal, "of it")
 
 

@@ -1,4 +1,4 @@
-"""ResNet-50 on one GPU, compiled, in 16 bits: beside the loop by hand, Fabric, Ray Train, and what the card can do."""
+"""ResNet-50 on one GPU, compiled, in 16 bits: the loop by hand, Fabric, Ray Train, and what the card can do."""
 
 from __future__ import annotations
 

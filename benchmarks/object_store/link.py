@@ -81,7 +81,7 @@ class Link:
             await writer.drain()
 
     async def take(self, n_bytes: int) -> None:
-        """Wait for the turn of so many bytes."""
+        """Wait for the turn of a number of bytes."""
         now = asyncio.get_running_loop().time()
         self.free_at = max(self.free_at, now) + n_bytes / (GBIT_PER_S * 1e9 / 8)
         if self.free_at - now > _AHEAD_S:

@@ -38,7 +38,7 @@ class Classify(Task):
 
 
 def main(model: str, steps: int, result: str) -> None:
-    """Do so many steps each way; rank 0 writes their seconds to the file `result`, as {comm_hook: [s, ...]}."""
+    """Do `steps` steps each way; rank 0 writes their seconds to the file `result`, as {comm_hook: [s, ...]}."""
     dist.init_process_group("gloo")
     group, ranks = dist.group.WORLD, dist.get_world_size()
     world = World(dist.get_rank(), ranks, ranks, group, group, "gloo")

@@ -70,7 +70,7 @@ class Work:
 
     @property
     def backend(self) -> str:
-        """That of the process group."""
+        """The process group's."""
         return "nccl" if self.device == "cuda" else "gloo"
 
     def autocast(self) -> torch.autocast:
@@ -136,7 +136,7 @@ def picked(data: Any, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Log:
-    """Loss and accuracy every 10 steps, over all ranks; rank 0 writes lines like those of a job's metrics.jsonl.
+    """Loss and accuracy every 10 steps, over all ranks; rank 0 writes lines as in a job's metrics.jsonl.
 
     Args:
         work: whose.

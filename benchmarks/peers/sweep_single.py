@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="sweep_single")
 def main(cfg: DictConfig) -> None:
-    """Train; the same lines, files and times as those of sweep_ddp.py."""
+    """Train; the same lines, files and times as sweep_ddp.py's."""
     sys.path += [str(ROOT)] if str(ROOT) not in sys.path else []  # not before: Hydra would find our launcher there
     import torch
     import torch.nn.functional as F

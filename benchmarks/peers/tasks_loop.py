@@ -24,7 +24,7 @@ IGNORED = -100
 
 
 class Log:
-    """Means every 10 steps, over all ranks; rank 0 writes lines like those of a job's metrics.jsonl.
+    """Means every 10 steps, over all ranks; rank 0 writes lines as in a job's metrics.jsonl.
 
     Args:
         path: of the file.

@@ -183,7 +183,7 @@ def prepared_inference(
 
     Args:
         split: "val" or "train".
-        words: groups and keys that are typed. Those of a group that is chosen anew belong to the new one.
+        words: groups and keys that are typed. Words of a group that is chosen anew belong to the new one.
         trust: use whatever the run's config names, also if it is a lone file or a URL.
     """
     words = overrides.with_faults(list(words))

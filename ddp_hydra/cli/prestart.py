@@ -18,7 +18,7 @@ from ddp_hydra.rank import fork_client, torchrun
 FLAGS = ("-m", "--multirun")
 """Options with which a job starts. Others may only print, and a word without = names a command."""
 RANKS_ELSEWHERE = ("cluster=", "detach=", "dry_run=", "hydra.job.env_set", "hydra/launcher=")
-"""Beginnings of overrides with which the ranks run elsewhere, or in another environment."""
+"""Beginnings of overrides with which the ranks run on other machines, or in another environment."""
 CLUSTER = re.compile(r"^\s*-\s*(?:override\s+)?/?cluster:\s*(\w+)", re.MULTILINE)
 """The choice of a cluster in a list of defaults."""
 

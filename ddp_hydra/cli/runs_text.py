@@ -163,7 +163,7 @@ def again_text(again: Reproduction) -> str:
     if not again.code_then:
         lines.append("the run has not noted the hash of its code, so it is not known whether this one is the same")
     elif again.code_then != again.code_now:
-        taken = f"that of the run is taken: {shown(again.kept)}"
+        taken = f"the run's is taken: {shown(again.kept)}"
         missing = "the run has not kept its own, so check out what it was made with"
         hashes = f"{shown(again.code_then[:16])} then, {again.code_now[:16]} in this folder"
         lines.append(f"the code is not the same: {hashes}; {taken if again.kept else missing}")

@@ -107,7 +107,7 @@ def start(
     manager = _manager_class(cfg)(cfg, logs)
     manager.check()
     if is_local(cfg):
-        # The import of torch takes longer than the start of the workers, so it begins first and runs beside that.
+        # The import of torch takes longer than the start of the workers, so it begins first and runs during that.
         from ddp_hydra.rank import fork_client
 
         fork_client.hold()

@@ -109,7 +109,7 @@ def pack(*roots: Path) -> Project:
         largest = max(files, key=lambda name: files[name].stat().st_size)
         raise ConfigError(
             f"the project space {roots[0]} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, and "
-            f"{MAX_BYTES // 2**20} MiB can be shipped with a job; the largest is {largest}: keep data sets elsewhere"
+            f"{MAX_BYTES // 2**20} MiB can be shipped with a job; the largest is {largest}: keep data sets outside"
         )
     return _pack(tuple((name, path, _stamp(path)) for name, path in files.items()))
 

@@ -24,7 +24,7 @@ HARMLESS = {
     "bos", "caption", "class", "cls", "column", "eos", "group", "image", "index", "input", "label", "mask", "output",
     "pad", "primary", "sep", "sort", "special", "start", "stop", "target", "text", "unk",
 }  # fmt: skip
-"""Words beside which "key" and "token" belong to a column or a vocabulary."""
+"""Words next to which "key" and "token" belong to a column or a vocabulary."""
 HIDDEN = "***"
 _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
@@ -42,7 +42,7 @@ _NOTHING = ("", "null", "value")
 _NO_SECRETS = ("", "null", "~", "true", "false", "???", '""', "''", "{", "[")
 
 _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
-"""Matches user and password in an address. A name alone may be a token of a web server, but not elsewhere."""
+"""Matches user and password in an address. A name alone may be a token, but of a web server only."""
 
 
 @functools.lru_cache(maxsize=4096)

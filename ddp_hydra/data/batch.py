@@ -173,7 +173,7 @@ def described(batch: Any) -> str:
 
 
 def pin(batch: Any) -> Any:
-    # Copy a batch to pinned memory, so that its copy to the GPU runs beside the computation.
+    # Copy a batch to pinned memory, so that its copy to the GPU runs during the computation.
     if not isinstance(batch, Tensor) and callable(own := getattr(batch, "pin_memory", None)):
         return own()
     return mapped(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory(), batch)

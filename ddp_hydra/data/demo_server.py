@@ -71,7 +71,7 @@ def find_weed() -> str | None:
 class Seaweed:
     """A store with one empty bucket, in a process of its own, on loopback.
 
-    Its ports are chosen by the system, so that many run beside each other. Its files lie in a temporary folder that is
+    Its ports are chosen by the system, so that several can run at once. Its files lie in a temporary folder that is
     removed with it. It ends with `stop`, or with this process, also where that is killed.
 
     Args:
@@ -189,7 +189,7 @@ IMAGE_SIZE = 32
 _NEEDED = {"obstore": "obstore", "sklearn": "scikit-learn", "PIL": "Pillow"}
 _START_TIMEOUT_S = 60
 _OR_A_BUCKET = "or give a bucket or folder with data.bucket=..."
-_PUTS = 16  # beside each other
+_PUTS = 16  # at the same time
 
 
 _lock = threading.Lock()

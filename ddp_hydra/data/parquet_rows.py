@@ -73,7 +73,7 @@ class ParquetRows(ProcessLocal):
         given = [features] if isinstance(features, str) else features
         self.features = [str(name) for name in given] if given else self._others(parts)
         if not self.features:
-            raise ValueError(f"{parts[0].name} has no column beside the target: type data.features=[...]")
+            raise ValueError(f"{parts[0].name} has no column but the target: type data.features=[...]")
         self._columns = wanted = [*self.features, *([self.target] if self.target is not None else [])]
         if twice := [name for name in dict.fromkeys(wanted) if wanted.count(name) > 1]:
             raise ValueError(f"{', '.join(twice)} is given twice: type data.target=... or data.features=[...]")

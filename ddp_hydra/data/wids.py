@@ -38,7 +38,7 @@ class WidsShards(ProcessLocal, Dataset):
             others are left out.
         base: the folder or URL that holds the shards; None: the one that the index names, else the index's own.
         dataset: read only the sub-dataset of this name; None: read all.
-        cache_dir: the folder for shards from elsewhere; None: ddp_hydra/shards in the user's cache folder
+        cache_dir: the folder for shards from other hosts; None: ddp_hydra/shards in the user's cache folder
             (XDG_CACHE_HOME) of each host. If others may write to it, each user gets a folder in it.
         cache_gb: the most that this folder may hold, GiB.
         prefetch_shards: how many of the shards that `expect` named are downloaded before they are needed.

@@ -60,7 +60,7 @@ def find_weights(cfg: DictConfig, run_dir: Path) -> Path | None:
 
 
 def check_files(cfg: DictConfig) -> None:
-    """Refuse a checkpoint of this machine that the job can't begin with. Those of a store are not downloaded here."""
+    """Refuse a checkpoint of this machine that the job can't begin with. One in a store is not downloaded."""
     given, find = (cfg.resume, find_resume) if cfg.resume else (weights_path(cfg), find_weights)
     if given and not RunRef.named(given).is_stored:
         find(cfg, Path())

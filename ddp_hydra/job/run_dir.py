@@ -36,7 +36,7 @@ class RunDirCallback(Callback):
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         run_dir = Path(str(config.hydra.run.dir))
-        if config.get("dry_run"):  # it writes no `.hydra`: that of a run in this folder would be lost
+        if config.get("dry_run"):  # it writes no `.hydra`: a run in this folder would lose its own
             with read_write(config.hydra):
                 config.hydra.output_subdir = None
         if config.hydra.output_subdir is None or not run_dir.is_dir():

@@ -130,7 +130,7 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
         else None,
         describe_data(summary.data or {}, train_s, steps),
         describe_straggler(summary.slowest or {}, train_s, steps),
-        f"profile: {shown_dir}/{summary.profile}, and a trace of each rank beside it (ui.perfetto.dev)"
+        f"profile: {shown_dir}/{summary.profile}, and a trace of each rank in the same folder (ui.perfetto.dev)"
         if summary.profile
         else None,
         f"{why_stopped('pause', steps)}: go on with {typed('resume', shown_dir)}"

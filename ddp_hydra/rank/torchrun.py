@@ -1,6 +1,6 @@
 """The processes that torchrun, or another launcher with its variables, starts for one command.
 
-On each host the process of LOCAL_RANK 0 works, and the others end with it, with its exit status. That of RANK 0 runs
+On each host the process of LOCAL_RANK 0 works, and the others end with it, with its exit status. RANK 0 runs
 the command; the first one of each other host is a worker of its cluster, see `cluster/kinds/torchrun.py`. What ends
 between hosts goes through torchrun's store, as lines of JSON: where the scheduler is, and how the command has ended.
 """
@@ -37,7 +37,7 @@ MEMORY = "ddp_hydra-run_dir"
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """This process among those of the launcher.
+    """This process among the launcher's processes.
 
     Args:
         rank, local_rank: its number, and its number on this host.

@@ -1,6 +1,6 @@
 """Passes lines from RANK 0 to the other hosts through torchrun's store: `python -m ddp_hydra.rank.torchrun_store`.
 
-For RANK 0 it reads them from stdin, elsewhere it writes them to stdout. It is a process of its own, because it imports
+For RANK 0 it reads them from stdin, for other ranks it writes them to stdout. It is a process, because it imports
 torch. Where no agent of torchrun serves the store, it does so for RANK 0.
 """
 
@@ -45,7 +45,7 @@ def connect(serves: bool = False) -> Store:
 
 
 def answer(store: Store, session: str) -> None:
-    """Tell each host which lines are those of this process.
+    """Tell each host which lines are this process's.
 
     torchrun's store outlives its restarts, which hosts count differently. Only a process that lives can answer.
     """

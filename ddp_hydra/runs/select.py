@@ -21,7 +21,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhdw])")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 SORTS = ("when", "duration", "steps", "status", "folder", "objective")
-"""Orders, beside the names of metrics."""
+"""Orders, besides the names of metrics."""
 OBJECTIVE = "objective"
 
 

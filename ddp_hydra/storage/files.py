@@ -99,7 +99,7 @@ def prepared_path(run_dir: Path, path: PurePosixPath | str) -> Path:
 
 
 def part_of(target: Path) -> Path:
-    """Return a new hidden name beside `target`, for a file that is not complete yet."""
+    """Return a new hidden name in the folder of `target`, for a file that is not complete yet."""
     return target.with_name(_PART + secrets.token_hex(6))
 
 
@@ -124,7 +124,7 @@ def replacing(target: Path, *, durable: bool = True, part: Path | None = None) -
     Args:
         target: the file to replace, in a folder that exists.
         durable: wait until the disk has the new file, so that either the old or the new one survives a power cut.
-        part: the name of the new file; None: a hidden name beside `target`.
+        part: the name of the new file; None: a hidden name in the folder of `target`.
     """
     part = part or part_of(target)
     try:

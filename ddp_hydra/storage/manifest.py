@@ -119,7 +119,7 @@ def state_file(path: Path) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return whether a path is that of a checkpoint, which may be missing, and not a folder of checkpoints."""
+    """Return whether a path names a checkpoint, which may be missing, and not a folder of checkpoints."""
     if path.is_file() or (path.suffix == SUFFIX and not path.is_dir()):
         return True
     return STEP.fullmatch(path.name) is not None and (

@@ -47,7 +47,7 @@ class BucketAddress:
             is a part of the host's name; None: what the environment says, else "path".
         credentials: access key and secret of a store where they are not secret, as the embedded one.
         setting: the config key that names the bucket, for messages; None: only the environment says where the store
-            is and who may use it.
+            is, and which users may read it.
         scheme: "s3"; "gs" and "az" use what obstore finds of GOOGLE_* and AZURE_*, and no test covers them.
         prefix: a folder in it: keys are below that.
 

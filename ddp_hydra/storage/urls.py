@@ -169,7 +169,7 @@ def _check_scheme(scheme: str, setting: str) -> None:
 
 
 def is_remote(url: str) -> bool:
-    """Return whether a URL is one of a store that is elsewhere, and not a path."""
+    """Return whether a URL names a store, and not a path of this machine."""
     return "://" in url and not url.startswith("file://")
 
 
@@ -191,7 +191,7 @@ def local_path(url: str) -> Path:
 
 
 POINTER = "results.url"
-"""In the run directory where the command was typed: the URL of the results that are elsewhere."""
+"""In the run directory where the command was typed: the URL of the results in a store."""
 _URL = re.compile(
     r"(?P<bucket>s3|gs|az)://(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{1,62})(?P<prefix>(/[^/?#\\]+)*)/?"
     r"|(?!(s3|gs|az|https?):)(?P<scheme>[a-z][a-z0-9]*)://([^/?#\\:@]+@)?[^/?#\\@]*(/[^/?#\\]+)*/?"

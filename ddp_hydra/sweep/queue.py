@@ -145,7 +145,7 @@ class JobQueue:
         retry_failed: whether jobs that failed in the earlier run are run again.
 
     Attributes:
-        jobs: the jobs, those of a higher priority first.
+        jobs: the jobs, the highest priority first.
         keys: the keys that some job gives.
     """
 

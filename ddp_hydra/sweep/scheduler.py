@@ -1,6 +1,6 @@
 """Decides which job of a sweep starts next, and on which cluster; runs that cluster in a process of its own.
 
-Such processes, and those of jobs, are forked, so that they have all that Hydra knows (the composed configs, the
+Such processes, and the processes of jobs, are forked, so that they have all that Hydra knows (the composed configs, the
 resolvers, the task function, even a closure) and import nothing again. The process that forks runs no threads of its
 own. They send messages to it, and end with it.
 """

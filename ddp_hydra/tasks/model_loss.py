@@ -159,7 +159,7 @@ class ModelLoss(Task):
             return self.rule or "all"
         name, why = type(model).__name__, "loss and logits of the first batch are no plain cross-entropy of the labels"
         if others:
-            why = f"the batch has {', '.join(others)} beside labels"
+            why = f"the batch has {', '.join(others)} and labels"
         if labels.ndim > 1:
             raise ConfigError(
                 f"what the loss of {name} is a mean over can't be told: {why}. Give task.shift=false for all labels "

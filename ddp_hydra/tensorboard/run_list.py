@@ -105,7 +105,7 @@ class RunList:
             return found
 
     def files(self, key: str) -> RunFiles:
-        """Return the files of the run with an id. Links are not followed, nor are pointers to results elsewhere."""
+        """Return the files of the run with an id. Links and pointers to other folders are not followed."""
         with self._lock:
             if key not in self._runs:
                 self._look()

@@ -119,7 +119,7 @@ class RunView:
         return self._run.loader.device
 
     def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log numbers: metrics.jsonl, TensorBoard, and the loggers. Those of rank 0 count.
+        """Log numbers: metrics.jsonl, TensorBoard, and the loggers. The numbers of rank 0 count.
 
         Raises:
             ConfigError: a name is one of the run's own.
@@ -129,12 +129,12 @@ class RunView:
             results.send_metrics(metrics, self.step, self._run.epoch_shown, self.samples)
 
     def text(self, name: str, text: str) -> None:
-        """Show a text (Markdown). That of rank 0 counts."""
+        """Show a text (Markdown). Rank 0's counts."""
         if self.rank == 0:
             results.text(name, text, self.step)
 
     def image(self, name: str, pixels: Any) -> None:
-        """Show an image. That of rank 0 counts.
+        """Show an image. Rank 0's counts.
 
         Args:
             name: of the image.
@@ -192,7 +192,7 @@ class RunView:
 
 
 class MetricNames:
-    """The names of metrics: those of the user's code are no names of the run.
+    """The names of metrics. A name of the run can't be one of the user's code.
 
     Attributes:
         of_run: names that the run has logged.

@@ -309,7 +309,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         predicted = described(run.task.predict(run.model.eval(), batch))
     if run.validation is not None:
         metrics |= run.validation.run(run.model, lambda: True, are_few=True)
-    # Any other name may be that of a callback's metric.
+    # Any other name may be a callback's metric.
     known = metrics if cfg.callbacks or "/" in cfg.objective.metric else {**metrics, **dict.fromkeys(OWN, 0.0)}
     if objective.is_unknown(cfg.objective.metric, known):
         raise objective.unknown(cfg.objective.metric, metrics, saved=False)

@@ -217,7 +217,7 @@ class Profiler:
             *(f"| {name} | {1e3 * s / self.steps:.2f} | {s / total:.0%} |" for name, s in rows),
             f"| all | {1e3 * total / self.steps:.2f} | 100% |",
             "",
-            f"Communication: {1e3 * exchange_s / self.steps:.2f} ms of CPU time a step, beside the backward pass.",
+            f"Communication: {1e3 * exchange_s / self.steps:.2f} ms of CPU time a step, besides the backward pass.",
             f"Memory: at most {memory.peak_bytes(self.device) / 2**20:,.0f} MiB of the "
             f"{'GPU' if self.device.type == 'cuda' else 'process'}.",
             *self._computed(total),

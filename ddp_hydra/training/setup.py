@@ -90,7 +90,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     what = counted(patience or 0, "epoch" if val_set is None else "validation")
     progress = f"{what} without progress in {cfg.objective.metric}"
     has_workers = isinstance(train_set, InWorkers) and train_set.asked
-    reading = f"{counted(train_set.number, 'worker')} beside each rank" if has_workers else ""
+    reading = f"{counted(train_set.number, 'worker')} for each rank" if has_workers else ""
     is_stream = isinstance(sampler, StreamSampler)
     note = sampler.resumed(position.offset) if is_stream and position.step else ""
     reached = f"at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"

@@ -1,4 +1,4 @@
-"""Shows a job's progress: a bar on a terminal, lines elsewhere."""
+"""Shows a job's progress: a bar on a terminal, lines in a file or a pipe."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Cast:
     """Describe a recording.
 
     Args:
-        title: what it shows, for those who can't see it.
+        title: what it shows, for readers that can't see it.
         lines: height of the terminal.
         script: for bash. `show` prints words as if they were typed; `type` runs them, too.
     """

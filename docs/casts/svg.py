@@ -60,7 +60,7 @@ def draw(frames: Sequence[Frame], columns: int, lines: int, hold_s: float, title
         columns: of the terminal.
         lines: of the terminal.
         hold_s: how long the last frame stays.
-        title: what it shows, for those who can't see it.
+        title: what it shows, for readers that can't see it.
     """
     width, height = round(columns * WIDTH + 2 * EDGE), lines * LINE + 2 * EDGE
     total_s = frames[-1].at_s + hold_s

@@ -22,7 +22,7 @@ GENERATED = {
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are generated, and those of the checkout's root."""
+    """Add the pages that are generated, and the pages of the checkout's root."""
     for name, text in GENERATED.items():
         files.append(File.generated(config, name, content=text()))
     return files

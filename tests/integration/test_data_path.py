@@ -211,7 +211,7 @@ def test_workers_of_the_ranks_make_the_same_batches(client2, project, tmp_path, 
     for name, values in own.checkpoint("last.pt")["model"].items():
         assert values.equal(apart.checkpoint("last.pt")["model"][name])
     (header,) = [record.data.lines for record in apart.records if record.kind == "start"]
-    assert "reading   2 workers beside each rank" in header
+    assert "reading   2 workers for each rank" in header
     assert apart.value["data"]["samples"] == own.value["data"]["samples"] == 2 * len(TRAIN)
 
 

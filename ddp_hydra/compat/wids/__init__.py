@@ -35,7 +35,7 @@ class ShardListDataset(Dataset):
     Args:
         shards: URL or path of an index; an index that is open for reading; or a list of {"url", "nsamples"} dicts.
         cache_size: most bytes of the cache folder; None: 50 GiB, or what `create_cleanup_background_process` was given.
-        cache_dir: folder for shards from elsewhere; None: WIDS_CACHE, or one in the user's cache folder.
+        cache_dir: folder for shards from other hosts; None: WIDS_CACHE, or one in the user's cache folder.
         lru_size: not needed: open shards cost no memory.
         dataset_name: of a list of shards.
         transformations: "PIL", "numpy", a function of the sample, or a list of them. Before "PIL" or "numpy", fields

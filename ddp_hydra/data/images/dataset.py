@@ -324,7 +324,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
             processes: that make batches of this data set for one rank.
         """
         self.threads = -(-self.threads // processes)
-        spare = processes if processes > 1 else 0  # a core of each process for what it does beside decoding
+        spare = processes if processes > 1 else 0  # a core of each process for what it does besides decoding
         self.decoders = max(1, (self.decoders or cores_per_rank() - spare) // processes)
         self.memory_mb /= processes
         self.cache_mb /= processes

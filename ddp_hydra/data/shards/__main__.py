@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     making.add_argument(
         "--classes-from",
         metavar="FROM",
-        help="folder or index.json whose classes are numbered, such as that of the training; default: SOURCE",
+        help="folder or index.json whose classes are numbered, such as the training's; default: SOURCE",
     )
     indexing = commands.add_parser("index", help="write the index of existing shards")
     indexing.add_argument("tars", metavar="TAR", nargs="+", help="paths or URLs, in order")

@@ -34,7 +34,7 @@ _ASK_AFTER_S = 0.5
 
 
 class ShardCache(ProcessLocal):
-    """Opens the shards of an index, and keeps those from elsewhere on the local disk.
+    """Opens the shards of an index, and keeps the shards of other hosts on the local disk.
 
     All processes of a host share the folder. Each shard is downloaded once, by the process that needs it first, and
     gets its name only when it is complete and verified. A shard that is needed now waits for its space and evicts

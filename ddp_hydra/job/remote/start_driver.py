@@ -99,7 +99,7 @@ async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
 
 def _start(spec: DriverSpec, worker: Any) -> dict[str, Any]:
     try:
-        outbox.secure(worker.local_directory)  # the driver works beside it, and imports code from there
+        outbox.secure(worker.local_directory)  # the driver works next to it, and imports code from there
     except ConfigError as error:
         return {"error": str(error)}
     place = worker.scheduler.address, worker.security, str(Path(worker.local_directory).parent)

@@ -51,7 +51,7 @@ def test_steps_show_the_goal_of_a_run_that_has_not_come_to_it():
         (
             "a" * 64,
             "outputs/x/project.zip",
-            "a then, bbbbbbbbbbbbbbbb in this folder; that of the run is taken",
+            "a then, bbbbbbbbbbbbbbbb in this folder; the run's is taken",
         ),
         ("a" * 64, "", "the run has not kept its own, so check out what it was made with"),
     ],

@@ -631,7 +631,8 @@ def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_ste
     assert resumed.startswith("done: 20 steps, the last 15 in 1.5 s, 107 samples/s, ")
     nothing_left = summary.closing_lines(msgspec.structs.replace(value, from_step=20), "outputs/a").splitlines()
     assert nothing_left[1] == "nothing was left to train: resume= with more, as trainer.epochs=<n>, goes on"
-    assert lines[1:] == ["profile: outputs/a/profile/table.md, and a trace of each rank beside it (ui.perfetto.dev)"]
+    told = "profile: outputs/a/profile/table.md, and a trace of each rank in the same folder (ui.perfetto.dev)"
+    assert lines[1:] == [told]
     assert "bound by" not in summary.closing_lines(value, "outputs/a")
     longer = summary.closing_lines(msgspec.structs.replace(value, train_s=15.0), "outputs/a")
     assert longer.splitlines()[1].startswith("data: bound by compute")

@@ -175,7 +175,7 @@ def test_labels_beside_the_labels_are_asked_for():
         return every(logits, labels) + F.cross_entropy(logits[:, 0], next_sentence_label)
 
     batch = {"input_ids": IDS[:4], "labels": IDS[:4], "next_sentence_label": IDS[:4, 0]}
-    with pytest.raises(ConfigError, match="the batch has next_sentence_label beside labels"):
+    with pytest.raises(ConfigError, match="the batch has next_sentence_label and labels"):
         ModelLoss().step(model("BertForPreTraining", two), batch)
     assert ModelLoss(shift=False).step(model("BertForPreTraining", two), batch).n == 4 * TIME
 
