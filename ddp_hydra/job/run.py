@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect, connection
 from ddp_hydra.config import checkpoint_config, schema
+from ddp_hydra.config.loggers import check_installed
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.console.text import typed
 from ddp_hydra.dispatch import inline
@@ -62,6 +63,8 @@ def run_job(
         check(cfg)
         config = schema.resolved(cfg)
         check_files(cfg)
+        if not cfg.detach:  # else they are needed where the driver runs
+            check_installed(cfg)
         if weights_path(cfg) is not None:
             config["model"]["weights"] = None
         packed_project(cfg, config)

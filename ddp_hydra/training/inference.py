@@ -74,7 +74,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     split = job["split"]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if not job["trust"]:
-        refuse_targets(cfg, job["overrides"], job["groups"])
+        refuse_targets(cfg, content["config"], job["overrides"], job["groups"])
     if cfg.data.get(split) is None:
         raise ConfigError(f"this run has no data.{split}: choose a data set with data=<group>, or give split=train")
     builders.set_float32(cfg)

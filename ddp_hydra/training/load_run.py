@@ -92,7 +92,7 @@ def load(
     split = split if split is not None and (content["config"].get("data") or {}).get(split) else None
     cfg = checkpoint_config.composed(content["config"], overrides, split=split)
     if not (trust or RunRef.own(run).is_own):
-        refuse_targets(cfg, overrides)
+        refuse_targets(cfg, content["config"], overrides)
     return restore_model(content, cfg)
 
 

@@ -1,4 +1,4 @@
-"""Refuses what the config of a checkpoint from another place names by `_target_`, if it may do anything.
+"""Refuses what the config of a checkpoint from another place names, if it may do anything or tell a secret.
 
 A target is looked up only below packages that are known, and counts as what it is, not as what it is called:
 `torch.os.system` is no function of torch.
@@ -7,7 +7,9 @@ A target is looked up only below packages that are known, and counts as what it 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
@@ -34,24 +36,39 @@ FUNCTIONS = ("torchvision.models", "torch.nn.functional", "torch._C._nn", "ddp_h
 """Modules and packages whose functions are called."""
 TENSOR = "torch.tensor"
 """A function that is called, too: it makes the weights of a loss."""
+_REFERENCE = re.compile(r"\$\{(oc\.select:)?[\w., -]+\}")
+"""Matches an interpolation that reads the config alone."""
 
 
-def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collection[str] = ()) -> None:
-    """Check the targets that a config has from a checkpoint.
+def refuse_targets(
+    cfg: DictConfig, stored: Mapping[str, Any], words: Sequence[str] = (), groups: Collection[str] = ()
+) -> None:
+    """Check the targets that a config has from a checkpoint, and what its interpolations read.
 
     Args:
         cfg: the config to build from, resolved.
+        stored: the checkpoint's config, with its interpolations.
         words: overrides that were typed.
         groups: groups that were typed.
 
     Raises:
-        ConfigError: a target may do anything.
+        ConfigError: a target may do anything, or an interpolation reads more than the config.
     """
     typed = [word.lstrip("+").partition("=")[::2] for word in words]
+
+    def is_typed(key: str, value: Any) -> bool:
+        return any(key == one or (key.startswith(f"{one}.") and str(value) in text) for one, text in typed)
+
+    for key, value in redact.values_of(stored):
+        is_read = isinstance(value, str) and "${" in _REFERENCE.sub("", value)  # by a resolver, such as oc.env
+        if is_read and key.partition(".")[0] not in groups and not is_typed(key, value):
+            raise ConfigError(
+                f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may not read this "
+                f"machine's environment. Type {key}=<value>, or trust=true if you trust it"
+            )
     for key, value in redact.values_of(OmegaConf.to_container(cfg)):
         group, name = key.partition(".")[0], key.rpartition(".")[2]
-        is_typed = any(key == one or (key.startswith(f"{one}.") and str(value) in text) for one, text in typed)
-        if group not in BUILT or group in groups or is_typed:
+        if group not in BUILT or group in groups or is_typed(key, value):
             continue
         # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
         is_hidden = isinstance(value, str) and "${" in value

@@ -229,7 +229,13 @@ def pictures(module_cli) -> Path:
 
 @pytest.fixture(scope="module")
 def sorter(module_cli, pictures) -> Path:
-    words = ("model=pixels", "data=s3_photos", f"data.bucket=file://{pictures}", "data.batch_size=5", "cluster=inline")
+    words = (
+        "model=pixels",
+        "data=image_folder",
+        f"data.bucket=file://{pictures}",
+        "data.batch_size=5",
+        "cluster=inline",
+    )
     module_cli.done(*words, "data.image_size=8", "trainer.epochs=1", "hydra.run.dir=sorter")
     return module_cli.folder / "sorter"
 

@@ -55,10 +55,10 @@ def test_there_are_two_checkpoints_to_choose_from(tmp_path):
 def test_a_lone_checkpoint_builds_what_is_known_only(target):
     cfg = OmegaConf.create({"model": {"_target_": "torch.nn.Linear", "head": [{"_target_": target}]}})
     with pytest.raises(ConfigError, match=rf"^model\.head\.0\._target_={target} is from .* Type trust=true"):
-        refuse_targets(cfg, ["model.width=3"])
-    refuse_targets(cfg, groups=["model"])
-    refuse_targets(cfg, [f"model.head.0._target_={target}"])
-    refuse_targets(cfg, [f"+model.head=[{{_target_:{target}}}]"])
+        refuse_targets(cfg, {}, ["model.width=3"])
+    refuse_targets(cfg, {}, groups=["model"])
+    refuse_targets(cfg, {}, [f"model.head.0._target_={target}"])
+    refuse_targets(cfg, {}, [f"+model.head=[{{_target_:{target}}}]"])
 
 
 @pytest.mark.parametrize(
@@ -71,19 +71,35 @@ def test_a_lone_checkpoint_builds_what_is_known_only(target):
     ],
 )  # fmt: skip
 def test_a_lone_checkpoint_builds_what_ships_and_what_is_of_the_project(target):
-    refuse_targets(OmegaConf.create({"model": {"_target_": target}, "optimizer": {"_target_": "lion.Lion"}}))
+    refuse_targets(OmegaConf.create({"model": {"_target_": target}, "optimizer": {"_target_": "lion.Lion"}}), {})
 
 
 def test_a_lone_checkpoint_hides_no_interpolation():
     hidden = {"model": {"_target_": "torch.nn.Linear", "head": r"\${optimizer}"}}
     cfg = checkpoint_config.composed({"data": {}, "optimizer": {"_target_": "lion.Lion"}, **hidden})
     with pytest.raises(ConfigError, match=r"^model\.head=\$\{optimizer\} is from a checkpoint"):
-        refuse_targets(cfg)
+        refuse_targets(cfg, hidden)
+
+
+@pytest.mark.parametrize(
+    "read", ["${oc.env:TOKEN}", "s3://b/${oc.env:TOKEN,a}", "${oc.${part}:TOKEN}", "${oc.decode:x}"]
+)
+def test_a_lone_checkpoint_reads_no_environment(read):
+    cfg, stored = OmegaConf.create({"data": {"train": {"bucket": "secret"}}}), {"data": {"train": {"bucket": read}}}
+    with pytest.raises(
+        ConfigError, match=r"^data\.train\.bucket=.*TOKEN|oc.decode.*Type data\.train\.bucket=<value>, or"
+    ) as told:
+        refuse_targets(cfg, stored)
+    assert "secret" not in str(told.value)
+    refuse_targets(cfg, stored, groups=["data"])
+    refuse_targets(cfg, stored, [f"data.train.bucket={read}"])
+    kept = {"task": {"ignore": "${oc.select:task.ignore,null}"}, "data": {"a": "${data.b}/x", "c": r"\d{2}"}}
+    refuse_targets(cfg, kept)
 
 
 def test_code_of_a_data_set_is_not_fetched_for_a_lone_checkpoint():
     with pytest.raises(ConfigError, match="trust_remote_code=True is from"):
-        refuse_targets(OmegaConf.create({"data": {"train": {"trust_remote_code": True}}}))
+        refuse_targets(OmegaConf.create({"data": {"train": {"trust_remote_code": True}}}), {})
 
 
 def test_a_run_directory_is_own_and_a_lone_file_or_a_url_is_not(train, tmp_path):
