@@ -79,13 +79,15 @@ class Odd(Blocks):
 
     Args:
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
-            "looks": use a block's parameter outside of it; "double": compute the head in double precision.
+            "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
+            multiply by a parameter of two elements, of which some ranks have none.
         options: of Blocks.
     """
 
     def __init__(self, odd: str, **options: Any) -> None:
         super().__init__(**options)
-        self.odd, self.scale = odd, nn.Parameter(torch.ones(())) if odd == "scalar" else 1.0
+        shape = {"scalar": (), "few": (2,)}.get(odd)
+        self.odd, self.scale = odd, 1.0 if shape is None else nn.Parameter(torch.ones(shape))
         self.register_buffer("mask", torch.zeros(10))
         if odd == "double":
             self.head.double()
@@ -96,7 +98,8 @@ class Odd(Blocks):
         if self.odd == "looks":
             x = x + self.blocks[0].one.bias.mean()
         x = x + self.mask if self.odd == "mask" else x
-        return self.head(x.double() if self.odd == "double" else x) * self.scale
+        scale = self.scale.mean() if self.odd == "few" else self.scale
+        return self.head(x.double() if self.odd == "double" else x) * scale
 
 
 class HeadAlone(Classification):

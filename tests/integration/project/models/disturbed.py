@@ -1,4 +1,4 @@
-"""Disturbs a rank while it saves: it is killed at each of its calls in turn, or at any moment; its disk is full."""
+"""Disturbs ranks that save: they are killed at each call in turn or at any moment, have a full disk, or load it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from ddp_hydra import results
+from ddp_hydra.storage.manifest import read_manifest
+from ddp_hydra.training import load_run
 from ddp_hydra.training.callbacks import Callback, RunView
+from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.sharded_checkpoint import ReportingFile
 
 CALLS = (
@@ -124,3 +130,46 @@ class FullDisk(Callback):
         self.tries -= 1
         if self.tries >= 0:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Reload(Callback):
+    """At the end, the process loads a checkpoint that it has written itself, and finds what it was.
+
+    Args:
+        step: of the checkpoint.
+        folder: of the run's checkpoints, on this host.
+    """
+
+    changes_training = True
+
+    def __init__(self, step: int, folder: str) -> None:
+        self.step, self.folder = step, Path(folder)
+
+    def on_checkpoint(self, run: RunView) -> None:
+        """Keep a copy."""
+        if run.step == self.step:
+            self.kept = run._run.state.begin_capture()()
+
+    def on_end(self, run: RunView) -> None:
+        """Load it."""
+        state, name = run._run.state, f"step-{self.step:06d}"
+        run._run.checkpoints.wait()
+        until = time.monotonic() + 60
+        while not (found := [one for one in read_manifest(self.folder) if one.startswith(name)]):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        now = state.begin_capture()()
+        load_run.restore(state, read(self.folder / found[0], whole=False))
+        again = state.begin_capture()()
+        for part in ("model", "ema", "optimizer"):
+            assert same(again[part], self.kept[part]), part
+            assert not same(again[part], now[part]), part
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two states are equal."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return one == other
