@@ -37,7 +37,7 @@ from ddp_hydra.writers.files import CheckpointWriter
 
 LAYERS = 32
 """Of 1,024 x 1,024: with Adam's state, 12 MiB each."""
-STEPS, EVERY = 200, 20
+STEPS, EVERY = 120, 20
 JOB = (
     *("data=bench", "data.batch_size=8", "data.train._target_=benchmarks.workloads.Images", "scheduler=none"),
     *("objective.metric=train/loss", "objective.direction=minimize", "trainer.validate_every_epochs=0"),
