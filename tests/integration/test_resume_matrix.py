@@ -125,7 +125,7 @@ def test_any_checkpoint_goes_on_in_any_layout(client4, project, tmp_path, saved,
     if "WRITE_MATRIX" in os.environ:
         cells.setdefault(source, {})[target] = cell
         write(cells)
-    assert cell == cells[source][target], "WRITE_MATRIX=1 writes the table anew"
+    assert cell in (EXACT, cells[source][target]), "WRITE_MATRIX=1 writes the table anew"
 
 
 GROUPS = ("trainer.freeze=['stem.*','*.norm.*']", "trainer.decay_all=false", "optimizer.weight_decay=0.1")
