@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import multiprocessing
 import os
+import random
 import shutil
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra.record import Checkpoint, File, Record
 from ddp_hydra.storage import LocalFolder
-from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.storage.manifest import find_checkpoint, has_checkpoint
 from ddp_hydra.storage.run_ref import fetch_checkpoint
 from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror
 from ddp_hydra.writers.files import CheckpointWriter
@@ -70,11 +73,15 @@ Saved = list[tuple[Record, bytes]]
 FORMS = {"one file": (None,), "parts": ("rank-1", "state")}
 
 
+def body_of(number: int, step: int, name: str | None) -> bytes:
+    return b"weights %d of write %d%s" % (step, number, f", {name}".encode() if name else b"")
+
+
 def saved(form: str, number: int, step: int, best: bool, folder: Path) -> Saved:
     """The records of a checkpoint, whose files lie in a folder, and what is in them."""
     found = []
     for name in FORMS[form]:
-        body = b"weights %d of write %d%s" % (step, number, f", {name}".encode() if name else b"")
+        body = body_of(number, step, name)
         source = folder / f"spool-{name}"
         source.write_bytes(body)
         parts = {"rank-1.pt": 1, "state.pt": 0} if name == "state" else {}
@@ -190,6 +197,42 @@ def crash_of_mirror(form: str, left: int, after: bool) -> bool:
 def test_a_mirror_that_dies_at_any_operation_leaves_whole_checkpoints(form, after):
     moments = itertools.takewhile(lambda left: crash_of_mirror(form, left, after), itertools.count(1))
     assert len(list(moments)) > 40
+
+
+def write_on(form: str, run_dir: Path, store: LocalFolder, first: int) -> None:
+    """Write checkpoints and copy them, for ever."""
+    writer, mirror = CheckpointWriter(run_dir, move, keep=2), CheckpointMirror(run_dir, store)
+    for step in itertools.count(first):
+        for record, _ in saved(form, step, step, step % 3 == 0, run_dir.parent):
+            writer.write(record)
+        mirror.copy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_processes_that_are_killed_at_any_moment_leave_whole_checkpoints(tmp_path, form):
+    """50 times, by SIGKILL."""
+    run_dir, store, drawn = tmp_path / "run", LocalFolder(tmp_path / "store"), random.Random(0)
+    run_dir.mkdir()
+    newest = {"run": 0, "store": 0}
+    for kill in range(50):
+        writing = multiprocessing.get_context("fork").Process(
+            target=write_on, args=(form, run_dir, store, newest["run"] + 1)
+        )
+        writing.start()
+        time.sleep(drawn.uniform(0.02, 0.3))
+        writing.kill()
+        writing.join()
+        found = {"run": find_checkpoint(run_dir)} if has_checkpoint(run_dir) else {}
+        if (tmp_path / "store/checkpoints/manifest.json").exists():
+            found["store"] = fetch_checkpoint(str(store.folder), tmp_path / f"back-{kill}", retry_s=0)
+        for where, checkpoint in found.items():
+            body = content(checkpoint)
+            step = int(body.split()[1])
+            assert step >= newest[where]
+            newest[where] = step
+            assert body == b"".join(body_of(step, step, name) for name in FORMS[form])
+    assert newest["run"] >= newest["store"] > 20
 
 
 writes = st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=5)
