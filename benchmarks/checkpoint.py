@@ -167,12 +167,12 @@ def speeds(repeats: int) -> Iterator[Figure]:
                 took[what].setdefault(name, []).append(size / (time.perf_counter() - begin) / 1e9)
                 report.progress(f"{what}, {name}: {took[what][name][-1]:.2f} GB/s")
     dist.destroy_process_group()
-    for what, ways_took in took.items():
-        for name, runs in ways_took.items():
-            yield report.times(f"{what}, {name}", runs, unit="GB/s")
-            if name != "bare files":
-                goal = Goal(0.8) if name in FORMS else None
-                yield report.paired(f"{what}, {name} / bare files", runs, ways_took["bare files"], goal)
+    for what, by_way in took.items():
+        for name, runs in by_way.items():
+            yield Figure(f"{what}, {name}", statistics.median(runs), max(runs), min(runs), "GB/s", runs=tuple(runs))
+        for name, peer in (("one file", "torch.save"), ("in parts", "plain DCP")):
+            yield report.paired(f"{what}, {name} / bare files", by_way[name], by_way["bare files"], Goal(0.8))
+            yield report.paired(f"{what}, {name} / {peer}", by_way[name], by_way[peer])
 
 
 def made() -> TrainingState:
@@ -237,7 +237,8 @@ def read_ours(folder: Path) -> None:
 
 
 def drop_cache(folder: Path) -> None:
-    """Leave nothing of a folder's files in the page cache."""
+    """Leave nothing of a folder's files in the page cache, and nothing for the disk to do."""
+    os.sync()
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:

@@ -15,6 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Coroutine
 from concurrent import futures
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,9 @@ def fetch(source: Path, file: File, target: Path, call: Callable[..., Any]) -> N
     if _is_here(source, file.size):
         shutil.move(source, target)
         return
-    done, nonce = 0, secrets.token_bytes(32)
-    target.write_bytes(nonce)
-    if file.size > outbox.CHUNK_BYTES and call(outbox.sees, str(target.absolute()), nonce):
-        while done < file.size and (copied := call(outbox.copy, source.name, str(target.absolute()), done)):
+    path, done = str(target.absolute()), 0
+    if file.size > outbox.CHUNK_BYTES and _is_seen(target, partial(call, outbox.sees, path)):
+        while done < file.size and (copied := call(outbox.copy, source.name, path, done)):
             done += copied
         target.open("rb").close()  # NFS looks for a file's size when it is opened
     else:
@@ -66,6 +66,12 @@ def fetch(source: Path, file: File, target: Path, call: Callable[..., Any]) -> N
         call(outbox.keep, source.name, file.sha256)
     else:
         call(outbox.remove, source.name)
+
+
+def _is_seen(target: Path, is_there: Callable[[bytes], bool]) -> bool:
+    nonce = secrets.token_bytes(32)
+    target.write_bytes(nonce)
+    return is_there(nonce)
 
 
 def drop(source: Path, file: File, call: Callable[..., Any]) -> None:
