@@ -36,7 +36,7 @@ define unit_tested
 	$(1)/bin/python -m pytest -n $(JOBS) -m "not integration and not slow" --hypothesis-profile=few
 endef
 
-BENCHMARKS := launch overhead recovery data train on_ray exchange scale step_cost sweep runs
+BENCHMARKS := launch overhead recovery checkpoint data train on_ray exchange scale step_cost sweep runs
 
 .PHONY: bench demo gpu-report golden test test-fast test-all test-slurm test-ray test-dask-cuda test-hydra14 test-lowest test-newest docs casts dist check format clean
 

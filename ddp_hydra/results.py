@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Any, Protocol, TypeVar, cast
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import RecordError
@@ -27,6 +27,7 @@ from ddp_hydra.storage import retry
 from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.storage.manifest import FOLDER, step_name
 
+T = TypeVar("T")
 INLINE_BYTES = 32 * 1024
 """Larger data is sent as a file, not as a record, because the scheduler keeps records in memory for a while."""
 
@@ -357,10 +358,23 @@ def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint
             source.unlink(missing_ok=True)  # nobody would delete it, e.g. after a full disk
             raise
 
-    retry.retry_while_full(attempt, lambda: retry.describe_full_folder(source.parent), _process.retry_s, warn, _wait)
+    with_room(attempt)
     with source.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return File(path, source.stat().st_size, digest, source=str(source), checkpoint=checkpoint)
+
+
+def with_room(write: Callable[[], T]) -> T:
+    """Write into the outbox or beside it. While the disk is full, wait and try again, and say so.
+
+    Args:
+        write: leaves nothing behind if it fails.
+
+    Raises:
+        DiskFull: there was no space for it during the time that `connect` was given.
+    """
+    folder = _sender().outbox
+    return retry.retry_while_full(write, lambda: retry.describe_full_folder(folder), _process.retry_s, warn, _wait)
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

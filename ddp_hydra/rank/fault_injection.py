@@ -44,7 +44,7 @@ KINDS = {
 OF_WORKERS = ("worker", "nanny", "term")
 """Faults that need a worker that is a process of its own."""
 PLACES = (*PHASES[2:-1], "write")
-"""Places where a fault can be triggered; `write` is in the middle of a checkpoint file, on rank 0."""
+"""Places where a fault can be triggered; `write` is in the middle of a checkpoint's file, on a rank that writes one."""
 
 
 class InjectedFault(RuntimeError):

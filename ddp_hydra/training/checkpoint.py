@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 from zipfile import is_zipfile
 
 import torch
@@ -20,15 +20,13 @@ from torch import nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console.text import printable
 from ddp_hydra.errors import CheckpointError, NonFiniteLoss
-from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Checkpoint
-from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.storage.manifest import FOLDER, STATE, state_file, step_name
 from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import not_finite
-from ddp_hydra.training.sharded_checkpoint import PARTS_IN
+from ddp_hydra.training.sharded_checkpoint import PARTS_IN, ReportingFile
 from ddp_hydra.training.state import FORMAT, TrainingState
 
 
@@ -97,31 +95,8 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write(content: dict[str, Any], path: Path, step: int) -> None:
-    with path.open("wb") as file:
-        reporting = ReportingFile(file, step)
-        try:
-            torch.save(content, cast(IO[bytes], reporting))
-        except Exception as error:
-            raise reporting.error or error from None
-
-
-class ReportingFile(NotingFile):
-    """A file that reports progress with each write, and notes why one failed.
-
-    Args:
-        file: where to write.
-        step: of the checkpoint.
-    """
-
-    def __init__(self, file: BinaryIO, step: int) -> None:
-        super().__init__(file)
-        self.step = step
-
-    def _write(self, data: Any) -> int:
-        heartbeat.progress()
-        if self.file.tell():
-            fault_injection.write(self.step)
-        return super()._write(data)
+    with path.open("wb") as file, ReportingFile(file, step).explained() as reporting:
+        torch.save(content, cast(IO[bytes], reporting))
 
 
 class CheckpointSaver:
@@ -184,7 +159,8 @@ class CheckpointSaver:
             refuse_nonfinite(content(), state)
             rest, copied = sharded_checkpoint.taken_apart(content())
             tensors = {name: placers[name](tensor) for name, tensor in copied.items()}
-            with TemporaryDirectory(prefix="save-", dir=results.outbox().parent) as folder:
+            beside = partial(TemporaryDirectory, prefix="save-", dir=results.outbox().parent)
+            with results.with_room(beside) as folder:
                 owners = sharded_checkpoint.write(tensors, Path(folder), self.group, step)
                 own: dict[str, Callable[[Path], Any]] = {
                     name: partial(shutil.move, Path(folder, name))

@@ -12,8 +12,9 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import Any, BinaryIO, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.record import METADATA
+from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.training.plain_state import KIND
 
 PARTS = ("model", "ema", "optimizer")
@@ -99,13 +101,72 @@ def write(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup,
         The names of the files of all ranks, each with the rank that has written it.
     """
     from torch.distributed.checkpoint import FileSystemWriter, save
+    from torch.distributed.checkpoint.filesystem import FileSystem
 
-    fault_injection.write(step)
+    class ReportingFiles(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+            with super().create_stream(path, mode) as file:
+                reporting = ReportingFile(cast(BinaryIO, file), step)
+                with reporting.explained():
+                    yield reporting
+
+    class PatientWriter(FileSystemWriter):
+        """Waits while the disk is full. The other ranks wait for this one."""
+
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            return self._with_room(partial(super().write_data, plan, planner))
+
+        def finish(self, metadata: Any, results: Any) -> None:
+            self._with_room(partial(super().finish, metadata, results))
+
+        def _with_room(self, action: Callable[[], Any]) -> Any:
+            def attempt() -> Any:
+                before = set(folder.iterdir())
+                try:
+                    return action()
+                except BaseException:
+                    for path in set(folder.iterdir()) - before:
+                        path.unlink()
+                    raise
+
+            return results.with_room(attempt)
+
+    writer = PatientWriter(folder, sync_files=False)
+    writer.fs = ReportingFiles()
     with plain_errors():
-        described = save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=False), process_group=group)
-    heartbeat.progress()
+        described = save(dict(tensors), storage_writer=writer, process_group=group)
     names = {info.relative_path for info in described.storage_data.values()}
     return {METADATA: 0, **{name: int(name.split("_")[2]) for name in sorted(names)}}
+
+
+class ReportingFile(NotingFile):
+    """A file that reports progress with each write, and notes why one failed.
+
+    Args:
+        file: where to write.
+        step: of the checkpoint.
+    """
+
+    def __init__(self, file: BinaryIO, step: int) -> None:
+        super().__init__(file)
+        self.step = step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    @contextmanager
+    def explained(self) -> Iterator[Self]:
+        try:
+            yield self
+        except Exception as error:
+            raise self.error or error from None
+
+    def _write(self, data: Any) -> int:
+        heartbeat.progress()
+        if self.file.tell():
+            fault_injection.write(self.step)
+        return super()._write(data)
 
 
 @contextmanager

@@ -22,6 +22,18 @@ CLOCKS = ("time", "samples_per_s", "slowest_rank", "data_wait", "data/bytes_per_
 """Metrics that are measured by a clock, or hang on who was first."""
 
 
+BLOCKS = (
+    "data=tiny",
+    "model=blocks",
+    "optimizer=adamw",
+    "optimizer.fused=false",  # its last elements round otherwise on a CPU, by the length of a share
+    "scheduler=cosine",
+    "trainer.log_every_steps=1",
+    "results.keep_checkpoints=null",
+)
+"""A run of the model of blocks."""
+
+
 @dataclass
 class Trained:
     """One run of the training loop on a gang."""
@@ -66,3 +78,13 @@ def train(
         gang.on_record = take
         trained.value = gang.run("ddp_hydra.training.loop:train", plain)[0]
     return trained
+
+
+def learned(run: Trained) -> dict[str, Any]:
+    """What the run's last checkpoint has but for its config."""
+    content = run.checkpoint("last.pt")
+    return {
+        name: content[name]
+        for name in ("model", "optimizer", "position", "best", "scheduler", "ema")
+        if name in content
+    }

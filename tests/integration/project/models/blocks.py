@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +43,22 @@ class Blocks(nn.Module):
         over_batch: of each block.
         tied: the first block has the weight of the third.
         tell: send a text record with the samples of each training batch.
+        backend: of torch.compile in this process; None: torch's default.
     """
 
     def __init__(
-        self, num_classes: int, dropout: float = 0.0, over_batch: bool = True, tied: bool = False, tell: bool = False
+        self,
+        num_classes: int,
+        dropout: float = 0.0,
+        over_batch: bool = True,
+        tied: bool = False,
+        tell: bool = False,
+        backend: str | None = None,
     ) -> None:
         super().__init__()
         self.tell = tell
+        if backend is not None:
+            torch.compile = partial(torch.compile, backend=backend)
         self.stem, self.head = nn.Linear(6, 10), nn.Linear(10, num_classes)
         self.blocks = nn.ModuleList(Block(10, dropout, over_batch) for _ in range(3))
         if tied:
@@ -69,13 +79,15 @@ class Odd(Blocks):
 
     Args:
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
-            "looks": use a block's parameter outside of it; "double": compute the head in double precision.
+            "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
+            multiply by a parameter of two elements, of which some ranks have none.
         options: of Blocks.
     """
 
     def __init__(self, odd: str, **options: Any) -> None:
         super().__init__(**options)
-        self.odd, self.scale = odd, nn.Parameter(torch.ones(())) if odd == "scalar" else 1.0
+        shape = {"scalar": (), "few": (2,)}.get(odd)
+        self.odd, self.scale = odd, 1.0 if shape is None else nn.Parameter(torch.ones(shape))
         self.register_buffer("mask", torch.zeros(10))
         if odd == "double":
             self.head.double()
@@ -86,7 +98,8 @@ class Odd(Blocks):
         if self.odd == "looks":
             x = x + self.blocks[0].one.bias.mean()
         x = x + self.mask if self.odd == "mask" else x
-        return self.head(x.double() if self.odd == "double" else x) * self.scale
+        scale = self.scale.mean() if self.odd == "few" else self.scale
+        return self.head(x.double() if self.odd == "double" else x) * scale
 
 
 class HeadAlone(Classification):
@@ -116,3 +129,15 @@ class FirstHalf(Classification):
         """Return a loss over nothing on other ranks."""
         step = super().step(model, batch)
         return step if dist.get_rank() == 0 else step._replace(loss=step.loss * 0, n=0, sums={})
+
+
+class InTurn(Classification):
+    """Trains the blocks, then the head, each by an optimizer of its own."""
+
+    def updates(self, step: int) -> tuple[str, ...]:
+        """Return both parts."""
+        return ("blocks", "head")
+
+    def step(self, model: Any, batch: Any, update: str = "") -> Step:
+        """Return the loss of a batch, whatever is trained."""
+        return super().step(model, batch)
