@@ -17,11 +17,12 @@ import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, default_convert
 
 from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.mix import Mixture
 from ddp_hydra.data.threads import is_thread_safe
 from ddp_hydra.errors import ConfigError
 
 _COUNTED = ("bad", "bad_counts", "skipped")
-_TOLD = ("set_epoch", "share", "close", "stats", *_COUNTED)
+_TOLD = ("set_epoch", "share", "close", "stats", "check_model", *_COUNTED)
 """What has to do with no sample in particular, so that it passes a wrapper of the user, from any part."""
 _MADE_BY = ("prepare", "collate")
 """What makes a batch of samples."""
@@ -42,6 +43,7 @@ _ARGUMENTS = {
     "close": 0,
     "described": 0,
     "check_classes": 2,
+    "check_model": 1,
 }
 """Methods that the training loop calls, and with how many arguments."""
 _ARGUMENTS_OF_STREAMS = {**_ARGUMENTS, "of_rank": 2, "state_dict": 0, "load_state_dict": 1}
@@ -51,6 +53,7 @@ _KINDS: dict[str, Any] = {
     "labelled": bool,
     "classes": (int, Iterable, type(None)),
     "num_classes": (SupportsInt, type(None)),
+    "mixture": (Mixture, type(None)),
 }
 """Values that the training loop reads."""
 
@@ -148,7 +151,7 @@ class View(Dataset):
                 return lambda index: self._ask(name, index)
             if name in _MADE_BY:
                 return getattr(self.parts[0], name)
-            if name in ("__getitems__", "targets", "shard_lengths"):
+            if name in ("__getitems__", "targets", "shard_lengths", "mixture"):
                 return getattr(self, f"_{name.strip('_')}")()
             first, *others = [getattr(part, name) for part in self.parts]
             if name in _SAME and all(_equal(first, other) for other in others):
@@ -217,6 +220,9 @@ class SubsetView(View):
 
     def _targets(self) -> np.ndarray:
         return np.asarray(self.parts[0].targets)[np.asarray(self.wrapper.indices, np.int64)]
+
+    def _mixture(self) -> Any:
+        return self.parts[0].mixture.within(self.wrapper.indices)
 
     def _shard_lengths(self) -> list[int]:
         ends = np.cumsum(self.parts[0].shard_lengths)
