@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -133,7 +134,10 @@ class Mix(ConcatDataset):
             str(name): made for name, given in sets.items() if (made := _built(str(name), given, part)) is not None
         }
         if not built:
-            raise ConfigError(f"the mixture has no sets with {part}: give data.sets, or data.{part}=null")
+            none = " or data.val=null" if part == "val" else ""
+            raise ConfigError(
+                f"the mixture has no set with {part}: give +data@data.sets.<name>=<one of the group>{none}"
+            )
         for name, one in built.items():
             if not hasattr(one, "__getitem__") or not hasattr(one, "__len__"):
                 raise ConfigError(
@@ -177,4 +181,5 @@ def _built(name: str, given: Any, part: str) -> Any:
         with StateGuard():  # each set is built as if it were alone
             return instantiate(node)
     except (ConfigError, OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
-        raise ConfigError(f"data.sets.{name} ({node.get('_target_')}): {error}") from error
+        told = re.sub(r"\bdata\.(?=\w+=)", f"data.sets.{name}.", str(error))
+        raise ConfigError(f"data.sets.{name} ({node.get('_target_')}): {told}") from error

@@ -126,7 +126,8 @@ class Encoder:
             raise self._mistake(row, f"has no answer, a message of the role assistant, only {roles}: leave the row out")
         if not _MARKS_ANSWERS.search(str(self.tokenizer.get_chat_template())):
             return self._tokens(*self._answers(messages, row), special=False)
-        marked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        marked: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        marked["tokenizer_kwargs"] = {"verbose": False}
         found = self._apply(messages, row, **marked)
         counted = [bool(one) for one in found["assistant_masks"]]
         if not any(counted):

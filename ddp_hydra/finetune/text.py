@@ -49,7 +49,8 @@ class TokenizedText(Dataset):
         label: column with the class of a text, a number, which the model predicts; None: it predicts tokens.
         sequence_length: most tokens of a document; the tokens of a row, where they are packed.
         overflow: truncate, split or drop documents that are longer.
-        packing: fill rows with whole documents.
+        packing: fill rows with whole documents; "flat": and put the rows of a batch one after the other into one, as
+            flash attention needs it.
         eos: end documents and completions with the tokenizer's token for it.
         chat_template: a template or its file; None: the tokenizer's.
         roles: role in the data -> role that the template knows.
@@ -79,7 +80,7 @@ class TokenizedText(Dataset):
         label: str | None = None,
         sequence_length: int = 512,
         overflow: str = "truncate",
-        packing: bool = False,
+        packing: bool | str = False,
         eos: bool = True,
         chat_template: str | None = None,
         roles: Mapping[str, str] | None = None,
@@ -119,6 +120,8 @@ class TokenizedText(Dataset):
     def _check_options(self) -> None:
         if self.overflow not in OVERFLOW:
             raise ConfigError(f"data.overflow={self.overflow}: give one of {', '.join(OVERFLOW)}")
+        if self.packing not in (True, False, "flat"):
+            raise ConfigError(f"data.packing={self.packing}: give true, false or flat")
         if self.sequence_length < 2:
             raise ConfigError(f"data.sequence_length={self.sequence_length}: give 2 or more")
         if not 0 <= self.mask < 1:
@@ -204,6 +207,8 @@ class TokenizedText(Dataset):
             values = [sample[name] for sample in samples]
             batch[name] = pad_sequence(values, True, fill.get(name, 0)) if first.ndim else torch.stack(values)
         if "position_ids" in batch:
+            if self.packing == "flat":
+                batch = {name: part.reshape(1, -1) for name, part in batch.items()}
             batch["use_cache"] = False
         return batch
 
@@ -249,15 +254,16 @@ class TokenizedText(Dataset):
                 f"data.sequence_length={positions}"
             )
         if self.packing:
-            check_apart(model, words or self.n_words)
+            check_apart(model, words or self.n_words, flat=self.packing == "flat")
 
 
-def check_apart(model: Any, words: int) -> None:
+def check_apart(model: Any, words: int, flat: bool = False) -> None:
     """Compute two rows whose second documents are equal, and refuse a model that computes them differently.
 
     Args:
         model: takes input_ids, position_ids and use_cache.
         words: that it knows.
+        flat: each row is a batch.
 
     Raises:
         ConfigError: the first document changes the second one's logits, or it takes no position_ids.
@@ -269,13 +275,15 @@ def check_apart(model: Any, words: int) -> None:
     model.eval()
     try:
         with torch.no_grad():
-            logits = found(model(input_ids=ids, position_ids=positions, use_cache=False), "logits")
+            batches = zip(*(rows.split(1 if flat else 2) for rows in (ids, positions)), strict=True)
+            outputs = [model(input_ids=some, position_ids=at, use_cache=False) for some, at in batches]
     except TypeError as error:
         raise ConfigError(f"{_leaks(model)} ({error})") from error
     finally:
         model.train(was_training)
-    if isinstance(logits, Tensor) and logits.ndim == 3:
-        one, other = logits[:, 2:].float()
+    logits = [found(output, "logits") for output in outputs]
+    if all(isinstance(one, Tensor) and one.ndim == 3 for one in logits):
+        one, other = torch.cat(logits)[:, 2:].float()
         if not torch.allclose(one, other, rtol=1e-3, atol=1e-3 * float(one.abs().max())):
             raise ConfigError(_leaks(model))
 

@@ -189,8 +189,8 @@ class Stream(IterableDataset):
 @pytest.mark.parametrize(
     ("build", "told"),
     [
-        (lambda: Mix({}), r"the mixture has no sets with train: give data\.sets"),
-        (lambda: Mix(nodes(one={"n": 3}), part="val"), r"no sets with val: give data\.sets, or data\.val=null"),
+        (lambda: Mix({}), r"the mixture has no set with train: give \+data@data\.sets\.<name>=<one of the group>$"),
+        (lambda: Mix(nodes(one={"n": 3}), part="val"), r"no set with val: give \+data@data\..* or data\.val=null"),
         (lambda: Mix({"one": Stream()}), r"data\.sets\.one is iterable \(Stream\).*datasets\.interleave_datasets"),
         (lambda: Mix({"one": Noisy(1, 3)}, {"won": 1}), r"data\.weights\.won names no set, only one"),
         (lambda: Mix({"one": Noisy(1, 3)}, {"one": 0}), r"data\.weights\.one=0: give a number above 0"),

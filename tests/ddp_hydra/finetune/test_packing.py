@@ -82,6 +82,18 @@ def test_they_weigh_as_much(both):
     torch.testing.assert_close(steps[0].loss, steps[1].loss, rtol=1e-6, atol=0)
 
 
+def test_the_rows_of_a_batch_may_be_one(make):
+    steps = []
+    for packing in (True, "flat"):
+        data = make(ROWS, sequence_length=24, packing=packing)
+        data.check_model(llama())
+        (batch,) = Loader(data, CPU).load([list(range(len(data)))])
+        steps.append(ModelLoss().step(llama(), batch))
+    assert batch["input_ids"].shape == (1, 5 * 24)
+    assert steps[0].n == steps[1].n
+    torch.testing.assert_close(steps[0].loss, steps[1].loss, rtol=1e-6, atol=0)
+
+
 def test_answers_stay_the_only_ones_that_count(make, shown):
     rows = [{"prompt": "q" * n, "completion": "a" * n} for n in range(1, 6)]
     data = make(rows, packing=True, sequence_length=14)
