@@ -98,7 +98,7 @@ def test_the_words_of_each_command_are_options_and_keys():
             if key in groups:
                 chosen = value.strip("[]").split(",") if key != "hparams_search" else [value]
                 assert {f"{key}={name}" for name in chosen} <= options, (where, key, value)
-            elif "." in key and not key.startswith(("+", "hydra.")):
+            elif "." in key and not key.startswith(("+", "hydra.", "data.sets.")):
                 assert key in KNOWN or any(name.startswith(f"{key}.") for name in KNOWN), (where, key)
 
 
