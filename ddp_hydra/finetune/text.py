@@ -49,8 +49,8 @@ class TokenizedText(Dataset):
         label: column with the class of a text, a number, which the model predicts; None: it predicts tokens.
         sequence_length: most tokens of a document; the tokens of a row, where they are packed.
         overflow: truncate, split or drop documents that are longer.
-        packing: fill rows with whole documents; "flat": and put the rows of a batch one after the other into one, as
-            flash attention needs it.
+        packing: fill rows with whole documents.
+        flatten: put the packed rows of a batch one after the other into one, as flash attention needs it.
         eos: end documents and completions with the tokenizer's token for it.
         chat_template: a template or its file; None: the tokenizer's.
         roles: role in the data -> role that the template knows.
@@ -80,7 +80,8 @@ class TokenizedText(Dataset):
         label: str | None = None,
         sequence_length: int = 512,
         overflow: str = "truncate",
-        packing: bool | str = False,
+        packing: bool = False,
+        flatten: bool = False,
         eos: bool = True,
         chat_template: str | None = None,
         roles: Mapping[str, str] | None = None,
@@ -88,7 +89,8 @@ class TokenizedText(Dataset):
         cache_dir: str | None = None,
         **options: Any,
     ) -> None:
-        self.sequence_length, self.overflow, self.packing, self.mask = sequence_length, overflow, packing, mask
+        self.sequence_length, self.overflow, self.mask = sequence_length, overflow, mask
+        self.packing, self.flatten = packing, flatten
         self.label, self.tokenizer = label, str(tokenizer)
         self._check_options()
         source = huggingface.read(path, subset, split, files, cache_dir=cache_dir, **options)
@@ -120,8 +122,8 @@ class TokenizedText(Dataset):
     def _check_options(self) -> None:
         if self.overflow not in OVERFLOW:
             raise ConfigError(f"data.overflow={self.overflow}: give one of {', '.join(OVERFLOW)}")
-        if self.packing not in (True, False, "flat"):
-            raise ConfigError(f"data.packing={self.packing}: give true, false or flat")
+        if self.flatten and not self.packing:
+            raise ConfigError("data.flatten=true is of packed rows: give data.packing=true, too")
         if self.sequence_length < 2:
             raise ConfigError(f"data.sequence_length={self.sequence_length}: give 2 or more")
         if not 0 <= self.mask < 1:
@@ -207,7 +209,7 @@ class TokenizedText(Dataset):
             values = [sample[name] for sample in samples]
             batch[name] = pad_sequence(values, True, fill.get(name, 0)) if first.ndim else torch.stack(values)
         if "position_ids" in batch:
-            if self.packing == "flat":
+            if self.flatten:
                 batch = {name: part.reshape(1, -1) for name, part in batch.items()}
             batch["use_cache"] = False
         return batch
@@ -254,7 +256,7 @@ class TokenizedText(Dataset):
                 f"data.sequence_length={positions}"
             )
         if self.packing:
-            check_apart(model, words or self.n_words, flat=self.packing == "flat")
+            check_apart(model, words or self.n_words, flat=self.flatten)
 
 
 def check_apart(model: Any, words: int, flat: bool = False) -> None:

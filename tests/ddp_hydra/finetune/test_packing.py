@@ -84,8 +84,8 @@ def test_they_weigh_as_much(both):
 
 def test_the_rows_of_a_batch_may_be_one(make):
     steps = []
-    for packing in (True, "flat"):
-        data = make(ROWS, sequence_length=24, packing=packing)
+    for flatten in (False, True):
+        data = make(ROWS, sequence_length=24, packing=True, flatten=flatten)
         data.check_model(llama())
         (batch,) = Loader(data, CPU).load([list(range(len(data)))])
         steps.append(ModelLoss().step(llama(), batch))

@@ -109,7 +109,7 @@ MISTAKES = [
     ({"label": "stars"}, r"there is no column stars, only text, n: give data\.label="),
     ({"label": "text"}, r"the column text holds text: write the numbers of the classes"),
     ({"overflow": "cut"}, r"data\.overflow=cut: give one of truncate, split, drop"),
-    ({"packing": "rows"}, r"data\.packing=rows: give true, false or flat"),
+    ({"flatten": True}, r"data\.flatten=true is of packed rows: give data\.packing=true, too"),
     ({"sequence_length": 1}, r"data\.sequence_length=1: give 2 or more"),
     ({"mask": 15}, r"data\.mask=15 is a share of the tokens: give data\.mask=0\.15"),
     ({"mask": 0.1, "packing": True}, r"data\.mask=0\.1 does not go with packed documents: give data\.packing=false"),
