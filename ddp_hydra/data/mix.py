@@ -100,7 +100,8 @@ class Mixture:
         """Return the mixture of a part of the samples, which has other indices."""
         chosen = np.asarray(indices, np.int64)
         places = {name: np.flatnonzero(np.isin(chosen, own)) for name, own in self.places.items()}
-        return replace(self, places=places)
+        places = {name: own for name, own in places.items() if len(own)}
+        return replace(self, places=places, weights={name: self.weights[name] for name in places})
 
 
 class Mix(ConcatDataset):

@@ -87,7 +87,7 @@ def inner_sets(data: Any, around: tuple[Any, ...] = ()) -> list[Any]:
     outer = {id(one) for one in (*around, data)}
     found = [value for value in values if isinstance(value, Dataset) or _offers(value, "set_epoch")]
     parts = [look_into(value, (*around, data)) for value in found if id(value) not in outer]
-    return [part for part in parts if any(_offers(part, name) for name in (*_TOLD, *_MADE_BY))]
+    return [p for p in parts if hasattr(p, "mixture") or any(_offers(p, name) for name in (*_TOLD, *_MADE_BY))]
 
 
 def unwrapped(data: Any) -> Any:
@@ -240,6 +240,7 @@ class ConcatView(View):
 
     def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
         super().__init__(wrapper, parts)
+        _refuse_hidden_weights(wrapper, parts)
         for name in _MADE_BY:
             having = [part for part in self.parts if hasattr(part, name)]
             is_common = len(having) in (0, len(parts)) and len({_recipe(part, name) for part in having}) <= 1
@@ -295,6 +296,7 @@ class UserView(View):
         self.thread_safe = is_thread_safe(wrapper)
         preparing = [part for part in self.parts if hasattr(part, "prepare")]
         self.preparing: Any = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
+        _refuse_hidden_weights(wrapper, self.parts)
         _refuse_hidden(wrapper, self.parts, ("collate",) if self.preparing is not None else _MADE_BY)
 
     def __getitem__(self, index: int) -> Any:
@@ -365,6 +367,15 @@ def _refuse_hidden(wrapper: Any, parts: Sequence[Any], names: Sequence[str]) -> 
             is_torchs = name == "collate" and _is_ours(getattr(part, name, None))  # does what torch's does
             if _offers(part, name) and not hasattr(wrapper, name) and not is_torchs:
                 raise ConfigError(_hidden(wrapper, part, name, "is hidden by it"))
+
+
+def _refuse_hidden_weights(wrapper: Any, parts: Sequence[Any]) -> None:
+    if any(hasattr(part, "mixture") for part in parts) and not hasattr(wrapper, "mixture"):
+        own = type(wrapper).__name__
+        raise ConfigError(
+            f"{own} holds a Mix, whose weights are hidden by it: wrap the sets of the Mix instead, or give {own} the "
+            "attribute mixture of the Mix, if its indices mean the same samples"
+        )
 
 
 def _hidden(wrapper: Any, part: Any, name: str, what: str) -> str:

@@ -156,7 +156,10 @@ class TokenizedText(Dataset):
         self.thread_safe = not self.mask  # it draws
 
     def _take_classes(self, source: Any, label: str) -> None:
-        values = self.data.data.column("label").to_numpy()[self.documents]
+        column = self.data.data.column("label")
+        if column.null_count:
+            raise DataError(f"the column {label} has {counted(column.null_count, 'empty cell')}: leave these rows out")
+        values = column.to_numpy()[self.documents]
         if names := getattr(source.features[label], "names", None):
             self.classes = list(names)
         if values.dtype.kind in "iu":

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from torch.utils.data import Dataset, IterableDataset, Subset, random_split
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, random_split
 
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.mix import Mix, Mixture
@@ -161,6 +161,29 @@ def test_a_subset_of_a_mixture_is_one():
     order = data.mixture.order(0, 0, False)
     assert sorted(order.tolist()) == [0, 0, 1, 2, 3, 4]
     assert Counter(data[index][0].item() for index in order) == {1: 3, 2: 3}
+    one_set = look_into(Subset(data.wrapper.dataset, [1, 2]))
+    assert one_set.mixture.counts == {"one": 2}
+
+
+class Holds(Dataset):
+    def __init__(self, mix: Mix) -> None:
+        self.mix = mix
+
+    def __len__(self) -> int:
+        return len(self.mix)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.mix[index] * 2
+
+
+def test_weights_that_a_wrapper_hides_are_refused():
+    mix = Mix({"one": Noisy(1, 6)})
+    for wrapper in (Holds(mix), ConcatDataset([mix, mix])):
+        with pytest.raises(ConfigError, match=r"holds a Mix, whose weights are hidden by it: wrap the sets of the Mix"):
+            look_into(wrapper)
+    wrapper = Holds(mix)
+    wrapper.mixture = mix.mixture
+    assert look_into(wrapper).mixture is mix.mixture
 
 
 def nodes(**sets: Any) -> Any:

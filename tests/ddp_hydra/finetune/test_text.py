@@ -86,6 +86,8 @@ def test_classes_of_texts(make):
     batch = data.collate([data[0], data[1]])
     assert (batch["labels"].tolist(), data.num_classes) == ([2, 0], 3)
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 1, 0]]  # no eos
+    with pytest.raises(DataError, match="the column stars has 1 empty cell: leave these rows out"):
+        make([{"text": "abc", "stars": 2}, {"text": "d", "stars": None}], label="stars")
 
 
 def test_a_masked_language_model_predicts_some_tokens_by_the_draws_of_the_position(make):
