@@ -46,6 +46,8 @@ ALLOWED = {
     "_pytree": "nested inputs of an export",
     "_schedulers": "the schedulers in SequentialLR and ChainedScheduler",
     "_set_params_and_buffers_to_ignore_for_model": "DDP does not broadcast what no backend can send",
+    # transformers
+    "_attn_implementation": "the name of an attention that does not keep packed documents apart, for a message",
     # torchmetrics, datasets
     "_reductions": "states of a metric are gathered also from ranks without samples",
     "_ex_iterable": "the place of a Hugging Face stream",

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ddp_hydra.data.image_folder import S3ImageFolder
     from ddp_hydra.data.image_table import ImageTable
+    from ddp_hydra.data.mix import Mix
     from ddp_hydra.data.parquet_rows import ParquetRows
     from ddp_hydra.data.webdataset import TarSamples
     from ddp_hydra.data.wids import WidsImages, WidsShards
 
-__all__ = ["ImageTable", "ParquetRows", "S3ImageFolder", "TarSamples", "WidsImages", "WidsShards"]
+__all__ = ["ImageTable", "Mix", "ParquetRows", "S3ImageFolder", "TarSamples", "WidsImages", "WidsShards"]
 _MODULES = {
     "ImageTable": "image_table",
+    "Mix": "mix",
     "ParquetRows": "parquet_rows",
     "S3ImageFolder": "image_folder",
     "TarSamples": "webdataset",

@@ -1,4 +1,7 @@
-"""Loads data sets with Hugging Face's `datasets`: from its hub, or Parquet, JSON lines, CSV and text files."""
+"""Loads data sets with Hugging Face's `datasets`: from its hub, a folder of `save_to_disk`, or files.
+
+Formats of files are Parquet, JSON lines, CSV and text.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +40,9 @@ def load(
     """Return a data set whose samples are dicts of tensors.
 
     Args:
-        path: name on the hub, or a format of files: parquet, json, csv, text.
+        path: name on the hub, a folder of `save_to_disk`, or a format of files: parquet, json, csv, text.
         subset: part of a data set on the hub.
-        split: of a data set on the hub.
+        split: of a data set on the hub, or of such a folder.
         files: paths or URLs, which may hold patterns; with a format of files only.
         streaming: read the samples one after the other, and keep nothing on the disk.
         columns: those that a sample has; None for all.
@@ -53,19 +56,9 @@ def load(
     Raises:
         ValueError: there are no files, or no such column.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise ModuleNotFoundError(
-            "data=huggingface needs datasets: type `pip install 'ddp-hydra[huggingface]'`"
-        ) from None
-    if path in FILES and not files:
-        raise ValueError(
-            f"path={path} reads files: give data.files=<paths or URLs>, and data.val_files=… or data.val=null"
-        )
-    datasets.disable_progress_bars()  # they would fill the logs of all ranks
-    data_files = {"data_files": list(files) if not isinstance(files, str) else files, "split": "train"} if files else {}
-    data = datasets.load_dataset(path, subset, **{"split": split, **data_files}, streaming=streaming, **options)
+    data = read(path, subset, split, files, streaming, **options)
+    import datasets
+
     if transform is not None:
         data = data.map(transform) if streaming else data.map(transform, new_fingerprint=_fingerprint(data, transform))
     if columns is not None:
@@ -82,6 +75,51 @@ def load(
             data.classes = feature.names
     data.collate = collate or collate_columns
     return data
+
+
+def read(
+    path: str,
+    subset: str | None = None,
+    split: str = "train",
+    files: str | Sequence[str] | None = None,
+    streaming: bool = False,
+    **options: Any,
+) -> Any:
+    """Return a data set as `datasets` makes it; arguments: see `load`.
+
+    Raises:
+        ValueError: there are no files, or no such split.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ModuleNotFoundError("this data set needs datasets: type `pip install 'ddp-hydra[huggingface]'`") from None
+    if path in FILES and not files:
+        raise ValueError(
+            f"path={path} reads files: give data.files=<paths or URLs>, and data.val_files=… or data.val=null"
+        )
+    datasets.disable_progress_bars()  # they would fill the logs of all ranks
+    if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
+        return _from_disk(datasets.load_from_disk(path), path, split, streaming)
+    data_files = {"data_files": list(files) if not isinstance(files, str) else files, "split": "train"} if files else {}
+    try:
+        return datasets.load_dataset(path, subset, **{"split": split, **data_files}, streaming=streaming, **options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        given = path if files is None else files if isinstance(files, str) else ", ".join(files)
+        raise ValueError(f"{given} can't be read as {path}: {error.__cause__ or error}") from error
+
+
+def _from_disk(saved: Any, path: str, split: str, streaming: bool) -> Any:
+    if isinstance(saved, dict):
+        if split not in saved:
+            raise ValueError(
+                f"{path} has no split {split}, only {', '.join(saved)}: give data.train_split=… and data.val_split=… "
+                "or data.val=null"
+            )
+        saved = saved[split]
+    elif split != "train":
+        raise ValueError(f"{path} has no splits: give the validation a folder of its own, or data.val=null")
+    return saved.to_iterable_dataset() if streaming else saved
 
 
 def collate_columns(samples: list[Mapping[str, Any]]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -103,9 +103,11 @@ class Loader:
     def placed(self, batch: Any) -> Any:
         return laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
 
-    def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
-        # Ranks may have different numbers of batches.
-        own = range(rank, len(self.dataset), world_size)
+    def each_once(
+        self, batch_size: int, rank: int, world_size: int, indices: Sequence[int] | None = None
+    ) -> Iterator[tuple[Any, list[int]]]:
+        # Ranks may have different numbers of batches. indices: of the samples; None: all.
+        own = (range(len(self.dataset)) if indices is None else indices)[rank::world_size]
         batches = [list(own[start : start + batch_size]) for start in range(0, len(own), batch_size)]
         yield from zip(self.load(batches), batches, strict=True)
 

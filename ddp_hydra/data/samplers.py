@@ -121,12 +121,22 @@ class Distributed(Sampler):
 
     Args:
         shuffle: use a new order each epoch; otherwise the order of the data set.
+        mixture: says how many samples an epoch has of each set, see `Mixture`; None: of all samples, each once.
     """
 
     shuffle: bool = True
+    mixture: Any = None
+
+    def __post_init__(self) -> None:
+        if self.mixture is not None:
+            self.n_samples = self.mixture.n_samples
+        super().__post_init__()
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the global sequence of an epoch: indices, (n_samples,)."""
+        if self.mixture is not None:
+            order: np.ndarray = self.mixture.order(self.seed, epoch, self.shuffle)
+            return order
         return self.random(epoch).permutation(self.n_samples) if self.shuffle else np.arange(self.n_samples)
 
 

@@ -17,11 +17,12 @@ import numpy as np
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, default_convert
 
 from ddp_hydra.data.draws import Indices
+from ddp_hydra.data.mix import Mixture
 from ddp_hydra.data.threads import is_thread_safe
 from ddp_hydra.errors import ConfigError
 
 _COUNTED = ("bad", "bad_counts", "skipped")
-_TOLD = ("set_epoch", "share", "close", "stats", *_COUNTED)
+_TOLD = ("set_epoch", "share", "close", "stats", "check_model", *_COUNTED)
 """What has to do with no sample in particular, so that it passes a wrapper of the user, from any part."""
 _MADE_BY = ("prepare", "collate")
 """What makes a batch of samples."""
@@ -42,6 +43,7 @@ _ARGUMENTS = {
     "close": 0,
     "described": 0,
     "check_classes": 2,
+    "check_model": 1,
 }
 """Methods that the training loop calls, and with how many arguments."""
 _ARGUMENTS_OF_STREAMS = {**_ARGUMENTS, "of_rank": 2, "state_dict": 0, "load_state_dict": 1}
@@ -51,6 +53,7 @@ _KINDS: dict[str, Any] = {
     "labelled": bool,
     "classes": (int, Iterable, type(None)),
     "num_classes": (SupportsInt, type(None)),
+    "mixture": (Mixture, type(None)),
 }
 """Values that the training loop reads."""
 
@@ -84,7 +87,7 @@ def inner_sets(data: Any, around: tuple[Any, ...] = ()) -> list[Any]:
     outer = {id(one) for one in (*around, data)}
     found = [value for value in values if isinstance(value, Dataset) or _offers(value, "set_epoch")]
     parts = [look_into(value, (*around, data)) for value in found if id(value) not in outer]
-    return [part for part in parts if any(_offers(part, name) for name in (*_TOLD, *_MADE_BY))]
+    return [p for p in parts if hasattr(p, "mixture") or any(_offers(p, name) for name in (*_TOLD, *_MADE_BY))]
 
 
 def unwrapped(data: Any) -> Any:
@@ -148,7 +151,7 @@ class View(Dataset):
                 return lambda index: self._ask(name, index)
             if name in _MADE_BY:
                 return getattr(self.parts[0], name)
-            if name in ("__getitems__", "targets", "shard_lengths"):
+            if name in ("__getitems__", "targets", "shard_lengths", "mixture"):
                 return getattr(self, f"_{name.strip('_')}")()
             first, *others = [getattr(part, name) for part in self.parts]
             if name in _SAME and all(_equal(first, other) for other in others):
@@ -218,6 +221,9 @@ class SubsetView(View):
     def _targets(self) -> np.ndarray:
         return np.asarray(self.parts[0].targets)[np.asarray(self.wrapper.indices, np.int64)]
 
+    def _mixture(self) -> Any:
+        return self.parts[0].mixture.within(self.wrapper.indices)
+
     def _shard_lengths(self) -> list[int]:
         ends = np.cumsum(self.parts[0].shard_lengths)
         shards = np.searchsorted(ends, np.asarray(self.wrapper.indices, np.int64) % max(1, ends[-1]), side="right")
@@ -234,6 +240,7 @@ class ConcatView(View):
 
     def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
         super().__init__(wrapper, parts)
+        _refuse_hidden_weights(wrapper, parts)
         for name in _MADE_BY:
             having = [part for part in self.parts if hasattr(part, name)]
             is_common = len(having) in (0, len(parts)) and len({_recipe(part, name) for part in having}) <= 1
@@ -289,6 +296,7 @@ class UserView(View):
         self.thread_safe = is_thread_safe(wrapper)
         preparing = [part for part in self.parts if hasattr(part, "prepare")]
         self.preparing: Any = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
+        _refuse_hidden_weights(wrapper, self.parts)
         _refuse_hidden(wrapper, self.parts, ("collate",) if self.preparing is not None else _MADE_BY)
 
     def __getitem__(self, index: int) -> Any:
@@ -359,6 +367,15 @@ def _refuse_hidden(wrapper: Any, parts: Sequence[Any], names: Sequence[str]) -> 
             is_torchs = name == "collate" and _is_ours(getattr(part, name, None))  # does what torch's does
             if _offers(part, name) and not hasattr(wrapper, name) and not is_torchs:
                 raise ConfigError(_hidden(wrapper, part, name, "is hidden by it"))
+
+
+def _refuse_hidden_weights(wrapper: Any, parts: Sequence[Any]) -> None:
+    if any(hasattr(part, "mixture") for part in parts) and not hasattr(wrapper, "mixture"):
+        own = type(wrapper).__name__
+        raise ConfigError(
+            f"{own} holds a Mix, whose weights are hidden by it: wrap the sets of the Mix instead, or give {own} the "
+            "attribute mixture of the Mix, if its indices mean the same samples"
+        )
 
 
 def _hidden(wrapper: Any, part: Any, name: str, what: str) -> str:

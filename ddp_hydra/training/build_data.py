@@ -19,6 +19,8 @@ A data set has these methods and attributes:
     set_epoch(epoch)                  optional: for augmentation
     expect(indices)                   optional: gets the indices that this rank will read in the epoch, in order
     shard_lengths, targets            optional: some samplers use them
+    mixture                           optional: how sets of samples are mixed, see `Mixture`
+    check_model(model)                optional: raises a ConfigError if the model can't take its samples. A collective
     built_once = True                 optional: the data set is built on rank 0 and pickled to the other ranks
     thread_safe = True                optional: threads may read it at once, and it draws from no global generator
     share(workers)                    optional: called in each of data.workers: it has a part of threads and memory
@@ -146,11 +148,14 @@ def sampler(
 ) -> Any:
     # ranks: of the job that this process stands for; None: of the world.
     rank, world_size = world.rank, world.size if ranks is None else ranks
-    known = {"shard_lengths": getattr(data, "shard_lengths", None), "targets": getattr(data, "targets", None)}
+    known = {name: getattr(data, name, None) for name in ("shard_lengths", "targets", "mixture")}
     batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     if streams.is_stream(data):
         return stream_sampler(cfg, data, batch_size, world, world_size, agree)
     taken = parameters(cfg.sampler["_target_"])
+    if known["mixture"] is not None and "mixture" not in taken:
+        own = str(cfg.sampler["_target_"]).rpartition(".")[2]
+        raise ConfigError(f"{own} does not mix sets by weight: give sampler=distributed or sampler=sequential")
     of_data = {name: value for name, value in known.items() if name in taken and value is not None}
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
     return make(cfg.sampler, **arguments, **of_data)

@@ -21,7 +21,7 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.tasks.classification import is_samplewise
 from ddp_hydra.training.consensus import Rounds
-from ddp_hydra.training.metrics import Meter, computed, count, named
+from ddp_hydra.training.metrics import Meter, added, computed, count, named
 from ddp_hydra.training.parallel.weights import broadcast_buffers, restored_buffers
 from ddp_hydra.training.train_step import as_step, explained
 
@@ -69,9 +69,31 @@ class Evaluation:
         broadcast_buffers(model, world)  # BatchNorm's statistics may differ; rank 0's are saved
         model.eval()
         results.take_means()  # the training's
-        meter = Meter(self.loader.device)
-        batches = self.loader.each_once(self.batch_size, world.rank, world.size)
-        for batch, indices, is_own in Rounds(world, stop, self.loader.spare).of(batches):
+        mixture = getattr(self.loader.dataset, "mixture", None)
+        if mixture is None:
+            own = named("val", computed(self.task, self._sums(model, Rounds(world, stop, self.loader.spare))))
+        else:
+            of_sets = {}
+            for name, samples in mixture.places.items():
+                rounds = Rounds(world, stop, self.loader.spare)
+                of_sets[name] = self._sums(model, rounds, samples.tolist())
+                if rounds.stopped and not are_few:
+                    break
+            own = named("val", computed(self.task, added(of_sets.values())))
+            for name, sums in of_sets.items():
+                own |= {f"{key}/{name}": value for key, value in named("val", computed(self.task, sums)).items()}
+        more = self.metrics.result(are_few)
+        if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
+            name = taken[0].removeprefix("val/").partition("/")[0]
+            raise ConfigError(f"metrics.{name}: the task logs {', '.join(taken)} itself: call it +metrics.my_{name}")
+        return own | more
+
+    def _sums(self, model: nn.Module, rounds: Rounds, *samples: list[int]) -> dict[str, Tensor]:
+        # A collective.
+        world, meter = self.metrics.world, Meter(self.loader.device)
+        for batch, indices, is_own in rounds.of(
+            self.loader.each_once(self.batch_size, world.rank, world.size, *samples)
+        ):
             with self.autocast, explained(batch):
                 step = as_step(self.task.validation_step(model, batch), self.task)
             if is_own:
@@ -79,13 +101,7 @@ class Evaluation:
                 self.metrics.add(self.task, step)
             results.take_means()  # of a batch that is not this rank's
             heartbeat.progress()
-        sums = meter.result(world)
-        own = named("val", computed(self.task, sums))
-        more = self.metrics.result(are_few)
-        if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
-            name = taken[0].removeprefix("val/").partition("/")[0]
-            raise ConfigError(f"metrics.{name}: the task logs {', '.join(taken)} itself: call it +metrics.my_{name}")
-        return own | more
+        return meter.result(world)
 
 
 def with_states(metric: Any) -> list[Any]:

@@ -316,6 +316,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     in_epoch = f"{epoch_steps:,}" if epoch_steps else "an unknown number"
     return [
         f"data      {setup.samples_in(train_set, val_set)}",
+        *(f"columns   {text}" for text in [setup.columns_in(train_set)] if text),
         f"batch     {described(batch)}",
         f"model     {type(run.model).__name__}, {weights.sizes(run.model)[0]:,} parameters",
         f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",

@@ -104,6 +104,9 @@ class TrainingRun:
         self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
         self.autocast, self.task = builders.autocast(cfg, device, parallel), builders.task(cfg, train_set, device)
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
+        for data in (train_set, val_set):
+            if hasattr(data, "check_model"):
+                data.check_model(self.model)
 
         self.schedule_progress = progress = ScheduleProgress(
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()

@@ -95,12 +95,12 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     note = sampler.resumed(position.offset) if is_stream and position.step else ""
     reached = f"at step {position.step:,}, epoch {position.epoch + 1}, sample {position.samples:,}{note}"
     skipped = [skipped_by(data) for data in (train_set, val_set)]
-    about, described = DataDescription.of(train_set), getattr(train_set, "described", None)
+    about = DataDescription.of(train_set)
     lines = [
         ("model", f"{run.parallel.model_name}, {parameters:,} parameters{frozen}"),
         ("data", samples_in(train_set, val_set)),
         ("classes", shown(about.classes) or str(about.num_classes or "")),
-        ("columns", described() if callable(described) else shown(about.features)),
+        ("columns", columns_in(train_set)),
         ("pixels", about.scaling),
         ("ranks", f"{world_size} on {run.loader.device.type}, {threads} each, {cfg.trainer.precision}"),
         ("batch", f"{cfg.data.batch_size} x {micro_batches}{ranks} = {sampler.global_batch} effective{was}"),
@@ -176,6 +176,11 @@ def samples_in(train_set: Any, val_set: Any) -> str:
     if val_set is None:
         return text
     return f"{text}, {'an iterable' if val is None else f'{val:,}'} for validation"
+
+
+def columns_in(train_set: Any) -> str:
+    described = getattr(train_set, "described", None)
+    return str(described()) if callable(described) else shown(DataDescription.of(train_set).features)
 
 
 LARGE = 1_000_000_000

@@ -26,6 +26,7 @@ CLASSES = (
     "torchvision",
     "torchmetrics",
     "ddp_hydra.data",
+    "ddp_hydra.finetune",
     "ddp_hydra.tasks",
     *PACKAGES,
 )

@@ -243,7 +243,9 @@ class StreamLoader(Loader):
                 yield self._micro_batches(made)
         sampler.refuse_empty(batches.position)
 
-    def each_once(self, batch_size: int, rank: int, world_size: int) -> Iterator[tuple[Any, list[int]]]:
+    def each_once(
+        self, batch_size: int, rank: int, world_size: int, indices: Sequence[int] | None = None
+    ) -> Iterator[tuple[Any, list[int]]]:
         part = split_stream(self.dataset, rank, world_size, self.way, self.progress, self.seed, training=False)
         return self.in_order(part, batch_size, lambda start: True)
 

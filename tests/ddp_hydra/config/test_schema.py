@@ -90,6 +90,7 @@ NEEDED = {
     "experiment=imagenet_wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=huggingface": ["data.path=parquet"],
+    "data=text": ["data.tokenizer=tokenizer"],
     "data=parquet_rows": ["data.files=rows.parquet", "data.target=price"],
     "data=webdataset": ["data.urls='train-{000..127}.tar'"],
     "task=distillation": ["task.teacher=outputs/teacher"],
