@@ -69,7 +69,7 @@ def parallel(cfg: DictConfig, world: World = ALONE) -> Parallel:
     return built
 
 
-def placing(cfg: DictConfig, world: World) -> Parallel:
+def inference_parallel(cfg: DictConfig, world: World) -> Parallel:
     # For a model that is not trained: as one copy, which is sharded where it was in the training.
     kind = get_object(cfg.parallel["_target_"])
     sharded: Parallel | None = None
@@ -367,8 +367,8 @@ def set_float32(cfg: DictConfig) -> None:
 def autocast(cfg: DictConfig, device: torch.device, parallel: Parallel | None = None) -> torch.autocast:
     # For bf16 and fp16, it lowers operations that torch considers safe.
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
-    is_low = parallel is not None and parallel.is_low
-    return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None and not is_low)
+    computes_low = parallel is not None and parallel.casts_to_bf16
+    return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None and not computes_low)
 
 
 def scaler(cfg: DictConfig, device: torch.device) -> torch.amp.GradScaler:

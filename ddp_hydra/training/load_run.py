@@ -107,9 +107,11 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     if cfg.data.get("batch_size") is None:
         cfg.data.batch_size = content["batch"]["size"]
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
-    parallel = builders.placing(cfg, world).place(builders.model(cfg, data), cfg.trainer, device)
+    parallel = builders.inference_parallel(cfg, world).prepare(builders.model(cfg, data), cfg.trainer, device)
     if (folder := content.get(PARTS_IN)) is not None:
-        content = sharded_checkpoint.read(content, sharded_checkpoint.on_this_host(Path(folder)), parallel.likes())
+        content = sharded_checkpoint.read(
+            content, sharded_checkpoint.on_this_host(Path(folder)), parallel.read_targets()
+        )
     parallel.load(content)
     step, config, model = content["position"]["step"], content["config"], parallel.model.eval()
     return TrainedModel(cfg, model, data, device, parallel.channels_last, step, config, parallel)

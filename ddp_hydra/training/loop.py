@@ -77,7 +77,7 @@ def train(
             run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel, first_ranks)
             if world is not ALONE:  # jobs in one process have that in common
                 world.kept["run"] = run
-            with run.parallel.explained():
+            with run.parallel.explain_errors():
                 fit(run)
             world.kept.clear()
             summary = summarise(run)

@@ -151,7 +151,7 @@ class TrainingRun:
 
     def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
         updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler
-        self.ema = self.parallel.average(decay) if decay else None
+        self.ema = self.parallel.build_average(decay) if decay else None
         self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
         callbacks = builders.callbacks(self.cfg)
         extras = {

@@ -224,7 +224,7 @@ class UpdateBuilder:
         for stage in unfrozen:
             unfreeze(cfg, model, [(part, optimizers[name]) for name, part in parts.items()], stage)
         steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
-        self.parallel.send_others(self.task)
+        self.parallel.broadcast_rest(self.task)
         schedules = {
             name: builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
             for name, optimizer in optimizers.items()
@@ -234,7 +234,7 @@ class UpdateBuilder:
 
     def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
         trainer = self.cfg.trainer
-        part = self.parallel.part(trainer, self.task, name)
+        part = self.parallel.build_part(trainer, self.task, name)
         in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
         return OptimizerStep(part, optimizer, scaler, trainer.clip_norm, name, in_place)
 

@@ -173,7 +173,7 @@ class OptimizerStep:
             if self.gradients is None and not self.is_unscaled:
                 self.scaler.unscale_(self.optimizer)
             self.grad_norm = self.part.clip(self.trained, self.clip_norm, self.gradients)
-        with self.part.stepping(self.optimizer):
+        with self.part.explain_step_errors(self.optimizer):
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.part.after_step()

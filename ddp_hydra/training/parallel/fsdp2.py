@@ -101,28 +101,28 @@ class FSDP2(Parallel):
         device: torch.device,
         load: Callable[[nn.Module], list[str]] | None = None,
     ) -> list[str]:
-        refuse(trainer, device, self.cpu_offload)
+        check_settings(trainer, device, self.cpu_offload)
         if self.world.group is None:
             return super().build(trainer, make, device, load)
         model = make()  # on the CPU: the bits of other kinds
-        refuse_parameters(model)
+        check_parameters(model)
         untouched = load(model) if load is not None else []
         parameter_groups.freeze(model, trainer.freeze)
         self.make = make
         self._shard(model, trainer, device)
         return untouched
 
-    def place(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
-        refuse(trainer, device, self.cpu_offload)
+    def prepare(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
+        check_settings(trainer, device, self.cpu_offload)
         if self.world.group is None:
-            return super().place(model, trainer, device)
+            return super().prepare(model, trainer, device)
         self._shard(model, trainer, device, is_trained=False)
         return self
 
     def _shard(self, model: nn.Module, trainer: DictConfig, device: torch.device, is_trained: bool = True) -> None:
         self.trainer, self.mesh = trainer, self._mesh(device)
         self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
-        self.take(self._sharded(model, is_trained))
+        self.adopt(self._apply(model, is_trained))
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
@@ -130,11 +130,11 @@ class FSDP2(Parallel):
             return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
         return init_device_mesh(device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
 
-    def _sharded(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
+    def _apply(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
         # The order of torchtitan: activation checkpointing, compile, shard, from the inner modules to the outer ones.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        blocks = chosen_blocks(model, self.blocks)
+        blocks = blocks_of(model, self.blocks)
         if is_trained:
             parameter_groups.activation_checkpointing(model, self.trainer.activation_checkpointing)
             if self.trainer.compile is not None:
@@ -142,14 +142,16 @@ class FSDP2(Parallel):
                     block.compile(mode=self.trainer.compile.replace("_", "-"))
         if self.fn is not None:
             get_object(self.fn)(model, self.mesh)
-        low = torch.bfloat16 if self.is_low else None
+        low = torch.bfloat16 if self.casts_to_bf16 else None
         given: dict[str, Any] = {
             "mesh": self.mesh,
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
         if low:  # statistics of batches are fp32, and a norm takes parameters of their type
             policy = MixedPrecisionPolicy(output_dtype=low, cast_forward_inputs=False)
-            for norm in [one for one in model.modules() if isinstance(one, _BatchNorm) and holds_alone(one, model)]:
+            for norm in [
+                one for one in model.modules() if isinstance(one, _BatchNorm) and owns_its_parameters(one, model)
+            ]:
                 fully_shard(norm, mp_policy=policy, **given)
         for block in blocks:
             policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
@@ -162,7 +164,7 @@ class FSDP2(Parallel):
         return model
 
     @property
-    def is_low(self) -> bool:
+    def casts_to_bf16(self) -> bool:
         return self.is_sharded and self.trainer.precision == "bf16"
 
     @property
@@ -173,12 +175,12 @@ class FSDP2(Parallel):
     def rebind(self, world: World) -> None:
         raise ConfigError(f"{KIND}: a rank has a share of the model only, so it can't go on in another world")
 
-    def part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
+    def build_part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
         if update:
             raise ConfigError(f"{KIND} is for tasks with one update, and {type(task).__name__} has {update!r}")
         if (loss := trained_loss(task)) is not None:
             raise ConfigError(f"{KIND}: the loss {type(loss).__name__} has parameters: make it a part of the model")
-        return super().part(trainer, task, update)
+        return super().build_part(trainer, task, update)
 
     def wrap(self, step: TrainStep) -> PartStep:
         return ShardedStep(step, self.mesh, self.world) if self.mesh else PartStep(step, uses_all=True)
@@ -188,8 +190,8 @@ class FSDP2(Parallel):
             super().compile(step, update, mode)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        known = EXPLAINED | ({LOW: CONVERT} if self.is_low else {})
+    def explain_errors(self) -> Iterator[None]:
+        known = EXPLAINED | ({LOW: CONVERT} if self.casts_to_bf16 else {})
         try:
             yield
         except (RuntimeError, AssertionError) as error:
@@ -200,22 +202,22 @@ class FSDP2(Parallel):
 
     # -- what walks the model ----------------------------------------------------------------------------------
 
-    def infinite(self) -> list[str]:
+    def nonfinite_names(self) -> list[str]:
         # A collective.
-        of_ranks = self.world.gather_objects(super().infinite())
+        of_ranks = self.world.gather_objects(super().nonfinite_names())
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
-    def average(self, decay: float) -> Ema:
+    def build_average(self, decay: float) -> Ema:
         # A sharded model can't be copied, so it is built once more.
         if not self.is_sharded:
-            return super().average(decay)
+            return super().build_average(decay)
         with torch.random.fork_rng([]):
             model = self.make()
-        average = self._sharded(model, is_trained=False)
+        average = self._apply(model, is_trained=False)
         average.load_state_dict(self.model.state_dict())
         return Ema(self.model, decay, average)
 
-    def plain(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
+    def saved_tensor(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
         # A collective, if `whole`: then rank 0 gets all of the tensor, and the others get nothing.
         if not isinstance(tensor, DTensor):
             return plain_state.plain_tensor(tensor, name)
@@ -224,26 +226,26 @@ class FSDP2(Parallel):
         full: Tensor = tensor.full_tensor().detach()
         return full if self.world.rank == 0 else full.new_empty(0)
 
-    def placer(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    def rewrapper(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
         if not isinstance(tensor, DTensor):
-            return super().placer(tensor)
-        return partial(placed, like=tensor, mesh=self.cpu_mesh)
+            return super().rewrapper(tensor)
+        return partial(dtensor_of, like=tensor, mesh=self.cpu_mesh)
 
-    def share_like(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def empty_shard(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if not isinstance(parameter, DTensor) or parameter.shape != shape:
-            return super().share_like(parameter, shape, dtype)
-        return placed(torch.empty(parameter.to_local().shape, dtype=dtype), parameter, self.cpu_mesh)
+            return super().empty_shard(parameter, shape, dtype)
+        return dtensor_of(torch.empty(parameter.to_local().shape, dtype=dtype), parameter, self.cpu_mesh)
 
-    def split(self, state: Any) -> Any:
+    def shard_state(self, state: Any) -> Any:
         if not isinstance(state, Mapping):
             return state
         own = self.model.state_dict()
-        return {name: share_of(value, own.get(name)) for name, value in state.items()}
+        return {name: shard_of(value, own.get(name)) for name, value in state.items()}
 
-    def split_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         slots = {
-            key: {name: share_of(value, parameters[key]) for name, value in slots.items()}
+            key: {name: shard_of(value, parameters[key]) for name, value in slots.items()}
             if type(key) is int and key < len(parameters) and isinstance(slots, Mapping)
             else slots
             for key, slots in state["state"].items()
@@ -251,7 +253,7 @@ class FSDP2(Parallel):
         return {**state, "state": slots}
 
 
-def refuse(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None:
+def check_settings(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None:
     if trainer.precision == "fp16":
         raise ConfigError(f"{KIND} does not go with trainer.precision=fp16: give trainer.precision=bf16")
     if trainer.channels_last:
@@ -260,7 +262,7 @@ def refuse(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None
         raise ConfigError("parallel.cpu_offload=true is for GPUs: leave it out")
 
 
-def refuse_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     kinds = {"no axis": lambda one: not one.ndim, "no element": lambda one: not one.numel()}
     kinds["memory that is not contiguous"] = lambda one: not one.is_contiguous()
     for kind, is_refused in kinds.items():
@@ -271,7 +273,7 @@ def refuse_parameters(model: nn.Module) -> None:
             )
 
 
-def chosen_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
+def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
     """Return the modules whose parameters are gathered together, the inner ones first."""
     if classes is not None:
         known = sorted({type(module).__name__ for module in model.modules()})
@@ -280,11 +282,13 @@ def chosen_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Mo
         wanted = [module for module in model.modules() if type(module).__name__ in classes]
     else:
         named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        wanted = [module for module in model.modules() if type(module).__name__ in named] or list(repeated(model))
-    return [module for module in reversed(wanted) if module is not model and holds_alone(module, model)]
+        wanted = [module for module in model.modules() if type(module).__name__ in named] or list(
+            repeated_modules(model)
+        )
+    return [module for module in reversed(wanted) if module is not model and owns_its_parameters(module, model)]
 
 
-def repeated(model: nn.Module) -> Iterator[nn.Module]:
+def repeated_modules(model: nn.Module) -> Iterator[nn.Module]:
     # The outermost modules with children that a list repeats.
     for child in model.children():
         kinds = Counter(type(one) for one in child.children() if any(one.children()))
@@ -292,10 +296,10 @@ def repeated(model: nn.Module) -> Iterator[nn.Module]:
         found = [one for one in child.children() if is_list and kinds[type(one)] > 1]
         yield from (one for one in found if next(one.parameters(), None) is not None)
         if not found:
-            yield from repeated(child)
+            yield from repeated_modules(child)
 
 
-def holds_alone(module: nn.Module, model: nn.Module) -> bool:
+def owns_its_parameters(module: nn.Module, model: nn.Module) -> bool:
     # A tied parameter has to be in one unit.
     def uses(part: nn.Module) -> Counter[int]:
         return Counter(id(one) for _, one in part.named_parameters(remove_duplicate=False))
@@ -304,22 +308,24 @@ def holds_alone(module: nn.Module, model: nn.Module) -> bool:
     return bool(inside) and all(everywhere[key] == number for key, number in inside.items())
 
 
-def share_of(value: Any, like: Any) -> Any:
+def shard_of(value: Any, like: Any) -> Any:
     """Return this rank's share of a tensor that is whole, or is the share itself; other values as they are."""
     if not isinstance(value, Tensor) or not isinstance(like, DTensor):
         return value
     own = like.to_local()
     if isinstance(value, DTensor):
-        return value if value.device == own.device else placed(value.to_local().to(own.device), like, like.device_mesh)
+        return (
+            value if value.device == own.device else dtensor_of(value.to_local().to(own.device), like, like.device_mesh)
+        )
     if value.shape == like.shape:
         moved = value.to(own.device)
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
     if value.shape == own.shape:
-        return placed(value.to(own.device), like, like.device_mesh)
+        return dtensor_of(value.to(own.device), like, like.device_mesh)
     return value
 
 
-def placed(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
+def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
     """Return a share of a tensor as DTensor, which is placed as another one."""
     shape = {"shape": like.shape, "stride": like.stride()}
     made: Tensor = DTensor.from_local(share, mesh, like.placements, run_check=False, **shape)
@@ -369,7 +375,7 @@ class ShardedStep(PartStep):
         self.has_buffers = next(self.part.buffers(), None) is not None
         self.n_forward = 0
         self.part.register_forward_pre_hook(self._count)
-        step.constant = self._nothing
+        step.constant = self._empty_loss
 
     def _count(self, *_: Any) -> None:
         self.n_forward += 1
@@ -397,7 +403,7 @@ class ShardedStep(PartStep):
         with super().sync_gradients(enabled):
             yield
 
-    def _nothing(self, step: Step) -> Tensor:
+    def _empty_loss(self, step: Step) -> Tensor:
         # The backward pass has to go through the model on all ranks.
         prediction = step.prediction
         if not step.loss.requires_grad or not isinstance(prediction, Tensor) or not prediction.requires_grad:
@@ -409,7 +415,7 @@ class ShardedStep(PartStep):
         return step.loss.where(torch.zeros((), dtype=torch.bool, device=step.loss.device), 0.0)
 
     @contextmanager
-    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def explain_step_errors(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         try:
             yield
         except (NotImplementedError, RuntimeError) as error:
