@@ -68,7 +68,7 @@ def first_sentence(error: Exception) -> str:
     return line.partition(". ")[0].rstrip(".")
 
 
-def load_fitting(model: nn.Module, path: Path, world: World) -> list[str]:
+def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     # A collective. Only the host of rank 0 has the file.
     given = world.send(lambda: weights_in(path))
     own = dict(plain_state.tensors(model.state_dict()))

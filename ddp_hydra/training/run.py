@@ -98,9 +98,10 @@ class TrainingRun:
         results.reserve(self.names.take)
         untouched: list[str] = []
         if parallel is None:
-            parallel, untouched = setup.build_parallel(cfg, train_set, device, weights, world)
+            parallel, untouched = setup.build_parallel(cfg, train_set, device, weights, world, bool(before))
         else:
             parallel.rebind(world)
+        seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
         self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
         self.autocast, self.task = builders.autocast(cfg, device, parallel), builders.task(cfg, train_set, device)
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)

@@ -58,11 +58,13 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
 
 
 def build_parallel(
-    cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None, world: World
+    cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None, world: World, has_state: bool = False
 ) -> tuple[Parallel, list[str]]:
+    # A collective.
     parallel = builders.parallel(cfg, world)
-    load = None if weights is None else partial(load_fitting, path=weights, world=world)
-    return parallel, parallel.build(cfg.trainer, lambda: memory.watch(builders.model(cfg, train_set)), device, load)
+    load = None if weights is None else partial(load_fitting, weights)
+    make = lambda: memory.watch(builders.model(cfg, train_set))  # noqa: E731
+    return parallel, parallel.build(cfg.trainer, make, device, load, has_state)
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:

@@ -29,6 +29,8 @@ from ddp_hydra.training.parallel.weights import BufferCopy, Ema
 from ddp_hydra.training.train_step import TrainStep
 
 Named = Sequence[tuple[str, nn.Parameter]]
+Load = Callable[[nn.Module, World], list[str]]
+"""Fills a model with weights of a file that rank 0 has, and returns the names that the file lacks. A collective."""
 
 
 class Parallel:
@@ -81,20 +83,24 @@ class Parallel:
         trainer: DictConfig,
         make: Callable[[], nn.Module],
         device: torch.device,
-        load: Callable[[nn.Module], list[str]] | None = None,
+        load: Load | None = None,
+        has_state: bool = False,
     ) -> list[str]:
-        # A collective, if there are weights to load. It returns what they had no value for.
+        # A collective. It returns what the weights to load had no value for. If the run has a state to go on from, that
+        # will give all parameters their values.
         model = make().to(device)
-        untouched = load(model) if load is not None else []
+        weights.read_rows(model)
+        untouched = load(model, self.world) if load is not None else []
         self.channels_last = weights.lay_out(model, trainer.channels_last)
         parameter_groups.freeze(model, trainer.freeze)
         parameter_groups.activation_checkpointing(model, trainer.activation_checkpointing)
         self.adopt(model)
         return untouched
 
-    def prepare(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
-        # For a model that is not trained.
-        model.to(device)
+    def prepare(self, make: Callable[[], nn.Module], trainer: DictConfig, device: torch.device) -> Self:
+        # For a model that is not trained, whose state is loaded afterwards.
+        model = make().to(device)
+        weights.read_rows(model)
         self.channels_last = weights.lay_out(model, trainer.channels_last)
         return self.adopt(model)
 
@@ -231,10 +237,11 @@ class PartStep:
         same_gradients: all ranks have the same gradients after the backward pass.
         needs_even: name of a communication hook that needs losses over the same number of things in each step; "".
         is_weighed: the gradients of the last backward pass have the factor of `send_along`.
+        sends_buffers: all ranks take the buffers of rank 0 before the next forward pass.
         send_along: sends numbers with the gradients, see `SharedGradients`; None: they take an exchange of their own.
     """
 
-    is_weighed = False
+    is_weighed = sends_buffers = False
     send_along: Callable[..., Callable[[], Tensor]] | None = None
 
     def __init__(
@@ -251,6 +258,10 @@ class PartStep:
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         return all_used(self.needed) if enabled else nullcontext()
+
+    def has_changed_buffers(self) -> bool:
+        # This rank has, since all had those of rank 0, and it is the part that sends them.
+        return False
 
     def release(self) -> None:
         self.wrapped = self.step

@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_hydra.console import text
+from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms
-from ddp_hydra.training.parallel import Named, Parallel, PartStep, parameter_groups, weights
+from ddp_hydra.training.parallel import Load, Named, Parallel, PartStep, parameter_groups, weights
 from ddp_hydra.training.parallel.weights import Ema, local
 from ddp_hydra.training.train_step import TrainStep, trained_loss
 
@@ -39,7 +40,7 @@ MIXED = "mixed torch.Tensor and DTensor"
 EXPLAINED = {
     re.escape(MIXED): (
         "a block's parameters are whole only while it computes: call parts of the model by their forward, and let no "
-        "part use parameters of another one; or give parallel=ddp"
+        "part use parameters of another one; or give parallel.min_params=null, or parallel=ddp"
     ),
     "expects uniform original parameter dtype": (
         "parameters of a block need one type, and so do all that are outside of blocks: convert them, or name the "
@@ -63,10 +64,13 @@ class FSDP2(Parallel):
         replicas: copies of the model; each is sharded over as many ranks as are left for it (HSDP).
         blocks: classes of modules whose parameters are gathered together, one module after the other; null: those that
             the model names in `_no_split_modules`, or repeats in a Sequential or ModuleList.
+        min_params: without `blocks`, modules outside of them with at least this number of parameters are gathered by
+            themselves, too; null: together.
         reshard_after_forward: free the parameters of a block after its forward pass, and gather them again for its
             backward pass; a number: keep them sharded over that many ranks meanwhile.
         cpu_offload: keep shares in the host's memory (GPUs only).
-        fn: "module.function" that is called with the model and its mesh before they are sharded; null: none.
+        fn: "module.function" that is called with the model and its mesh before they are sharded; null: none. Parameters
+            that it makes DTensors over the mesh stay as they are.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or the model, task or precision can't be sharded.
@@ -80,6 +84,7 @@ class FSDP2(Parallel):
         *,
         replicas: int = 1,
         blocks: Sequence[str] | None = None,
+        min_params: float | None = 1e6,
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
         fn: str | None = None,
@@ -89,7 +94,7 @@ class FSDP2(Parallel):
             raise ConfigError(f"parallel.replicas={replicas} does not divide this job's {world.size} ranks")
         if not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
             raise ConfigError(f"{KIND} needs torch 2.6 or newer, and this is {torch.__version__}")
-        self.replicas, self.blocks, self.fn = replicas, blocks, fn
+        self.replicas, self.blocks, self.min_params, self.fn = replicas, blocks, min_params, fn
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.mesh: DeviceMesh | None = None
         self.cpu_mesh: DeviceMesh | None = None
@@ -99,30 +104,58 @@ class FSDP2(Parallel):
         trainer: DictConfig,
         make: Callable[[], nn.Module],
         device: torch.device,
-        load: Callable[[nn.Module], list[str]] | None = None,
+        load: Load | None = None,
+        has_state: bool = False,
     ) -> list[str]:
+        # Only rank 0 has the whole model, on the CPU, with the bits of other kinds. It sends shards to the others.
         check_settings(trainer, device, self.cpu_offload)
         if self.world.group is None:
             return super().build(trainer, make, device, load)
-        model = make()  # on the CPU: the bits of other kinds
+        model = self._built(make)
+        reads = hasattr(model, weights.READ_ROWS)
+        sends = not (has_state or reads or self.fn is not None)
+        if sends and self.world.rank == 0 and weights.on_meta(model):
+            model = make()
         check_parameters(model)
-        untouched = load(model) if load is not None else []
+        untouched: list[str] = []
+        if load is not None and (self.world.rank == 0 or not sends):
+            untouched = load(model, ALONE if sends else self.world)
         parameter_groups.freeze(model, trainer.freeze)
+        whole = dict(model.named_parameters()) if sends and self.world.rank == 0 else {}
         self.make = make
         self._shard(model, trainer, device)
-        return untouched
+        if reads:
+            weights.read_rows(self.model)
+        if sends:
+            self._receive(whole)
+        return self.world.from_rank_0(lambda: untouched)
 
-    def prepare(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
+    def _built(self, make: Callable[[], nn.Module]) -> nn.Module:
+        return make() if self.fn is not None else weights.built_on_meta(make)
+
+    @torch.no_grad()
+    def _receive(self, whole: dict[str, nn.Parameter]) -> None:
+        # A collective.
+        parameter: Any
+        for name, parameter in self.model.named_parameters():
+            value = whole.pop(name) if whole else torch.empty(parameter.shape, dtype=parameter.dtype)
+            moved = value.detach().to(parameter.device_mesh.device_type)
+            own = distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=0)
+            local(parameter).copy_(local(own))
+        weights.broadcast_buffers(self.model, self.world)
+
+    def prepare(self, make: Callable[[], nn.Module], trainer: DictConfig, device: torch.device) -> Self:
         check_settings(trainer, device, self.cpu_offload)
         if self.world.group is None:
-            return super().prepare(model, trainer, device)
-        self._shard(model, trainer, device, is_trained=False)
+            return super().prepare(make, trainer, device)
+        self._shard(self._built(make), trainer, device, is_trained=False)
+        weights.read_rows(self.model)
         return self
 
     def _shard(self, model: nn.Module, trainer: DictConfig, device: torch.device, is_trained: bool = True) -> None:
-        self.trainer, self.mesh = trainer, self._mesh(device)
+        self.trainer, self.device, self.mesh = trainer, device, self._mesh(device)
         self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
-        self.adopt(self._apply(model, is_trained))
+        self.adopt(self._shard_modules(model, is_trained))
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
@@ -130,38 +163,49 @@ class FSDP2(Parallel):
             return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
         return init_device_mesh(device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
 
-    def _apply(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
+    def _shard_modules(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
         # The order of torchtitan: activation checkpointing, compile, shard, from the inner modules to the outer ones.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        blocks = blocks_of(model, self.blocks)
+        units = units_of(model, self.blocks, self.min_params)
         if is_trained:
             parameter_groups.activation_checkpointing(model, self.trainer.activation_checkpointing)
             if self.trainer.compile is not None:
-                for block in blocks or [model]:
+                for block in blocks_of(model, self.blocks) or [model]:
                     block.compile(mode=self.trainer.compile.replace("_", "-"))
-        if self.fn is not None:
-            get_object(self.fn)(model, self.mesh)
         low = torch.bfloat16 if self.casts_to_bf16 else None
         given: dict[str, Any] = {
             "mesh": self.mesh,
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            "ignored_params": self._shard_by_fn(model),
         }
         if low:  # statistics of batches are fp32, and a norm takes parameters of their type
             policy = MixedPrecisionPolicy(output_dtype=low, cast_forward_inputs=False)
-            for norm in [
-                one for one in model.modules() if isinstance(one, _BatchNorm) and owns_its_parameters(one, model)
-            ]:
-                fully_shard(norm, mp_policy=policy, **given)
-        for block in blocks:
-            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
-            fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **given)
+            for norm in model.modules():
+                if isinstance(norm, _BatchNorm) and owns_its_parameters([norm], model):
+                    fully_shard(norm, mp_policy=policy, **given)
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+        for unit in units:  # a norm and the head are the first that the backward pass needs
+            reshard = self.reshard_after_forward if len(unit) == 1 else False
+            fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard, **given)
         outputs = torch.float32 if low else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=outputs, output_dtype=outputs)
         fully_shard(model, mp_policy=policy, **given)
+        weights.give_parameters_memory(model, torch.device("cpu") if self.cpu_offload else self.device)
         # Torch keeps what lies outside of blocks whole for a backward pass, which a validation does not have.
         model.register_forward_hook(lambda whole, *_: None if torch.is_grad_enabled() else whole.reshard())
         return model
+
+    def _shard_by_fn(self, model: nn.Module) -> set[nn.Parameter]:
+        # Return the parameters that it has made DTensors of, over the same ranks.
+        if self.fn is None:
+            return set()
+        get_object(self.fn)(model, self.mesh)
+        found: set[nn.Parameter] = {one for one in model.parameters() if isinstance(one, DTensor)}
+        for parameter in found:  # they get the sum over the ranks, and others the mean
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient / self.world.size)
+        return found
 
     @property
     def casts_to_bf16(self) -> bool:
@@ -211,9 +255,9 @@ class FSDP2(Parallel):
         # A sharded model can't be copied, so it is built once more.
         if not self.is_sharded:
             return super().build_average(decay)
-        with torch.random.fork_rng([]):
-            model = self.make()
-        average = self._apply(model, is_trained=False)
+        with StateGuard():
+            model = self._built(self.make)
+        average = self._shard_modules(model, is_trained=False)
         average.load_state_dict(self.model.state_dict())
         return Ema(self.model, decay, average)
 
@@ -273,8 +317,21 @@ def check_parameters(model: nn.Module) -> None:
             )
 
 
+def units_of(model: nn.Module, classes: Sequence[str] | None, min_params: float | None) -> list[list[nn.Module]]:
+    """Return the modules whose parameters are gathered together, the inner ones first: blocks, and where these are not
+    given, large modules outside of them; a norm right before the last one goes with it."""
+    units = [[block] for block in blocks_of(model, classes)]
+    if classes is not None or min_params is None:
+        return units
+    blocks = {block for (block,) in units}
+    large = [[one] for one in large_modules(model, blocks, min_params) if owns_its_parameters([one], model)]
+    leaves = [one for one in leaves_outside(model, blocks) if next(one.parameters(), None) is not None]
+    if large and [leaves[-1]] in large and len(leaves) > 1 and "Norm" in type(leaves[-2]).__name__:
+        large[large.index([leaves[-1]])] = leaves[-2:]
+    return units + large
+
+
 def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together, the inner ones first."""
     if classes is not None:
         known = sorted({type(module).__name__ for module in model.modules()})
         if lacking := sorted(set(classes) - set(known)):
@@ -282,10 +339,9 @@ def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module
         wanted = [module for module in model.modules() if type(module).__name__ in classes]
     else:
         named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        wanted = [module for module in model.modules() if type(module).__name__ in named] or list(
-            repeated_modules(model)
-        )
-    return [module for module in reversed(wanted) if module is not model and owns_its_parameters(module, model)]
+        wanted = [module for module in model.modules() if type(module).__name__ in named]
+        wanted = wanted or list(repeated_modules(model))
+    return [module for module in reversed(wanted) if module is not model and owns_its_parameters([module], model)]
 
 
 def repeated_modules(model: nn.Module) -> Iterator[nn.Module]:
@@ -299,12 +355,40 @@ def repeated_modules(model: nn.Module) -> Iterator[nn.Module]:
             yield from repeated_modules(child)
 
 
-def owns_its_parameters(module: nn.Module, model: nn.Module) -> bool:
-    # A tied parameter has to be in one unit.
-    def uses(part: nn.Module) -> Counter[int]:
-        return Counter(id(one) for _, one in part.named_parameters(remove_duplicate=False))
+def large_modules(model: nn.Module, blocks: set[nn.Module], least: float) -> list[nn.Module]:
+    # Of a module, what is in other units does not count.
+    found: list[nn.Module] = []
 
-    everywhere, inside = uses(model), uses(module)
+    def rest(module: nn.Module) -> dict[nn.Parameter, int]:
+        if module in blocks:
+            return {}
+        left = {one: one.numel() for one in module.parameters(recurse=False)}
+        for child in module.children():
+            left |= rest(child)
+        never_called = isinstance(module, nn.ModuleList | nn.ModuleDict) or module in own
+        if module is model or never_called or sum(left.values()) < least:
+            return left
+        found.append(module)
+        return {}
+
+    # It computes with the parameters of its parts, which it does not call.
+    own = {part for one in model.modules() if isinstance(one, nn.MultiheadAttention) for part in one.children()}
+    rest(model)
+    return found
+
+
+def leaves_outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in model.children():
+        if child not in blocks:
+            yield from leaves_outside(child, blocks) if any(child.children()) else [child]
+
+
+def owns_its_parameters(unit: Sequence[nn.Module], model: nn.Module) -> bool:
+    # A tied parameter has to be in one unit.
+    def uses(*modules: nn.Module) -> Counter[int]:
+        return Counter(id(one) for part in modules for _, one in part.named_parameters(remove_duplicate=False))
+
+    everywhere, inside = uses(model), uses(*unit)
     return bool(inside) and all(everywhere[key] == number for key, number in inside.items())
 
 
@@ -363,7 +447,7 @@ class ShardedStep(PartStep):
         world: of this rank.
 
     Attributes:
-        sends_buffers: all ranks take the buffers of rank 0 before the next forward pass, when DDP does it.
+        sent: buffers as all ranks had them last, with their versions.
     """
 
     part: Any
@@ -372,7 +456,7 @@ class ShardedStep(PartStep):
         super().__init__(step, uses_all=True, world=world)
         self.group = mesh.get_group("shard")
         self.sends_buffers = self.is_last = True
-        self.has_buffers = next(self.part.buffers(), None) is not None
+        self.sent: list[tuple[Tensor, int]] = []
         self.n_forward = 0
         self.part.register_forward_pre_hook(self._count)
         step.constant = self._empty_loss
@@ -381,8 +465,9 @@ class ShardedStep(PartStep):
         self.n_forward += 1
 
     def __call__(self, batch: Any) -> Any:
-        if self.sends_buffers and self.has_buffers:
+        if self.sends_buffers:
             weights.broadcast_buffers(self.part, self.world)
+            self.sent = self._buffers()
         before = self.n_forward
         try:
             result = self.wrapped(batch)
@@ -394,6 +479,16 @@ class ShardedStep(PartStep):
             raise ConfigError(CALLED)
         self.sends_buffers = self.is_last
         return result
+
+    def _buffers(self) -> list[tuple[Tensor, int]]:
+        return [(buffer, buffer._version) for buffer in self.part.buffers()]
+
+    def has_changed_buffers(self) -> bool:
+        now = self._buffers()
+        return len(now) != len(self.sent) or any(
+            one is not other or version != before
+            for (one, version), (other, before) in zip(now, self.sent, strict=True)
+        )
 
     @contextmanager
     def sync_gradients(self, enabled: bool) -> Iterator[None]:
