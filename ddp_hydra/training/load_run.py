@@ -107,7 +107,8 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     if cfg.data.get("batch_size") is None:
         cfg.data.batch_size = content["batch"]["size"]
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
-    parallel = builders.inference_parallel(cfg, world).prepare(partial(builders.model, cfg, data), cfg.trainer, device)
+    make, saved = partial(builders.model, cfg, data), content["model"]
+    parallel = builders.inference_parallel(cfg, world).prepare(cfg.trainer, make, device, saved)
     if (folder := content.get(PARTS_IN)) is not None:
         content = sharded_checkpoint.read(
             content, sharded_checkpoint.on_this_host(Path(folder)), parallel.read_targets()

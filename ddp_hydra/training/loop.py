@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import objective, rank_batch
 from ddp_hydra.config.validate import expected_ranks
-from ddp_hydra.console.text import counted
+from ddp_hydra.console.text import counted, size_text
 from ddp_hydra.data.batch import described
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
@@ -173,7 +174,7 @@ def forward_backward(
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.profiler.count_batch(batch, update.part.step.unwrapped, update.name)
+        run.monitor.count(batch, update)
         with update.part.sync_gradients(batch.last):
             with run.autocast:
                 result = update.part(batch.batch)
@@ -290,6 +291,14 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     cfg.data.global_batch = None  # this process makes the step of one of these ranks
     epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
     cfg = OmegaConf.merge(cfg, {"trainer": {"compile": None}, "data": {"prefetch": 0}})  # type: ignore[assignment]
+    needed, told = setup.outlined(cfg, train_set, world_size)
+    if needed > (free := psutil.virtual_memory().available):
+        return [
+            f"data      {setup.samples_in(train_set, val_set)}",
+            *told,
+            f"dry run: no step was made, since one process needs {size_text(needed)} for it, and {size_text(free)} are "
+            "free here",
+        ]
     run = TrainingRun(cfg, train_set, val_set, None, FaultInjector(), StopSignal())
     run.begin_epoch()
     micro_batches, meter = list(next(run.steps())), Meter(run.loader.device)
@@ -318,6 +327,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         f"data      {setup.samples_in(train_set, val_set)}",
         f"batch     {described(batch)}",
         f"model     {type(run.model).__name__}, {weights.sizes(run.model)[0]:,} parameters",
+        told[-1],
         f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
         f"loss      {losses} before training",
         f"predicts  {predicted}",

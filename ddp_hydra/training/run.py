@@ -98,7 +98,9 @@ class TrainingRun:
         results.reserve(self.names.take)
         untouched: list[str] = []
         if parallel is None:
-            parallel, untouched = setup.build_parallel(cfg, train_set, device, weights, world, bool(before))
+            parallel, untouched = setup.build_parallel(
+                cfg, train_set, device, weights, world, before.get("model") or ()
+            )
         else:
             parallel.rebind(world)
         seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
@@ -142,6 +144,7 @@ class TrainingRun:
             profiler,
             self.position.samples,
             self.epoch_means,
+            setup.operations(self),
         )
         self.log_clock = LogClock(cfg.trainer.log_every_s if self.rank == 0 else None, cfg.trainer.log_growth)
         self.metrics: dict[str, float] = {}

@@ -40,7 +40,7 @@ def both(buffers: str) -> dict[str, Any]:
                 self.register_buffer("rates", torch.linspace(1, 2, 9))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x) * (self.rates if buffers else 1)
+            x = self.stem(x) * (self.rates.clone() if buffers else 1)
             if buffers == "changed":
                 self.rates += 0
             for block in self.blocks:

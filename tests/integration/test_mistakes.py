@@ -81,7 +81,13 @@ def print_of(cli, home, mark, client2):
         for name in mistake.files:
             (home / name).unlink()
         shutil.rmtree(home / "outputs", ignore_errors=True)
-        return NAMED_OPERATOR.sub("", said).replace(f"{home}/", "").replace(str(home), ".").replace("127.0.0.1", "here").rstrip()
+        return (
+            NAMED_OPERATOR.sub("", said)
+            .replace(f"{home}/", "")
+            .replace(str(home), ".")
+            .replace("127.0.0.1", "here")
+            .rstrip()
+        )
 
     return make
 

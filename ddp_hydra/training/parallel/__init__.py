@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -84,10 +84,10 @@ class Parallel:
         make: Callable[[], nn.Module],
         device: torch.device,
         load: Load | None = None,
-        has_state: bool = False,
+        saved: Collection[str] = (),
     ) -> list[str]:
-        # A collective. It returns what the weights to load had no value for. If the run has a state to go on from, that
-        # will give all parameters their values.
+        # A collective. It returns what the weights to load had no value for. `saved`: names that have a value in the
+        # state that will be loaded afterwards.
         model = make().to(device)
         weights.read_rows(model)
         untouched = load(model, self.world) if load is not None else []
@@ -97,8 +97,10 @@ class Parallel:
         self.adopt(model)
         return untouched
 
-    def prepare(self, make: Callable[[], nn.Module], trainer: DictConfig, device: torch.device) -> Self:
-        # For a model that is not trained, whose state is loaded afterwards.
+    def prepare(
+        self, trainer: DictConfig, make: Callable[[], nn.Module], device: torch.device, saved: Collection[str]
+    ) -> Self:
+        # A collective. For a model that is not trained.
         model = make().to(device)
         weights.read_rows(model)
         self.channels_last = weights.lay_out(model, trainer.channels_last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -36,6 +36,7 @@ CALLED = (
     f"{KIND}: the task's step did not call the model itself: call model(...) in each step, also where nothing counts; "
     "its parts and methods can't be called alone"
 )
+MIN_PARAMS = 1e6
 MIXED = "mixed torch.Tensor and DTensor"
 EXPLAINED = {
     re.escape(MIXED): (
@@ -84,7 +85,7 @@ class FSDP2(Parallel):
         *,
         replicas: int = 1,
         blocks: Sequence[str] | None = None,
-        min_params: float | None = 1e6,
+        min_params: float | None = MIN_PARAMS,
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
         fn: str | None = None,
@@ -105,30 +106,46 @@ class FSDP2(Parallel):
         make: Callable[[], nn.Module],
         device: torch.device,
         load: Load | None = None,
-        has_state: bool = False,
+        saved: Collection[str] = (),
     ) -> list[str]:
-        # Only rank 0 has the whole model, on the CPU, with the bits of other kinds. It sends shards to the others.
-        check_settings(trainer, device, self.cpu_offload)
         if self.world.group is None:
-            return super().build(trainer, make, device, load)
+            check_settings(trainer, device, self.cpu_offload)
+            return super().build(trainer, make, device, load, saved)
+        return self._build(trainer, make, device, load, saved)
+
+    def _build(
+        self,
+        trainer: DictConfig,
+        make: Callable[[], nn.Module],
+        device: torch.device,
+        load: Load | None,
+        saved: Collection[str],
+        is_trained: bool = True,
+    ) -> list[str]:
+        # Only rank 0 has the whole model, on the CPU, with the bits of other kinds. It sends shards to the others. If
+        # all values come from a state or a file, no rank has it.
+        check_settings(trainer, device, self.cpu_offload)
         model = self._built(make)
         reads = hasattr(model, weights.READ_ROWS)
-        sends = not (has_state or reads or self.fn is not None)
+        is_saved = bool(saved) and all(name in saved for name, _ in model.named_parameters())
+        sends = not (is_saved or reads or self.fn is not None)
         if sends and self.world.rank == 0 and weights.on_meta(model):
             model = make()
         check_parameters(model)
         untouched: list[str] = []
         if load is not None and (self.world.rank == 0 or not sends):
             untouched = load(model, ALONE if sends else self.world)
-        parameter_groups.freeze(model, trainer.freeze)
+        if is_trained:
+            parameter_groups.freeze(model, trainer.freeze)
         whole = dict(model.named_parameters()) if sends and self.world.rank == 0 else {}
-        self.make = make
-        self._shard(model, trainer, device)
-        if reads:
-            weights.read_rows(self.model)
+        self.make, self.trainer, self.device, self.mesh = make, trainer, device, self._mesh(device)
+        self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
+        self.adopt(self._shard_modules(model, is_trained))
+        weights.read_rows(self.model)
         if sends:
             self._receive(whole)
-        return self.world.from_rank_0(lambda: untouched)
+        names: list[str] = self.world.from_rank_0(lambda: untouched)
+        return names
 
     def _built(self, make: Callable[[], nn.Module]) -> nn.Module:
         return make() if self.fn is not None else weights.built_on_meta(make)
@@ -144,21 +161,21 @@ class FSDP2(Parallel):
             local(parameter).copy_(local(own))
         weights.broadcast_buffers(self.model, self.world)
 
-    def prepare(self, make: Callable[[], nn.Module], trainer: DictConfig, device: torch.device) -> Self:
-        check_settings(trainer, device, self.cpu_offload)
+    def prepare(
+        self, trainer: DictConfig, make: Callable[[], nn.Module], device: torch.device, saved: Collection[str]
+    ) -> Self:
         if self.world.group is None:
-            return super().prepare(make, trainer, device)
-        self._shard(self._built(make), trainer, device, is_trained=False)
-        weights.read_rows(self.model)
+            check_settings(trainer, device, self.cpu_offload)
+            return super().prepare(trainer, make, device, saved)
+        self._build(trainer, make, device, None, saved, is_trained=False)
         return self
-
-    def _shard(self, model: nn.Module, trainer: DictConfig, device: torch.device, is_trained: bool = True) -> None:
-        self.trainer, self.device, self.mesh = trainer, device, self._mesh(device)
-        self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
-        self.adopt(self._shard_modules(model, is_trained))
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
+        if self.fn is not None and self.replicas == 1:
+            # DTensor's exchanges and the vote can't be under way in one group of gloo.
+            own: Any = dist.new_group(backend="gloo" if device.type == "cpu" else None)
+            return DeviceMesh.from_group(own, device.type, mesh_dim_names=("shard",))
         if self.replicas == 1:
             return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
         return init_device_mesh(device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
@@ -383,6 +400,10 @@ def leaves_outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Modu
             yield from leaves_outside(child, blocks) if any(child.children()) else [child]
 
 
+def parameters_of(unit: Sequence[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in unit for parameter in module.parameters()}
+
+
 def owns_its_parameters(unit: Sequence[nn.Module], model: nn.Module) -> bool:
     # A tied parameter has to be in one unit.
     def uses(*modules: nn.Module) -> Counter[int]:
@@ -426,14 +447,22 @@ class ShardedNorms(GradientNorms):
 
     def __init__(self, named: Named, loss: Callable[[], float], group: dist.ProcessGroup) -> None:
         self.group = group
+        self.copies: list[int] = []  # ranks that have the same gradient, as parallel.fn may leave it
         super().__init__(named, loss)
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else local(parameter.grad)
+        gradient: Any = parameter.grad
+        if gradient is None:
+            return None
+        is_shared = any(one.is_shard() for one in gradient.placements)
+        self.copies.append(1 if is_shared else dist.get_world_size(self.group))
+        return local(gradient)
 
     def over_ranks(self, norms: Tensor) -> Tensor:
         # A collective.
         squares = norms.double() ** 2
+        if self.copies and max(self.copies) > 1:
+            squares /= torch.tensor(self.copies, device=squares.device)
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt().to(norms.dtype)
 

@@ -32,7 +32,11 @@ def state(seed=0, width=3, optimizer=SGD, build=nn.Linear, norm=True):
     options = dict(optimizer)
     optimizer = options.pop("cls")(model.parameters(), **options)
     return TrainingState(
-        Parallel().adopt(model), optimizer, lr_schedules.cosine(optimizer, 20), Position(), {"seed": seed, "tags": ["a"]}
+        Parallel().adopt(model),
+        optimizer,
+        lr_schedules.cosine(optimizer, 20),
+        Position(),
+        {"seed": seed, "tags": ["a"]},
     )
 
 
