@@ -157,7 +157,7 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
+    low = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
     step, counter, kept = _Step(task, model.train(), update), FlopCounterMode(display=False), _Kept()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), StateGuard(), warnings.catch_warnings(action="ignore"):

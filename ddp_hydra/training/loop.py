@@ -290,7 +290,9 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     rank_batch.settle(cfg, {}, {}, world_size, world_size)
     cfg.data.global_batch = None  # this process makes the step of one of these ranks
     epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
-    cfg = OmegaConf.merge(cfg, {"trainer": {"compile": None}, "data": {"prefetch": 0}})  # type: ignore[assignment]
+    precision = "bf16" if cfg.trainer.precision == "fp8" else cfg.trainer.precision  # this machine may have no GPU
+    trainer = {"compile": None, "precision": precision}
+    cfg = OmegaConf.merge(cfg, {"trainer": trainer, "data": {"prefetch": 0}})  # type: ignore[assignment]
     needed, told = setup.outlined(cfg, train_set, world_size)
     if needed > (free := psutil.virtual_memory().available):
         return [

@@ -99,6 +99,7 @@ def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[st
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
+    precision = "bf16" if precision == "fp8" else precision  # as torchtitan counts
     precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
     words: Sequence[str] = device.replace("-", " ").split()
     return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)

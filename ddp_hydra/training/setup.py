@@ -72,7 +72,7 @@ def build_parallel(
     # A collective.
     parallel = builders.parallel(cfg, world)
     load = None if weights is None else partial(load_fitting, weights)
-    make = lambda: memory.watch(builders.model(cfg, train_set))  # noqa: E731
+    make = lambda: memory.watch(builders.with_float8(builders.model(cfg, train_set), cfg, device))  # noqa: E731
     return parallel, parallel.build(cfg.trainer, make, device, load, saved)
 
 

@@ -13,9 +13,10 @@ pytestmark = pytest.mark.integration
 STEPS, ACCUMULATED = 4, 2
 
 
-def both(buffers: str) -> dict[str, Any]:
+def both(kind: str) -> dict[str, Any]:
     """On each rank: weights after some steps, and the collectives of the last one, of us and by hand."""
     from collections import Counter
+    from unittest import mock
 
     import torch
     from torch import nn
@@ -36,12 +37,12 @@ def both(buffers: str) -> dict[str, Any]:
             super().__init__()
             self.stem, self.norm, self.head = nn.Linear(6, 9), nn.LayerNorm(9), nn.Linear(9, 3)
             self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(9, 9), nn.Tanh()) for _ in range(3))
-            if buffers:
+            if kind in ("kept", "changed"):
                 self.register_buffer("rates", torch.linspace(1, 2, 9))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.stem(x) * (self.rates.clone() if buffers else 1)
-            if buffers == "changed":
+            x = self.stem(x) * (self.rates.clone() if hasattr(self, "rates") else 1)
+            if kind == "changed":
                 self.rates += 0
             for block in self.blocks:
                 x = x + block(x)
@@ -61,9 +62,12 @@ def both(buffers: str) -> dict[str, Any]:
         return {name: value.full_tensor() for name, value in model.state_dict().items() if name != "rates"}, found
 
     def ours() -> tuple[Any, ...]:
-        parallel, settings = FSDP2(world, min_params=100), trainer()
+        parallel, settings = FSDP2(world, min_params=100), trainer(compile="default" if kind == "compiled" else None)
         seed_all(5)
-        parallel.build(settings, Net, cpu)
+        compile_by = nn.Module.compile
+        with mock.patch.object(nn.Module, "compile", lambda block, mode: compile_by(block, backend="eager")):
+            parallel.build(settings, Net, cpu)
+        assert parallel.state().keys() == Net().state_dict().keys()
         part = parallel.build_part(settings, Squares(), "")
         optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=0.1, fused=False)
         consensus = StepConsensus(world)
@@ -112,11 +116,11 @@ def both(buffers: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("buffers", ["", "kept", "changed"])
-def test_it_has_the_bits_and_the_collectives_of_a_loop_by_hand(client2, gang, buffers):
+@pytest.mark.parametrize("kind", ["", "kept", "changed", "compiled"])
+def test_it_has_the_bits_and_the_collectives_of_a_loop_by_hand(client2, gang, kind):
     """One all-reduce is the vote, and one adds up the norms of gradients, by which all ranks know of a NaN."""
-    more = {"c10d::allreduce_": 2} | ({"c10d::broadcast_": 1} if buffers == "changed" else {})
-    for found in gang(client2, backend="gloo").run(both, buffers):
+    more = {"c10d::allreduce_": 2} | ({"c10d::broadcast_": 1} if kind == "changed" else {})
+    for found in gang(client2, backend="gloo").run(both, kind):
         assert found["same"]
         assert found["ours"] == found["by hand"] | more
         assert found["by hand"] == {"c10d::_allgather_base_": 14, "c10d::_reduce_scatter_base_": 4}

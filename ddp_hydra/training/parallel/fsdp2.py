@@ -226,7 +226,7 @@ class FSDP2(Parallel):
 
     @property
     def casts_to_bf16(self) -> bool:
-        return self.is_sharded and self.trainer.precision == "bf16"
+        return self.is_sharded and self.trainer.precision in ("bf16", "fp8")
 
     @property
     def model_name(self) -> str:
