@@ -283,8 +283,8 @@ class FSDP2(Parallel):
         if not isinstance(tensor, DTensor):
             return plain_state.plain_tensor(tensor, name)
         if not whole:
-            return tensor.to_local().detach()
-        full: Tensor = tensor.full_tensor().detach()
+            return plain_state.plain_tensor(tensor.to_local(), name)
+        full = plain_state.plain_tensor(tensor.full_tensor(), name)
         return full if self.world.rank == 0 else full.new_empty(0)
 
     def rewrapper(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
