@@ -50,7 +50,7 @@ class Memory:
     def total(self) -> float:
         return self.weights + self.gradients + self.optimizer + self.gathered + (self.activations or 0.0)
 
-    def over(self, ranks: int, gathered: float) -> Memory:
+    def over(self, ranks: float, gathered: float) -> Memory:
         weights, gradients, optimizer = (one / ranks for one in (self.weights, self.gradients, self.optimizer))
         return Memory(weights, gradients, optimizer, gathered, self.activations)
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -294,7 +293,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     trainer = {"compile": None, "precision": precision}
     cfg = OmegaConf.merge(cfg, {"trainer": trainer, "data": {"prefetch": 0}})  # type: ignore[assignment]
     needed, told = setup.outlined(cfg, train_set, world_size)
-    if needed > (free := psutil.virtual_memory().available):
+    if needed > (free := memory.free_bytes(builders.device(cfg))):
         return [
             f"data      {setup.samples_in(train_set, val_set)}",
             *told,

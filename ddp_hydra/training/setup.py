@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig
@@ -148,14 +147,21 @@ def memory_of(run: Any) -> str:
     """Return what a rank needs for a large model; "" for a small model."""
     of_weights = weights.bytes_on_rank(run.model) * (2 if run.ema else 1)
     gradients = weights.bytes_on_rank(run.model, trained_only=True)
-    memory = cost.Memory(of_weights, gradients, moments(run, lambda tensor: weights.local(tensor).nbytes))
-    if memory.total < LARGE:
+    needed = cost.Memory(of_weights, gradients, moments(run, lambda tensor: weights.local(tensor).nbytes))
+    if needed.total < LARGE or run.rank:
         return ""
-    if run.rank == 0:
-        outline = cost.build_outline(run.cfg, run.loader.dataset)
-        memory.activations = activations(run.cfg, outline, run.task, run.builder.names, run.loader)
-        memory.gathered = cost.gathered_bytes(run.cfg, outline) if run.parallel.is_sharded else 0
-    return str(memory)
+    outline, device = cost.build_outline(run.cfg, run.loader.dataset), run.loader.device
+    needed.activations = activations(run.cfg, outline, run.task, run.builder.names, run.loader)
+    gathered, shards = cost.gathered_bytes(run.cfg, outline), 1
+    if run.parallel.is_sharded:
+        needed.gathered, shards = gathered, run.world.size // run.cfg.parallel.get("replicas", 1)
+    free = memory.free_bytes(device) + weights.bytes_on_rank(run.model)  # which are there already
+    fits = (
+        f"; {cost.fitting(needed.over(1 / shards, gathered), gathered, 2 * shards, free)}"
+        if needed.total > free
+        else ""
+    )
+    return f"{needed}{fits}"
 
 
 def operations(run: Any) -> cost.Operations | None:
@@ -183,12 +189,12 @@ def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[s
     is_sharded = get_object(cfg.parallel["_target_"]).shards and ranks > 1
     shards = ranks // cfg.parallel.get("replicas", 1) if is_sharded else 1
     gathered = cost.gathered_bytes(cfg, outline)
-    memory = whole.over(shards, gathered) if is_sharded else whole
-    free = psutil.virtual_memory().available
-    fits = f"; {cost.fitting(whole, gathered, 2 * shards, free)}" if memory.total > free else ""
+    a_rank = whole.over(shards, gathered) if is_sharded else whole
+    free = memory.free_bytes(builders.device(cfg))
+    fits = f"; {cost.fitting(whole, gathered, 2 * shards, free)}" if a_rank.total > free else ""
     return whole.total, [
         f"model     {type(outline).__name__}, {weights.sizes(outline)[0]:,} parameters",
-        f"memory    {memory}, on {counted(ranks, 'rank')}{fits}",
+        f"memory    {a_rank}, on {counted(ranks, 'rank')}{fits}",
     ]
 
 
