@@ -68,8 +68,8 @@ def test_without_blocks_modules_go_by_their_size():
 
 
 def test_named_classes_have_to_be_there():
-    with pytest.raises(ConfigError, match=r"parallel.blocks has Blok, but the model has Block, Decoder"):
-        units_of(Decoder(), ["Blok"], None)
+    with pytest.raises(ConfigError, match=r"parallel.blocks has Stage, but the model has Block, Decoder"):
+        units_of(Decoder(), ["Stage"], None)
 
 
 def test_each_parameter_is_in_one_unit():
