@@ -496,7 +496,7 @@ class ShardedStep(PartStep):
     def __call__(self, batch: Any) -> Any:
         if self.sends_buffers:
             weights.broadcast_buffers(self.part, self.world)
-            self.sent = self._buffers()
+            self.sent = self._versions()
         before = self.n_forward
         try:
             result = self.wrapped(batch)
@@ -509,11 +509,11 @@ class ShardedStep(PartStep):
         self.sends_buffers = self.is_last
         return result
 
-    def _buffers(self) -> list[tuple[Tensor, int]]:
+    def _versions(self) -> list[tuple[Tensor, int]]:
         return [(buffer, buffer._version) for buffer in self.part.buffers()]
 
     def has_changed_buffers(self) -> bool:
-        now = self._buffers()
+        now = self._versions()
         return len(now) != len(self.sent) or any(
             one is not other or version != before
             for (one, version), (other, before) in zip(now, self.sent, strict=True)
