@@ -165,6 +165,7 @@ WALKS = {"parameters", "named_parameters", "buffers", "named_buffers"}
 MAY_WALK = {
     "builders": "parts of a task that no optimizer trains refuse gradients",
     "callbacks": "histograms of a user",
+    "cost": "an outline without memory, and sizes of a transformer",
     "load_run": "a loss with parameters",
     "train_step": "what DDP wraps, and a loss with parameters",
 }

@@ -44,6 +44,7 @@ ALLOWED = {
     "_profiler_enabled": "spans only where somebody records them",
     "_python_dispatch": "tells tensors that are wrapped from plain ones",
     "_pytree": "nested inputs of an export",
+    "_subclasses": "tensors with shapes alone, for what a step would keep",
     "_schedulers": "the schedulers in SequentialLR and ChainedScheduler",
     "_set_params_and_buffers_to_ignore_for_model": "DDP does not broadcast what no backend can send",
     # transformers

@@ -28,7 +28,7 @@ from omegaconf.errors import (
 from ddp_hydra.config import hydra_compat, objective
 from ddp_hydra.errors import ConfigError
 
-Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16"])
+Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16", "fp8"])
 """Arithmetic of the forward pass."""
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
 """Device to train on; auto takes the GPU if there is one."""

@@ -157,6 +157,16 @@ def tensors(batch: Any) -> list[Tensor]:
     return found
 
 
+def n_tokens(batch: Any) -> int:
+    # 0 for what is no text. A batch has them under `input_ids`, or is (batch, time) itself, or its first part is.
+    found = (
+        batch["input_ids"] if isinstance(batch, Mapping) and "input_ids" in batch else next(iter(tensors(batch)), None)
+    )
+    if not isinstance(found, Tensor) or found.ndim != 2 or found.dtype not in (torch.int32, torch.int64):
+        return 0
+    return found.numel()
+
+
 def described(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"

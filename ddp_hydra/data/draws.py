@@ -37,11 +37,20 @@ def seed_by(*key: int) -> None:
     seed_all(mixed)
 
 
+def _states() -> tuple[Any, ...]:
+    return torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+
+
 class StateGuard:
     """Restores the three generators after a block."""
 
     def __enter__(self) -> None:
-        self.states = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+        self.states = _states()
+
+    def has_moved(self) -> bool:
+        """Return whether something was drawn in the block so far."""
+        (own, (_, keys, *rest), python), (torchs, (_, before, *others), pythons) = _states(), self.states
+        return not (torch.equal(own, torchs) and np.array_equal(keys, before) and (rest, python) == (others, pythons))
 
     def __exit__(self, *_: object) -> None:
         torch_state, numpy_state, python_state = self.states

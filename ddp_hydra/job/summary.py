@@ -42,6 +42,8 @@ class TrainResult(Struct, kw_only=True):
     bad_samples: Count
     train_s: Finite
     samples_per_s: Finite
+    tokens_per_s: Finite | None = None
+    mfu: Finite | None = None
     metrics: dict[str, float]
     data: dict[str, Finite]
     exchange_s: Finite | None
@@ -116,6 +118,10 @@ def closing_lines(summary: Summary, shown_dir: str) -> str:
     values = {name: summary.metrics.get(name) for name in ("train/loss", "val/loss", objective)}
     shown = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
     speed = f"{summary.samples_per_s or 0:,.0f} samples/s"
+    if summary.tokens_per_s:
+        speed += f", {summary.tokens_per_s:,.0f} tokens/s"
+    if summary.mfu:
+        speed += f", MFU {summary.mfu:.1%}"
     best, before = summary.best, summary.from_step  # its last attempt, whose time is told, began there
     last = f", the last {steps - before:,}" if before else ""
     took = f"{counted(steps, 'step')}{last} in {train_s:.1f} s"

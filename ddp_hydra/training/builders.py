@@ -35,6 +35,8 @@ FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
 """Optimizers whose `fused` computes on GPUs."""
 FUSED_SHARDS = FUSED - {"torch.optim.SGD"}
 """Optimizers whose `fused` torch has for shares of parameters."""
+FLOAT8 = (8, 9)
+"""The least compute capability of GPUs that multiply float8."""
 FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
 """Arguments that choose how an optimizer computes; only one of them can be true."""
 
@@ -69,7 +71,7 @@ def parallel(cfg: DictConfig, world: World = ALONE) -> Parallel:
     return built
 
 
-def placing(cfg: DictConfig, world: World) -> Parallel:
+def inference_parallel(cfg: DictConfig, world: World) -> Parallel:
     # For a model that is not trained: as one copy, which is sharded where it was in the training.
     kind = get_object(cfg.parallel["_target_"])
     sharded: Parallel | None = None
@@ -366,9 +368,34 @@ def set_float32(cfg: DictConfig) -> None:
 
 def autocast(cfg: DictConfig, device: torch.device, parallel: Parallel | None = None) -> torch.autocast:
     # For bf16 and fp16, it lowers operations that torch considers safe.
-    low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
-    is_low = parallel is not None and parallel.is_low
-    return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None and not is_low)
+    low = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
+    computes_low = parallel is not None and parallel.casts_to_bf16
+    return torch.autocast(device.type, low or torch.bfloat16, enabled=low is not None and not computes_low)
+
+
+def with_float8(model: nn.Module, cfg: DictConfig, device: torch.device) -> nn.Module:
+    # Products of linear layers are float8, all else is as with bf16. Parameters and their names stay.
+    if cfg.trainer.precision != "fp8":
+        return model
+    instead = "give trainer.precision=bf16"
+    needed = f"trainer.precision=fp8 needs a GPU of compute capability {FLOAT8[0]}.{FLOAT8[1]} or newer"
+    if device.type != "cuda":
+        raise ConfigError(f"{needed}, and this rank computes on the {device.type.upper()}: {instead}")
+    if (found := torch.cuda.get_device_capability(device)) < FLOAT8:
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"{needed}, and {name} has {found[0]}.{found[1]}: {instead}")
+    if importlib.util.find_spec("torchao") is None:
+        raise ConfigError(
+            "trainer.precision=fp8 needs torchao, which is not on this worker: type `pip install torchao` there, or "
+            f"{instead}"
+        )
+    convert: Any = get_object("torchao.float8.convert_to_float8_training")
+    converted: nn.Module = convert(model, module_filter_fn=_takes_float8)
+    return converted
+
+
+def _takes_float8(layer: Any, name: str) -> bool:
+    return isinstance(layer, nn.Linear) and layer.in_features % 16 == 0 == layer.out_features % 16
 
 
 def scaler(cfg: DictConfig, device: torch.device) -> torch.amp.GradScaler:

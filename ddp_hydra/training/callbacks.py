@@ -21,7 +21,17 @@ from ddp_hydra.training.state import TrainingState, each
 
 BINS = 64
 RESERVED = ("train/", "train_epoch/", "data/")
-OWN = ("lr", "grad_norm", "loss_scale", "samples_per_s", "data_wait", "slowest_rank")
+OWN = (
+    "lr",
+    "grad_norm",
+    "loss_scale",
+    "samples_per_s",
+    "tokens_per_s",
+    "mfu",
+    "peak_memory",
+    "data_wait",
+    "slowest_rank",
+)
 """Names of the metrics that a run logs itself, and how they begin."""
 
 

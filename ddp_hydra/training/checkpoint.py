@@ -31,7 +31,7 @@ from ddp_hydra.training.state import FORMAT, TrainingState
 
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
-    unchecked = state.parallel.may_be_infinite(state.extras.get("loss"))
+    unchecked = state.parallel.unchecked_names(state.extras.get("loss"))
     if bad := not_finite(content, [*unchecked, *state.infinite]):
         raise NonFiniteLoss(
             f"the state after step {content['position']['step']} is not finite ({shown(bad, 6)}), although losses "
@@ -66,7 +66,7 @@ def first_sentence(error: Exception) -> str:
     return line.partition(". ")[0].rstrip(".")
 
 
-def load_fitting(model: nn.Module, path: Path, world: World) -> list[str]:
+def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     # A collective. Only the host of rank 0 has the file.
     given = world.send(lambda: weights_in(path))
     own = dict(plain_state.tensors(model.state_dict()))
@@ -152,13 +152,13 @@ class CheckpointSaver:
     def _parts(self, state: TrainingState, described: Checkpoint) -> Callable[[], None]:
         if self.group is None:
             self.group = dist.new_group(backend="gloo")
-        content, step, placers = state.begin_capture(), described.step, state.placers()
+        content, step, rewrappers = state.begin_capture(), described.step, state.rewrappers()
         path = f"{FOLDER}/{step_name(step, is_folder=True)}"
 
         def send() -> None:
             refuse_nonfinite(content(), state)
             rest, copied = sharded_checkpoint.taken_apart(content())
-            tensors = {name: placers[name](tensor) for name, tensor in copied.items()}
+            tensors = {name: rewrappers[name](tensor) for name, tensor in copied.items()}
             beside = partial(TemporaryDirectory, prefix="save-", dir=results.outbox().parent)
             with results.with_room(beside) as folder:
                 owners = sharded_checkpoint.write(tensors, Path(folder), self.group, step)

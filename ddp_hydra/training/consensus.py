@@ -24,17 +24,19 @@ class Decision:
         stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 to continue.
         bad_rank: the first rank whose step may not count; None if all may.
         log: by the clock, it is time to log.
+        changed: some rank has changed buffers in its forward pass.
         n: what the step's loss is a mean over, of each rank.
     """
 
     stop: int = 0
     bad_rank: int | None = None
     log: bool = False
+    changed: bool = False
     n: tuple[float, ...] = field(default=(), compare=False)
 
 
 LEAVE = heartbeat.REASONS.index("leave")
-FIELDS = 5
+FIELDS = 6
 """Numbers of a vote before the numbers of the ranks."""
 
 
@@ -64,18 +66,21 @@ class StepConsensus:
         log: bool = False,
         send_along: Callable[[torch.Tensor], Callable[[], Any]] | None = None,
         n: float | Callable[[], float] = 0.0,
+        changed: bool = False,
     ) -> Callable[[], Decision]:
         # A collective.
         if callable(good) or callable(n):
             return functools.cache(
-                lambda: self.vote(good() if callable(good) else good, stop, log, n=n() if callable(n) else n)()
+                lambda: self.vote(
+                    good() if callable(good) else good, stop, log, n=n() if callable(n) else n, changed=changed
+                )()
             )
         counts = (-count for count in self.counts())
         rank, size = self.world.rank, self.world.size
         of_ranks = [0.0] * size
         of_ranks[rank] = n if n >= 0 else math.inf  # which is refused where it is used
         # All are reduced to their maximum over the ranks.
-        numbers = [stop, 0 if good else size - rank, log, *counts, *of_ranks]
+        numbers = [stop, 0 if good else size - rank, log, changed, *counts, *of_ranks]
         votes = torch.tensor(numbers, dtype=torch.float64)
         wait: Callable[[], Any] = lambda: None  # noqa: E731
         if send_along is not None and size > 1:
@@ -86,9 +91,9 @@ class StepConsensus:
         def decision() -> Decision:
             wait()
             numbers = votes.tolist()
-            stop, bad, log, *counts = map(int, numbers[:FIELDS])
+            stop, bad, log, changed, *counts = map(int, numbers[:FIELDS])
             self.take([-count for count in counts])
-            return Decision(stop, size - bad if bad else None, bool(log), tuple(numbers[FIELDS:]))
+            return Decision(stop, size - bad if bad else None, bool(log), bool(changed), tuple(numbers[FIELDS:]))
 
         return decision
 

@@ -10,7 +10,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,12 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     if cfg.data.get("batch_size") is None:
         cfg.data.batch_size = content["batch"]["size"]
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
-    parallel = builders.placing(cfg, world).place(builders.model(cfg, data), cfg.trainer, device)
+    make, saved = partial(builders.model, cfg, data), content["model"]
+    parallel = builders.inference_parallel(cfg, world).prepare(cfg.trainer, make, device, saved)
     if (folder := content.get(PARTS_IN)) is not None:
-        content = sharded_checkpoint.read(content, sharded_checkpoint.on_this_host(Path(folder)), parallel.likes())
+        content = sharded_checkpoint.read(
+            content, sharded_checkpoint.on_this_host(Path(folder)), parallel.read_targets()
+        )
     parallel.load(content)
     step, config, model = content["position"]["step"], content["config"], parallel.model.eval()
     return TrainedModel(cfg, model, data, device, parallel.channels_last, step, config, parallel)

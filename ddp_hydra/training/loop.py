@@ -13,7 +13,7 @@ from torch import Tensor
 from ddp_hydra import heartbeat, results
 from ddp_hydra.config import objective, rank_batch
 from ddp_hydra.config.validate import expected_ranks
-from ddp_hydra.console.text import counted
+from ddp_hydra.console.text import counted, size_text
 from ddp_hydra.data.batch import described
 from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.rank import fault_injection
@@ -77,7 +77,7 @@ def train(
             run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel, first_ranks)
             if world is not ALONE:  # jobs in one process have that in common
                 world.kept["run"] = run
-            with run.parallel.explained():
+            with run.parallel.explain_errors():
                 fit(run)
             world.kept.clear()
             summary = summarise(run)
@@ -173,7 +173,7 @@ def forward_backward(
     counts: list[Count] = []
     for batch in micro_batches:
         heartbeat.at("forward", run.step)
-        run.monitor.profiler.count_batch(batch, update.part.step.unwrapped, update.name)
+        run.monitor.count(batch, update)
         with update.part.sync_gradients(batch.last):
             with run.autocast:
                 result = update.part(batch.batch)
@@ -289,7 +289,17 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
     rank_batch.settle(cfg, {}, {}, world_size, world_size)
     cfg.data.global_batch = None  # this process makes the step of one of these ranks
     epoch_steps = steps_in_epoch(build_data.sampler(cfg, train_set, ALONE, ranks=world_size))
-    cfg = OmegaConf.merge(cfg, {"trainer": {"compile": None}, "data": {"prefetch": 0}})  # type: ignore[assignment]
+    precision = "bf16" if cfg.trainer.precision == "fp8" else cfg.trainer.precision  # this machine may have no GPU
+    trainer = {"compile": None, "precision": precision}
+    cfg = OmegaConf.merge(cfg, {"trainer": trainer, "data": {"prefetch": 0}})  # type: ignore[assignment]
+    needed, told = setup.outlined(cfg, train_set, world_size)
+    if needed > (free := memory.free_bytes(builders.device(cfg))):
+        return [
+            f"data      {setup.samples_in(train_set, val_set)}",
+            *told,
+            f"dry run: no step was made, since one process needs {size_text(needed)} for it, and {size_text(free)} are "
+            "free here",
+        ]
     run = TrainingRun(cfg, train_set, val_set, None, FaultInjector(), StopSignal())
     run.begin_epoch()
     micro_batches, meter = list(next(run.steps())), Meter(run.loader.device)
@@ -319,6 +329,7 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         *(f"columns   {text}" for text in [setup.columns_in(train_set)] if text),
         f"batch     {described(batch)}",
         f"model     {type(run.model).__name__}, {weights.sizes(run.model)[0]:,} parameters",
+        told[-1],
         f"steps     {in_epoch} in an epoch with {counted(world_size, 'rank')} of {cfg.data.batch_size}",
         f"loss      {losses} before training",
         f"predicts  {predicted}",

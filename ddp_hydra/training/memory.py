@@ -29,6 +29,10 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
 def begin(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.init()  # NCCL has opened the GPU by now, gloo has not

@@ -16,14 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.batch import n_tokens
+from ddp_hydra.data.loader import Loader, MicroBatch
 from ddp_hydra.errors import DataError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
+from ddp_hydra.training import memory
 from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.cost import Operations
 from ddp_hydra.training.metrics import EpochMeans, Meter, added, computed, named
 from ddp_hydra.training.parallel import PartStep
-from ddp_hydra.training.profiler import Profiler
+from ddp_hydra.training.profiler import Profiler, utilisation
 from ddp_hydra.training.update import Update
 
 
@@ -124,8 +127,10 @@ class Monitor:
         profiler: traces a few steps.
         samples: that all ranks had seen before this run began.
         epoch_means: takes over what each interval has counted.
+        operations: of training; None where the device's peak is not known.
 
     Attributes:
+        tokens: that this rank has trained on since the last logged point.
         meter: adds up what the task counts.
         throughput: measures the speed.
         data_stats: adds up what reading the data costs.
@@ -142,18 +147,26 @@ class Monitor:
         profiler: Profiler,
         samples: int,
         epoch_means: EpochMeans,
+        operations: Operations | None = None,
     ) -> None:
-        self.epoch_means = epoch_means
+        self.epoch_means, self.operations = epoch_means, operations
+        self.tokens, self.total_tokens, self.first_samples = 0, 0, samples
         self.consensus, self.task, self.profiler = consensus, task, profiler
-        self.meter = Meter(loader.device)
+        self.device, self.meter = loader.device, Meter(loader.device)
         self.throughput, self.data_stats = Throughput(samples), DataStats(loader, consensus.world)
         self.exchange, self.stragglers = ExchangeTime(consensus.world.size), Stragglers(loader, loader.device)
         self.watch(updates)
 
     def watch(self, updates: Collection[Update]) -> None:
+        self.first = next(iter(updates), None)
         self.exchange.watch([update.part for update in updates])
         for update in updates:
             self.stragglers.watch(update.part.step)
+
+    def count(self, batch: MicroBatch, update: Update) -> None:
+        self.profiler.count_batch(batch, update.part.step.unwrapped, update.name)
+        if update is self.first:  # others of a step have the same batches
+            self.tokens += n_tokens(batch.batch)
 
     def after_step(self) -> None:
         self.exchange.steps += 1
@@ -169,19 +182,39 @@ class Monitor:
                 self.data_stats.local_counts(seconds),
                 self.stragglers.local_seconds(),
                 self.exchange.local_seconds(),
+                self.tokens,
+                memory.peak_bytes(self.device),
             )
         )
-        all_sums, all_counts, all_seconds, all_waits = zip(*of_ranks, strict=True)
+        all_sums, all_counts, all_seconds, all_waits, all_tokens, peaks = zip(*of_ranks, strict=True)
+        self.tokens, tokens = 0, sum(all_tokens)
+        self.total_tokens += tokens
         self.exchange.interval(all_waits)
         total = added({name: torch.from_numpy(part) for name, part in one.items()} for one in all_sums)
         self.epoch_means.add(total)
         counted = computed(self.task, total)  # nothing yet, where each step so far was left out
         metrics = {**named("train", counted), **step_metrics, "samples_per_s": samples_per_s}
+        metrics |= self._speed(samples_per_s, tokens / seconds)
+        if self.device.type == "cuda":
+            metrics["peak_memory"] = max(peaks)
         return metrics | self.data_stats.interval(all_counts) | self.stragglers.interval(all_seconds)
 
+    def _speed(self, samples_per_s: float, tokens_per_s: float) -> dict[str, float]:
+        found = {"tokens_per_s": tokens_per_s} if tokens_per_s else {}
+        if self.operations is not None and samples_per_s:
+            a_rank = self.operations.per_s(samples_per_s, tokens_per_s) / self.consensus.world.size
+            share = utilisation(a_rank, self.device, self.profiler.precision)
+            found |= {"mfu": share} if share else {}
+        return found
+
     def totals(self, samples: int) -> dict[str, Any]:
+        found = self.throughput.totals(samples)
+        logged = max(1, samples - self.first_samples)
         return {
-            **self.throughput.totals(samples),
+            "tokens_per_s": None,
+            "mfu": None,
+            **found,
+            **self._speed(found["samples_per_s"], found["samples_per_s"] * self.total_tokens / logged),
             "data": self.data_stats.totals(),
             "exchange_s": self.exchange.total_s,
             "slowest": self.stragglers.totals(),

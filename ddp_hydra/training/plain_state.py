@@ -90,6 +90,10 @@ _KINDS = {
         lambda v: [str(v.device), v.get_state()],
         lambda v: torch.Generator(v[0]).set_state(v[1]),
     ),
+    # As the moments of torchao's optimizers: numbers lie in other tensors.
+    "wrapped": Kind(
+        lambda v: isinstance(v, torch.Tensor) and _is_wrapped(v), lambda v: _flattened(v), lambda v: _unflattened(*v)
+    ),
     "frozenset": _exactly(frozenset, list, frozenset),
     # `weights_only` reads no empty bytes.
     "bytes": _exactly(bytes, lambda v: v.decode("latin-1"), lambda v: v.encode("latin-1")),
@@ -111,7 +115,7 @@ _KINDS = {
 
 def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
     copy = copy or plain_tensor
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not _is_wrapped(value):
         return copy(value, name)
     if type(value) in _AS_THEY_ARE:
         return value
@@ -147,6 +151,24 @@ def _encoded_dict(value: Any, name: str, copy: Plain) -> Any:
 
 def _inside(name: str, key: Any) -> str:
     return f"{name}: {key}" if name and ":" not in name else f"{name}.{key}" if name else str(key)
+
+
+def _is_wrapped(tensor: torch.Tensor) -> bool:
+    # Torch's own ones, as shards and nested tensors, have an owner that makes plain tensors of them.
+    is_of_torch = type(tensor).__module__.partition(".")[0] == "torch"
+    return not is_of_torch and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)
+
+
+def _flattened(tensor: Any) -> list[Any]:
+    names, context = tensor.__tensor_flatten__()
+    parts = {name: getattr(tensor, name) for name in names}
+    return [_class_name(tensor), parts, context, list(tensor.shape), list(tensor.stride())]
+
+
+def _unflattened(name: str, parts: Any, context: Any, shape: list[int], stride: list[int]) -> Any:
+    if (kind := _imported(name, torch.Tensor)) is None:
+        raise CheckpointError(f"the checkpoint has tensors of {name}, which this run does not use")
+    return kind.__tensor_unflatten__(parts, context, torch.Size(shape), tuple(stride))
 
 
 def _class_name(value: Any) -> str:

@@ -99,14 +99,18 @@ def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[st
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
+    precision = "bf16" if precision == "fp8" else precision  # as torchtitan counts
     precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
     words: Sequence[str] = device.replace("-", " ").split()
     return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)
 
 
-def utilisation(cost: Cost, samples_per_s: float, device: str, precision: str) -> float | None:
-    peak = peak_tflops(device, precision)
-    return None if peak is None or not cost.forward else TRAINING * cost.forward * samples_per_s / (peak * 1e12)
+def utilisation(flops_per_s: float, device: torch.device, precision: str) -> float | None:
+    # The share of the device's peak; None on CPUs, and where it is not known.
+    if device.type != "cuda":
+        return None
+    peak = peak_tflops(torch.cuda.get_device_name(device), precision)
+    return None if peak is None else flops_per_s / (peak * 1e12)
 
 
 WARM_UP = 3
@@ -236,7 +240,7 @@ class Profiler:
         ]
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
-            share = utilisation(self.cost, speed, name, self.precision)
+            share = utilisation(done, self.device, self.precision)
             known = f"{share:.1%} of the peak of {name}" if share else f"the peak of {name} is not known"
             lines.append(f"MFU: {known}.")
         return [

@@ -98,9 +98,12 @@ class TrainingRun:
         results.reserve(self.names.take)
         untouched: list[str] = []
         if parallel is None:
-            parallel, untouched = setup.build_parallel(cfg, train_set, device, weights, world)
+            parallel, untouched = setup.build_parallel(
+                cfg, train_set, device, weights, world, before.get("model") or ()
+            )
         else:
             parallel.rebind(world)
+        seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
         self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
         self.autocast, self.task = builders.autocast(cfg, device, parallel), builders.task(cfg, train_set, device)
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
@@ -144,6 +147,7 @@ class TrainingRun:
             profiler,
             self.position.samples,
             self.epoch_means,
+            setup.operations(self),
         )
         self.log_clock = LogClock(cfg.trainer.log_every_s if self.rank == 0 else None, cfg.trainer.log_growth)
         self.metrics: dict[str, float] = {}
@@ -154,7 +158,7 @@ class TrainingRun:
 
     def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
         updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler
-        self.ema = self.parallel.average(decay) if decay else None
+        self.ema = self.parallel.build_average(decay) if decay else None
         self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
         callbacks = builders.callbacks(self.cfg)
         extras = {

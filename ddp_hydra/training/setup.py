@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ddp_hydra import results
-from ddp_hydra.console.text import counted, size_text
+from ddp_hydra.console.text import counted
+from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank.world import World
+from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, memory
+from ddp_hydra.training import build_data, builders, cost, memory
 from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
+from ddp_hydra.training.profiler import TRAINING, utilisation
 from ddp_hydra.training.state import Position
 from ddp_hydra.training.train_step import trained_loss
 from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
@@ -58,11 +61,18 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
 
 
 def build_parallel(
-    cfg: DictConfig, train_set: Any, device: torch.device, weights: Path | None, world: World
+    cfg: DictConfig,
+    train_set: Any,
+    device: torch.device,
+    weights: Path | None,
+    world: World,
+    saved: Collection[str] = (),
 ) -> tuple[Parallel, list[str]]:
+    # A collective.
     parallel = builders.parallel(cfg, world)
-    load = None if weights is None else partial(load_fitting, path=weights, world=world)
-    return parallel, parallel.build(cfg.trainer, lambda: memory.watch(builders.model(cfg, train_set)), device, load)
+    load = None if weights is None else partial(load_fitting, weights)
+    make = lambda: memory.watch(builders.with_float8(builders.model(cfg, train_set), cfg, device))  # noqa: E731
+    return parallel, parallel.build(cfg.trainer, make, device, load, saved)
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
@@ -130,22 +140,69 @@ def checkpoint_bytes(run: Any) -> int:
 
 
 def moments(run: Any, size: Callable[[Tensor], int]) -> int:
-    total = 0
-    for optimizer in (update.optimizer_step.optimizer for update in run.updates.values()):
-        known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
-        number = len(known.get("betas", ())) or bool(known.get("momentum"))
-        total += number * sum(size(one) for group in optimizer.param_groups for one in group["params"])
-    return total
+    return sum(cost.moments(update.optimizer_step.optimizer, size) for update in run.updates.values())
 
 
 def memory_of(run: Any) -> str:
-    """Return what a rank keeps of a large model, without activations; "" for a small model."""
+    """Return what a rank needs for a large model; "" for a small model."""
     of_weights = weights.bytes_on_rank(run.model) * (2 if run.ema else 1)
     gradients = weights.bytes_on_rank(run.model, trained_only=True)
-    of_optimizer = moments(run, lambda tensor: weights.local(tensor).nbytes)
-    total = of_weights + gradients + of_optimizer
-    parts = f"weights {size_text(of_weights)}, gradients {size_text(gradients)}, optimizer {size_text(of_optimizer)}"
-    return f"{size_text(total)} on each rank, and activations: {parts}" if total >= LARGE else ""
+    needed = cost.Memory(of_weights, gradients, moments(run, lambda tensor: weights.local(tensor).nbytes))
+    if needed.total < LARGE or run.rank:
+        return ""
+    outline, device = cost.build_outline(run.cfg, run.loader.dataset), run.loader.device
+    needed.activations = activations(run.cfg, outline, run.task, run.builder.names, run.loader)
+    gathered, shards = cost.gathered_bytes(run.cfg, outline), 1
+    if run.parallel.is_sharded:
+        needed.gathered, shards = gathered, run.world.size // run.cfg.parallel.get("replicas", 1)
+    free = memory.free_bytes(device) + weights.bytes_on_rank(run.model)  # which are there already
+    fits = (
+        f"; {cost.fitting(needed.over(1 / shards, gathered), gathered, 2 * shards, free)}"
+        if needed.total > free
+        else ""
+    )
+    return f"{needed}{fits}"
+
+
+def operations(run: Any) -> cost.Operations | None:
+    # Only rank 0 tells them.
+    if run.rank or utilisation(1.0, run.loader.device, run.cfg.trainer.precision) is None:
+        return None
+    if (found := cost.operations_of(run.model)) is not None:
+        return found
+    outline = cost.build_outline(run.cfg, run.loader.dataset)
+    if (batch := cost.one_batch(run.loader, run.cfg.data.batch_size)) is None:
+        return None
+    passes = [cost.forward_pass(outline, run.task, update, batch, run.cfg) for update in run.builder.names]
+    flops = sum(one.flops for one in passes if one)
+    return cost.Operations(sample=TRAINING * flops / run.cfg.data.batch_size) if flops else None
+
+
+def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[str]]:
+    """Return the bytes that one process needs for a step of the whole model, and lines that tell what a rank needs."""
+    cpu = torch.device("cpu")
+    with StateGuard():
+        outline, task = cost.build_outline(cfg, train_set), builders.task(cfg, train_set, cpu)
+        updates, loader = updates_of(task), build_data.loader(cfg, train_set, cpu, False, ALONE)
+        whole = cost.memory_of(cfg, outline, task, updates)
+        whole.activations = activations(cfg, outline, task, updates, loader)
+    is_sharded = get_object(cfg.parallel["_target_"]).shards and ranks > 1
+    shards = ranks // cfg.parallel.get("replicas", 1) if is_sharded else 1
+    gathered = cost.gathered_bytes(cfg, outline)
+    a_rank = whole.over(shards, gathered) if is_sharded else whole
+    free = memory.free_bytes(builders.device(cfg))
+    fits = f"; {cost.fitting(whole, gathered, 2 * shards, free)}" if a_rank.total > free else ""
+    return whole.total, [
+        f"model     {type(outline).__name__}, {weights.sizes(outline)[0]:,} parameters",
+        f"memory    {a_rank}, on {counted(ranks, 'rank')}{fits}",
+    ]
+
+
+def activations(cfg: DictConfig, outline: nn.Module, task: Task, updates: Sequence[str], loader: Any) -> int | None:
+    if (batch := cost.one_batch(loader, cfg.data.batch_size)) is None:
+        return None
+    passes = [cost.forward_pass(outline, task, update, batch, cfg) for update in updates]
+    return max(one.activations for one in passes if one) if all(passes) else None
 
 
 def rates_of(run: Any) -> str:
@@ -229,7 +286,7 @@ class UpdateBuilder:
         for stage in unfrozen:
             unfreeze(cfg, model, [(part, optimizers[name]) for name, part in parts.items()], stage)
         steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
-        self.parallel.send_others(self.task)
+        self.parallel.broadcast_rest(self.task)
         schedules = {
             name: builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
             for name, optimizer in optimizers.items()
@@ -239,7 +296,7 @@ class UpdateBuilder:
 
     def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
         trainer = self.cfg.trainer
-        part = self.parallel.part(trainer, self.task, name)
+        part = self.parallel.build_part(trainer, self.task, name)
         in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
         return OptimizerStep(part, optimizer, scaler, trainer.clip_norm, name, in_place)
 

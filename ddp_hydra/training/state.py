@@ -91,7 +91,7 @@ class TrainingState:
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.infinite = self.parallel.infinite()
+        self.infinite = self.parallel.nonfinite_names()
 
     @property
     def model(self) -> nn.Module:
@@ -105,10 +105,10 @@ class TrainingState:
 
     def begin_capture(self, whole: bool = False) -> Callable[[], dict[str, Any]]:
         # If `whole`, a collective where the model is sharded: only rank 0 gets the state.
-        return plain_state.begin_copy(self._content(), partial(self.parallel.plain, whole=whole))
+        return plain_state.begin_copy(self._content(), partial(self.parallel.saved_tensor, whole=whole))
 
-    def placers(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        return {name: self.parallel.placer(tensor) for name, tensor in self._tensors().items()}
+    def rewrappers(self) -> dict[str, Callable[[Tensor], Tensor]]:
+        return {name: self.parallel.rewrapper(tensor) for name, tensor in self._tensors().items()}
 
     def n_bytes(self) -> int:
         # On all ranks together, each tensor once.
@@ -124,10 +124,10 @@ class TrainingState:
         if PARTS_IN not in content:
             return content
         folder = sharded_checkpoint.on_this_host(Path(content[PARTS_IN]))
-        return sharded_checkpoint.read(content, folder, self.parallel.likes(self.extras.get("loss")))
+        return sharded_checkpoint.read(content, folder, self.parallel.read_targets(self.extras.get("loss")))
 
     def check(self) -> None:
-        plain_state.encode(self._content(), copy=self.parallel.plain)
+        plain_state.encode(self._content(), copy=self.parallel.saved_tensor)
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
@@ -161,7 +161,7 @@ class TrainingState:
         others = {name: part for name, part in content.items() if name not in ("model", "ema")}
         copied = plain_state.begin_copy(others, lambda tensor, _: tensor.detach())
         if averaged:
-            averaged = {**averaged, "model": self.parallel.split(averaged["model"])}
+            averaged = {**averaged, "model": self.parallel.shard_state(averaged["model"])}
         content = plain_state.decode({**copied(), "ema": averaged})
         # What each group has to have: torch adds options to the defaults when it loads a state.
         needed = {
@@ -172,7 +172,7 @@ class TrainingState:
             names, saved = self.parallel.names(self.extras.get("loss")), content["optimizer"]
             for name, optimizer in each(self.optimizer):
                 numbered = by_numbers(optimizer, names, saved[name] if name else saved)
-                optimizer.load_state_dict(self.parallel.split_slots(optimizer, numbered))
+                optimizer.load_state_dict(self.parallel.shard_slots(optimizer, numbered))
             self.scheduler.load_state_dict(content["scheduler"])
             for name, part in self.extras.items():
                 if part is not None and content.get(name):

@@ -73,20 +73,22 @@ class Update:
     def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Callable[[], Decision]:
         # A collective.
         good, n = are_finite(losses, self.unchecked), self.weighing.n
+        changed = self.part.has_changed_buffers()
         send_along = None
         if self.part.send_along is not None:
             factor_of = lambda votes: self.weighing.factor(things(votes))  # noqa: E731
             send_along = partial(self.part.send_along, factor_of=factor_of)
         if not isinstance(n, Tensor):
-            return self.consensus.vote(good, stop, log, send_along, n)
+            return self.consensus.vote(good, stop, log, send_along, n, changed)
         arrived = begin_copy(n)
-        return self.consensus.vote(good, stop, log, send_along, lambda: float(arrived()))
+        return self.consensus.vote(good, stop, log, send_along, lambda: float(arrived()), changed)
 
     def find_nonfinite(
         self, decision: Decision, losses: Sequence[Tensor], at_once: bool = False
     ) -> NonFiniteStep | None:
         # Called after the backward pass. It is a collective where the ranks' gradients differ.
         before, self.unchecked = self.unchecked, None
+        self.part.sends_buffers &= decision.changed
         loss = self.weighing.unweighed(losses)
         if before is not None and (names := before.nonfinite_names()):
             return NonFiniteStep(0, before.loss, names, steps_ago=1)
@@ -173,7 +175,7 @@ class OptimizerStep:
             if self.gradients is None and not self.is_unscaled:
                 self.scaler.unscale_(self.optimizer)
             self.grad_norm = self.part.clip(self.trained, self.clip_norm, self.gradients)
-        with self.part.stepping(self.optimizer):
+        with self.part.explain_step_errors(self.optimizer):
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.part.after_step()

@@ -47,7 +47,7 @@ def _checksum(content: bytes) -> bytes:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
-_COSTS = ("data_wait", "samples_per_s", "slowest_rank")
+_COSTS = ("data_wait", "mfu", "peak_memory", "samples_per_s", "slowest_rank", "tokens_per_s")
 _COUNTS = ("data/bad_samples", "data/cache_hits", "data/retries")
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 

@@ -63,7 +63,7 @@ def test_the_page_has_each_option_and_the_types_of_the_schema():
     page = pages.config_page()
     for group, name in OPTIONS:
         assert not group or f"### `{group}={name}` {{#{pages.anchor(group, name)}}}" in page
-    assert "| `trainer.precision` | `fp32` | *fp32, tf32, bf16, fp16*; tf32 (matrix products" in page
+    assert "| `trainer.precision` | `fp32` | *fp32, tf32, bf16, fp16, fp8*; tf32 (matrix products" in page
     assert "| `trainer.max_steps` | `null` | *whole number or null*; optimizer steps; null: only epochs count |" in page
     assert "| `seed` | `0` | *whole number*; seed of all random numbers |" in page
     assert "hydra.help" not in page

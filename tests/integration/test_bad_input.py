@@ -41,7 +41,7 @@ def slow(*values):
         slow(["trainer.epoch=1"], r"trainer\.epoch: .* did you mean trainer\.epochs\?"),
         slow(["+trainer.clipnorm=1"], r"trainer\.clipnorm: .* did you mean trainer\.clip_norm\?"),
         slow(["trainer.epochs=many"], r"trainer\.epochs=many: give a whole number"),
-        slow(["trainer.precision=fp8"], r"(?s)fp8.*fp32.*bf16"),
+        slow(["trainer.precision=int8"], r"(?s)int8.*fp32.*bf16"),
         (["cluster.n_workers=0"], r"cluster\.n_workers=0: give a whole number of at least 1"),
         slow(["data.batch_size=-4"], r"data\.batch_size=-4: give a whole number of at least 1"),
         slow(["data.batch_size=two"], r"data\.batch_size=two: give a number; data=tiny has 8"),

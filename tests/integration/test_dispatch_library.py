@@ -54,7 +54,7 @@ def save(world: World, run: Path, deadly_step: int) -> int:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    state = TrainingState(Parallel().take(model), optimizer, schedule, Position(begun), {})
+    state = TrainingState(Parallel().adopt(model), optimizer, schedule, Position(begun), {})
 
     submit = results.submit_file
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,34 @@ def test_a_rank_where_nothing_counts_takes_part(client2, train):
     counted = ["task._target_=models.blocks.FirstHalf", "trainer.max_steps=4", "model.over_batch=false"]
     sharded, whole = (train(client2, kind, f"parallel={kind}", *counted) for kind in ("fsdp2", "ddp"))
     assert_equal(learned(sharded), learned(whole))
+
+
+def test_a_function_may_share_parts_of_the_model_otherwise(client2, train, tmp_path):
+    """By tensor parallelism, whose sums round otherwise; a checkpoint of it loads into other layouts.
+
+    Ranks have equally many validation samples, as this takes.
+    """
+    options = [
+        "trainer.max_steps=8",
+        "data.val.n=32",
+        "trainer.clip_norm=1",
+        "model.over_batch=false",
+        "trainer.ema_decay=0.9",
+    ]
+    width = ["parallel=fsdp2", "parallel.fn=models.blocks.over_width"]
+    shared, whole = (train(client2, kind[-1][-5:], *kind, *options) for kind in (width, ["parallel=ddp"]))
+    for line, wanted in zip(shared.metrics(), whole.metrics(), strict=True):
+        assert line == pytest.approx(wanted, rel=1e-4)
+    file = shared.folder / "checkpoints" / "step-000008.pt"
+    (tmp_path / "in").mkdir()
+    shutil.copy(file, tmp_path / "in")
+    later = [one.replace("=8", "=12") for one in options]
+    resumed = [
+        train(client2, f"later {kind[-1][-5:]}", *kind, *later, resume=tmp_path / "in" / file.name)
+        for kind in (width, ["parallel=ddp"])
+    ]
+    for line, wanted in zip(*(run.metrics() for run in resumed), strict=True):
+        assert line == pytest.approx(wanted, rel=1e-4)
 
 
 def test_parameters_are_unfrozen_after_a_validation_and_shown(client2, train):

@@ -199,7 +199,7 @@ ON_TWO = (
 )
 SLOW = "data.delay_s=0.02"
 """Time enough to pull a cable."""
-TIMES = ("time", "samples_per_s", "slowest_rank", "data_wait", "attempt")
+TIMES = ("time", "samples_per_s", "tokens_per_s", "slowest_rank", "data_wait", "attempt")
 
 
 @dataclass

@@ -325,7 +325,7 @@ def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, wait
     cli.done(f"resume={killed}", "data.delay_s=0", f"hydra.run.dir={killed}")
 
     def numbers(run):
-        clocks = ("time", "samples_per_s", "slowest_rank", "data_wait", "attempt")
+        clocks = ("time", "samples_per_s", "tokens_per_s", "slowest_rank", "data_wait", "attempt")
         return [{name: value for name, value in line.items() if name not in clocks} for line in lines_of(run)]
 
     assert numbers(killed) == numbers(whole)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -29,14 +29,17 @@ from ddp_hydra.training.parallel.weights import BufferCopy, Ema
 from ddp_hydra.training.train_step import TrainStep
 
 Named = Sequence[tuple[str, nn.Parameter]]
+Load = Callable[[nn.Module, World], list[str]]
+"""Fills a model with weights of a file that rank 0 has, and returns the names that the file lacks. A collective."""
 
 
 class Parallel:
     """Owns the model of a run: builds it, wraps what trains it, and is asked for all that walks its parameters.
 
     Its order: build, weights, freeze, activation checkpointing (`build`); then, once for each update, wrap and compile
-    (`part`). A kind of its own overrides `wrap` for steps that replicate the model. Where a rank does not have
-    the whole model, it also overrides `build`, `place`, `average`, and what turns the state into shares and back.
+    (`build_part`). A kind of its own overrides `wrap` for steps that replicate the model. Where a rank does not have
+    the whole model, it also overrides `build`, `prepare`, `build_average`, and what turns the state into shares and
+    back.
 
     Args:
         world: of this rank.
@@ -60,7 +63,7 @@ class Parallel:
         return self.shards and self.world.group is not None
 
     @property
-    def is_low(self) -> bool:
+    def casts_to_bf16(self) -> bool:
         # The model computes in the run's precision by itself, without autocast.
         return False
 
@@ -68,7 +71,7 @@ class Parallel:
     def model_name(self) -> str:
         return type(self.model).__name__
 
-    def take(self, model: nn.Module) -> Self:
+    def adopt(self, model: nn.Module) -> Self:
         self.model = model
         self.at_first = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         return self
@@ -80,24 +83,30 @@ class Parallel:
         trainer: DictConfig,
         make: Callable[[], nn.Module],
         device: torch.device,
-        load: Callable[[nn.Module], list[str]] | None = None,
+        load: Load | None = None,
+        saved: Collection[str] = (),
     ) -> list[str]:
-        # A collective, if there are weights to load. It returns what they had no value for.
+        # A collective. It returns what the weights to load had no value for. `saved`: names that have a value in the
+        # state that will be loaded afterwards.
         model = make().to(device)
-        untouched = load(model) if load is not None else []
+        weights.read_rows(model)
+        untouched = load(model, self.world) if load is not None else []
         self.channels_last = weights.lay_out(model, trainer.channels_last)
         parameter_groups.freeze(model, trainer.freeze)
         parameter_groups.activation_checkpointing(model, trainer.activation_checkpointing)
-        self.take(model)
+        self.adopt(model)
         return untouched
 
-    def place(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
-        # For a model that is not trained.
-        model.to(device)
+    def prepare(
+        self, trainer: DictConfig, make: Callable[[], nn.Module], device: torch.device, saved: Collection[str]
+    ) -> Self:
+        # A collective. For a model that is not trained.
+        model = make().to(device)
+        weights.read_rows(model)
         self.channels_last = weights.lay_out(model, trainer.channels_last)
-        return self.take(model)
+        return self.adopt(model)
 
-    def explained(self) -> AbstractContextManager[Any]:
+    def explain_errors(self) -> AbstractContextManager[Any]:
         # Says what to do about an error in the model that this kind is the reason for.
         return nullcontext()
 
@@ -111,7 +120,7 @@ class Parallel:
             parameter.requires_grad_(is_trained)
             parameter.grad = None
 
-    def part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
+    def build_part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
         # A collective.
         if update in self.parts:
             self.parts.pop(update).release()
@@ -130,7 +139,7 @@ class Parallel:
     def wrap(self, step: TrainStep) -> PartStep:
         return PartStep(step, world=self.world)
 
-    def send_others(self, task: Task) -> None:
+    def broadcast_rest(self, task: Task) -> None:
         # A collective. Wrappers send what a step trains; other parts of the model, and the task's own models, begin
         # alike.
         if self.world.size > 1:
@@ -144,11 +153,11 @@ class Parallel:
     def names(self, loss: nn.Module | None = None) -> dict[nn.Parameter, str]:
         return weights.names(self.model, loss, "loss: ")  # no name of a model's
 
-    def infinite(self) -> list[str]:
+    def nonfinite_names(self) -> list[str]:
         named = self.model.named_parameters(remove_duplicate=False)
         return [name for name, parameter in named if not is_finite(weights.local(parameter))]
 
-    def may_be_infinite(self, loss: nn.Module | None = None) -> list[str]:
+    def unchecked_names(self, loss: nn.Module | None = None) -> list[str]:
         # Names of buffers, and of frozen parameters: one may be a mask.
         named = [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
         parameters = self.model.named_parameters(remove_duplicate=False)
@@ -165,28 +174,28 @@ class Parallel:
     def buffer_copy(self) -> BufferCopy:
         return BufferCopy(self.model)
 
-    def average(self, decay: float) -> Ema:
+    def build_average(self, decay: float) -> Ema:
         return Ema(self.model, decay)
 
     def state(self) -> dict[str, Any]:
         return self.model.state_dict()
 
     def load(self, content: Mapping[str, Any]) -> None:
-        weights.load_weights(self.model, content, self.split)
+        weights.load_weights(self.model, content, self.shard_state)
 
-    def plain(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
+    def saved_tensor(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
         # A tensor of the state as a checkpoint holds it.
         return plain_state.plain_tensor(tensor, name)
 
-    def placer(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    def rewrapper(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
         # It tells torch's DCP which part of a whole a copy of this rank's share is.
         return lambda copied: copied
 
-    def share_like(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def empty_shard(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         # Memory for what this rank keeps of a tensor of the state: of a parameter, or of its slots.
         return torch.empty(shape, dtype=dtype)
 
-    def likes(self, loss: nn.Module | None = None) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+    def read_targets(self, loss: nn.Module | None = None) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
         # The same by names of tensors in a state.
         own, trained = self.state(), {name: parameter for parameter, name in self.names(loss).items()}
 
@@ -196,15 +205,15 @@ class Parallel:
                 parameter = trained.get(rest.partition("state.")[2].rpartition(".")[0])
             else:
                 parameter = own.get(rest)
-            return self.share_like(parameter, shape, dtype)
+            return self.empty_shard(parameter, shape, dtype)
 
         return like
 
-    def split(self, state: Any) -> Any:
+    def shard_state(self, state: Any) -> Any:
         # What this rank keeps of a model's state, which may be whole.
         return state
 
-    def split_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         # The same of an optimizer's state, by numbers of parameters.
         return state
 
@@ -230,10 +239,11 @@ class PartStep:
         same_gradients: all ranks have the same gradients after the backward pass.
         needs_even: name of a communication hook that needs losses over the same number of things in each step; "".
         is_weighed: the gradients of the last backward pass have the factor of `send_along`.
+        sends_buffers: all ranks take the buffers of rank 0 before the next forward pass.
         send_along: sends numbers with the gradients, see `SharedGradients`; None: they take an exchange of their own.
     """
 
-    is_weighed = False
+    is_weighed = sends_buffers = False
     send_along: Callable[..., Callable[[], Tensor]] | None = None
 
     def __init__(
@@ -241,8 +251,8 @@ class PartStep:
     ) -> None:
         self.step, self.world, self.part = step, world, step.part
         self.wrapped: nn.Module = step if wrapped is None else wrapped
-        self.own = step.names()
-        self.needed = [(name, one) for one, name in self.own.items() if uses_all and one.requires_grad]
+        self.names = step.names()
+        self.needed = [(name, one) for one, name in self.names.items() if uses_all and one.requires_grad]
         self.same_gradients, self.needs_even = True, ""
 
     def __call__(self, batch: Any) -> Any:
@@ -251,13 +261,17 @@ class PartStep:
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         return all_used(self.needed) if enabled else nullcontext()
 
+    def has_changed_buffers(self) -> bool:
+        # This rank has, since all had those of rank 0, and it is the part that sends them.
+        return False
+
     def release(self) -> None:
         self.wrapped = self.step
 
     # -- gradients of the parameters that an optimizer trains --------------------------------------------------
 
     def trained(self, optimizer: torch.optim.Optimizer) -> Named:
-        return [(self.own[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        return [(self.names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
     def zero_gradients(self, trained: Named) -> None:
         # In memory that stays.
@@ -281,7 +295,7 @@ class PartStep:
         norms.clip([one.grad for _, one in trained if one.grad is not None], max_norm)
         return norms.total_norm
 
-    def stepping(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
+    def explain_step_errors(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:
         return nullcontext()
 
     def after_step(self) -> None: ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ddp_hydra.console import text
+from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms
-from ddp_hydra.training.parallel import Named, Parallel, PartStep, parameter_groups, weights
+from ddp_hydra.training.parallel import Load, Named, Parallel, PartStep, parameter_groups, weights
 from ddp_hydra.training.parallel.weights import Ema, local
 from ddp_hydra.training.train_step import TrainStep, trained_loss
 
@@ -35,11 +36,12 @@ CALLED = (
     f"{KIND}: the task's step did not call the model itself: call model(...) in each step, also where nothing counts; "
     "its parts and methods can't be called alone"
 )
+MIN_PARAMS = 1e6
 MIXED = "mixed torch.Tensor and DTensor"
 EXPLAINED = {
     re.escape(MIXED): (
         "a block's parameters are whole only while it computes: call parts of the model by their forward, and let no "
-        "part use parameters of another one; or give parallel=ddp"
+        "part use parameters of another one; or give parallel.min_params=null, or parallel=ddp"
     ),
     "expects uniform original parameter dtype": (
         "parameters of a block need one type, and so do all that are outside of blocks: convert them, or name the "
@@ -63,10 +65,13 @@ class FSDP2(Parallel):
         replicas: copies of the model; each is sharded over as many ranks as are left for it (HSDP).
         blocks: classes of modules whose parameters are gathered together, one module after the other; null: those that
             the model names in `_no_split_modules`, or repeats in a Sequential or ModuleList.
+        min_params: without `blocks`, modules outside of them with at least this number of parameters are gathered by
+            themselves, too; null: together.
         reshard_after_forward: free the parameters of a block after its forward pass, and gather them again for its
             backward pass; a number: keep them sharded over that many ranks meanwhile.
         cpu_offload: keep shares in the host's memory (GPUs only).
-        fn: "module.function" that is called with the model and its mesh before they are sharded; null: none.
+        fn: "module.function" that is called with the model and its mesh before they are sharded; null: none. Parameters
+            that it makes DTensors over the mesh stay as they are.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or the model, task or precision can't be sharded.
@@ -80,6 +85,7 @@ class FSDP2(Parallel):
         *,
         replicas: int = 1,
         blocks: Sequence[str] | None = None,
+        min_params: float | None = MIN_PARAMS,
         reshard_after_forward: bool | int = True,
         cpu_offload: bool = False,
         fn: str | None = None,
@@ -89,7 +95,7 @@ class FSDP2(Parallel):
             raise ConfigError(f"parallel.replicas={replicas} does not divide this job's {world.size} ranks")
         if not hasattr(importlib.import_module("torch.distributed.fsdp"), "fully_shard"):
             raise ConfigError(f"{KIND} needs torch 2.6 or newer, and this is {torch.__version__}")
-        self.replicas, self.blocks, self.fn = replicas, blocks, fn
+        self.replicas, self.blocks, self.min_params, self.fn = replicas, blocks, min_params, fn
         self.reshard_after_forward, self.cpu_offload = reshard_after_forward, cpu_offload
         self.mesh: DeviceMesh | None = None
         self.cpu_mesh: DeviceMesh | None = None
@@ -99,71 +105,128 @@ class FSDP2(Parallel):
         trainer: DictConfig,
         make: Callable[[], nn.Module],
         device: torch.device,
-        load: Callable[[nn.Module], list[str]] | None = None,
+        load: Load | None = None,
+        saved: Collection[str] = (),
     ) -> list[str]:
-        refuse(trainer, device, self.cpu_offload)
         if self.world.group is None:
-            return super().build(trainer, make, device, load)
-        model = make()  # on the CPU: the bits of other kinds
-        refuse_parameters(model)
-        untouched = load(model) if load is not None else []
-        parameter_groups.freeze(model, trainer.freeze)
-        self.make = make
-        self._shard(model, trainer, device)
-        return untouched
+            check_settings(trainer, device, self.cpu_offload)
+            return super().build(trainer, make, device, load, saved)
+        return self._build(trainer, make, device, load, saved)
 
-    def place(self, model: nn.Module, trainer: DictConfig, device: torch.device) -> Self:
-        refuse(trainer, device, self.cpu_offload)
-        if self.world.group is None:
-            return super().place(model, trainer, device)
-        self._shard(model, trainer, device, is_trained=False)
-        return self
-
-    def _shard(self, model: nn.Module, trainer: DictConfig, device: torch.device, is_trained: bool = True) -> None:
-        self.trainer, self.mesh = trainer, self._mesh(device)
+    def _build(
+        self,
+        trainer: DictConfig,
+        make: Callable[[], nn.Module],
+        device: torch.device,
+        load: Load | None,
+        saved: Collection[str],
+        is_trained: bool = True,
+    ) -> list[str]:
+        # Only rank 0 has the whole model, on the CPU, with the bits of other kinds. It sends shards to the others. If
+        # all values come from a state or a file, no rank has it.
+        check_settings(trainer, device, self.cpu_offload)
+        model = self._built(make)
+        reads = hasattr(model, weights.READ_ROWS)
+        is_saved = bool(saved) and all(name in saved for name, _ in model.named_parameters())
+        sends = not (is_saved or reads or self.fn is not None)
+        if sends and self.world.rank == 0 and weights.on_meta(model):
+            model = make()
+        check_parameters(model)
+        untouched: list[str] = []
+        if load is not None and (self.world.rank == 0 or not sends):
+            untouched = load(model, ALONE if sends else self.world)
+        if is_trained:
+            parameter_groups.freeze(model, trainer.freeze)
+        whole = dict(model.named_parameters()) if sends and self.world.rank == 0 else {}
+        self.make, self.trainer, self.device, self.mesh = make, trainer, device, self._mesh(device)
         self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
-        self.take(self._sharded(model, is_trained))
+        self.adopt(self._shard_modules(model, is_trained))
+        weights.read_rows(self.model)
+        if sends:
+            self._receive(whole)
+        names: list[str] = self.world.from_rank_0(lambda: untouched)
+        return names
+
+    def _built(self, make: Callable[[], nn.Module]) -> nn.Module:
+        return make() if self.fn is not None else weights.built_on_meta(make)
+
+    @torch.no_grad()
+    def _receive(self, whole: dict[str, nn.Parameter]) -> None:
+        # A collective.
+        parameter: Any
+        for name, parameter in self.model.named_parameters():
+            value = whole.pop(name) if whole else torch.empty(parameter.shape, dtype=parameter.dtype)
+            moved = value.detach().to(parameter.device_mesh.device_type)
+            own = distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=0)
+            local(parameter).copy_(local(own))
+        weights.broadcast_buffers(self.model, self.world)
+
+    def prepare(
+        self, trainer: DictConfig, make: Callable[[], nn.Module], device: torch.device, saved: Collection[str]
+    ) -> Self:
+        if self.world.group is None:
+            check_settings(trainer, device, self.cpu_offload)
+            return super().prepare(trainer, make, device, saved)
+        self._build(trainer, make, device, None, saved, is_trained=False)
+        return self
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
+        if self.fn is not None and self.replicas == 1:
+            # DTensor's exchanges and the vote can't be under way in one group of gloo.
+            own: Any = dist.new_group(backend="gloo" if device.type == "cpu" else None)
+            return DeviceMesh.from_group(own, device.type, mesh_dim_names=("shard",))
         if self.replicas == 1:
             return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
         return init_device_mesh(device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
 
-    def _sharded(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
+    def _shard_modules(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
         # The order of torchtitan: activation checkpointing, compile, shard, from the inner modules to the outer ones.
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        blocks = chosen_blocks(model, self.blocks)
+        units = units_of(model, self.blocks, self.min_params)
         if is_trained:
             parameter_groups.activation_checkpointing(model, self.trainer.activation_checkpointing)
             if self.trainer.compile is not None:
-                for block in blocks or [model]:
+                for block in blocks_of(model, self.blocks) or [model]:
                     block.compile(mode=self.trainer.compile.replace("_", "-"))
-        if self.fn is not None:
-            get_object(self.fn)(model, self.mesh)
-        low = torch.bfloat16 if self.is_low else None
+        low = torch.bfloat16 if self.casts_to_bf16 else None
         given: dict[str, Any] = {
             "mesh": self.mesh,
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+            "ignored_params": self._shard_by_fn(model),
         }
         if low:  # statistics of batches are fp32, and a norm takes parameters of their type
             policy = MixedPrecisionPolicy(output_dtype=low, cast_forward_inputs=False)
-            for norm in [one for one in model.modules() if isinstance(one, _BatchNorm) and holds_alone(one, model)]:
-                fully_shard(norm, mp_policy=policy, **given)
-        for block in blocks:
-            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
-            fully_shard(block, mp_policy=policy, reshard_after_forward=self.reshard_after_forward, **given)
+            for norm in model.modules():
+                if isinstance(norm, _BatchNorm) and owns_its_parameters([norm], model):
+                    fully_shard(norm, mp_policy=policy, **given)
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
+        for unit in units:  # a norm and the head are the first that the backward pass needs
+            reshard = self.reshard_after_forward if len(unit) == 1 else False
+            fully_shard(unit, mp_policy=policy, reshard_after_forward=reshard, **given)
         outputs = torch.float32 if low else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=outputs, output_dtype=outputs)
         fully_shard(model, mp_policy=policy, **given)
+        weights.give_parameters_memory(model, torch.device("cpu") if self.cpu_offload else self.device)
         # Torch keeps what lies outside of blocks whole for a backward pass, which a validation does not have.
         model.register_forward_hook(lambda whole, *_: None if torch.is_grad_enabled() else whole.reshard())
         return model
 
+    def _shard_by_fn(self, model: nn.Module) -> set[nn.Parameter]:
+        # Return the parameters that it has made DTensors of, over the same ranks.
+        if self.fn is None:
+            return set()
+        get_object(self.fn)(model, self.mesh)
+        found: set[nn.Parameter] = {one for one in model.parameters() if isinstance(one, DTensor)}
+        for parameter in found:  # they get the sum over the ranks, and others the mean
+            if parameter.requires_grad:
+                parameter.register_hook(lambda gradient: gradient / self.world.size)
+        return found
+
     @property
-    def is_low(self) -> bool:
-        return self.is_sharded and self.trainer.precision == "bf16"
+    def casts_to_bf16(self) -> bool:
+        return self.is_sharded and self.trainer.precision in ("bf16", "fp8")
 
     @property
     def model_name(self) -> str:
@@ -173,12 +236,12 @@ class FSDP2(Parallel):
     def rebind(self, world: World) -> None:
         raise ConfigError(f"{KIND}: a rank has a share of the model only, so it can't go on in another world")
 
-    def part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
+    def build_part(self, trainer: DictConfig, task: Task, update: str) -> PartStep:
         if update:
             raise ConfigError(f"{KIND} is for tasks with one update, and {type(task).__name__} has {update!r}")
         if (loss := trained_loss(task)) is not None:
             raise ConfigError(f"{KIND}: the loss {type(loss).__name__} has parameters: make it a part of the model")
-        return super().part(trainer, task, update)
+        return super().build_part(trainer, task, update)
 
     def wrap(self, step: TrainStep) -> PartStep:
         return ShardedStep(step, self.mesh, self.world) if self.mesh else PartStep(step, uses_all=True)
@@ -188,8 +251,8 @@ class FSDP2(Parallel):
             super().compile(step, update, mode)
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        known = EXPLAINED | ({LOW: CONVERT} if self.is_low else {})
+    def explain_errors(self) -> Iterator[None]:
+        known = EXPLAINED | ({LOW: CONVERT} if self.casts_to_bf16 else {})
         try:
             yield
         except (RuntimeError, AssertionError) as error:
@@ -200,50 +263,50 @@ class FSDP2(Parallel):
 
     # -- what walks the model ----------------------------------------------------------------------------------
 
-    def infinite(self) -> list[str]:
+    def nonfinite_names(self) -> list[str]:
         # A collective.
-        of_ranks = self.world.gather_objects(super().infinite())
+        of_ranks = self.world.gather_objects(super().nonfinite_names())
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
-    def average(self, decay: float) -> Ema:
+    def build_average(self, decay: float) -> Ema:
         # A sharded model can't be copied, so it is built once more.
         if not self.is_sharded:
-            return super().average(decay)
-        with torch.random.fork_rng([]):
-            model = self.make()
-        average = self._sharded(model, is_trained=False)
+            return super().build_average(decay)
+        with StateGuard():
+            model = self._built(self.make)
+        average = self._shard_modules(model, is_trained=False)
         average.load_state_dict(self.model.state_dict())
         return Ema(self.model, decay, average)
 
-    def plain(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
+    def saved_tensor(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
         # A collective, if `whole`: then rank 0 gets all of the tensor, and the others get nothing.
         if not isinstance(tensor, DTensor):
             return plain_state.plain_tensor(tensor, name)
         if not whole:
-            return tensor.to_local().detach()
-        full: Tensor = tensor.full_tensor().detach()
+            return plain_state.plain_tensor(tensor.to_local(), name)
+        full = plain_state.plain_tensor(tensor.full_tensor(), name)
         return full if self.world.rank == 0 else full.new_empty(0)
 
-    def placer(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
+    def rewrapper(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
         if not isinstance(tensor, DTensor):
-            return super().placer(tensor)
-        return partial(placed, like=tensor, mesh=self.cpu_mesh)
+            return super().rewrapper(tensor)
+        return partial(dtensor_of, like=tensor, mesh=self.cpu_mesh)
 
-    def share_like(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def empty_shard(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if not isinstance(parameter, DTensor) or parameter.shape != shape:
-            return super().share_like(parameter, shape, dtype)
-        return placed(torch.empty(parameter.to_local().shape, dtype=dtype), parameter, self.cpu_mesh)
+            return super().empty_shard(parameter, shape, dtype)
+        return dtensor_of(torch.empty(parameter.to_local().shape, dtype=dtype), parameter, self.cpu_mesh)
 
-    def split(self, state: Any) -> Any:
+    def shard_state(self, state: Any) -> Any:
         if not isinstance(state, Mapping):
             return state
         own = self.model.state_dict()
-        return {name: share_of(value, own.get(name)) for name, value in state.items()}
+        return {name: shard_of(value, own.get(name)) for name, value in state.items()}
 
-    def split_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    def shard_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         parameters = [one for group in optimizer.param_groups for one in group["params"]]
         slots = {
-            key: {name: share_of(value, parameters[key]) for name, value in slots.items()}
+            key: {name: shard_of(value, parameters[key]) for name, value in slots.items()}
             if type(key) is int and key < len(parameters) and isinstance(slots, Mapping)
             else slots
             for key, slots in state["state"].items()
@@ -251,7 +314,7 @@ class FSDP2(Parallel):
         return {**state, "state": slots}
 
 
-def refuse(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None:
+def check_settings(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None:
     if trainer.precision == "fp16":
         raise ConfigError(f"{KIND} does not go with trainer.precision=fp16: give trainer.precision=bf16")
     if trainer.channels_last:
@@ -260,7 +323,7 @@ def refuse(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None
         raise ConfigError("parallel.cpu_offload=true is for GPUs: leave it out")
 
 
-def refuse_parameters(model: nn.Module) -> None:
+def check_parameters(model: nn.Module) -> None:
     kinds = {"no axis": lambda one: not one.ndim, "no element": lambda one: not one.numel()}
     kinds["memory that is not contiguous"] = lambda one: not one.is_contiguous()
     for kind, is_refused in kinds.items():
@@ -271,8 +334,21 @@ def refuse_parameters(model: nn.Module) -> None:
             )
 
 
-def chosen_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
-    """Return the modules whose parameters are gathered together, the inner ones first."""
+def units_of(model: nn.Module, classes: Sequence[str] | None, min_params: float | None) -> list[list[nn.Module]]:
+    """Return the modules whose parameters are gathered together, the inner ones first: blocks, and where these are not
+    given, large modules outside of them; a norm right before the last one goes with it."""
+    units = [[block] for block in blocks_of(model, classes)]
+    if classes is not None or min_params is None:
+        return units
+    blocks = {block for (block,) in units}
+    large = [[one] for one in large_modules(model, blocks, min_params) if owns_its_parameters([one], model)]
+    leaves = [one for one in leaves_outside(model, blocks) if next(one.parameters(), None) is not None]
+    if large and [leaves[-1]] in large and len(leaves) > 1 and "Norm" in type(leaves[-2]).__name__:
+        large[large.index([leaves[-1]])] = leaves[-2:]
+    return units + large
+
+
+def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
     if classes is not None:
         known = sorted({type(module).__name__ for module in model.modules()})
         if lacking := sorted(set(classes) - set(known)):
@@ -280,11 +356,12 @@ def chosen_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Mo
         wanted = [module for module in model.modules() if type(module).__name__ in classes]
     else:
         named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
-        wanted = [module for module in model.modules() if type(module).__name__ in named] or list(repeated(model))
-    return [module for module in reversed(wanted) if module is not model and holds_alone(module, model)]
+        wanted = [module for module in model.modules() if type(module).__name__ in named]
+        wanted = wanted or list(repeated_modules(model))
+    return [module for module in reversed(wanted) if module is not model and owns_its_parameters([module], model)]
 
 
-def repeated(model: nn.Module) -> Iterator[nn.Module]:
+def repeated_modules(model: nn.Module) -> Iterator[nn.Module]:
     # The outermost modules with children that a list repeats.
     for child in model.children():
         kinds = Counter(type(one) for one in child.children() if any(one.children()))
@@ -292,34 +369,68 @@ def repeated(model: nn.Module) -> Iterator[nn.Module]:
         found = [one for one in child.children() if is_list and kinds[type(one)] > 1]
         yield from (one for one in found if next(one.parameters(), None) is not None)
         if not found:
-            yield from repeated(child)
+            yield from repeated_modules(child)
 
 
-def holds_alone(module: nn.Module, model: nn.Module) -> bool:
+def large_modules(model: nn.Module, blocks: set[nn.Module], least: float) -> list[nn.Module]:
+    # Of a module, what is in other units does not count.
+    found: list[nn.Module] = []
+
+    def rest(module: nn.Module) -> dict[nn.Parameter, int]:
+        if module in blocks:
+            return {}
+        left = {one: one.numel() for one in module.parameters(recurse=False)}
+        for child in module.children():
+            left |= rest(child)
+        never_called = isinstance(module, nn.ModuleList | nn.ModuleDict) or module in own
+        if module is model or never_called or sum(left.values()) < least:
+            return left
+        found.append(module)
+        return {}
+
+    # It computes with the parameters of its parts, which it does not call.
+    own = {part for one in model.modules() if isinstance(one, nn.MultiheadAttention) for part in one.children()}
+    rest(model)
+    return found
+
+
+def leaves_outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in model.children():
+        if child not in blocks:
+            yield from leaves_outside(child, blocks) if any(child.children()) else [child]
+
+
+def parameters_of(unit: Sequence[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in unit for parameter in module.parameters()}
+
+
+def owns_its_parameters(unit: Sequence[nn.Module], model: nn.Module) -> bool:
     # A tied parameter has to be in one unit.
-    def uses(part: nn.Module) -> Counter[int]:
-        return Counter(id(one) for _, one in part.named_parameters(remove_duplicate=False))
+    def uses(*modules: nn.Module) -> Counter[int]:
+        return Counter(id(one) for part in modules for _, one in part.named_parameters(remove_duplicate=False))
 
-    everywhere, inside = uses(model), uses(module)
+    everywhere, inside = uses(model), uses(*unit)
     return bool(inside) and all(everywhere[key] == number for key, number in inside.items())
 
 
-def share_of(value: Any, like: Any) -> Any:
+def shard_of(value: Any, like: Any) -> Any:
     """Return this rank's share of a tensor that is whole, or is the share itself; other values as they are."""
     if not isinstance(value, Tensor) or not isinstance(like, DTensor):
         return value
     own = like.to_local()
     if isinstance(value, DTensor):
-        return value if value.device == own.device else placed(value.to_local().to(own.device), like, like.device_mesh)
+        return (
+            value if value.device == own.device else dtensor_of(value.to_local().to(own.device), like, like.device_mesh)
+        )
     if value.shape == like.shape:
         moved = value.to(own.device)
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
     if value.shape == own.shape:
-        return placed(value.to(own.device), like, like.device_mesh)
+        return dtensor_of(value.to(own.device), like, like.device_mesh)
     return value
 
 
-def placed(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
+def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
     """Return a share of a tensor as DTensor, which is placed as another one."""
     shape = {"shape": like.shape, "stride": like.stride()}
     made: Tensor = DTensor.from_local(share, mesh, like.placements, run_check=False, **shape)
@@ -336,14 +447,22 @@ class ShardedNorms(GradientNorms):
 
     def __init__(self, named: Named, loss: Callable[[], float], group: dist.ProcessGroup) -> None:
         self.group = group
+        self.copies: list[int] = []  # ranks that have the same gradient, as parallel.fn may leave it
         super().__init__(named, loss)
 
     def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else local(parameter.grad)
+        gradient: Any = parameter.grad
+        if gradient is None:
+            return None
+        is_shared = any(one.is_shard() for one in gradient.placements)
+        self.copies.append(1 if is_shared else dist.get_world_size(self.group))
+        return local(gradient)
 
     def over_ranks(self, norms: Tensor) -> Tensor:
         # A collective.
         squares = norms.double() ** 2
+        if self.copies and max(self.copies) > 1:
+            squares /= torch.tensor(self.copies, device=squares.device)
         dist.all_reduce(squares, group=self.group)
         return squares.sqrt().to(norms.dtype)
 
@@ -357,7 +476,7 @@ class ShardedStep(PartStep):
         world: of this rank.
 
     Attributes:
-        sends_buffers: all ranks take the buffers of rank 0 before the next forward pass, when DDP does it.
+        sent: buffers as all ranks had them last, with their versions.
     """
 
     part: Any
@@ -366,17 +485,18 @@ class ShardedStep(PartStep):
         super().__init__(step, uses_all=True, world=world)
         self.group = mesh.get_group("shard")
         self.sends_buffers = self.is_last = True
-        self.has_buffers = next(self.part.buffers(), None) is not None
+        self.sent: list[tuple[Tensor, int]] = []
         self.n_forward = 0
         self.part.register_forward_pre_hook(self._count)
-        step.constant = self._nothing
+        step.constant = self._empty_loss
 
     def _count(self, *_: Any) -> None:
         self.n_forward += 1
 
     def __call__(self, batch: Any) -> Any:
-        if self.sends_buffers and self.has_buffers:
+        if self.sends_buffers:
             weights.broadcast_buffers(self.part, self.world)
+            self.sent = self._versions()
         before = self.n_forward
         try:
             result = self.wrapped(batch)
@@ -389,6 +509,16 @@ class ShardedStep(PartStep):
         self.sends_buffers = self.is_last
         return result
 
+    def _versions(self) -> list[tuple[Tensor, int]]:
+        return [(buffer, buffer._version) for buffer in self.part.buffers()]
+
+    def has_changed_buffers(self) -> bool:
+        now = self._versions()
+        return len(now) != len(self.sent) or any(
+            one is not other or version != before
+            for (one, version), (other, before) in zip(now, self.sent, strict=True)
+        )
+
     @contextmanager
     def sync_gradients(self, enabled: bool) -> Iterator[None]:
         self.is_last = enabled
@@ -397,7 +527,7 @@ class ShardedStep(PartStep):
         with super().sync_gradients(enabled):
             yield
 
-    def _nothing(self, step: Step) -> Tensor:
+    def _empty_loss(self, step: Step) -> Tensor:
         # The backward pass has to go through the model on all ranks.
         prediction = step.prediction
         if not step.loss.requires_grad or not isinstance(prediction, Tensor) or not prediction.requires_grad:
@@ -409,7 +539,7 @@ class ShardedStep(PartStep):
         return step.loss.where(torch.zeros((), dtype=torch.bool, device=step.loss.device), 0.0)
 
     @contextmanager
-    def stepping(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    def explain_step_errors(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         try:
             yield
         except (NotImplementedError, RuntimeError) as error:

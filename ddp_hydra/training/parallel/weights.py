@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
 
+from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state
@@ -23,6 +26,11 @@ SENT = {
     *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64),
 }
 """Types that gloo and NCCL both send."""
+READ_ROWS = "read_rows"
+"""A model may have this attribute, a function(name, begin, end) that returns rows of one of its parameters from a file.
+
+Then its parameters get their values by it, on each rank the rows of its shard, whatever they were built with.
+"""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -135,6 +143,65 @@ def give_memory(model: nn.Module) -> None:
                 own = buffer.resolve_conj().resolve_neg()
                 whole.setdefault(id(buffer), own.clone(memory_format=torch.contiguous_format))
                 module._buffers[name] = whole[id(buffer)]
+
+
+def built_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
+    # Parameters have no memory. All else is as ever, so a model that draws more than values of its parameters, or needs
+    # these, is built on the CPU.
+    before = StateGuard()
+    with before:
+        handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]
+        try:
+            model: nn.Module | None = make()
+        except Exception:  # it has read a parameter, or fails on the CPU, too
+            model = None
+        finally:
+            handle.remove()
+        if model is not None and not before.has_moved() and not any(one.is_meta for one in _other_tensors(model)):
+            return model
+    return make()
+
+
+def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    if type(parameter) is not nn.Parameter or parameter.is_meta:
+        return None
+    return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+
+def _other_tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.buffers()
+    yield from (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
+
+
+def on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def give_parameters_memory(model: nn.Module, device: torch.device) -> None:
+    # They stay the same objects, so what is tied stays tied.
+    for parameter in model.parameters():
+        if parameter.is_meta:
+            memory = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, memory)
+
+
+@torch.no_grad()
+def read_rows(model: nn.Module) -> None:
+    # Of a parameter, a rank reads the rows of its shard.
+    read: Any = getattr(model, READ_ROWS, None)
+    parameter: Any
+    for name, parameter in model.named_parameters() if read is not None else ():
+        own, begin = local(parameter), 0
+        if are_sharded([parameter]):
+            mesh = parameter.device_mesh
+            begin = mesh.get_local_rank(mesh.ndim - 1) * math.ceil(len(parameter) / mesh.size(mesh.ndim - 1))
+        rows = read(name, begin, begin + len(own)) if own.ndim else read(name, 0, 0)
+        if rows.shape != own.shape:
+            raise ConfigError(
+                f"{type(model).__name__}.{READ_ROWS}({name!r}, {begin}, {begin + len(own)}) returned "
+                f"{tuple(rows.shape)}, and the model has {tuple(own.shape)}"
+            )
+        own.copy_(rows)
 
 
 class BufferCopy:

@@ -23,6 +23,8 @@ VALUE = {
     "bad_samples": 0,
     "train_s": 1.5,
     "samples_per_s": 107.0,
+    "tokens_per_s": 900.5,
+    "mfu": None,
     "metrics": {"val/accuracy": 0.5, "train/loss": float("nan")},
     "data": {"wait_s": 0.1, "wait": 0.07},
     "exchange_s": 0.2,

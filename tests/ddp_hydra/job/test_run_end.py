@@ -81,7 +81,7 @@ def test_a_job_that_is_done_says_so_and_returns_its_objective(returned, tmp_path
     assert (tmp_path / "run" / "project.zip").read_bytes() == PACKED.archive
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first == f"ddp_hydra  ->  {tmp_path / 'run'}"
-    assert second.startswith("done: 20 steps in 1.5 s, 107 samples/s, val/accuracy 0.5")
+    assert second.startswith("done: 20 steps in 1.5 s, 107 samples/s, 900 tokens/s, val/accuracy 0.5")
 
 
 def test_what_was_downloaded_to_begin_with_goes_at_the_end(returned, tmp_path, monkeypatch):
@@ -369,7 +369,7 @@ def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_ste
 
 def test_the_last_lines_name_the_objective_and_the_best_checkpoint_unless_it_is_the_last_one():
     value = msgspec.structs.replace(ended("val/mae"), metrics={"val/mae": 0.25, "val/loss": 0.5})
-    first = "done: 20 steps in 1.5 s, 107 samples/s, val/loss 0.5, val/mae 0.25  ->  outputs/a"
+    first = "done: 20 steps in 1.5 s, 107 samples/s, 900 tokens/s, val/loss 0.5, val/mae 0.25  ->  outputs/a"
     assert summary.closing_lines(msgspec.structs.replace(value, best=Best(20, 0.25)), "outputs/a") == first
     lines = summary.closing_lines(msgspec.structs.replace(value, best=Best(10, 0.125)), "outputs/a").splitlines()
     assert lines == [first, "best: val/mae 0.125 at step 10: checkpoints/best.pt"]

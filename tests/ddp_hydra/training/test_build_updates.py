@@ -50,7 +50,7 @@ def first_state(world: World) -> dict[str, torch.Tensor]:
     torch.manual_seed(number)
     model, task, sampler = Parts(), Adversaries(), Distributed(8, 2, number, 2)
     model.third.running_mean += number
-    builder = setup.UpdateBuilder(config(), DDP(world).take(model), task, StepConsensus(world), 4, torch.device("cpu"))
+    builder = setup.UpdateBuilder(config(), DDP(world).adopt(model), task, StepConsensus(world), 4, torch.device("cpu"))
     builder.first(ScheduleProgress(1, None, sampler, Position()), [])
     return {**model.state_dict(), "judge": task.judge.weight.detach()}
 

@@ -32,7 +32,11 @@ def state(seed=0, width=3, optimizer=SGD, build=nn.Linear, norm=True):
     options = dict(optimizer)
     optimizer = options.pop("cls")(model.parameters(), **options)
     return TrainingState(
-        Parallel().take(model), optimizer, lr_schedules.cosine(optimizer, 20), Position(), {"seed": seed, "tags": ["a"]}
+        Parallel().adopt(model),
+        optimizer,
+        lr_schedules.cosine(optimizer, 20),
+        Position(),
+        {"seed": seed, "tags": ["a"]},
     )
 
 
@@ -98,7 +102,7 @@ def in_groups(*groups):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     named = dict(model.named_parameters())
     optimizer = torch.optim.Adam([{"params": [named[name] for name in names], "lr": lr} for names, lr in groups])
-    return TrainingState(Parallel().take(model), optimizer, lr_schedules.cosine(optimizer, 20), Position(), {})
+    return TrainingState(Parallel().adopt(model), optimizer, lr_schedules.cosine(optimizer, 20), Position(), {})
 
 
 LINEAR, NORM = ["0.weight", "0.bias"], ["1.weight", "1.bias"]
@@ -200,7 +204,7 @@ def test_a_loss_and_a_part_of_the_model_may_have_one_name():
     model, loss = Named(), nn.Linear(2, 2)
     optimizer = torch.optim.Adam([*model.parameters(), *loss.parameters()])
     schedule = lr_schedules.constant(optimizer, 1)
-    run = TrainingState(Parallel().take(model), optimizer, schedule, Position(), {}, {"loss": loss})
+    run = TrainingState(Parallel().adopt(model), optimizer, schedule, Position(), {}, {"loss": loss})
     assert run.optimizer_state()["param_groups"][0]["params"] == [
         "loss.weight", "loss.bias", "loss: weight", "loss: bias",
     ]  # fmt: skip

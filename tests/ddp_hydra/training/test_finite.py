@@ -144,7 +144,7 @@ def captured(spoil):
     ema = Ema(model, 0.9)
     spoil(model, ema.model, optimizer.state)
     schedule, extras = lr_schedules.constant(optimizer, 1), {"ema": ema, "scaler": None}
-    state = TrainingState(Parallel().take(model), optimizer, schedule, Position(), {}, extras)
+    state = TrainingState(Parallel().adopt(model), optimizer, schedule, Position(), {}, extras)
     return not_finite(state.begin_capture()(), [name for name, _ in model.named_buffers()])
 
 

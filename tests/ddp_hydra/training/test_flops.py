@@ -75,8 +75,9 @@ def test_peaks_go_by_the_name(device, precision, peak):
     assert profiler.peak_tflops(device, precision) == peak
 
 
-def test_the_share_of_the_peak():
-    cost = profiler.Cost(4_000_000_000)
-    assert profiler.utilisation(cost, 20_000, "NVIDIA H200", "bf16") == pytest.approx(3 * 4e9 * 20_000 / 989e12)
-    assert profiler.utilisation(cost, 20_000, "some card", "bf16") is None
-    assert profiler.utilisation(profiler.Cost(0), 20_000, "NVIDIA H200", "bf16") is None
+def test_the_share_of_the_peak(monkeypatch):
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert profiler.utilisation(240e12, gpu, "bf16") == pytest.approx(240 / 989)
+    assert profiler.utilisation(240e12, gpu, "fp32") is None
+    assert profiler.utilisation(240e12, cpu, "bf16") is None

@@ -55,4 +55,4 @@ def test_a_large_model_says_what_a_rank_keeps(train, monkeypatch):
     run = train(ema_decay=0.9, parts={"optimizer": {"momentum": 0.9}})
     (start,) = [record.data for record in run.records if record.kind == "start"]
     (line,) = [line for line in start.lines if line.startswith("memory")]
-    assert line == "memory    240 B on each rank, and activations: weights 120 B, gradients 60 B, optimizer 60 B"
+    assert line == "memory    268 B a rank: weights 120 B, gradients 60 B, optimizer 60 B, activations 28 B"

@@ -21,7 +21,7 @@ def state(optimizer=torch.optim.Adam, **options) -> TrainingState:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     made = optimizer(model.parameters(), **options)
-    return TrainingState(Parallel().take(model), made, lr_schedules.cosine(made, 50), Position(), {})
+    return TrainingState(Parallel().adopt(model), made, lr_schedules.cosine(made, 50), Position(), {})
 
 
 def step(run: TrainingState, bad: bool = False) -> torch.Tensor:

@@ -47,7 +47,7 @@ DDP = {"parallel": {"_target_": f"{__name__}.InDDP"}}
 
 def part(model: nn.Module, cfg=None) -> PartStep:
     cfg = cfg or config()
-    return builders.parallel(cfg).take(model).part(cfg.trainer, Task(), "")
+    return builders.parallel(cfg).adopt(model).build_part(cfg.trainer, Task(), "")
 
 
 def test_it_has_no_wrapper(group):
@@ -98,8 +98,8 @@ def test_frozen_ones_need_no_gradient(group):
 def test_in_another_world_a_model_trains_what_it_trained_when_it_was_built(group):
     model, ended = Branches(), []
     model.other.requires_grad_(False)
-    owner = builders.parallel(OmegaConf.merge(config(), DDP)).take(model)
-    wrapped = owner.part(config().trainer, Task(), "").wrapped
+    owner = builders.parallel(OmegaConf.merge(config(), DDP)).adopt(model)
+    wrapped = owner.build_part(config().trainer, Task(), "").wrapped
     weakref.finalize(wrapped, ended.append, "DDP")
     model(torch.ones(2, 4)).sum().backward()
     del wrapped

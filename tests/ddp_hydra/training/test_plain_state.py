@@ -281,3 +281,43 @@ def test_a_schedule_with_such_values_is_resumed(train):
     ours, theirs = (torch.load(run.last, weights_only=True)["scheduler"] for run in (again, never))
     assert ours == theirs
     assert plain_state.decode(ours)["path"] == pathlib.Path("a")
+
+
+class Quarters(torch.Tensor):
+    """Keeps quarters in bytes, as moments of torchao's optimizers are kept."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes"], [self.scale, torch.float32]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(parts["codes"], context[0])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def test_tensors_made_of_others_are_saved_as_these(tmp_path):
+    codes = torch.arange(6, dtype=torch.uint8).reshape(2, 3)
+    copied = plain_state.begin_copy({"optimizer": {"state": {"weight": {"exp_avg": Quarters(codes, 0.25)}}}})()
+    codes.zero_()
+    torch.save(copied, tmp_path / "state.pt")
+    found = plain_state.decode(torch.load(tmp_path / "state.pt", weights_only=True))
+    (moment,) = found["optimizer"]["state"]["weight"].values()
+    assert (type(moment), moment.shape, moment.scale) == (Quarters, (2, 3), 0.25)
+    assert moment.codes.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_class_of_tensors_that_a_run_does_not_use_is_not_looked_for():
+    saved = plain_state.encode({"a": Quarters(torch.zeros(2, dtype=torch.uint8), 1.0)})
+    saved["a"]["value"][0] = "elsewhere.optim:Moments"
+    with pytest.raises(CheckpointError, match=r"has tensors of elsewhere\.optim:Moments, which this run does not use"):
+        plain_state.decode(saved)

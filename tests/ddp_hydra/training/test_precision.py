@@ -7,6 +7,7 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training import builders
 from ddp_hydra.training.checkpoint import read
@@ -76,3 +77,29 @@ def test_gradients_that_are_too_large_for_fp16_lower_the_scale_and_leave_the_ste
     start = train(max_steps=1, parts={"optimizer": {"lr": 1e-30}})
     assert torch.equal(weights(first), weights(start))
     assert not torch.equal(weights(run), weights(start))
+
+
+def test_fp8_needs_a_gpu_that_has_it_and_torchao(monkeypatch):
+    gpu, model = torch.device("cuda"), torch.nn.Linear(16, 16)
+    with pytest.raises(ConfigError, match=r"^trainer\.precision=fp8 needs a GPU .* computes on the CPU: give .*=bf16$"):
+        builders.with_float8(model, cfg("fp8"), torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"capability 8\.9 or newer, and NVIDIA A100 has 8\.0: give "):
+        builders.with_float8(model, cfg("fp8"), gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs torchao, .* type `pip install torchao` there, or give"):
+        builders.with_float8(model, cfg("fp8"), gpu)
+    assert builders.with_float8(model, cfg("bf16"), gpu) is model
+
+
+def test_fp8_converts_linear_layers_whose_sides_it_can_cut(monkeypatch):
+    def convert(model, module_filter_fn):
+        return [name for name, layer in model.named_modules() if module_filter_fn(layer, name)]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setattr(builders, "get_object", lambda name: convert)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 10), torch.nn.Conv1d(16, 16, 1))
+    assert builders.with_float8(model, cfg("fp8"), torch.device("cuda")) == ["0"]

@@ -210,7 +210,7 @@ def test_a_compiled_model_trains_the_same(train):
 def test_each_part_that_is_trained_apart_is_compiled_where_the_task_finds_it(group):
     model = nn.ModuleDict({"one": nn.Linear(4, 3), "other": nn.Linear(3, 4)})
     cfg = OmegaConf.merge(config(compile="default"), ALONE)
-    builders.parallel(cfg).take(model).part(cfg.trainer, Apart(), "one")
+    builders.parallel(cfg).adopt(model).build_part(cfg.trainer, Apart(), "one")
     assert [part._compiled_call_impl is not None for part in model.values()] == [True, False]
 
 
@@ -240,4 +240,4 @@ def test_what_does_not_go_with_data_parallel_is_refused(train, group):
     with pytest.raises(ConfigError, match=r"trainer\.compile=default does not go with parallel=dp.*give parallel=ddp"):
         train(parts=SPLIT, compile="default")
     with pytest.raises(ConfigError, match="the task its part one: give parallel=ddp"):
-        DP().take(nn.ModuleDict({"one": nn.Identity()})).part(config().trainer, Apart(), "one")
+        DP().adopt(nn.ModuleDict({"one": nn.Identity()})).build_part(config().trainer, Apart(), "one")

@@ -44,7 +44,7 @@ SETTINGS = (
 )  # fmt: skip
 """Whatever a resume could lose is there: dropout, Adam's moments, a schedule, and stops in the middle of an epoch. An
 epoch has 6 steps: 96 samples, 16 in a global batch."""
-CLOCKS = ("time", "samples_per_s", "slowest_rank", "data_wait")
+CLOCKS = ("time", "samples_per_s", "tokens_per_s", "slowest_rank", "data_wait")
 SHARES = {2: ("data.batch_size=8",), 4: ("data.batch_size=4",)}
 """The same global batch on 2 and on 4 ranks."""
 

@@ -68,7 +68,7 @@ WORDS = [
     Mistake("A command that is none", "train optimizer.lr=0.1"),
     Mistake("A misspelt command", "evalute run=outputs/mine"),
     Mistake("A text for a number", "trainer.epochs=three"),
-    Mistake("A choice that is not there", "trainer.precision=fp8"),
+    Mistake("A choice that is not there", "trainer.precision=int8"),
     Mistake("A number out of range", "data.batch_size=-4"),
     Mistake("An interpolation of nothing", "'optimizer.lr=${base_lr}'"),
 ]

@@ -18,7 +18,7 @@ from ddp_hydra.dispatch import Gang
 from ddp_hydra.record import Record
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
-CLOCKS = ("time", "samples_per_s", "slowest_rank", "data_wait", "data/bytes_per_s", "data/cache_hits")
+CLOCKS = ("time", "samples_per_s", "tokens_per_s", "slowest_rank", "data_wait", "data/bytes_per_s", "data/cache_hits")
 """Metrics that are measured by a clock, or hang on who was first."""
 
 

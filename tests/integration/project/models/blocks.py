@@ -102,6 +102,16 @@ class Odd(Blocks):
         return self.head(x.double() if self.odd == "double" else x) * scale
 
 
+def over_width(model: Blocks, mesh: Any) -> None:
+    """Share the width of each block among the ranks, in place of its parameters: tensor parallelism."""
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan = {"one": ColwiseParallel(input_layouts=Shard(0)), "two": RowwiseParallel(output_layouts=Shard(0))}
+    for block in model.blocks:
+        parallelize_module(block, mesh, plan)
+
+
 class HeadAlone(Classification):
     """Calls a part of the model."""
 

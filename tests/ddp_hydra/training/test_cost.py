@@ -1,0 +1,192 @@
+"""What a model costs is told without computing it, and is what it costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from omegaconf import OmegaConf
+from torch import nn
+from torch.nn import functional as F
+
+from ddp_hydra.data.batch import n_tokens
+from ddp_hydra.tasks import Classification
+from ddp_hydra.training import cost
+from ddp_hydra.training.loop import first_step
+from ddp_hydra.training.parallel import parameter_groups, weights
+from tests.ddp_hydra.training.loop_runs import Numbers, config
+
+TASK = Classification(F.cross_entropy)
+MIB = 2**20
+
+
+def settings(*again: str, precision: str = "fp32") -> Any:
+    return OmegaConf.create({"trainer": {"precision": precision, "activation_checkpointing": list(again)}})
+
+
+def batch(samples: int = 4, width: int = 64, device: str = "meta") -> Any:
+    return torch.empty(samples, 3, width, width, device=device), torch.zeros(samples, dtype=torch.long, device=device)
+
+
+def really_kept(model: nn.Module, given: Any) -> int:
+    """Return the bytes that autograd keeps of a step."""
+    known = {one.untyped_storage().data_ptr() for one in [*weights.tensors_of(model), *given]}
+    kept = {}
+
+    def add(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(add, lambda tensor: tensor):
+        loss = TASK.step(model, given).loss
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def test_activations_are_what_autograd_keeps():
+    make = lambda: torchvision.models.resnet18(num_classes=10)  # noqa: E731
+    outline = weights.built_on_meta(make)
+    found = cost.forward_pass(outline, TASK, "", batch(), settings())
+    assert weights.on_meta(outline)
+    assert found.activations == pytest.approx(really_kept(make(), batch(device="cpu")), rel=0.01)
+    assert found.flops == pytest.approx(4 * 2 * 148e6, rel=0.01)  # 148 million multiplications for a sample
+    again = cost.forward_pass(outline, TASK, "", batch(), settings("BasicBlock"))
+    assert again.activations < 0.8 * found.activations
+
+
+class Wide(nn.Module):
+    """Keeps 16 MiB for each layer and 64 samples."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(8, 2**16), nn.Linear(2**16, 3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Sigmoid()) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_they_are_the_memory_that_a_step_takes():
+    """Within a fifth."""
+    given = torch.zeros(64, 8), torch.zeros(64, dtype=torch.long)
+    model = Wide()
+
+    def read(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+    loss = TASK.step(model, (given[0][:1], given[1][:1])).loss
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read("VmRSS")
+    loss = TASK.step(model, given).loss
+    taken = read("VmHWM") - before
+    assert loss.requires_grad
+    told = cost.forward_pass(model, TASK, "", given, settings()).activations
+    assert told > 120 * MIB
+    assert told == pytest.approx(taken, rel=0.2)
+
+
+class Looks(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * float(x.mean())
+
+
+def test_a_model_that_needs_values_has_unknown_activations():
+    assert cost.forward_pass(Looks(8, 3), TASK, "", (torch.zeros(4, 8), torch.zeros(4).long()), settings()) is None
+
+
+def test_a_dry_run_tells_what_a_rank_needs():
+    parts = {"cluster": {"n_workers": 2}, "dispatch": {"ranks": None}, "optimizer": {"momentum": 0.9}}
+    lines = first_step(OmegaConf.merge(config(), parts), Numbers(9), Numbers(5))
+    (line,) = [line for line in lines if line.startswith("memory")]
+    assert line == (
+        "memory    208 B a rank: weights 60 B, gradients 60 B, optimizer 60 B, activations 28 B, on 2 ranks"
+    )
+    assert lines[-1] == "dry run: all of it works"
+
+
+def huge(in_features: int, out_features: int) -> nn.Module:
+    """Return a model of 1.2 trillion parameters."""
+    width = 2**17
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(70)]
+    return nn.Sequential(nn.Linear(in_features, width), nn.Sequential(*layers), nn.Linear(width, out_features))
+
+
+def test_a_dry_run_of_a_model_without_memory_for_it(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("", (), {"available": 3e12})())
+    parts: dict[str, Any] = {"cluster": {"n_workers": 2}, "dispatch": {"ranks": None}}
+    parts["model"] = {"_target_": f"{__name__}.huge"}
+    said = "\n".join(first_step(OmegaConf.merge(config(), parts), Numbers(9), None))
+    assert "weights 4.8 TB, gradients 4.8 TB" in said
+    assert "3.0 TB are there: it fits with parallel=fsdp2 on 8" in said
+    assert "dry run: no step was made, since one process needs 14.4 TB for it, and 3.0 TB are free here" in said
+    parts["parallel"] = {"_target_": "ddp_hydra.training.parallel.fsdp2.FSDP2"}
+    said = "\n".join(first_step(OmegaConf.merge(config(), parts), Numbers(9), None))
+    assert "weights 2.4 TB, gradients 2.4 TB, optimizer 2.4 TB, gathered" in said
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("", (), {"available": 3e9})())
+    said = "\n".join(first_step(OmegaConf.merge(config(), parts), Numbers(9), None))
+    assert "3.0 GB are there: too little with any number of ranks" in said
+
+
+def test_frozen_parts_have_no_gradients():
+    cfg = OmegaConf.merge(config(), {"trainer": {"freeze": ["weight"]}})
+    outline = cost.build_outline(cfg, None)
+    memory = cost.memory_of(cfg, outline, TASK, [""])
+    assert (memory.weights, memory.gradients) == (60, 12)
+    assert parameter_groups.frozen_norms(outline) == []
+
+
+class Transformer(nn.Module):
+    """Has 1,000 parameters in a head, 300 in a table, and the sizes of a transformer."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.config = OmegaConf.create({"num_hidden_layers": 2, "num_attention_heads": 3, "hidden_size": 12})
+        self.head, self.table = nn.Linear(10, 100, bias=False), nn.Embedding(30, 10)
+        if tied:
+            self.table.weight = self.head.weight
+
+
+def test_operations_of_a_transformer_are_torchtitans():
+    found = cost.operations_of(Transformer())
+    assert (found.parameters, found.attention) == (1000, 12 * 2 * 3 * 4)
+    assert found.per_s(10, 500) == 500 * (6 * 1000 + 288 * 50)
+    assert cost.operations_of(Transformer(tied=True)).parameters == 1000
+    frozen = Transformer()
+    frozen.head.requires_grad_(False)
+    assert 6 * cost.operations_of(frozen).parameters == pytest.approx(4000)
+    assert cost.operations_of(nn.Linear(2, 2)) is None
+    assert cost.Operations(sample=7.0).per_s(10, 0) == 70
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ({"input_ids": torch.zeros(2, 5, dtype=torch.long), "labels": torch.zeros(2)}, 10),
+        ((torch.zeros(2, 5, dtype=torch.int32), torch.zeros(2, 5)), 10),
+        ((torch.zeros(2, 5), torch.zeros(2, dtype=torch.long)), 0),
+        ((torch.zeros(2, 3, 8, 8, dtype=torch.uint8), torch.zeros(2)), 0),
+        ([], 0),
+    ],
+)
+def test_tokens_of_a_batch(given, tokens):
+    assert n_tokens(given) == tokens
+
+
+def test_a_run_tells_tokens_and_utilisation(train, monkeypatch):
+    monkeypatch.setattr("ddp_hydra.training.setup.utilisation", lambda *_: 1.0)
+    monkeypatch.setattr("ddp_hydra.training.monitor.utilisation", lambda flops_per_s, *_: flops_per_s / 1e12)
+    monkeypatch.setattr("ddp_hydra.training.monitor.n_tokens", lambda batch: 10 * len(batch[0]))
+    run = train()
+    for step, speed in run.metrics("samples_per_s"):
+        assert dict(run.metrics("tokens_per_s"))[step] == pytest.approx(10 * speed)
+        assert dict(run.metrics("mfu"))[step] == pytest.approx(3 * 2 * 12 * speed / 1e12)
+    assert run.value["tokens_per_s"] == pytest.approx(10 * run.value["samples_per_s"], rel=0.2)
+    assert run.value["mfu"] > 0

@@ -1,0 +1,80 @@
+"""The modules whose parameters are gathered together, where a model is sharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.parallel.fsdp2 import units_of
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.mlp = nn.MultiheadAttention(8, 2), nn.Linear(8, 8)
+
+
+class Decoder(nn.Module):
+    """A table, blocks, a norm and a head."""
+
+    def __init__(self, tied: bool = False, blocks: int = 3) -> None:
+        super().__init__()
+        self.table, self.norm, self.head = nn.Embedding(50, 8), nn.LayerNorm(8), nn.Linear(8, 50, bias=False)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.rotary = nn.Identity()
+        if tied:
+            self.head.weight = self.table.weight
+
+
+class Whole(nn.Module):
+    """Is a decoder in a model, as those of transformers are."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        decoder = Decoder(tied)
+        self.model, self.head = decoder, decoder.head
+        del decoder.head
+
+
+def names(model: nn.Module, classes: list[str] | None = None, least: float | None = 300) -> list[list[str]]:
+    known = {module: name for name, module in model.named_modules()}
+    return [[known[module] for module in unit] for unit in units_of(model, classes, least)]
+
+
+BLOCKS = [["blocks.2"], ["blocks.1"], ["blocks.0"]]
+
+
+def test_large_modules_outside_of_blocks_are_units_and_the_last_one_takes_its_norm():
+    assert names(Decoder()) == [*BLOCKS, ["table"], ["norm", "head"]]
+    assert names(Whole())[-2:] == [["model.table"], ["model.norm", "head"]]
+    assert names(Decoder(), least=1e6) == names(Decoder(), least=None) == BLOCKS
+    assert names(Decoder(), ["Block"]) == BLOCKS  # what was named, and nothing else
+
+
+def test_tied_parameters_stay_together():
+    assert names(Decoder(tied=True)) == BLOCKS
+    assert names(Whole(tied=True)) == [[f"model.{name}"] for (name,) in BLOCKS]
+
+
+def test_without_blocks_modules_go_by_their_size():
+    net = nn.Sequential(
+        nn.Linear(8, 40), nn.Tanh(), nn.Sequential(nn.Linear(40, 5), nn.Linear(5, 30)), nn.Linear(30, 2)
+    )
+    assert names(net) == [["0"], ["2"]]
+    assert names(Decoder(blocks=1)) == [["table"], ["head"], ["blocks.0"]]  # attention computes with its parts' weights
+    assert names(nn.Linear(30, 30)) == []
+
+
+def test_named_classes_have_to_be_there():
+    with pytest.raises(ConfigError, match=r"parallel.blocks has Stage, but the model has Block, Decoder"):
+        units_of(Decoder(), ["Stage"], None)
+
+
+def test_each_parameter_is_in_one_unit():
+    model = Whole()
+    units = units_of(model, None, 300)
+    inside = [one for unit in units for module in unit for one in module.parameters()]
+    assert len(inside) == len(set(inside))
+    assert torch.is_tensor(inside[0])

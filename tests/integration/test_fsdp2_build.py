@@ -1,0 +1,190 @@
+"""How a model comes into the shards of `parallel=fsdp2`: its bits, and the memory that each process needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+MIB = 2**20
+
+
+def this_world() -> Any:
+    """On a rank: its world."""
+    import os
+
+    import torch.distributed as dist
+
+    from ddp_hydra.rank.world import World
+
+    group = dist.group.WORLD
+    return World(dist.get_rank(), dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]), group, group, "gloo")
+
+
+def trainer(**changes: Any) -> Any:
+    """Return the keys of `trainer` that a model is built by."""
+    from omegaconf import OmegaConf
+
+    known = {"precision": "fp32", "channels_last": None, "compile": None, "freeze": [], "activation_checkpointing": []}
+    return OmegaConf.create(known | changes)
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    """Return by how many bytes the memory of this process grows at most."""
+    from pathlib import Path
+
+    def read(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = read("VmRSS")
+    call()
+    return read("VmHWM") - before
+
+
+def build_large() -> dict[str, int]:
+    """On each rank: the growth of memory while a model of 192 MiB is built, and is built for a checkpoint."""
+    import gc
+
+    import torch
+    from torch import nn
+
+    from ddp_hydra.training.parallel.fsdp2 import FSDP2
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Linear(2048, 2048), nn.Tanh()) for _ in range(12)))
+
+    FSDP2(this_world()).build(trainer(), lambda: nn.Linear(4, 4), torch.device("cpu"))  # imports half of torch
+    found = {}
+    names = {f"{number}.0.{name}" for number in range(12) for name in ("weight", "bias")}
+    for name, saved in (("fresh", ()), ("resumed", names)):
+        parallel = FSDP2(this_world())
+        arguments = trainer(), make, torch.device("cpu"), None, saved
+        found[name] = peak_of(lambda parallel=parallel, arguments=arguments: parallel.build(*arguments))
+        assert {one.to_local().device.type for one in parallel.model.parameters()} == {"cpu"}
+        del parallel
+        gc.collect()
+    return found
+
+
+def test_only_one_process_has_the_whole_model_and_none_for_a_checkpoint(client2, gang):
+    """96 MiB are a shard. A process that has all of the model and its shard grows by 288 MiB."""
+    first, second = gang(client2, backend="gloo").run(build_large)
+    assert 192 * MIB < first["fresh"] < 330 * MIB
+    assert second["fresh"] < 150 * MIB
+    assert max(first["resumed"], second["resumed"]) < 150 * MIB
+
+
+def build_odd() -> list[str]:
+    """On each rank: names of models whose shards differ from the model that the seed makes."""
+    import torch
+    from torch import nn
+
+    from ddp_hydra.data.draws import seed_all
+    from ddp_hydra.training.parallel.fsdp2 import FSDP2
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+            self.other.weight = self.first.weight
+            self.register_buffer("rates", torch.arange(5.0), persistent=False)
+
+    class Drawn(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.register_buffer("noise", torch.randn(3), persistent=False)
+            self.also = torch.randn(2)
+
+    class Reads(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.norm = float(self.weight.detach().norm())
+
+    class Copies(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            self.first = self.weight.detach().clone()
+            self.register_buffer("start", self.bias.detach().clone())
+
+    def made(kind: type[nn.Module]) -> nn.Module:
+        seed_all(7)
+        return make(kind)
+
+    def make(kind: type[nn.Module]) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), kind())
+
+    def everything(model: nn.Module) -> dict[str, Any]:
+        found: dict[str, Any] = dict(model.named_buffers())
+        for name, module in model.named_modules():
+            found |= {
+                f"{name}.{key}": one for key, one in vars(module).items() if isinstance(one, torch.Tensor | float)
+            }
+        for name, one in model.named_parameters(remove_duplicate=False):
+            found[name] = one.full_tensor() if hasattr(one, "full_tensor") else one.detach()
+        return found
+
+    wrong = []
+    for kind in (Tied, Drawn, Reads, Copies):
+        for state in ({}, made(kind).state_dict(), {"0.weight": None}):  # the last lacks most, so it is built
+            parallel = FSDP2(this_world())
+            seed_all(7)
+            parallel.build(trainer(), lambda kind=kind: make(kind), torch.device("cpu"), None, state)
+            if len(state) > 1:
+                parallel.load({"model": state})
+            found, wanted = everything(parallel.model), everything(made(kind))
+            wrong += [
+                f"{kind.__name__}: {name}"
+                for name in wanted
+                if not torch.equal(*map(torch.as_tensor, (found[name], wanted[name])))
+            ]
+        if kind is Tied:
+            assert parallel.model[1].other.weight is parallel.model[1].first.weight
+    return wrong
+
+
+def test_models_that_need_values_of_their_parameters_have_them(client4, gang):
+    assert gang(client4, ranks=3, backend="gloo").run(build_odd) == [[]] * 3
+
+
+def read_from_a_file(replicas: int) -> list[list[int]]:
+    """On each rank: the rows that it has read of a model that reads its weights."""
+    import torch
+    from torch import nn
+
+    from ddp_hydra.training.parallel import Parallel
+    from ddp_hydra.training.parallel.fsdp2 import FSDP2
+
+    whole = nn.Linear(4, 5)
+    taken = []
+
+    def make() -> nn.Module:
+        def read_rows(name: str, begin: int, end: int) -> torch.Tensor:
+            taken.append([begin, end])
+            return whole.get_parameter(name).detach()[begin:end]
+
+        model = nn.Linear(4, 5)
+        model.read_rows = read_rows
+        return model
+
+    torch.manual_seed(3)
+    nn.init.normal_(whole.weight)
+    nn.init.normal_(whole.bias)
+    alone = Parallel()
+    alone.build(trainer(), make, torch.device("cpu"))
+    assert torch.equal(alone.model.weight, whole.weight)
+    taken.clear()
+    parallel = FSDP2(this_world(), replicas=replicas)
+    parallel.build(trainer(), make, torch.device("cpu"))
+    assert torch.equal(parallel.model.weight.full_tensor(), whole.weight)
+    assert torch.equal(parallel.model.bias.full_tensor(), whole.bias)
+    return taken
+
+
+def test_a_model_may_read_the_rows_of_its_shards(client4, gang):
+    assert gang(client4, ranks=3, backend="gloo").run(read_from_a_file, 1) == [[[0, 2]] * 2, [[2, 4]] * 2, [[4, 5]] * 2]
+    assert gang(client4, ranks=4, backend="gloo").run(read_from_a_file, 2)[2:] == [[[0, 3]] * 2, [[3, 5]] * 2]
