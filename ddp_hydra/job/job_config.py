@@ -37,9 +37,20 @@ def check(cfg: DictConfig) -> None:
 
 
 def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
-    roots = project.layers()
-    targets.check(config, roots, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
+    roots, is_here = project.layers(), connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster)
+    targets.check(config, roots, is_here)
+    if is_here:
+        targets.check_pretrained(config)
     return project.pack(*roots)
+
+
+def find_pretrained(cfg: DictConfig, *configs: dict[str, Any]) -> None:
+    """Write the whole path of a pretrained model's folder into configs, as ranks may have another current folder."""
+    path = cfg.model.get("path") if isinstance(cfg.model, DictConfig) else None
+    if targets.is_pretrained(cfg.model) and isinstance(path, str):
+        folder = project.typed_in() / Path(path).expanduser()
+        for config in configs if folder.is_dir() else ():
+            config["model"]["path"] = str(folder)
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:

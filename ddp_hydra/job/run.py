@@ -23,6 +23,7 @@ from ddp_hydra.job.job_config import (
     DOWNLOADS,
     check,
     check_files,
+    find_pretrained,
     find_resume,
     find_weights,
     packed_project,
@@ -62,6 +63,7 @@ def run_job(
         check(cfg)
         config = schema.resolved(cfg)
         check_files(cfg)
+        find_pretrained(cfg, config)
         if weights_path(cfg) is not None:
             config["model"]["weights"] = None
         packed_project(cfg, config)
@@ -108,6 +110,7 @@ def train(
         saved_config = remote.spec.saved_config if remote else checkpoint_config.stored_config(cfg)
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
         stack.callback(shutil.rmtree, run_dir / DOWNLOADS, ignore_errors=True)
+        find_pretrained(cfg, config, saved_config)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if weights_path(cfg) is not None:
             config["model"]["weights"] = saved_config["model"]["weights"] = None

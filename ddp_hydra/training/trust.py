@@ -16,7 +16,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.errors import ConfigError
 
-BUILT = ("model", "data", "task", "loss", "mix", "metrics")
+BUILT = ("model", "adapter", "data", "task", "loss", "mix", "metrics")
 """Groups that a trained model is built from."""
 CLASSES = (
     "torch.nn",
@@ -32,8 +32,12 @@ UNPICKLE = ("torch.utils.data.datapipes", "torchvision.datasets.lsun")
 """Modules among them whose classes unpickle what they read."""
 FUNCTIONS = ("torchvision.models", "torch.nn.functional", "torch._C._nn", "ddp_hydra.data.huggingface", *PACKAGES)
 """Modules and packages whose functions are called."""
-TENSOR = "torch.tensor"
-"""A function that is called, too: it makes the weights of a loss."""
+ALONE = (
+    "torch.tensor",
+    *(f"ddp_hydra.finetune.models.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification")),
+    "ddp_hydra.finetune.adapter.lora",
+)
+"""Functions that are called, too, of modules whose other functions may do anything."""
 
 
 def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collection[str] = ()) -> None:
@@ -64,7 +68,7 @@ def refuse_targets(cfg: DictConfig, words: Sequence[str] = (), groups: Collectio
 
 
 def _is_known(target: str) -> bool:
-    if target == TENSOR:
+    if target in ALONE:
         return True
     if not _is_below(target, (*CLASSES, *FUNCTIONS)):
         return False  # not even imported

@@ -1,0 +1,1 @@
+"""Fine-tuning of models of Hugging Face's transformers: `pip install 'ddp-hydra[finetune]'`."""
