@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from ddp_hydra.data.names import check, is_of
+from ddp_hydra.finetune.models import load_tokenizer
 
 
 class PythonTopics(Dataset):
@@ -27,10 +28,8 @@ class PythonTopics(Dataset):
     thread_safe = True
 
     def __init__(self, tokenizer: str, length: int = 64, holdout: float = 0.1, split: str = "train") -> None:
-        from transformers import AutoTokenizer
-
         check(holdout, split)
-        encoder = AutoTokenizer.from_pretrained(tokenizer)
+        encoder = load_tokenizer(tokenizer)
         texts = [text for name, text in sorted(topics.items()) if is_of(name, holdout, split)]
         tokens = [token for ids in encoder(texts)["input_ids"] for token in [*ids, encoder.eos_token_id]]
         self.blocks = torch.tensor(tokens[: len(tokens) // length * length]).reshape(-1, length)

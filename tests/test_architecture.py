@@ -28,7 +28,7 @@ def table() -> list[tuple[str, ...]]:
 
 LEVEL = {name: level for level, names in enumerate(reversed(table())) for name in names}
 MAY_IMPORT_DISTRIBUTED = ("cli", "compat", "sweep", "job", "dispatch", "cluster", "rank")
-MAY_IMPORT_TORCH = ("training", "data", "tasks")
+MAY_IMPORT_TORCH = ("training", "data", "tasks", "finetune")
 TORCH_MODULES = (
     "ddp_hydra.rank.process",
     "ddp_hydra.rank.world",

@@ -203,13 +203,22 @@ def check_pretrained(config: Mapping[str, Any]) -> None:
     if not is_pretrained(model):
         return
     path = str(model.get("path"))
-    if not Path(path).expanduser().is_dir() and not HUB_NAME.fullmatch(path):
+    if (folder := Path(path).expanduser()).is_dir():
+        check_folder(folder)
+    elif not HUB_NAME.fullmatch(path):
         raise ConfigError(f"model.path={path}: there is no such folder: give one, or <owner>/<name> of the hub")
     if model.get("load_in_4bit"):
-        if not config.get("adapter"):
+        if "_target_" not in (config.get("adapter") or {}):
             raise ConfigError("model.load_in_4bit=true: quantised weights can't be trained: give adapter=lora, too")
         if not is_installed("bitsandbytes"):
             raise ConfigError("model.load_in_4bit=true needs bitsandbytes: type pip install bitsandbytes")
+
+
+def check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        kind = "it holds an adapter: give its base model" if is_adapter else "it is no folder of a model"
+        raise ConfigError(f"model.path={folder} has no config.json: {kind}")
 
 
 def check_extra(extra: str, packages: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from ddp_hydra.config import targets
 from ddp_hydra.errors import ConfigError
 
 FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -96,8 +97,12 @@ def load(
     """
     transformers = imported("transformers")
     transformers.utils.logging.disable_progress_bar()
-    options = {name: plain(value) for name, value in options.items() if value is not None}
+    options = {
+        "trust_remote_code": False,
+        **{name: plain(value) for name, value in options.items() if value is not None},
+    }
     folder = find_folder(path, revision, bool(options.get("trust_remote_code")))
+    targets.check_folder(folder)
     if load_in_4bit:
         options["quantization_config"] = four_bit()
     dtype = options.pop("torch_dtype", dtype)
@@ -132,19 +137,14 @@ def plain(value: Any) -> Any:
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
-def find_folder(path: str, revision: str | None, with_code: bool) -> Path:
+def find_folder(path: str, revision: str | None = None, with_code: bool = False) -> Path:
     """Return the folder of a model, which is downloaded if it is on the hub.
 
     Raises:
-        ConfigError: there is none, or it holds no model.
+        ConfigError: there is none.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            instead = " It holds an adapter: give its base model" if (folder / "adapter_config.json").is_file() else ""
-            raise ConfigError(
-                f"model.path={path} has no config.json, so it is no folder of a model.{instead}".rstrip(".")
-            )
         return folder
     from huggingface_hub import snapshot_download, utils
 
@@ -155,8 +155,8 @@ def find_folder(path: str, revision: str | None, with_code: bool) -> Path:
     except Exception as error:  # the network's, the hub's, and its check of the name
         reason = " ".join(str(error).split()).partition(". ")[0]
         raise ConfigError(
-            f"model.path={path} is no folder on host {os.uname().nodename}, and the hub gives no model of that name "
-            f"({type(error).__name__}: {reason:.200}): give a folder with config.json, or <owner>/<name> of the hub"
+            f"{path} is no folder on host {os.uname().nodename}, and the hub gives no model of that name "
+            f"({type(error).__name__}: {reason:.100}): give a folder with config.json, or <owner>/<name> of the hub"
         ) from None
     return Path(found)
 
@@ -190,12 +190,17 @@ def fingerprint(folder: Path) -> str:
 # -- what is done with a trained model -------------------------------------------------------------------------
 
 
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer in a folder, or of a name on the hub."""
+    return imported("transformers").AutoTokenizer.from_pretrained(find_folder(path), trust_remote_code=False)
+
+
 def tokenizer_of(model: nn.Module) -> Any:
     """Return the tokenizer in the folder of a model; None if there is none."""
     source = getattr(model, "pretrained", None)
     if source is None or not any(path for name in ("*token*", "vocab*") for path in source.folder.glob(name)):
         return None
-    return imported("transformers").AutoTokenizer.from_pretrained(source.folder)
+    return load_tokenizer(str(source.folder))
 
 
 def is_of_transformers(model: nn.Module) -> bool:

@@ -68,4 +68,5 @@ def train(model: Any, tokens: list[int], steps: int) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the model is small
     make(Path(sys.argv[1]))
