@@ -29,11 +29,19 @@ def make(folder: Path, steps: int = 100, vocab_size: int = 512, width: int = 64,
         depth: number of layers.
     """
     transformers, tokenizers = imported("transformers"), imported("tokenizers")
-    learned = tokenizers.ByteLevelBPETokenizer()
+    learned = tokenizers.Tokenizer(tokenizers.models.BPE())
+    learned.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    learned.decoder = tokenizers.decoders.ByteLevel()
     specials = ["<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>"]
-    learned.train_from_iterator(topics.values(), vocab_size=vocab_size, special_tokens=specials, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    learned.train_from_iterator(topics.values(), trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=learned._tokenizer,
+        tokenizer_object=learned,
         chat_template=TEMPLATE,
         **dict(zip(("bos_token", "eos_token", "pad_token"), specials, strict=False)),
     )

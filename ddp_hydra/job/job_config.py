@@ -44,13 +44,13 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
     return project.pack(*roots)
 
 
-def find_pretrained(cfg: DictConfig, *configs: dict[str, Any]) -> None:
-    """Write the whole path of a pretrained model's folder into configs, as ranks may have another current folder."""
-    path = cfg.model.get("path") if isinstance(cfg.model, DictConfig) else None
-    if targets.is_pretrained(cfg.model) and isinstance(path, str):
+def find_pretrained(cfg: DictConfig) -> None:
+    """Write the whole path of a pretrained model's folder into the config: ranks may have another current folder."""
+    path = OmegaConf.select(cfg, "model.path")
+    if isinstance(path, str) and targets.is_pretrained(cfg.model):
         folder = project.typed_in() / Path(path).expanduser()
-        for config in configs if folder.is_dir() else ():
-            config["model"]["path"] = str(folder)
+        if folder.is_dir():
+            cfg.model.path = str(folder)
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:

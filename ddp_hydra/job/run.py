@@ -59,11 +59,11 @@ def run_job(
         DdpHydraError: the config can't be a job, no cluster came up, or the gang failed.
         Interrupted: the job was asked to end, or its time was up; its state is saved.
     """
+    find_pretrained(cfg)
     if cfg.dry_run:
         check(cfg)
         config = schema.resolved(cfg)
         check_files(cfg)
-        find_pretrained(cfg, config)
         if weights_path(cfg) is not None:
             config["model"]["weights"] = None
         packed_project(cfg, config)
@@ -110,7 +110,6 @@ def train(
         saved_config = remote.spec.saved_config if remote else checkpoint_config.stored_config(cfg)
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
         stack.callback(shutil.rmtree, run_dir / DOWNLOADS, ignore_errors=True)
-        find_pretrained(cfg, config, saved_config)
         files = {"resume": find_resume(cfg, run_dir)} if cfg.resume else {}
         if weights_path(cfg) is not None:
             config["model"]["weights"] = saved_config["model"]["weights"] = None
