@@ -104,10 +104,10 @@ class GenerateOptions:
         n: number of samples; null: 1 text of a model of transformers, 50 samples of a data set's own.
         temperature: values below 1 prefer likely samples, values above 1 unlikely ones.
         seed: of the random numbers.
+        which: the checkpoint of a run directory.
         prompt: the beginning of the text, for a model of transformers.
         max_new_tokens: the most tokens that follow.
         chat: the prompt is a user's message, in the tokenizer's chat template.
-        which: the checkpoint of a run directory.
         trust: build whatever the checkpoint's config names.
     """
 
@@ -115,10 +115,10 @@ class GenerateOptions:
     n: int | None = None
     temperature: float = 1.0
     seed: int = 0
+    which: str = "best"
     prompt: str = ""
     max_new_tokens: int = 50
     chat: bool = False
-    which: str = "best"
     trust: bool = False
 
 

@@ -147,7 +147,7 @@ def torch_file(trained: TrainedModel, model: nn.Module, example: Example, path: 
     torch.save(plain_state.encode(model.state_dict()), path)
     again = builders.model(trained.cfg, trained.data).eval()
     again.load_state_dict(plain_state.decode(torch.load(path, weights_only=True)))
-    return again, FREE[:1]
+    return again, FREE
 
 
 def huggingface(trained: TrainedModel, model: nn.Module, example: Example, path: Path, max_shard_size: str) -> Written:

@@ -142,3 +142,21 @@ def test_code_of_a_model_is_not_run(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('it ran')")
     with pytest.raises(ConfigError, match=r"can't load model.path=.*contains custom code"):
         models.causal_lm(str(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux tells what is mapped")
+def test_weights_stay_in_the_file_that_ranks_of_a_host_share(tmp_path):
+    """A change of a weight is this process's alone."""
+    saved("llama", tmp_path)
+    before = models.fingerprint(tmp_path)
+    model = models.causal_lm(str(tmp_path))
+    places = [line.split()[0].split("-") for line in mapped(tmp_path / "model.safetensors")]
+    inside = [any(int(a, 16) <= one.data_ptr() < int(b, 16) for a, b in places) for one in model.parameters()]
+    assert all(inside)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    assert models.fingerprint(tmp_path) == before
+
+
+def mapped(file: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(file))]
