@@ -154,6 +154,7 @@ class Config:
     cluster: Any = MISSING
     data: Any = field(default_factory=lambda: {"workers": None, "global_batch": None})
     model: Any = MISSING
+    adapter: Any = field(default_factory=dict)
     sampler: Any = MISSING
     task: Any = MISSING
     loss: Any = field(default_factory=lambda: {"_target_": "ddp_hydra.tasks.losses.CrossEntropy"})

@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,8 @@ class Sources:
     def check_target(self, target: str, installed_here: bool) -> None:
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
+            if installed_here and target.startswith(FINETUNE):
+                check_extra("finetune", ("transformers", "peft"))
             if "/" in target:
                 raise ConfigError(f"a class is named with dots: give {target.replace('/', '.')}")
             if installed_here and not is_installed(parts[0]):
@@ -185,6 +187,43 @@ def defined(body: Iterable[ast.stmt]) -> set[str] | None:
             inner = defined(part for part in ast.walk(node) if isinstance(part, ast.stmt) and part is not node)
             names |= {"*"} if inner is None else inner
     return None if names & {"*", "__getattr__", "globals", "exec", "setattr"} else names
+
+
+FINETUNE = "ddp_hydra.finetune."
+HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def is_pretrained(model: Any) -> bool:
+    return str(model.get("_target_")).startswith(f"{FINETUNE}models.")
+
+
+def check_pretrained(config: Mapping[str, Any]) -> None:
+    """Refuse a folder of a pretrained model that is not there, and a quantised model that would be trained itself."""
+    model = config["model"]
+    if not is_pretrained(model):
+        return
+    path = str(model.get("path"))
+    if (folder := Path(path).expanduser()).is_dir():
+        check_folder(folder)
+    elif not HUB_NAME.fullmatch(path):
+        raise ConfigError(f"model.path={path}: there is no such folder: give one, or <owner>/<name> of the hub")
+    if model.get("load_in_4bit"):
+        if "_target_" not in (config.get("adapter") or {}):
+            raise ConfigError("model.load_in_4bit=true: quantised weights can't be trained: give adapter=lora, too")
+        if not is_installed("bitsandbytes"):
+            raise ConfigError("model.load_in_4bit=true needs bitsandbytes: type pip install bitsandbytes")
+
+
+def check_folder(folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        kind = "it holds an adapter: give its base model" if is_adapter else "it is no folder of a model"
+        raise ConfigError(f"model.path={folder} has no config.json: {kind}")
+
+
+def check_extra(extra: str, packages: Sequence[str]) -> None:
+    if lacking := [package for package in packages if not is_installed(package)]:
+        raise ConfigError(f"it needs {' and '.join(lacking)}: type pip install 'ddp-hydra[{extra}]'")
 
 
 def is_installed(package: str) -> bool:

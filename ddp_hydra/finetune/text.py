@@ -20,6 +20,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.console.text import counted
 from ddp_hydra.data import huggingface
 from ddp_hydra.errors import ConfigError, DataError
+from ddp_hydra.finetune import models
 from ddp_hydra.finetune.encoder import Encoder, State
 from ddp_hydra.tasks.counting import IGNORED
 from ddp_hydra.tasks.model_loss import found
@@ -313,14 +314,9 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
         ConfigError: there is none, or no such file.
     """
     try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ModuleNotFoundError("tokens need transformers: type `pip install 'ddp-hydra[finetune]'`") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"data.tokenizer={name} is no tokenizer of transformers: {reason}") from error
+        tokenizer = models.load_tokenizer(name)
+    except ConfigError as error:
+        raise ConfigError(f"data.tokenizer={name}: {error}") from error
     if chat_template is not None:
         is_text = "{" in chat_template
         if not is_text and not Path(chat_template).is_file():

@@ -37,9 +37,20 @@ def check(cfg: DictConfig) -> None:
 
 
 def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
-    roots = project.layers()
-    targets.check(config, roots, connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster))
+    roots, is_here = project.layers(), connect.is_local(cfg.cluster) or connect.is_inline(cfg.cluster)
+    targets.check(config, roots, is_here)
+    if is_here:
+        targets.check_pretrained(config)
     return project.pack(*roots)
+
+
+def find_pretrained(cfg: DictConfig) -> None:
+    """Write the whole path of a pretrained model's folder into the config: ranks may have another current folder."""
+    path = OmegaConf.select(cfg, "model.path")
+    if isinstance(path, str) and targets.is_pretrained(cfg.model):
+        folder = project.typed_in() / Path(path).expanduser()
+        if folder.is_dir():
+            cfg.model.path = str(folder)
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:

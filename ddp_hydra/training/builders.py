@@ -56,6 +56,9 @@ def model(cfg: DictConfig, data: Any) -> nn.Module:
     built = make(node)
     if not isinstance(built, nn.Module):
         raise ConfigError(f"model._target_={target} returned a {type(built).__name__}: return a torch.nn.Module")
+    adapter = cfg.get("adapter")
+    if adapter and "_target_" in adapter:
+        built = make(adapter, built)
     if lazy := weights.without_shape(built):
         raise ConfigError(f"model._target_={target}: {', '.join(lazy)} has no shape yet (nn.LazyLinear): give its size")
     weights.give_memory(built)

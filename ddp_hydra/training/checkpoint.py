@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 import warnings
@@ -26,8 +27,12 @@ from ddp_hydra.storage.manifest import FOLDER, STATE, state_file, step_name
 from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import not_finite
+from ddp_hydra.training.parallel.weights import keep_loaded, unsaved
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN, ReportingFile
 from ddp_hydra.training.state import FORMAT, TrainingState
+
+IN_ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)\.")
+"""What peft puts into names of a model's weights."""
 
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
@@ -70,6 +75,8 @@ def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     # A collective. Only the host of rank 0 has the file.
     given = world.send(lambda: weights_in(path))
     own = dict(plain_state.tensors(model.state_dict()))
+    given |= {name: given[plain] for name in own if (plain := IN_ADAPTED.sub(".", name)) in given}
+    own = {name: one for name, one in own.items() if name in given or not (".lora_" in name or name in unsaved(model))}
     fitting = {name: value for name, value in given.items() if name in own and value.shape == own[name].shape}
     if len(fitting) < len(own) / 2:
         raise CheckpointError(
@@ -77,6 +84,7 @@ def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
             f"Its names begin with {', '.join(list(given)[:3])}, the model's with {', '.join(list(own)[:3])}"
         )
     model.load_state_dict(fitting, strict=False)
+    keep_loaded(model, fitting)
     return [name for name in own if name not in fitting]
 
 

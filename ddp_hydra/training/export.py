@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,40 +24,66 @@ from ddp_hydra.config import redact
 from ddp_hydra.data import streams
 from ddp_hydra.data.batch import described, mapped, tensors
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.finetune import adapter
+from ddp_hydra.finetune import models as pretrained
 from ddp_hydra.storage.files import replacing
 from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.data_description import DataDescription
+from ddp_hydra.training.instantiate import without
 from ddp_hydra.training.load_run import TrainedModel
 
 Written = tuple[Callable[..., Any], tuple[str, ...]]
 """The written model as a function, and which of `FREE` it takes in any size."""
-FORMATS = ("safetensors", "torch_export", "onnx")
 _ONE_FILE_BYTES = 1_500_000_000
 """An ONNX file may have 2 GB; a larger model's weights go into another file."""
 
 
-def export(trained: TrainedModel, example: Example, form: str, out: Path, tolerance: float) -> dict[str, Any]:
+def export(
+    trained: TrainedModel,
+    example: Example,
+    form: str,
+    out: Path,
+    tolerance: float,
+    merge: bool = True,
+    max_shard_size: str = "5GB",
+) -> dict[str, Any]:
+    writers: dict[str, Callable[..., Written]] = {
+        "torch": torch_file,
+        "safetensors": safetensors,
+        "huggingface": partial(huggingface, max_shard_size=max_shard_size),
+        "torch_export": torch_export,
+        "onnx": onnx,
+    }
     model = trained.model.cpu().to(memory_format=torch.contiguous_format)
+    if merge and "adapter" in trained.cfg:
+        model, trained = adapter.merged(model), replace(trained, cfg=without(trained.cfg, ["adapter"]))
     example = Example(
         *(mapped(lambda tensor: tensor.cpu().contiguous(), part) for part in (example.args, example.kwargs))
     )
-    write = {"safetensors": safetensors, "torch_export": torch_export, "onnx": onnx}[form]
     out.parent.mkdir(parents=True, exist_ok=True)
     # The files have their names from the beginning, for a model may name the file of its weights.
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         part = Path(folder) / out.name
         with torch.no_grad(), quiet():
             check_call(model, example)
-            again, dynamic = write(trained, model, example, part)
+            again, dynamic = writers[form](trained, model, example, part)
             sizes = SIZES if "batch" in dynamic else SIZES[:1]
             lengths = example.length - ("length" in dynamic), example.length
             found = max(
                 compared(model, again, example.of_size(*both), tolerance) for both in zip(sizes, lengths, strict=False)
             )
         for file in sorted(part.parent.iterdir(), key=lambda file: file == part):  # the model follows its weights
-            with replacing(out.with_name(file.name), part=file):
-                pass
+            place(file, out.with_name(file.name))
     return {"difference": found, "sizes": sizes, "dynamic": dynamic, "length": example.length * (form != "safetensors")}
+
+
+def place(file: Path, out: Path) -> None:
+    if not file.is_dir():
+        with replacing(out, part=file):
+            return
+    if out.is_dir():
+        shutil.rmtree(out)
+    file.replace(out)
 
 
 @contextmanager
@@ -113,6 +141,25 @@ def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path:
     again = builders.model(trained.cfg, trained.data).eval()
     load_model(again, str(path))
     return again, FREE[:1]
+
+
+def torch_file(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
+    torch.save(plain_state.encode(model.state_dict()), path)
+    again = builders.model(trained.cfg, trained.data).eval()
+    again.load_state_dict(plain_state.decode(torch.load(path, weights_only=True)))
+    return again, FREE
+
+
+def huggingface(trained: TrainedModel, model: nn.Module, example: Example, path: Path, max_shard_size: str) -> Written:
+    if adapter.has_adapter(model):
+        base = builders.model(without(trained.cfg, ["adapter"]), trained.data)
+        return adapter.save(model, base, path), FREE
+    if not pretrained.is_of_transformers(model):
+        raise ConfigError(
+            f"format=huggingface is for models of transformers, and this is a {type(model).__name__}: give "
+            "format=safetensors"
+        )
+    return pretrained.save(model, path, max_shard_size), FREE
 
 
 def torch_export(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
@@ -256,6 +303,8 @@ class Example:
 
 
 def example_of(trained: TrainedModel, split: str, input_shape: Sequence[int] | None) -> Example:
+    if pretrained.takes_tokens(trained.model):
+        return Example((), pretrained.example_of(trained.model))
     if input_shape is not None:
         generator = torch.Generator().manual_seed(0)
         return Example((torch.randn(SIZES[0], *input_shape, generator=generator).to(trained.device),), {})

@@ -98,7 +98,7 @@ def load(
 
 def needed(content: dict[str, Any]) -> dict[str, Any]:
     weights = content["ema"] if content.get("ema") else content
-    kept = {name: content.get(name) for name in ("config", "data", "loss", "position", "batch", PARTS_IN)}
+    kept = {name: content.get(name) for name in ("base", "config", "data", "loss", "position", "batch", PARTS_IN)}
     return {**kept, "model": weights["model"]}
 
 

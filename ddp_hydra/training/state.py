@@ -21,7 +21,7 @@ from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.parallel import Parallel
+from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 
 FORMAT = 4
@@ -142,6 +142,7 @@ class TrainingState:
             "validations": self.validations,
             "validation_due": self.validation_due,
             **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
+            **({"base": base} if (base := weights.base_of(self.model)) else {}),
             "config": self.config,
             "data": dict(self.data),
             "batch": dict(self.batch),

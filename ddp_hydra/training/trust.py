@@ -18,7 +18,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.errors import ConfigError
 
-BUILT = ("model", "data", "task", "loss", "mix", "metrics")
+BUILT = ("model", "adapter", "data", "task", "loss", "mix", "metrics")
 """Groups that a trained model is built from."""
 CLASSES = (
     "torch.nn",
@@ -35,8 +35,12 @@ UNPICKLE = ("torch.utils.data.datapipes", "torchvision.datasets.lsun")
 """Modules among them whose classes unpickle what they read."""
 FUNCTIONS = ("torchvision.models", "torch.nn.functional", "torch._C._nn", "ddp_hydra.data.huggingface", *PACKAGES)
 """Modules and packages whose functions are called."""
-TENSOR = "torch.tensor"
-"""A function that is called, too: it makes the weights of a loss."""
+ALONE = (
+    "torch.tensor",
+    *(f"ddp_hydra.finetune.models.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification")),
+    "ddp_hydra.finetune.adapter.lora",
+)
+"""Functions that are called, too, of modules whose other functions may do anything."""
 _REFERENCE = re.compile(r"\$\{(oc\.select:)?[\w., -]+\}")
 """Matches an interpolation that reads the config alone."""
 
@@ -82,7 +86,7 @@ def refuse_targets(
 
 
 def _is_known(target: str) -> bool:
-    if target == TENSOR:
+    if target in ALONE:
         return True
     if not _is_below(target, (*CLASSES, *FUNCTIONS)):
         return False  # not even imported

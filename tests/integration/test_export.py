@@ -69,8 +69,9 @@ def test_an_onnx_file_runs_in_onnxruntime_for_any_batch(module_cli, run, wanted)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["format=onxx"], "give safetensors, torch_export, onnx"),
-        ([], "format=safetensors|torch_export|onnx is missing; type ddp-hydra export --help"),
+        (["format=onxx"], "give torch, safetensors, huggingface, torch_export, onnx"),
+        ([], "format=torch|safetensors|huggingface|torch_export|onnx is missing; type ddp-hydra export --help"),
+        (["format=huggingface"], "is for models of transformers, and this is a Tiny: give format=safetensors"),
         (["format=safetensors", "tolerance=-1"], "differs by up to 0"),
         (["format=torch_export", "input_shape=[[7],[7]]"], "input_shape=[[7], [7]]: give the sizes of one sample"),
         (["format=torch_export", "input_shape=[7]"], "can't be called with input 0 (2, 7) float32"),

@@ -178,7 +178,7 @@ class Parallel:
         return Ema(self.model, decay)
 
     def state(self) -> dict[str, Any]:
-        return self.model.state_dict()
+        return weights.state_of(self.model)
 
     def load(self, content: Mapping[str, Any]) -> None:
         weights.load_weights(self.model, content, self.shard_state)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_hydra.console.text import is_chosen
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.parallel.weights import restored_buffers
+from ddp_hydra.training.parallel.weights import restored_buffers, unsaved
 
 
 def with_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
@@ -49,7 +49,7 @@ def unfreeze(model: nn.Module, frozen: Sequence[str], patterns: Sequence[str]) -
     named = {
         parameter: names
         for parameter, names in with_names(model).items()
-        if not parameter.requires_grad and is_chosen(names, frozen)
+        if not parameter.requires_grad and is_chosen(names, frozen) and unsaved(model).isdisjoint(names)
     }
     fresh = {parameter for parameter, names in named.items() if is_chosen(names, patterns)}
     if not fresh:

@@ -107,7 +107,9 @@ def sizes(model: nn.Module) -> tuple[int, int]:
 
 
 def n_bytes(model: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
+    # Of the parameters that a checkpoint has.
+    without = unsaved(model)
+    return sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in without)
 
 
 def bytes_on_rank(model: nn.Module, trained_only: bool = False) -> int:
@@ -233,7 +235,47 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
         kept.put_back()
 
 
+def unsaved(model: nn.Module) -> frozenset[str]:
+    # Names of parameters that no checkpoint has: an adapter is trained in their place, and they are loaded from the
+    # files of a pretrained model whenever the model is built.
+    return getattr(model, "loaded_names", frozenset())
+
+
+def keep_loaded(model: nn.Module, names: Iterable[str]) -> None:
+    # These were loaded from something else than the pretrained model's files, so checkpoints have them.
+    if loaded := unsaved(model):
+        model.loaded_names = loaded.difference(names)  # type: ignore[assignment]
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    state: dict[str, Any] = model.state_dict()
+    for name in unsaved(model):
+        for key in [name, *(key for key in state if key.startswith(f"{name}."))]:  # a quantised weight has several
+            state.pop(key, None)
+    return state
+
+
+def base_of(model: nn.Module) -> dict[str, str]:
+    # The pretrained model that a checkpoint leaves out.
+    source = getattr(model, "pretrained", None)
+    return {"path": source.path, "fingerprint": source.fingerprint} if source and unsaved(model) else {}
+
+
+def check_base(model: nn.Module, saved: Mapping[str, str] | None) -> None:
+    own = base_of(model)
+    if saved and not own:
+        raise CheckpointError(
+            f"the checkpoint holds an adapter of {saved['path']}: give adapter=lora, as it was trained"
+        )
+    if saved and own["fingerprint"] != saved["fingerprint"]:
+        raise CheckpointError(
+            f"the checkpoint holds an adapter of {saved['path']}, and the weights of model.path={own['path']} are "
+            "others: give model.path=<the model that it was trained on>"
+        )
+
+
 def load_weights(model: nn.Module, content: Mapping[str, Any], split: Callable[[Any], Any] = lambda one: one) -> None:
+    check_base(model, content.get("base"))
     try:
         load_copied(model, split(content["model"]))
     except (KeyError, TypeError, RuntimeError) as error:
@@ -253,7 +295,12 @@ def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
     for name, value in state.items():
         if name not in copied:
             decoded[name] = plain_state.decode(plain_state.begin_copy(value)())
-    model.load_state_dict(decoded)
+    without = unsaved(model)
+    missing, unexpected = model.load_state_dict(decoded, strict=not without)
+    missing = [name for name in missing if not any(name == one or name.startswith(f"{one}.") for one in without)]
+    keep_loaded(model, decoded)
+    if missing or unexpected:
+        raise RuntimeError(f"it lacks {missing[:3]}, and has {unexpected[:3]}, which the model lacks")
 
 
 class Ema:
@@ -318,7 +365,7 @@ class Ema:
         return "watched" if may_be_infinite else "averaged"
 
     def state_dict(self) -> dict[str, object]:
-        return {"model": self.model.state_dict(), "steps": self.steps}
+        return {"model": state_of(self.model), "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         load_copied(self.model, state["model"])  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ def test_a_key_that_hydra_does_not_know_is_told_with_the_one_that_may_be_meant(c
     with pytest.raises(ConfigCompositionException) as caught:
         composed("modle=resnet18")
     assert main.report(raising(caught.value)) == 1
-    said = "modle: there is no such key: did you mean model? The keys are cluster, data, model, sampler"
+    said = "modle: there is no such key: did you mean model? The keys are cluster, data, model, adapter, sampler"
     assert said in capsys.readouterr().err
 
 

@@ -50,6 +50,7 @@ def test_there_are_two_checkpoints_to_choose_from(tmp_path):
         "ddp_hydra.data.draws.torch.hub.load", "torchvision.datasets.utils.download_url", "data.digits.torch.hub.load",
         "torchvision.models.WeightsEnum.get_state_dict", "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict",
         "torch.utils.data.datapipes.iter.RoutedDecoder", "torchvision.datasets.LSUN",
+        "ddp_hydra.finetune.models.save", "ddp_hydra.finetune.adapter.save", "data.python_topics.load_tokenizer",
     ],
 )  # fmt: skip
 def test_a_lone_checkpoint_builds_what_is_known_only(target):
@@ -67,6 +68,7 @@ def test_a_lone_checkpoint_builds_what_is_known_only(target):
         "torch.nn.MSELoss", "torchvision.models.resnet18", "torchvision.transforms.v2.MixUp", "models.resnet.resnet18",
         "ddp_hydra.tasks.Classification", "ddp_hydra.data.wids.WidsImages", "ddp_hydra.data.huggingface.load",
         "torchmetrics.classification.MulticlassAccuracy", "data.digits.Digits", "models.no.such",
+        "ddp_hydra.finetune.models.causal_lm", "ddp_hydra.finetune.adapter.lora",
         "torch.tensor", "torch.utils.data.Subset", "torch.nn.functional.huber_loss", "torch.nn.functional.gelu",
     ],
 )  # fmt: skip

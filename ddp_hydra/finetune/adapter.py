@@ -1,0 +1,109 @@
+"""Adapters of peft: they are trained in place of the model, which stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.finetune.models import imported, plain
+
+NAME = "default"
+"""Name of the adapter in peft's layers."""
+LOW = (torch.bfloat16, torch.float16)
+
+
+def lora(model: nn.Module, *, autocast_adapter_dtype: bool = True, **options: Any) -> nn.Module:
+    """Put an adapter of low rank into a model, and freeze the model.
+
+    The class of the model stays. Parameters that a pretrained model's files lack, as the head of a classifier, are
+    trained whole. Where the model was loaded by `ddp_hydra.finetune.models`, checkpoints leave out what is frozen.
+
+    Args:
+        model: any model; for one that is not of transformers, give target_modules.
+        autocast_adapter_dtype: the adapter of a model in bf16 or fp16 is fp32.
+        options: of peft's LoraConfig.
+
+    Raises:
+        ConfigError: peft refuses the options, or finds nothing to adapt.
+    """
+    peft = imported("peft")
+    source = getattr(model, "pretrained", None)
+    options = {name: plain(value) for name, value in options.items() if value is not None}
+    if source is not None:
+        options.setdefault("task_type", source.task_type)
+        new = {name.rpartition(".")[0] for name in source.new}
+        options["modules_to_save"] = sorted({*options.get("modules_to_save", ()), *new}) or None
+    try:
+        config = peft.LoraConfig(**options)
+        tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, NAME)
+    except (ValueError, TypeError, KeyError) as error:
+        linear = sorted({name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)})
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"adapter: {reason:.300} The linear layers of {type(model).__name__} are {', '.join(linear)}: give "
+            "adapter.target_modules=[…]"
+        ) from None
+    if autocast_adapter_dtype:
+        for layer in adapted(model):
+            for parameter in layer.parameters():
+                if parameter.requires_grad and parameter.dtype in LOW:
+                    parameter.data = parameter.data.float()
+    object.__setattr__(model, "tuner", tuner)  # not a part of the model, which is a part of it
+    if source is not None:
+        frozen = (name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad)
+        object.__setattr__(model, "loaded_names", frozenset(frozen))
+    return model
+
+
+def adapted(model: nn.Module) -> list[Any]:
+    """Return the layers of peft in a model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def has_adapter(model: nn.Module) -> bool:
+    return hasattr(model, "tuner")
+
+
+def merged(model: Any) -> nn.Module:
+    """Add an adapter's weights to the model's, and remove its layers. A model without an adapter stays as it is.
+
+    Raises:
+        ConfigError: the model is quantised.
+    """
+    if not has_adapter(model):
+        return model
+    if getattr(model, "is_quantized", False):
+        raise ConfigError("an adapter is merged into whole weights: give model.load_in_4bit=false, or merge=false")
+    uses = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    for layer in adapted(model):  # a tied weight would change at its other place, too
+        base = layer.get_base_layer()
+        if uses[id(getattr(base, "weight", None))] > 1:
+            base.weight = nn.Parameter(base.weight.detach().clone(), requires_grad=False)
+            if hasattr(model, "config"):
+                model.config.tie_word_embeddings = False
+    whole: nn.Module = model.tuner.merge_and_unload(safe_merge=True)
+    object.__delattr__(whole, "tuner")
+    return whole
+
+
+def save(model: Any, base: nn.Module, folder: Path) -> nn.Module:
+    """Write the adapter of a model as peft does, and return the model that peft makes of it and the base."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = imported("peft").get_peft_model_state_dict(model, adapter_name=NAME)
+    named = {f"base_model.model.{name}": value.detach().contiguous() for name, value in state.items()}
+    save_file(named, folder / "adapter_model.safetensors", {"format": "pt"})
+    config = copy.copy(model.peft_config[NAME])
+    source = getattr(model, "pretrained", None)
+    config.base_model_name_or_path, config.inference_mode = source.path if source else None, True
+    config.save_pretrained(folder)
+    return imported("peft").PeftModel.from_pretrained(base, folder).eval()

@@ -1,0 +1,294 @@
+"""Loads models of Hugging Face's transformers from a folder or its hub, writes them, and generates text.
+
+No code of a model is run, unless the config has `trust_remote_code`. Weights come from safetensors, or from files that
+torch reads with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+
+from ddp_hydra.config import targets
+from ddp_hydra.errors import ConfigError
+
+FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+"""Files of a model on the hub that are downloaded with its weights: config, tokenizer."""
+LENGTH = 8
+"""Tokens of each text that a written model is compared by."""
+SAMPLE, SAMPLES = 4096, 256
+"""Bytes of a sample of a file, and the least number of samples, for a fingerprint."""
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Describes where a model was loaded from.
+
+    Args:
+        path: as it was given.
+        folder: with the files.
+        fingerprint: of the weights' files.
+        task_type: peft's name of what the model does; None: it has none.
+        new: names of parameters that the files lack.
+        use_cache: as the folder's config has it. It is off in training, where nothing uses the cache.
+    """
+
+    path: str
+    folder: Path
+    fingerprint: str
+    task_type: str | None
+    new: tuple[str, ...]
+    use_cache: bool | None
+
+
+def causal_lm(path: str, **options: Any) -> nn.Module:
+    """Load a model that predicts the next token. See `load` for the arguments."""
+    return load("AutoModelForCausalLM", path, "CAUSAL_LM", **options)
+
+
+def masked_lm(path: str, **options: Any) -> nn.Module:
+    """Load a model that predicts masked tokens. See `load` for the arguments."""
+    return load("AutoModelForMaskedLM", path, **options)
+
+
+def sequence_classification(path: str, num_classes: int | None = None, **options: Any) -> nn.Module:
+    """Load a model that classifies texts. See `load` for the other arguments.
+
+    Args:
+        path: folder or name on the hub.
+        num_classes: None: as the folder's config says.
+        options: see `load`.
+    """
+    return load("AutoModelForSequenceClassification", path, "SEQ_CLS", **{"num_labels": num_classes, **options})
+
+
+def load(
+    auto_class: str,
+    path: str,
+    task_type: str | None = None,
+    *,
+    dtype: str = "float32",
+    load_in_4bit: bool = False,
+    revision: str | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Load a model and its weights.
+
+    Args:
+        auto_class: class of transformers that chooses the model's class.
+        path: folder, or name on the hub.
+        task_type: see `Pretrained`.
+        dtype: of the parameters.
+        load_in_4bit: quantise them by bitsandbytes (QLoRA).
+        revision: of a model on the hub: branch, tag or commit.
+        options: others of `from_pretrained`.
+
+    Raises:
+        ConfigError: there is no such model, or it can't be loaded.
+    """
+    transformers = imported("transformers")
+    transformers.utils.logging.disable_progress_bar()
+    options = {
+        "trust_remote_code": False,
+        **{name: plain(value) for name, value in options.items() if value is not None},
+    }
+    folder = find_folder(path, revision, bool(options.get("trust_remote_code")))
+    targets.check_folder(folder)
+    if load_in_4bit:
+        options["quantization_config"] = four_bit()
+    dtype = options.pop("torch_dtype", dtype)
+    try:
+        model, info = getattr(transformers, auto_class).from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{auto_class} can't load model.path={path} ({type(error).__name__}: {reason:.400})"
+        ) from None
+    use_cache = getattr(model.config, "use_cache", None)
+    if use_cache:
+        model.config.use_cache = False
+    new = tuple(sorted(info["missing_keys"]))
+    model.pretrained = Pretrained(path, folder, fingerprint(folder), task_type, new, use_cache)
+    return model
+
+
+def imported(package: str) -> Any:
+    """Return a package of the extra `finetune`."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        where = f"it needs {error.name}, which host {os.uname().nodename} lacks"
+        raise ConfigError(f"{where}: type pip install 'ddp-hydra[finetune]' there") from None
+
+
+def plain(value: Any) -> Any:
+    """Return a value of a config as Python's own."""
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def find_folder(path: str, revision: str | None = None, with_code: bool = False, with_weights: bool = True) -> Path:
+    """Return the folder of a model, which is downloaded if it is on the hub.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download, utils
+
+    utils.disable_progress_bars()
+    try:
+        patterns = [*FILES, *(["*.safetensors"] if with_weights else []), *(["*.py"] if with_code else [])]
+        found = snapshot_download(path, revision=revision, allow_patterns=patterns, ignore_patterns="*/*")
+    except Exception as error:  # the network's, the hub's, and its check of the name
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise ConfigError(
+            f"{path} is no folder on host {os.uname().nodename}, and the hub gives no model of that name "
+            f"({type(error).__name__}: {reason:.100}): give a folder with config.json, or <owner>/<name> of the hub"
+        ) from None
+    return Path(found)
+
+
+def four_bit() -> Any:
+    """Return the quantisation of QLoRA."""
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError("model.load_in_4bit=true needs bitsandbytes: type pip install bitsandbytes")
+    return imported("transformers").BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of samples of the weights' files, which takes little time for large ones."""
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(SAMPLE, size // SAMPLES)):
+                file.seek(place)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
+
+
+# -- what is done with a trained model -------------------------------------------------------------------------
+
+
+def load_tokenizer(path: str) -> Any:
+    """Return the tokenizer in a folder, or of a name on the hub.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    tokenizers = imported("transformers").AutoTokenizer
+    try:
+        return tokenizers.from_pretrained(find_folder(path, with_weights=False), trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{path} has no tokenizer of transformers: {reason}") from error
+
+
+def tokenizer_of(model: nn.Module) -> Any:
+    """Return the tokenizer in the folder of a model; None if there is none."""
+    source = getattr(model, "pretrained", None)
+    if source is None or not any(path for name in ("*token*", "vocab*") for path in source.folder.glob(name)):
+        return None
+    return load_tokenizer(str(source.folder))
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    """Return whether a model's class is of transformers; the package is not imported."""
+    return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
+
+
+def takes_tokens(model: Any) -> bool:
+    """Return whether a model of transformers takes token numbers alone."""
+    is_text = is_of_transformers(model) and model.main_input_name == "input_ids"
+    return is_text and not model.config.is_encoder_decoder and hasattr(model.config, "vocab_size")
+
+
+def example_of(model: Any) -> dict[str, Tensor]:
+    """Return arguments for a model that takes tokens."""
+    ids = torch.arange(1, 2 * LENGTH + 1).reshape(2, LENGTH) % model.config.vocab_size
+    return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids, device=model.device)}
+
+
+def save(model: Any, folder: Path, max_shard_size: str) -> nn.Module:
+    """Write a model and its tokenizer as transformers does, and return the model that it loads from there."""
+    source, config = getattr(model, "pretrained", None), model.config
+    if source is not None and source.use_cache is not None:
+        config.use_cache = source.use_cache
+    try:
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
+        again = type(model).from_pretrained(folder, dtype="auto").eval()
+    finally:
+        if source is not None and source.use_cache is not None:
+            config.use_cache = False
+    if (tokenizer := tokenizer_of(model)) is not None:
+        tokenizer.save_pretrained(folder)
+    again.config.use_cache = getattr(config, "use_cache", None)
+    return again
+
+
+def generate(
+    model: Any, prompt: str, n: int, temperature: float, seed: int, max_new_tokens: int, chat: bool
+) -> list[str]:
+    """Return texts that a language model continues.
+
+    Args:
+        model: of `causal_lm`.
+        prompt: the beginning; "": of any text.
+        n: number of texts.
+        temperature: values below 1 prefer likely tokens.
+        seed: of the random numbers.
+        max_new_tokens: the most tokens after the prompt.
+        chat: the prompt is the message of a user, in the tokenizer's chat template; then answers are returned.
+
+    Raises:
+        ConfigError: the folder of the model has no tokenizer, or the tokenizer lacks what is needed.
+    """
+    if (tokenizer := tokenizer_of(model)) is None:
+        raise ConfigError("the folder of the model holds no tokenizer, so there is no text to generate")
+    if chat and tokenizer.chat_template is None:
+        raise ConfigError("chat=true: the tokenizer has no chat template: leave it out")
+    if chat:
+        message = [{"role": "user", "content": prompt}]
+        given = tokenizer.apply_chat_template(
+            message, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+    else:
+        given = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
+    if not given.numel():
+        first = next((one for one in (tokenizer.bos_token_id, tokenizer.eos_token_id) if one is not None), None)
+        if first is None:
+            raise ConfigError("the tokenizer has no token that begins a text: give prompt=<text>")
+        given = torch.tensor([[first]])
+    given = given.to(model.device)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    torch.manual_seed(seed)
+    said = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        do_sample=True,
+        temperature=temperature,
+        num_return_sequences=n,
+        max_new_tokens=max_new_tokens,
+        pad_token_id=pad,
+    )
+    return list(tokenizer.batch_decode(said[:, given.shape[1] if chat else 0 :], skip_special_tokens=True))

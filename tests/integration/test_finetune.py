@@ -1,0 +1,251 @@
+"""Fine-tuning of models of transformers, end to end: adapters in checkpoints, evaluation, text, export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from safetensors.torch import load_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ddp_hydra.cli import export as commands
+from ddp_hydra.cli import inference
+from ddp_hydra.config import schema, targets
+from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.errors import CheckpointError, ConfigError, RankFailed
+from ddp_hydra.finetune import small_base
+from ddp_hydra.job.run import run_job
+from ddp_hydra.training import load_run
+from ddp_hydra.training.parallel import weights
+from tests.integration.support import training
+from tests.integration.test_exactness import assert_equal
+
+pytestmark = [pytest.mark.integration, pytest.mark.medium]
+
+SAVED, STEPS = 2, 4
+SMALL = (
+    "experiment=finetune",
+    "data.batch_size=4",
+    "data.length=16",
+    "data.holdout=0.02",
+    "optimizer.fused=false",
+    f"trainer.max_steps={STEPS}",
+    f"trainer.checkpoint_every_steps={SAVED}",
+    "trainer.log_every_steps=1",
+    "trainer.ema_decay=0.9",
+    "results.keep_checkpoints=null",
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base") / "base"
+    small_base.make(folder, steps=2, width=32, depth=2)
+    return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def at_project(project) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDP_HYDRA_PROJECT", str(project))
+        yield
+
+
+@pytest.fixture(scope="module")
+def train(project, base, tmp_path_factory) -> Callable[..., Path]:
+    """Run a job in this process, where transformers is imported already."""
+
+    def run(*overrides: str) -> Path:
+        folder = tmp_path_factory.mktemp("job") / "run"
+        schema.register()
+        with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
+            cfg = compose("config", [*SMALL, f"model.path={base}", "cluster=inline", *overrides])
+        run_job(cfg, folder)
+        (folder / ".hydra").mkdir(exist_ok=True)
+        OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
+        return folder
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(train) -> Path:
+    return train("adapter.lora_dropout=0.1")
+
+
+def checkpoint(run: Path, name: str = "last.pt") -> Path:
+    return run / "checkpoints" / name
+
+
+def content_of(run: Path, *names: str) -> dict[str, Any]:
+    found: dict[str, Any] = torch.load(checkpoint(run), weights_only=True)
+    return {name: found[name] for name in names or ("model", "optimizer", "position", "scheduler", "ema", "base")}
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    kept = [{name: line[name] for name in line if name in ("step", "train/loss", "val/loss")} for line in lines]
+    return [line for line in kept if line["step"] > SAVED]
+
+
+def test_a_checkpoint_holds_the_adapter_alone(saved, base):
+    content = content_of(saved)
+    for state in (content["model"], content["ema"]["model"]):
+        assert len(state) == 2 * 2 * 7
+        assert all(".lora_" in name for name in state)
+    assert content["base"]["path"] == str(base)
+
+
+def test_a_resume_amid_an_epoch_is_exact(train, saved):
+    resumed = train("adapter.lora_dropout=0.1", f"resume={checkpoint(saved, f'step-{SAVED:06d}.pt')}")
+    assert_equal(content_of(resumed), content_of(saved))
+    assert lines_of(resumed) == lines_of(saved) != []
+
+
+@pytest.fixture
+def export(saved, tmp_path) -> Callable[..., Path]:
+    def write(form: str, *words: str, run: Path = saved) -> Path:
+        out = tmp_path / form
+        commands.export([f"run={run}", f"format={form}", f"out={out}", *words])
+        return out
+
+    return write
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=torch.arange(12).reshape(2, 6)).logits
+    return found
+
+
+@pytest.fixture(scope="module")
+def wanted(saved) -> torch.Tensor:
+    return logits(load_run.load(saved).model)
+
+
+def test_the_adapter_is_merged_into_a_folder_of_transformers(export, wanted, base, saved):
+    folder = export("huggingface", "max_shard_size=60KB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.testing.assert_close(logits(model), wanted)
+    assert not torch.equal(logits(AutoModelForCausalLM.from_pretrained(base, dtype="float32")), wanted)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.config.use_cache
+    assert AutoTokenizer.from_pretrained(folder)("Python").input_ids
+    export("huggingface", "overwrite=true")
+    assert not (folder / "model.safetensors.index.json").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 with transformers 5.24
+def test_the_adapter_alone_is_a_folder_of_peft(export, wanted, base):
+    from peft import PeftModel
+
+    folder = export("huggingface", "merge=false")
+    assert sorted(path.name for path in folder.glob("*.[js]*")) == ["adapter_config.json", "adapter_model.safetensors"]
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), folder)
+    torch.testing.assert_close(logits(model), wanted)
+
+
+def test_the_adapter_is_merged_into_one_file(export, wanted, base):
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    model.load_state_dict(torch.load(export("torch"), weights_only=True))
+    torch.testing.assert_close(logits(model), wanted)
+    again = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    load_model(again, export("safetensors"))
+    torch.testing.assert_close(logits(again), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Model has:UserWarning")
+def test_a_tied_layer_that_has_an_adapter_is_untied(train, export):
+    run = train("adapter.target_modules=[lm_head]", "trainer.ema_decay=null", "optimizer.lr=0.1")
+    model = AutoModelForCausalLM.from_pretrained(export("huggingface", run=run))
+    torch.testing.assert_close(logits(model), logits(load_run.load(run).model))
+
+
+def test_all_weights_are_trained_and_exported(train, export, base):
+    run = train("adapter=none")
+    model = AutoModelForCausalLM.from_pretrained(export("huggingface", run=run))
+    torch.testing.assert_close(logits(model), logits(load_run.load(run).model))
+    assert len(content_of(run, "model")["model"]) > 20
+    with pytest.raises(ConfigError, match="merge=false is for format=huggingface"):
+        export("safetensors", "merge=false", run=run)
+
+
+@pytest.mark.slow
+def test_it_goes_on_in_shares_of_two_ranks_and_back_on_one(client2, project, train, base, export):
+    """The checkpoint of the two ranks is a folder, in which each has written its share of the adapter."""
+    one = train("scheduler=none")
+    options = (
+        *SMALL,
+        "scheduler=none",
+        f"model.path={base}",
+        "data.batch_size=2",
+        "parallel=fsdp2",
+        "trainer.shard_above_gb=0",
+    )
+    file = checkpoint(one, f"step-{SAVED:06d}.pt")
+    two = training.train(client2, project, one.with_name("two"), *options, "trainer.max_steps=3", ranks=2, resume=file)
+    folder = checkpoint(two.folder, "step-000003")
+    back = train("scheduler=none", f"resume={folder}", "parallel=fsdp2")
+    for line, wanted in zip([*lines_of(two.folder), *lines_of(back)], lines_of(one), strict=True):
+        assert line["train/loss"] == pytest.approx(wanted["train/loss"], rel=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(export("huggingface", run=folder))
+    torch.testing.assert_close(logits(exported), logits(load_run.load(folder).model))
+
+
+def test_it_is_evaluated_as_it_was_validated(saved):
+    found = inference.evaluate(str(saved), which="last")["metrics"]
+    assert found["val/loss"] == pytest.approx(lines_of(saved)[-1]["val/loss"], rel=1e-6)
+
+
+def test_text_is_generated_by_the_model_s_own_tokenizer(saved, capsys):
+    def said(*words: str) -> str:
+        commands.generate([f"run={saved}", "max_new_tokens=8", *words])
+        return capsys.readouterr().out
+
+    first = said("prompt=The class", "n=2", "seed=1")
+    assert first.count("The class") == 2
+    assert said("prompt=The class", "n=2", "seed=1") == first != said("prompt=The class", "n=2", "seed=2")
+    assert "Hello" not in said("prompt=Hello", "chat=true")
+    assert said() != ""
+
+
+def test_another_base_is_refused(saved, tmp_path):
+    other = tmp_path / "other"
+    small_base.make(other, steps=1, width=32, depth=2)
+    with pytest.raises(CheckpointError, match=r"the weights of model.path=.*other are others"):
+        load_run.load(saved, overrides=[f"model.path={other}"])
+    whole = AutoModelForCausalLM.from_pretrained(other)
+    with pytest.raises(CheckpointError, match=r"holds an adapter of x: give adapter=lora"):
+        weights.load_weights(whole, {"base": {"path": "x", "fingerprint": ""}, "model": {}})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.path=./nowhere"], "model.path=./nowhere: there is no such folder"),
+        (["model.path=nowhere"], "nowhere is no folder on host .*, and the hub gives no model"),
+        (["model.path={base}/.."], r"has no config\.json: it is no folder of a model"),
+        (["model=hf_masked_lm"], "AutoModelForMaskedLM can't load model.path=.*Unrecognized configuration class"),
+        (["model.load_in_4bit=true", "adapter=none"], "quantised weights can't be trained: give adapter=lora"),
+        (["model.load_in_4bit=true"], "needs bitsandbytes: type pip install bitsandbytes"),
+        (["adapter.target_modules=[conv]"], r"adapter: Target modules .* The linear layers .* are .*q_proj"),
+        (["+adapter.rank=4"], r"adapter: .*unexpected keyword argument 'rank'"),
+    ],
+)
+def test_a_mistake_is_said_before_a_cluster_starts(train, base, words, said, monkeypatch):
+    monkeypatch.setattr(targets, "is_installed", lambda name: name != "bitsandbytes")
+    with pytest.raises((ConfigError, RankFailed), match=said):
+        train("dry_run=true", *(word.format(base=base) for word in words))
+
+
+def test_a_missing_package_is_named_with_its_extra(train, monkeypatch):
+    monkeypatch.setattr(targets, "is_installed", lambda name: name not in ("transformers", "peft"))
+    with pytest.raises(ConfigError, match=r"needs transformers and peft: type pip install 'ddp-hydra\[finetune\]'"):
+        train()
