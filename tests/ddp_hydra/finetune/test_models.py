@@ -117,7 +117,7 @@ def test_any_model_takes_an_adapter_and_the_weights_of_a_run_without_one(tmp_pat
     before = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     torch.save(before.state_dict(), tmp_path / "weights.pt")
     model = adapter.lora(layers(), target_modules=["0"], modules_to_save=["1"])
-    untouched = load_fitting(model, tmp_path / "weights.pt", ALONE)
+    untouched = load_fitting(tmp_path / "weights.pt", model, ALONE)
     assert untouched == []
     x = torch.randn(5, 3)
     torch.testing.assert_close(model(x), before(x))

@@ -116,7 +116,7 @@ MISTAKES = [
     ({"mask": 15}, r"data\.mask=15 is a share of the tokens: give data\.mask=0\.15"),
     ({"mask": 0.1, "packing": True}, r"data\.mask=0\.1 does not go with packed documents: give data\.packing=false"),
     ({"label": "n", "overflow": "split"}, r"data\.label=n is of whole texts: leave data\.overflow=split out"),
-    ({"tokenizer": "no/such/folder"}, r"data\.tokenizer=no/such/folder : no/such/folder is no folder on host "),
+    ({"tokenizer": "no/such/folder"}, r"data\.tokenizer=no/such/folder: no/such/folder is no folder on host "),
     ({"chat_template": "no.jinja"}, r"data\.chat_template=no\.jinja is no file: give one, or the template itself"),
 ]
 
