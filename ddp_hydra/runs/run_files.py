@@ -224,7 +224,7 @@ def changed_tags(tags: Sequence[str], words: Sequence[str]) -> list[str]:
     for word in words:
         sign, tag = word[0], word[1:]
         if sign == "-" and tag not in found:
-            raise ConfigError(f"the run has no tag {tag}; it has {', '.join(found) or 'none'}")
+            raise ConfigError(f"the run has no tag {tag}; it has {', '.join(tags) or 'none'}")
         found = [one for one in found if one != tag] + [tag] * (sign == "+")
     if len(found) > MOST_TAGS:
         raise ConfigError(f"a run has {MOST_TAGS} tags at most: remove some with -<tag>")

@@ -273,7 +273,7 @@ class Halving:
 
 
 def describe_standing(rung: int, place: int, ranked: int, quota: int) -> str:
-    return f"rung {rung}: place {place} of {ranked}, and the best {quota} go on"
+    return f"rung {rung}: place {place} of {ranked}, and {f'the best {quota} go' if quota else 'none goes'} on"
 
 
 class OptunaRule:

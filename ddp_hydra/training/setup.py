@@ -125,7 +125,10 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
         ("changed", changed),
         ("weighs", run.task.note),
         ("loss", own_loss if loss is not None else ""),
-        ("weights", f"from a file, all but {', '.join(untouched) or 'none'}" if untouched is not None else ""),
+        (
+            "weights",
+            "" if untouched is None else " but ".join(["all from a file", *filter(None, [", ".join(untouched)])]),
+        ),
     ]
     epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
     header = [f"{name:10}{text}" for name, text in lines if text]
@@ -206,7 +209,7 @@ def activations(cfg: DictConfig, outline: nn.Module, task: Task, updates: Sequen
 
 
 def rates_of(run: Any) -> str:
-    """Return the smallest learning rate of each update, before its schedule."""
+    """Return the learning rates of each update, before its schedule: one, or the smallest and the largest."""
     optimizers = {name: update.optimizer_step.optimizer for name, update in run.updates.items()}
     rates = {
         name: {float(group.get("initial_lr", group["lr"])) for group in one.param_groups}
@@ -215,7 +218,8 @@ def rates_of(run: Any) -> str:
     rule, reference = (run.cfg.optimizer.get(key) for key in builders.RATE_KEYS)
     how = f", {rule} in the batch: {run.sampler.global_batch} / {reference}" if reference else ""
     texts = [
-        f"{name} {min(found):.4g}".lstrip() + (" and more" if len(found) > 1 else "") for name, found in rates.items()
+        f"{name} {min(found):.4g}".lstrip() + (f" to {max(found):.4g}" if len(found) > 1 else "")
+        for name, found in rates.items()
     ]
     return ", ".join(texts) + how
 

@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("ddp_hydra.data.shards: interrupted; there is no index yet", file=sys.stderr)  # noqa: T201
         return 130
     total = sum(shard["nsamples"] for shard in index["shardlist"])
-    _print(f"{total:,} samples in {len(index['shardlist']):,} shards")
+    n_shards = len(index["shardlist"])
+    _print(f"{total:,} samples in {n_shards:,} shard{'s' * (n_shards != 1)}")
     return 0
 
 

@@ -26,6 +26,7 @@ from ddp_hydra.sweep.stop_rules import (
     Trial,
     Verdict,
     bracket_pattern,
+    describe_standing,
 )
 
 NAN = math.nan
@@ -348,6 +349,10 @@ def test_a_job_that_fails_is_the_worst_where_it_failed_and_keeps_nobody_waiting(
     ends, rungs = search(curves, random.Random(0), [2, None, None, None, None, None])
     assert ends[0] == ("failed", 2)
     assert rungs[0][1:] == [[0, 1], [1], [1]]
+
+
+def test_a_rung_with_fewer_results_than_go_on_in_one_says_none():
+    assert describe_standing(1, 2, 2, 0) == "rung 1: place 2 of 2, and none goes on"
 
 
 def test_lower_is_better_where_that_is_wanted():

@@ -213,7 +213,9 @@ def test_a_function_of_the_model_makes_groups_as_by_hand(train):
             optimizer.zero_grad()
             F.cross_entropy(model(data.x[list(indices)]), data.y[list(indices)]).backward()
             optimizer.step()
-    assert flat(read(train(whole=by_function("layerwise")).last)["model"]) == flat(model.state_dict())
+    run = train(whole=by_function("layerwise"))
+    assert flat(read(run.last)["model"]) == flat(model.state_dict())
+    assert "rate      0.01 to 0.1" in run.records[0].data.lines
 
 
 def test_an_argument_of_such_a_function_may_change_in_a_resume(train):

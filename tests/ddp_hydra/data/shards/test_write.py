@@ -221,4 +221,4 @@ def test_it_runs_as_a_module(tmp_path):
     ]
     done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("10 samples in 1 shards\n")
+    assert done.stdout.endswith("10 samples in 1 shard\n")
