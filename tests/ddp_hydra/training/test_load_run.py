@@ -100,8 +100,11 @@ def test_a_lone_checkpoint_reads_no_environment(read):
 
 
 def test_code_of_a_data_set_is_not_fetched_for_a_lone_checkpoint():
-    with pytest.raises(ConfigError, match="trust_remote_code=True is from"):
-        refuse_targets(OmegaConf.create({"data": {"train": {"trust_remote_code": True}}}), {})
+    runs_code = {"trust_remote_code": True, "weights_only": False, "use_kernels": True, "attn_implementation": "a/b"}
+    for name, value in runs_code.items():
+        with pytest.raises(ConfigError, match=f"{name}={value} is from"):
+            refuse_targets(OmegaConf.create({"model": {name: value}}), {})
+    refuse_targets(OmegaConf.create({"model": {"weights_only": True, "attn_implementation": "sdpa"}}), {})
 
 
 def test_a_run_directory_is_own_and_a_lone_file_or_a_url_is_not(train, tmp_path):
