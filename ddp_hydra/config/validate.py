@@ -14,9 +14,8 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_hydra.config import objective
 from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.schema import SCHEMAS, AtLeast0, AtLeast1, Handler, check_limits, limits_of
-from ddp_hydra.data.names import FORMATS
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage.urls import root_of
+from ddp_hydra.storage.urls import FORMATS, root_of
 
 RateRule = Annotated[Literal["none", "linear", "sqrt"], Meta(description="none, linear or sqrt")]
 RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole number of at least 1, or auto")]

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import default_collate
 
 from ddp_hydra.data.batch import unlike
-from ddp_hydra.data.names import FORMATS
 from ddp_hydra.errors import DataError
+from ddp_hydra.storage.urls import FORMATS
 
 
 def load(

@@ -13,9 +13,6 @@ _NAMES = frozenset(
 )
 """Files and folders of macOS' archiver, Synology, Windows and Linux' file systems, in lower case."""
 
-FORMATS = ("parquet", "json", "csv", "text", "arrow", "webdataset")
-"""Formats of files that `datasets` reads, which stand in the place of a name on the hub."""
-
 
 def is_leftover(path: str) -> bool:
     """Return whether a file was left by a system or a program: it is hidden, or has a name that they use.
