@@ -170,7 +170,7 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
     schema = OmegaConf.structured(options)
     keys = [str(key) for key in schema]
     for word in arguments:
-        if "=" not in word and not (groups and word.startswith("~")):
+        if "=" not in word and not word.startswith("~"):
             raise ConfigError(f"{printable(word)!r} is not key=value: the keys are {', '.join(keys)}; {see}")
     own = [word for word in arguments if word.partition("=")[0] in keys]
     texts = {key for key, kind in get_type_hints(options).items() if kind in (str, str | None)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Annotated, Any, Literal, cast
@@ -15,7 +15,7 @@ from ddp_hydra.config import objective
 from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.schema import SCHEMAS, AtLeast0, AtLeast1, Handler, check_limits, limits_of
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage.urls import root_of
+from ddp_hydra.storage.urls import FORMATS, root_of
 
 RateRule = Annotated[Literal["none", "linear", "sqrt"], Meta(description="none, linear or sqrt")]
 RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole number of at least 1, or auto")]
@@ -34,7 +34,7 @@ def check(cfg: DictConfig) -> None:
             "data needs batch_size (per rank) or global_batch (of all ranks), and train (a data set with a _target_); "
             "see conf/data"
         )
-    _check_bucket(cfg)
+    _check_sources(cfg)
     for key in ("validate_every_steps", "validate_first"):
         if trainer[key] and OmegaConf.select(cfg, "data.val") is None:
             raise ConfigError(f"trainer.{key}={str(trainer[key]).lower()}: there is no validation set: give data.val")
@@ -68,18 +68,32 @@ def _limits() -> dict[str, dict[str, Any]]:
     return limits | {"cluster": {"n_workers": AtLeast1 | None}, "data": data, "optimizer": optimizer}
 
 
-def _check_bucket(cfg: DictConfig) -> None:
-    """Refuse what can be neither the name of a bucket nor a folder, where our own data sets read it."""
-    for part in ("train", "val"):
-        node = OmegaConf.select(cfg, f"data.{part}")
-        if not OmegaConf.is_dict(node) or not str(node.get("_target_", "")).startswith("ddp_hydra."):
-            continue
+def _check_sources(cfg: DictConfig) -> None:
+    """Refuse names of buckets that can be none, and formats without files, of our own data sets."""
+    for key, node in _own_data(cfg):
         with suppress(OmegaConfBaseException):  # a missing value is told later, with all others
             if (bucket := node.get("bucket")) is not None:
                 try:
                     root_of(str(bucket))
                 except ValueError as error:
                     raise ConfigError(str(error)) from None
+            if "files" in node and not node.files and (path := node.get("path")) in FORMATS:
+                group, _, part = key.rpartition(".")
+                name = f"{group}.{'files' if part == 'train' else 'val_files'}"
+                instead = "" if part == "train" else f", or {key}=null"
+                raise ConfigError(f"{group}.path={path} reads files: give {name}=<paths or URLs>{instead}")
+
+
+def _own_data(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
+    """Yield the nodes of data sets of this package, those of a mixture, too, with the keys by which they are typed."""
+    for part in ("train", "val"):
+        node = OmegaConf.select(cfg, f"data.{part}")
+        found = [(f"data.{part}", node)]
+        if OmegaConf.is_dict(node) and OmegaConf.is_dict(sets := node.get("sets")):
+            found += [(f"data.sets.{name}.{part}", OmegaConf.select(sets, f"{name}.{part}")) for name in sets]
+        for key, one in found:
+            if OmegaConf.is_dict(one) and str(one.get("_target_", "")).startswith("ddp_hydra."):
+                yield key, one
 
 
 def _check_results(cfg: DictConfig) -> None:

@@ -18,9 +18,7 @@ from torch.utils.data import default_collate
 
 from ddp_hydra.data.batch import unlike
 from ddp_hydra.errors import DataError
-
-FILES = ("parquet", "json", "csv", "text", "arrow", "webdataset")
-"""Formats of files, which stand in the place of a name on the hub."""
+from ddp_hydra.storage.urls import FORMATS
 
 
 def load(
@@ -94,7 +92,7 @@ def read(
         import datasets
     except ImportError:
         raise ModuleNotFoundError("this data set needs datasets: type `pip install 'ddp-hydra[huggingface]'`") from None
-    if path in FILES and not files:
+    if path in FORMATS and not files:
         raise ValueError(
             f"path={path} reads files: give data.files=<paths or URLs>, and data.val_files=… or data.val=null"
         )
@@ -104,8 +102,10 @@ def read(
     data_files = {"data_files": list(files) if not isinstance(files, str) else files, "split": "train"} if files else {}
     try:
         return datasets.load_dataset(path, subset, **{"split": split, **data_files}, streaming=streaming, **options)
-    except datasets.exceptions.DatasetGenerationError as error:
+    except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:
         given = path if files is None else files if isinstance(files, str) else ", ".join(files)
+        if isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
+            raise ValueError(f"{given} has no rows") from None
         raise ValueError(f"{given} can't be read as {path}: {error.__cause__ or error}") from error
 
 

@@ -35,6 +35,8 @@ def lora(model: nn.Module, *, autocast_adapter_dtype: bool = True, **options: An
     peft = imported("peft")
     source = getattr(model, "pretrained", None)
     options = {name: plain(value) for name, value in options.items() if value is not None}
+    if isinstance(whole := options.get("modules_to_save"), str):
+        options["modules_to_save"] = [whole]
     if source is not None:
         options.setdefault("task_type", source.task_type)
         new = {name.rpartition(".")[0] for name in source.new}

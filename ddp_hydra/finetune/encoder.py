@@ -135,16 +135,22 @@ class Encoder:
         return found["input_ids"], counted
 
     def _message(self, message: Any, row: int) -> dict[str, Any]:
-        values = {key: value for key, value in dict(message).items() if value is not None}
+        if not isinstance(message, Mapping):
+            what = f"has a message that is a {type(message).__name__}: write messages as {{role: …, content: …}}"
+            raise self._mistake(row, what)
+        values = {key: value for key, value in message.items() if value is not None}
         if not isinstance(role := values.get("role"), str):
             raise self._mistake(row, f"has a message with {', '.join(values)}: name its keys role and content")
         role = self.roles.get(role, role)
         if role not in ROLES and role not in self.roles.values():
+            meant = "user" if role.lower() in ("human", "prompter", "question") else "assistant"
             raise self._mistake(
                 row,
                 f"has a message of the role {role}, which is none of {', '.join(ROLES)}: give data.roles='{{{role}: "
-                "assistant}'",
+                f"{meant}}}', with all roles of the data that have other names",
             )
+        if role == "assistant" and values.keys() <= {"role", "content"} and not _has_content(values.get("content")):
+            raise self._mistake(row, "has an empty answer: leave the row out")
         return {**values, "role": role}
 
     def _answers(self, messages: Sequence[Mapping[str, Any]], row: int) -> tuple[str, list[tuple[int, int]]]:
@@ -184,3 +190,7 @@ class Encoder:
 
     def _mistake(self, row: int, what: str) -> DataError:
         return DataError(f"row {row} of {self.name}, counted from 0, {what}")
+
+
+def _has_content(content: Any) -> bool:
+    return bool(content.strip() if isinstance(content, str) else content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -9,9 +10,12 @@ from typing import Any
 
 import torch
 
+from ddp_hydra.data.names import is_of
 from ddp_hydra.finetune.models import imported
 
 BATCH, LENGTH = 16, 64
+HOLDOUT = 0.1
+"""Share of the topics that is kept for validation."""
 TEMPLATE = (
     "{% for one in messages %}<|{{ one.role }}|>{{ one.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -19,7 +23,7 @@ TEMPLATE = (
 
 
 def make(folder: Path, steps: int = 100, vocab_size: int = 512, width: int = 64, depth: int = 2) -> None:
-    """Write a Llama with its tokenizer, both made of the texts of Python's `help`.
+    """Write a Llama with its tokenizer, both made of the texts of Python's `help`, and these: train.jsonl, val.jsonl.
 
     Args:
         folder: to write.
@@ -29,6 +33,7 @@ def make(folder: Path, steps: int = 100, vocab_size: int = 512, width: int = 64,
         depth: number of layers.
     """
     transformers, tokenizers = imported("transformers"), imported("tokenizers")
+    texts = write_texts(folder)
     learned = tokenizers.Tokenizer(tokenizers.models.BPE())
     learned.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     learned.decoder = tokenizers.decoders.ByteLevel()
@@ -39,7 +44,7 @@ def make(folder: Path, steps: int = 100, vocab_size: int = 512, width: int = 64,
         show_progress=False,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
     )
-    learned.train_from_iterator(topics.values(), trainer)
+    learned.train_from_iterator(texts, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=learned,
         chat_template=TEMPLATE,
@@ -61,15 +66,28 @@ def make(folder: Path, steps: int = 100, vocab_size: int = 512, width: int = 64,
     )
     transformers.utils.logging.disable_progress_bar()
     model = transformers.LlamaForCausalLM(config)
-    train(model, [token for ids in tokenizer(list(topics.values()))["input_ids"] for token in ids], steps)
+    train(model, [token for ids in tokenizer(texts)["input_ids"] for token in ids], steps)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def write_texts(folder: Path) -> list[str]:
+    """Write the paragraphs of the topics as rows of JSON, and return the ones for training."""
+    folder.mkdir(parents=True, exist_ok=True)
+    texts: dict[str, list[str]] = {}
+    for split in ("val", "train"):
+        found = [text for name, text in sorted(topics.items()) if is_of(name, HOLDOUT, split)]
+        texts[split] = [part for text in found for part in text.split("\n\n") if part.strip()]
+        rows = "".join(json.dumps({"text": part}) + "\n" for part in texts[split])
+        (folder / f"{split}.jsonl").write_text(rows)
+    return texts["train"]
 
 
 def train(model: Any, tokens: list[int], steps: int) -> None:
     """Train a model on the first tokens of a text."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for batch in torch.tensor(tokens[: steps * BATCH * LENGTH]).reshape(-1, BATCH, LENGTH):
+    size = BATCH * LENGTH
+    for batch in torch.tensor(tokens[: min(steps, len(tokens) // size) * size]).reshape(-1, BATCH, LENGTH):
         model(input_ids=batch, labels=batch).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

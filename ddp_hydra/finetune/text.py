@@ -253,6 +253,7 @@ class TokenizedText(Dataset):
                 f"the data has the token {max(largest, self.pad_id)} of the tokenizer of {self.tokenizer}, and {name} "
                 f"has {words} words: give data.tokenizer=<the model's own>, or a model with resized embeddings"
             )
+        self._check_vocabulary(model)
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         if isinstance(positions, int) and self.lengths.max() > positions > 0:
             raise ConfigError(
@@ -261,6 +262,19 @@ class TokenizedText(Dataset):
             )
         if self.packing:
             check_apart(model, words or self.n_words, flat=self.flatten)
+
+    def _check_vocabulary(self, model: Any) -> None:
+        source = getattr(model, "pretrained", None)
+        if source is None or self.tokenizer in (source.path, str(source.folder)):
+            return
+        own = models.tokenizer_of(model)
+        known = own.get_vocab() if own is not None else {}
+        for word, number in models.load_tokenizer(self.tokenizer).get_vocab().items():
+            if known.get(word, number) != number:
+                raise ConfigError(
+                    f"the tokenizer of {self.tokenizer} numbers {word!r} as {number}, and the one of model.path="
+                    f"{source.path} as {known[word]}: give data.tokenizer={source.path}"
+                )
 
 
 def check_apart(model: Any, words: int, flat: bool = False) -> None:
@@ -370,6 +384,11 @@ def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) 
     if missing := [name for name in (*names, *([label] if label else [])) if name not in there]:
         key = "label" if missing == [label] else "columns"
         raise ConfigError(f"there is no column {', '.join(missing)}, only {', '.join(there)}: give data.{key}=…")
+    if not given and names == ("messages",) and _is_text(source, "messages"):
+        raise ConfigError(
+            "the column messages holds text, not lists of messages with role and content: write them as lists, or give "
+            "data.columns=[messages] to take them as documents"
+        )
     numbers = [name for name in names if getattr(source.features[name], "dtype", "dict") in _numeric()]
     others = [name for name in names if len(names) == 2 and not _is_text(source, name)]
     if wrong := numbers or others:

@@ -10,7 +10,7 @@ from zipfile import is_zipfile
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import loggers, project, rank_batch, targets, unknown_keys, validate
+from ddp_hydra.config import loggers, project, rank_batch, redact, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.spec import GangSettings
@@ -45,12 +45,18 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
 
 
 def find_pretrained(cfg: DictConfig) -> None:
-    """Write the whole path of a pretrained model's folder into the config: ranks may have another current folder."""
-    path = OmegaConf.select(cfg, "model.path")
-    if isinstance(path, str) and targets.is_pretrained(cfg.model):
-        folder = project.typed_in() / Path(path).expanduser()
-        if folder.is_dir():
-            cfg.model.path = str(folder)
+    """Write whole paths of folders of a pretrained model and tokenizers into the config.
+
+    Ranks and later commands may have another current folder.
+    """
+    found = [("model.path", cfg.model.get("path"))] if targets.is_pretrained(cfg.model) else []
+    data = redact.values_of(OmegaConf.to_container(cfg.data), "data.")
+    found += [(key, value) for key, value in data if key.endswith(".tokenizer")]
+    for key, value in found:
+        if isinstance(value, str) and "${" not in value:
+            folder = project.typed_in() / Path(value).expanduser()
+            if folder.is_dir():
+                OmegaConf.update(cfg, key, str(folder))
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:

@@ -19,6 +19,8 @@ from ddp_hydra.storage.s3 import Bucket, BucketAddress, check_name
 
 CLIENTS = ("obstore", "s3fs")
 _BUCKETS = ("s3", "gs", "az")
+FORMATS = ("parquet", "json", "csv", "text", "arrow", "webdataset")
+"""Formats of files that `datasets` reads, which stand in the place of a name on the hub."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,12 +26,15 @@ _PREDICTS_ALL = re.compile(
 """Classes of transformers whose labels are not shifted, although the names of some look so."""
 
 
+def _is_of_transformers(model: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] in ("transformers", "peft") for kind in type(model).__mro__)
+
+
 def _by_name(model: Any) -> str:
     """Return the rule of a class of transformers; "" where its name tells none."""
-    kinds = type(model).__mro__
-    if not any(kind.__module__.partition(".")[0] in ("transformers", "peft") for kind in kinds):
+    if not _is_of_transformers(model):
         return ""
-    names = [kind.__name__ for kind in kinds]
+    names = [kind.__name__ for kind in type(model).__mro__]
     if any(map(_PREDICTS_ALL.search, names)) or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "all"
     return "shift" if any(map(_SHIFTS.search, names)) else ""
@@ -94,18 +97,24 @@ _TARGET = re.compile(r"Target (-?\d+) is out of bounds")
 class ModelLoss(Task):
     """Takes the loss from the model's output: an object with `loss`, a dict with "loss", a tuple that begins with it.
 
-    A dict batch is given by keywords, a tuple by position. Predictions are the output's `logits`. Where a dict batch
-    has `labels`, the loss is a mean over those that are not -100, else over the samples.
+    A dict batch is given by keywords, a tuple by position. Where a dict batch has `labels`, the loss is a mean over
+    those that are not -100, else over the samples.
 
     Args:
         without: keys of the batch that the model is not given when it predicts, such as its labels.
         shift: the model predicts labels[:, 1:], as causal language models do whose labels are their inputs; False: it
             predicts all labels; None: found from its class or, where that doesn't tell, from loss and logits of the
             first batch with labels that count: on a GPU, they are waited for.
+        names: of the classes of a classifier.
     """
 
-    def __init__(self, without: tuple[str, ...] = ("labels", "label"), shift: bool | None = None) -> None:
-        self.without, self.shift, self.rule = tuple(without), shift, ""
+    def __init__(
+        self,
+        without: tuple[str, ...] = ("labels", "label"),
+        shift: bool | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        self.without, self.shift, self.names, self.rule = tuple(without), shift, names, ""
 
     def step(self, model: Any, batch: Any) -> Step:
         """Take the loss from the output, and count the labels that it is a mean of."""
@@ -190,13 +199,44 @@ class ModelLoss(Task):
             counted = labels != IGNORED
             metric.update(scores[counted], labels[counted])
 
-    def predict(self, model: Any, batch: Any) -> Tensor:
-        """Return the output's logits."""
+    def predict(self, model: Any, batch: Any) -> Any:
+        """Return what a row is to the user, for classes of transformers; else the output's logits.
+
+        A language model gives the mean loss of the labels that are not -100, and their number as `tokens`. A classifier
+        gives the likeliest class, its probability, and its name if the classes have names; of tokens: a class of each.
+        """
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if isinstance(batch, Mapping):
             batch = {name: part for name, part in batch.items() if name not in self.without}
-        output = called(model, batch)
+        output, plain = called(model, batch), bare(model)
         logits = found(output, "logits")
-        return logits if logits is not None else output
+        if not isinstance(logits, Tensor) or not _is_of_transformers(plain):
+            return output if logits is None else logits
+        if type(plain).__name__.endswith("Classification"):
+            return self._classes(plain.config, logits.float(), batch)
+        rule = _by_name(plain) if self.shift is None else "shift" if self.shift else "all"
+        if not rule or not isinstance(labels, Tensor) or labels.ndim != 2 or logits.shape[:-1] != labels.shape:
+            return logits
+        if rule == "shift":
+            labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+        tokens = (labels != IGNORED).sum(1)
+        losses = F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="none").sum(1)
+        return {"loss": losses / tokens, "tokens": tokens}
+
+    def _classes(self, config: Any, logits: Tensor, batch: Any) -> Any:
+        kind = getattr(config, "problem_type", None)
+        if logits.shape[-1] == 1 or kind == "regression":
+            return logits
+        if kind == "multi_label_classification":
+            return {"probability": logits.sigmoid()}
+        probability, best = logits.softmax(-1).max(-1)
+        if best.ndim > 1:
+            mask = batch.get("attention_mask", torch.ones_like(best))
+            return {"classes": [row[own != 0].tolist() for row, own in zip(best, mask, strict=True)]}
+        known = {number: name for number, name in config.id2label.items() if name != f"LABEL_{number}"}
+        names = self.names or known
+        named = {"name": [names[one] for one in best.tolist()]} if names else {}
+        return {"class": best, **named, "probability": probability}
 
 
 def bare(model: Any) -> Any:

@@ -88,9 +88,10 @@ def load(
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
         content = needed(read(RunRef.named(run).checkpoint(which, Path(folder))))
-    content["config"] = OmegaConf.to_container(checkpoint_config.changed(content["config"], overrides))
+    before = content["config"]
+    content["config"] = OmegaConf.to_container(checkpoint_config.changed(before, overrides))
     split = split if split is not None and (content["config"].get("data") or {}).get(split) else None
-    cfg = checkpoint_config.composed(content["config"], overrides, split=split)
+    cfg = checkpoint_config.composed(before, overrides, split=split)
     if not (trust or RunRef.own(run).is_own):
         refuse_targets(cfg, content["config"], overrides)
     return restore_model(content, cfg)

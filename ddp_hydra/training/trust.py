@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from hydra.utils import get_object
@@ -41,6 +41,13 @@ ALONE = (
     "ddp_hydra.finetune.adapter.lora",
 )
 """Functions that are called, too, of modules whose other functions may do anything."""
+RUNS_CODE: Mapping[str, Callable[[Any], bool]] = {
+    "trust_remote_code": bool,
+    "weights_only": lambda value: not value,
+    "use_kernels": bool,
+    "attn_implementation": lambda value: "/" in str(value),  # a kernel on the hub
+}
+"""Arguments of transformers, and whether a value lets files of a model or of the hub run code."""
 _REFERENCE = re.compile(r"\$\{(oc\.select:)?[\w., -]+\}")
 """Matches an interpolation that reads the config alone."""
 
@@ -77,7 +84,8 @@ def refuse_targets(
             continue
         # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
         is_hidden = isinstance(value, str) and "${" in value
-        if is_hidden or (name == "_target_" and not _is_known(str(value))) or (name == "trust_remote_code" and value):
+        runs_code = name in RUNS_CODE and RUNS_CODE[name](value)
+        if is_hidden or runs_code or (name == "_target_" and not _is_known(str(value))):
             raise ConfigError(
                 f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may name classes of "
                 "torch.nn, torchvision, torchmetrics, ddp_hydra and this project only. Type trust=true if you trust "

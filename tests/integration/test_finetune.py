@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from ddp_hydra.training import load_run
 from ddp_hydra.training.parallel import weights
 from tests.integration.support import training
 from tests.integration.test_exactness import assert_equal
+from tests.support.tiny_llm import write_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.medium]
 
@@ -32,8 +34,7 @@ SAVED, STEPS = 2, 4
 SMALL = (
     "experiment=finetune",
     "data.batch_size=4",
-    "data.length=16",
-    "data.holdout=0.02",
+    "data.sequence_length=16",
     "optimizer.fused=false",
     f"trainer.max_steps={STEPS}",
     f"trainer.checkpoint_every_steps={SAVED}",
@@ -47,7 +48,14 @@ SMALL = (
 def base(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "base"
     small_base.make(folder, steps=2, width=32, depth=2)
+    for name in ("train", "val"):  # fewer
+        file = folder / f"{name}.jsonl"
+        file.write_text("".join(file.read_text().splitlines(True)[:80]))
     return folder
+
+
+def files_of(base: Path) -> list[str]:
+    return [f"model.path={base}", f"data.files={base}/train.jsonl", f"data.val_files={base}/val.jsonl"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +73,7 @@ def train(project, base, tmp_path_factory) -> Callable[..., Path]:
         folder = tmp_path_factory.mktemp("job") / "run"
         schema.register()
         with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
-            cfg = compose("config", [*SMALL, f"model.path={base}", "cluster=inline", *overrides])
+            cfg = compose("config", [*SMALL, *files_of(base), "cluster=inline", *overrides])
         run_job(cfg, folder)
         (folder / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
@@ -184,7 +192,7 @@ def test_it_goes_on_in_shares_of_two_ranks_and_back_on_one(client2, project, tra
     options = (
         *SMALL,
         "scheduler=none",
-        f"model.path={base}",
+        *files_of(base),
         "data.batch_size=2",
         "parallel=fsdp2",
         "trainer.shard_above_gb=0",
@@ -202,6 +210,25 @@ def test_it_goes_on_in_shares_of_two_ranks_and_back_on_one(client2, project, tra
 def test_it_is_evaluated_as_it_was_validated(saved):
     found = inference.evaluate(str(saved), which="last")["metrics"]
     assert found["val/loss"] == pytest.approx(lines_of(saved)[-1]["val/loss"], rel=1e-6)
+
+
+def test_rows_of_text_are_predicted_by_their_loss(train, saved, tmp_path):
+    """Rows that are not packed have several lengths in several batches."""
+    out = tmp_path / "predictions.csv"
+    found = inference.predict(str(saved), out, which="last", changes=["data.packing=false", "data.batch_size=3"])
+    assert found["columns"] == ["index", "loss", "tokens"]
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    counted = [int(row["tokens"]) for row in rows]
+    loss = sum(float(row["loss"]) * n for row, n in zip(rows, counted, strict=True)) / sum(counted)
+    assert len(rows) == found["samples"] == 80
+    assert loss == pytest.approx(lines_of(saved)[-1]["val/loss"], rel=1e-5)  # packed documents don't see each other
+
+
+def test_a_key_is_left_out_once(saved, export, wanted, capsys):
+    folder = export("huggingface", "~adapter.lora_dropout")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(folder)), wanted)
+    commands.generate([f"run={saved}", "max_new_tokens=2", "~adapter.lora_dropout"])
+    assert capsys.readouterr().out
 
 
 def test_text_is_generated_by_the_model_s_own_tokenizer(saved, capsys):
@@ -224,6 +251,18 @@ def test_another_base_is_refused(saved, tmp_path):
     whole = AutoModelForCausalLM.from_pretrained(other)
     with pytest.raises(CheckpointError, match=r"holds an adapter of x: give adapter=lora"):
         weights.load_weights(whole, {"base": {"path": "x", "fingerprint": ""}, "model": {}})
+
+
+def test_another_adapter_is_refused(train, saved):
+    with pytest.raises(
+        (CheckpointError, RankFailed), match=r"give adapter\.r and the other keys of its adapter as in its run"
+    ):
+        train(f"resume={checkpoint(saved)}", "adapter.r=4")
+
+
+def test_another_tokenizer_is_refused(train, tmp_path):
+    with pytest.raises((ConfigError, RankFailed), match=r"the tokenizer of .* numbers .*: give data\.tokenizer=.*base"):
+        train("dry_run=true", f"data.tokenizer={write_tokenizer(tmp_path)}")
 
 
 @pytest.mark.parametrize(

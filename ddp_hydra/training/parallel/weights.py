@@ -279,10 +279,10 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], split: Callable[[
     try:
         load_copied(model, split(content["model"]))
     except (KeyError, TypeError, RuntimeError) as error:
-        lines = str(error).splitlines()
-        raise CheckpointError(
-            f"the checkpoint is not of this model: {' '.join(line.strip() for line in lines[:3])[:300]}"
-        ) from None
+        reason = " ".join(line.strip() for line in str(error).splitlines()[:3])[:300]
+        if unsaved(model):
+            reason = f"give adapter.r and the other keys of its adapter as in its run ({reason})"
+        raise CheckpointError(f"the checkpoint is not of this model: {reason}") from None
 
 
 def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:

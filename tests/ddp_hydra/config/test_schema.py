@@ -83,16 +83,29 @@ def test_what_can_be_no_bucket_is_refused_before_a_cluster_starts(bucket, told):
         validate.check(composed("data=image_folder", f"data.bucket='{bucket}'"))
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data=text"], r"^data\.path=json reads files: give data\.files=<paths or URLs>$"),
+        (["data=text", "data.files=a.jsonl"], r"give data\.val_files=<paths or URLs>, or data\.val=null$"),
+        (["data=huggingface", "data.path=csv"], r"^data\.path=csv reads files: give data\.files="),
+        (["data=mix", "+data@data.sets.a=text"], r"^data\.sets\.a\.path=json reads files: give data\.sets\.a\.files="),
+    ],
+)
+def test_a_format_without_files_is_refused_before_a_cluster_starts(words, told):
+    with pytest.raises(ConfigError, match=told):
+        validate.check(composed(*words))
+
+
 NEEDED = {
     "cluster=ssh": ["cluster.hosts=[a,b]"],
     "data=image_folder": ["data.bucket=photos"],
     "experiment=imagenet_s3": ["data.bucket=imagenet"],
     "experiment=imagenet_wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=wids": ["data.index=train.json", "data.val_index=val.json"],
-    "data=huggingface": ["data.path=parquet"],
-    "data=text": ["data.tokenizer=tokenizer"],
-    "data=python_topics": ["data.tokenizer=base"],
-    "experiment=finetune": ["model.path=base"],
+    "data=huggingface": ["data.path=parquet", "data.files=a.parquet", "data.val_files=b.parquet"],
+    "data=text": ["data.tokenizer=tokenizer", "data.files=train.jsonl", "data.val_files=val.jsonl"],
+    "experiment=finetune": ["model.path=base", "data.files=train.jsonl", "data.val_files=val.jsonl"],
     **{f"model=hf_{kind}": ["model.path=base"] for kind in ("causal_lm", "masked_lm", "sequence_classification")},
     "data=parquet_rows": ["data.files=rows.parquet", "data.target=price"],
     "data=webdataset": ["data.urls='train-{000..127}.tar'"],
@@ -142,7 +155,7 @@ def test_without_validation_its_files_need_not_be_given(options):
 @pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
 @pytest.mark.parametrize("debug", ["debug=inline", pytest.param("debug=one_batch", marks=pytest.mark.slow)])
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
-    cfg = composed(experiment, debug)
+    cfg = composed(experiment, debug, *NEEDED.get(experiment, []))
     validate.check(cfg)
     assert cfg.cluster["_target_"] == "ddp_hydra.cluster.kinds.Inline"
 

@@ -106,6 +106,9 @@ def test_mistakes_are_said(load, tmp_path):
         load(columns=["prize"])
     with pytest.raises(FileNotFoundError):
         load(files="nowhere.parquet")
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match=r"empty\.jsonl has no rows$"):
+        huggingface.read("json", files=str(tmp_path / "empty.jsonl"))
 
 
 def test_class_names_are_known(load, tmp_path):

@@ -48,6 +48,12 @@ def test_other_names_of_roles(make, shown):
     assert shown(data) == [("<|user|>x<|end|><|assistant|>y<|end|>", "y<|end|>")]
 
 
+def test_messages_are_not_taken_for_text(make):
+    with pytest.raises(ConfigError, match="the column messages holds text, not lists of messages"):
+        make([{"messages": "[{}]"}])
+    assert make([{"messages": "a b"}], columns=["messages"]).n_documents == 1
+
+
 STRICT = CHAT.replace(
     "{% for m", "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{% for m", 1
 )
@@ -57,6 +63,9 @@ STRICT = CHAT.replace(
     ("row", "text", "told"),
     [
         (chat("u x"), CHAT, r"has no answer, a message of the role assistant, only user: leave the row out"),
+        (chat("u x", "a "), CHAT, r"has an empty answer: leave the row out"),
+        ({"messages": "hello"}, CHAT, r"has a message that is a str: write messages as \{role: …, content: …\}"),
+        ({"messages": [{"role": "human", "content": "x"}]}, CHAT, r"give data\.roles='\{human: user\}'"),
         ({"messages": []}, CHAT, r"has no answer, a message of the role assistant, only no messages"),
         (
             {"messages": [{"role": "gpt", "content": "x"}, {"role": "assistant", "content": "x"}]},

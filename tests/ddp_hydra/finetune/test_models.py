@@ -100,6 +100,11 @@ def test_a_new_head_is_trained_and_saved_whole(tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in weights.state_of(other).items())
 
 
+def test_one_module_to_save_is_a_name():
+    model = adapter.lora(layers(), target_modules=["0"], modules_to_save="1")
+    assert model.get_submodule("1.modules_to_save.default").weight.requires_grad
+
+
 def test_an_adapter_of_a_low_base_is_fp32(tmp_path):
     saved("llama", tmp_path)
     model = adapter.lora(models.causal_lm(str(tmp_path), torch_dtype="bfloat16"), r=2)

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.job_config import check_files, find_weights, weights_path
+from ddp_hydra.job.job_config import check_files, find_pretrained, find_weights, weights_path
 
 
 def job(weights):
@@ -64,3 +64,16 @@ def test_a_dry_run_takes_files_as_the_job_does(tmp_path, monkeypatch):
     check_files(OmegaConf.merge(job(None), {"resume": "s3://bucket/run"}))
     (tmp_path / "a.pt").touch()
     check_files(OmegaConf.merge(job("a.pt"), {"resume": None}))
+
+
+def test_folders_of_models_and_tokenizers_are_written_whole(tmp_path, monkeypatch):
+    """A later command may be typed in another folder."""
+    (tmp_path / "base").mkdir()
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    model = {"_target_": "ddp_hydra.finetune.models.causal_lm", "path": "base"}
+    sets = {"a": {"tokenizer": "base", "train": {"tokenizer": "${..tokenizer}"}}, "b": {"tokenizer": "gpt2"}}
+    cfg = OmegaConf.create({"model": model, "data": {"tokenizer": "???", "sets": sets}})
+    find_pretrained(cfg)
+    assert cfg.model.path == cfg.data.sets.a.tokenizer == cfg.data.sets.a.train.tokenizer == str(tmp_path / "base")
+    assert cfg.data.sets.b.tokenizer == "gpt2"

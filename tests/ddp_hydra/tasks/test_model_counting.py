@@ -25,6 +25,10 @@ def every(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smooth
     )
 
 
+def without_loss(logits: Tensor, labels: Tensor | None, **_: Any) -> dict[str, Tensor]:
+    return {"logits": logits}
+
+
 def shifted(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return every(logits[..., :-1, :], labels[..., 1:], label_smoothing=label_smoothing)
 
@@ -204,3 +208,44 @@ def test_the_logits_of_a_tuple_follow_the_loss(loss):
     logits, hidden = torch.zeros(2, 3), torch.zeros(2, 8)
     assert found((loss, logits, hidden), "logits") is logits
     assert found((logits, hidden), "logits") is logits
+
+
+def test_a_language_model_predicts_the_loss_of_each_row():
+    """Rows are padded to the longest of their batch, so logits of two batches would differ in shape."""
+    made, targets = model("LlamaForCausalLM", without_loss), IDS.clone()
+    targets[0, 2:] = targets[1] = -100
+    found = ModelLoss().predict(made, {"input_ids": IDS, "labels": targets})
+    assert found["tokens"].tolist() == [1, 0, *[TIME - 1] * (len(IDS) - 2)]
+    for row in (0, 2):
+        wanted = shifted(made(IDS[row : row + 1])["logits"], targets[row : row + 1])
+        torch.testing.assert_close(found["loss"][row], wanted.float())
+    assert found["loss"][1].isnan()
+    masked = ModelLoss().predict(model("BertForMaskedLM", without_loss), {"input_ids": IDS, "labels": targets})
+    assert masked["tokens"].tolist()[:2] == [2, 0]
+    assert ModelLoss().predict(made, {"input_ids": IDS}).shape == (*IDS.shape, CLASSES)
+
+
+def test_a_classifier_predicts_classes_by_their_names():
+    def rows(logits: Tensor, labels: Tensor | None) -> Any:
+        return {"logits": logits[:, 0]}
+
+    made = model("BertForSequenceClassification", rows, id2label=dict(enumerate(["LABEL_0", "LABEL_1", "LABEL_2"])))
+    batch = {"input_ids": IDS, "labels": IDS[:, 0]}
+    found = ModelLoss().predict(made, batch)
+    shares = made(IDS)["logits"].float().softmax(-1)
+    assert found.keys() == {"class", "probability"}
+    assert found["class"].tolist() == shares.argmax(-1).tolist()
+    assert torch.equal(found["probability"], shares.max(-1).values)
+    names = [f"class {number}" for number in range(CLASSES)]
+    assert ModelLoss(names=names).predict(made, batch)["name"] == [names[one] for one in found["class"]]
+    made.config.problem_type = "multi_label_classification"
+    assert ModelLoss().predict(made, batch)["probability"].shape == (len(IDS), CLASSES)
+    made.config.problem_type = "regression"
+    assert torch.equal(ModelLoss().predict(made, batch), made(IDS)["logits"].float())
+
+
+def test_a_classifier_of_tokens_predicts_a_class_of_each():
+    made, mask = model("BertForTokenClassification", without_loss, id2label={}), torch.ones_like(IDS)
+    mask[0, 2:] = 0
+    found = ModelLoss().predict(made, {"input_ids": IDS, "attention_mask": mask, "labels": IDS})["classes"]
+    assert [len(row) for row in found] == [2, *[TIME] * (len(IDS) - 1)]

@@ -50,7 +50,7 @@ def test_there_are_two_checkpoints_to_choose_from(tmp_path):
         "ddp_hydra.data.draws.torch.hub.load", "torchvision.datasets.utils.download_url", "data.digits.torch.hub.load",
         "torchvision.models.WeightsEnum.get_state_dict", "torchvision.models.ResNet18_Weights.DEFAULT.get_state_dict",
         "torch.utils.data.datapipes.iter.RoutedDecoder", "torchvision.datasets.LSUN",
-        "ddp_hydra.finetune.models.save", "ddp_hydra.finetune.adapter.save", "data.python_topics.load_tokenizer",
+        "ddp_hydra.finetune.models.save", "ddp_hydra.finetune.adapter.save", "data.pet_names.download",
     ],
 )  # fmt: skip
 def test_a_lone_checkpoint_builds_what_is_known_only(target):
@@ -100,8 +100,11 @@ def test_a_lone_checkpoint_reads_no_environment(read):
 
 
 def test_code_of_a_data_set_is_not_fetched_for_a_lone_checkpoint():
-    with pytest.raises(ConfigError, match="trust_remote_code=True is from"):
-        refuse_targets(OmegaConf.create({"data": {"train": {"trust_remote_code": True}}}), {})
+    runs_code = {"trust_remote_code": True, "weights_only": False, "use_kernels": True, "attn_implementation": "a/b"}
+    for name, value in runs_code.items():
+        with pytest.raises(ConfigError, match=f"{name}={value} is from"):
+            refuse_targets(OmegaConf.create({"model": {name: value}}), {})
+    refuse_targets(OmegaConf.create({"model": {"weights_only": True, "attn_implementation": "sdpa"}}), {})
 
 
 def test_a_run_directory_is_own_and_a_lone_file_or_a_url_is_not(train, tmp_path):
