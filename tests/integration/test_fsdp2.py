@@ -80,6 +80,7 @@ REFUSED = {
         "~loss.label_smoothing",
     ],
     "can't share parameters with no axis: scale: make them": [*ODD, "+model.odd=scalar"],
+    "would not call the hooks of parameters: stem.bias: change gradients in": [*ODD, "+model.odd=hook"],
     "and buffers stay as they are": [*ODD, "+model.odd=mask", "trainer.precision=bf16"],
     "Torch said: models/blocks.py, line": [*ODD, "+model.odd=looks"],
     "parameters of a block need one type": [*ODD, "+model.odd=double"],
