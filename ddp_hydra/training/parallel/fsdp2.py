@@ -151,14 +151,20 @@ class FSDP2(Parallel):
         # A collective. It returns whether rank 0 sends the values, too. Each rank builds once, since constructors may
         # count in a global variable: the last rank tells rank 0 what to build.
         last = self.world.size - 1
-        model = None if self.world.rank == 0 < last else self._outline(make)
+        model, failure = None, None
+        try:
+            model = None if self.world.rank == 0 < last else self._outline(make)
+        except Exception as error:  # rank 0 shall raise it, too, and not wait
+            failure = error
 
         def rank_0_sends() -> bool:
             names = [name for name, _ in model.named_parameters()] if model is not None else []
             is_saved = bool(saved) and all(name in saved for name in names)
             return not (is_saved or hasattr(model, weights.READ_ROWS) or self.fn is not None)
 
-        sends: bool = self.world.send(rank_0_sends, last)
+        sends: bool = self.world.send(lambda: failure is not None or rank_0_sends(), last)
+        if failure is not None:
+            raise failure
         if self.world.rank == 0 and (model is None or (sends and weights.on_meta(model))):
             model = make() if sends else self._outline(make)
         assert model is not None
