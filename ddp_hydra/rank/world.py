@@ -132,8 +132,7 @@ class _Frame(pickle.Pickler):
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return None
-        sent = value.detach().resolve_conj().resolve_neg()
-        sent = sent if is_dense(sent) else sent.contiguous()
+        sent = dense(value.detach())
         layout = sent.dtype, tuple(sent.shape), sent.stride()
         if sent.nbytes <= SMALL:  # pickle knows no storage of some types, and takes the whole storage of a part
             return *layout, as_bytes(sent).numpy().tobytes()
@@ -166,6 +165,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose memory holds its elements, each once: the same one if it does."""
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain if is_dense(plain) else plain.contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from ddp_hydra.rank import fault_injection, return_values
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.record import Rows
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, load_run
+from ddp_hydra.training import build_data, builders, load_run, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
@@ -70,7 +70,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
     # A collective.
     fault_injection.activate(job["faults"])
     heartbeat.at("start", 0)
-    content = world.send(lambda: load_run.needed(read(Path(checkpoint), whole=False)))
+    content = sharded_checkpoint.send(lambda: load_run.needed(read(Path(checkpoint), whole=False)), world)
     split = job["split"]
     cfg = checkpoint_config.composed(content["config"], job["overrides"], job["groups"], split)
     if not job["trust"]:

@@ -110,10 +110,7 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     make, saved = partial(builders.model, cfg, data), content["model"]
     parallel = builders.inference_parallel(cfg, world).prepare(cfg.trainer, make, device, saved)
-    if (folder := content.get(PARTS_IN)) is not None:
-        content = sharded_checkpoint.read(
-            content, sharded_checkpoint.on_this_host(Path(folder)), parallel.read_targets()
-        )
+    content = dict(sharded_checkpoint.with_parts(content, world, parallel.read_targets()))
     parallel.load(content)
     step, config, model = content["position"]["step"], content["config"], parallel.model.eval()
     return TrainedModel(cfg, model, data, device, parallel.channels_last, step, config, parallel)
@@ -132,6 +129,7 @@ _PLATEAU = {"factor", "patience", "cooldown", "eps", "mode", "threshold", "thres
 
 
 def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
+    has_parts = PARTS_IN in content
     content = dict(state.with_parts(content))
     before, now = content["config"], state.config
     schedulers = dict(each(state.scheduler))
@@ -153,7 +151,7 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
         fresh = plain_state.encode(state.scheduler.state_dict(), "scheduler")
         content = {**content, "scheduler": _with_plateaus(fresh, content["scheduler"], state.scheduler)}
         content["progress"] = {**(content.get("progress") or {}), "taken": 0}
-    state.restore(content)
+    state.restore(content, is_own=has_parts)
     for one in settings:
         one.put_back()
     if (ema := state.extras.get("ema")) is not None and not content.get("ema"):

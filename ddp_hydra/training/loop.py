@@ -21,7 +21,7 @@ from ddp_hydra.rank.fault_injection import FaultInjector
 from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.record import Start
 from ddp_hydra.storage.manifest import BEST
-from ddp_hydra.training import build_data, builders, memory, setup
+from ddp_hydra.training import build_data, builders, memory, setup, sharded_checkpoint
 from ddp_hydra.training.build_data import opened
 from ddp_hydra.training.cadence import Actions
 from ddp_hydra.training.callbacks import OWN
@@ -92,8 +92,7 @@ def begin_from(world: World, before: TrainingRun | None, checkpoint: Path | None
 
 def resumed(world: World, checkpoint: Path | None) -> dict[str, Any]:
     # A collective.
-    found: dict[str, Any] = {} if checkpoint is None else world.send(lambda: read(checkpoint, whole=False))
-    return found
+    return {} if checkpoint is None else sharded_checkpoint.send(lambda: read(checkpoint, whole=False), world)
 
 
 def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:

@@ -23,14 +23,16 @@ from torch import Tensor
 from ddp_hydra import heartbeat, results
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.world import World, as_bytes, dense
 from ddp_hydra.record import METADATA
 from ddp_hydra.storage.files import NotingFile
+from ddp_hydra.training import plain_state
 from ddp_hydra.training.plain_state import KIND
 
 PARTS = ("model", "ema", "optimizer")
 """Keys of the state that have large tensors."""
 PARTS_IN = "parts_in"
-"""Key of a state whose tensors are still in the files of the folder that it names."""
+"""Key of a state whose tensors are still in the files of the folder that it names, or with rank 0, by name."""
 PART = "part"
 """The kind of the value that stands for a tensor in another file."""
 DESCRIBING = {
@@ -51,25 +53,26 @@ Like = Callable[[str, torch.Size, torch.dtype], Tensor]
 def taken_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return a state with names in place of its tensors, and the tensors by these names."""
     tensors: dict[str, Tensor] = {}
+    return {key: _without(value, key, tensors) if key in PARTS else value for key, value in content.items()}, tensors
 
-    def without(value: Any, name: str) -> Any:
-        if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
-            tensors[name] = value
-            return {KIND: PART, "value": name}
-        return mapped(value, lambda key, one: without(one, f"{name}.{key}"))
 
-    return {key: without(value, key) if key in PARTS else value for key, value in content.items()}, tensors
+def _without(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    # An inner function that calls itself would keep the tensors until Python looks for cycles.
+    if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
+        tensors[name] = value
+        return {KIND: PART, "value": name}
+    return mapped(value, lambda key, one: _without(one, f"{name}.{key}", tensors))
 
 
 def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return a state with its tensors in place of their names."""
+    return {key: _filled(value, tensors) if key in PARTS else value for key, value in content.items()}
 
-    def filled(value: Any) -> Any:
-        if isinstance(value, dict) and value.get(KIND) == PART:
-            return tensors[value["value"]]
-        return mapped(value, lambda _, one: filled(one))
 
-    return {key: filled(value) if key in PARTS else value for key, value in content.items()}
+def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, dict) and value.get(KIND) == PART:
+        return tensors[value["value"]]
+    return mapped(value, lambda _, one: _filled(one, tensors))
 
 
 def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
@@ -226,6 +229,48 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
             f"{folder} can't be read as a checkpoint ({type(error).__name__}: {error!s:.200})"
         ) from None
     return put_together(content, tensors)
+
+
+def send(make: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
+    """Return a state that rank 0 makes. Its tensors stay there, and the other ranks get their layouts. A collective."""
+    own: dict[str, Tensor] = {}
+
+    def outlined() -> dict[str, Any]:
+        content = make()
+        if content.get(PARTS_IN) or world.size == 1:
+            return content
+        content, tensors = taken_apart(content)
+        own.update((name, dense(tensor)) for name, tensor in tensors.items())
+        content = plain_state.begin_copy(content)()  # no number stays in the file
+        return {**content, PARTS_IN: {name: tensor.to("meta") for name, tensor in own.items()}}
+
+    content: dict[str, Any] = world.send(outlined)
+    return {**content, PARTS_IN: own} if own else content
+
+
+def with_parts(content: Mapping[str, Any], world: World, like: Like) -> Mapping[str, Any]:
+    """Return a state of `send` with its tensors, of which a rank keeps what it needs. A collective."""
+    parts = content.get(PARTS_IN)
+    if parts is None:
+        return content
+    if isinstance(parts, str):
+        return read(content, on_this_host(Path(parts)), like)
+    tensors = {name: _received(tensor, world, partial(like, name)) for name, tensor in parts.items()}
+    return put_together({name: part for name, part in content.items() if name != PARTS_IN}, tensors)
+
+
+def _received(tensor: Tensor, world: World, like: Callable[[torch.Size, torch.dtype], Tensor]) -> Tensor:
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    whole = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    if whole.numel():
+        world.send_from_rank_0(as_bytes(whole))
+    share = like(whole.shape, whole.dtype)
+    if not isinstance(share, DTensor):
+        return whole if tensor.is_meta else whole.clone()  # out of the file
+    own = distribute_tensor(whole, share.device_mesh, share.placements, src_data_rank=None)
+    share.to_local().copy_(own.to_local())  # it may be a view of the whole
+    return share
 
 
 def described(folder: Path) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state, sharded_checkpoint
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel import Parallel, weights
-from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 
 FORMAT = 4
 SHOWN = 6
@@ -120,11 +118,9 @@ class TrainingState:
         return sharded_checkpoint.taken_apart(content | ({"ema": ema.state_dict()} if ema is not None else {}))[1]
 
     def with_parts(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
-        # Read what this rank needs of the tensors that a state has in other files.
-        if PARTS_IN not in content:
-            return content
-        folder = sharded_checkpoint.on_this_host(Path(content[PARTS_IN]))
-        return sharded_checkpoint.read(content, folder, self.parallel.read_targets(self.extras.get("loss")))
+        # A collective. Get what this rank needs of the tensors that are in other files, or with rank 0.
+        targets = self.parallel.read_targets(self.extras.get("loss"))
+        return sharded_checkpoint.with_parts(content, self.parallel.world, targets)
 
     def check(self) -> None:
         plain_state.encode(self._content(), copy=self.parallel.saved_tensor)
@@ -155,12 +151,13 @@ class TrainingState:
         found = {name: by_names(optimizer, names) for name, optimizer in each(self.optimizer)}
         return found if by_update else found[""]
 
-    def restore(self, content: dict[str, Any]) -> None:
+    def restore(self, content: dict[str, Any], is_own: bool = False) -> None:
+        # `is_own`: nothing else uses its tensors.
         self.parallel.load(content)
         averaged = content.get("ema")
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
         others = {name: part for name, part in content.items() if name not in ("model", "ema")}
-        copied = plain_state.begin_copy(others, lambda tensor, _: tensor.detach())
+        copied = (lambda: others) if is_own else plain_state.begin_copy(others, lambda tensor, _: tensor.detach())
         if averaged:
             averaged = {**averaged, "model": self.parallel.shard_state(averaged["model"])}
         content = plain_state.decode({**copied(), "ema": averaged})

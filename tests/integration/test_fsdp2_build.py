@@ -46,13 +46,15 @@ def peak_of(call: Callable[[], Any]) -> int:
     return read("VmHWM") - before
 
 
-def build_large() -> dict[str, int]:
-    """On each rank: the growth of memory while a model of 192 MiB is built, and is built for a checkpoint."""
+def build_large(file: str) -> dict[str, int]:
+    """On each rank: the growth of memory while a model of 192 MiB is built, is built for a checkpoint, and is loaded
+    from a file of rank 0."""
     import gc
 
     import torch
     from torch import nn
 
+    from ddp_hydra.training import sharded_checkpoint
     from ddp_hydra.training.parallel.fsdp2 import FSDP2
 
     def make() -> nn.Module:
@@ -66,14 +68,31 @@ def build_large() -> dict[str, int]:
         arguments = trainer(), make, torch.device("cpu"), None, saved
         found[name] = peak_of(lambda parallel=parallel, arguments=arguments: parallel.build(*arguments))
         assert {one.to_local().device.type for one in parallel.model.parameters()} == {"cpu"}
-        del parallel
+        del arguments
+        if name == "fresh":
+            del parallel
         gc.collect()
+    world = this_world()
+    if world.rank == 0:
+        torch.save({"model": {name: torch.full(one.shape, 2.0) for name, one in make().state_dict().items()}}, file)
+
+    def load() -> None:
+        content = sharded_checkpoint.send(lambda: torch.load(file, mmap=True), world)
+        assert set(content["model"]) == names
+        parallel.load(sharded_checkpoint.with_parts(content, world, parallel.read_targets()))
+
+    for one in parallel.model.parameters():
+        one.to_local().detach().zero_()  # all pages are there
+    found["loaded"] = peak_of(load)
+    assert all(one.to_local().eq(2).all() for one in parallel.model.parameters())
     return found
 
 
-def test_only_one_process_has_the_whole_model_and_none_for_a_checkpoint(client2, gang):
+def test_only_one_process_has_the_whole_model_and_none_for_a_checkpoint(client2, gang, tmp_path):
     """96 MiB are a shard. A process that has all of the model and its shard grows by 288 MiB."""
-    first, second = gang(client2, backend="gloo").run(build_large)
+    first, second = gang(client2, backend="gloo").run(build_large, str(tmp_path / "file.pt"))
+    assert second["loaded"] < 185 * MIB  # its shares, and tensors of 16 MiB
+    assert first["loaded"] < (192 + 185) * MIB  # these, and the file, which is mapped
     assert 192 * MIB < first["fresh"] < 330 * MIB
     assert second["fresh"] < 150 * MIB
     assert max(first["resumed"], second["resumed"]) < 150 * MIB
@@ -111,8 +130,22 @@ def build_odd() -> list[str]:
             self.first = self.weight.detach().clone()
             self.register_buffer("start", self.bias.detach().clone())
 
+    class Orthogonal(nn.Linear):  # without values, torch leaves out a buffer
+        def __init__(self) -> None:
+            super().__init__(4, 7)
+            nn.utils.parametrizations.orthogonal(self)
+
+    class Counted(nn.Linear):
+        number = 0
+
+        def __init__(self) -> None:
+            super().__init__(5, 3)
+            Counted.number += 1
+            self.scale = float(Counted.number)
+
     def made(kind: type[nn.Module]) -> nn.Module:
         seed_all(7)
+        Counted.number = 0
         return make(kind)
 
     def make(kind: type[nn.Module]) -> nn.Module:
@@ -129,10 +162,11 @@ def build_odd() -> list[str]:
         return found
 
     wrong = []
-    for kind in (Tied, Drawn, Reads, Copies):
+    for kind in (Tied, Drawn, Reads, Copies, Orthogonal, Counted):
         for state in ({}, made(kind).state_dict(), {"0.weight": None}):  # the last lacks most, so it is built
             parallel = FSDP2(this_world())
             seed_all(7)
+            Counted.number = 0
             parallel.build(trainer(), lambda kind=kind: make(kind), torch.device("cpu"), None, state)
             if len(state) > 1:
                 parallel.load({"model": state})

@@ -43,12 +43,17 @@ EXPLAINED = {
         "a block's parameters are whole only while it computes: call parts of the model by their forward, and let no "
         "part use parameters of another one; or give parallel.min_params=null, or parallel=ddp"
     ),
+    "on device meta is not on the expected device": (
+        "a parameter is used that the model holds outside of its attributes, as in a list: keep an nn.ParameterList"
+    ),
     "expects uniform original parameter dtype": (
         "parameters of a block need one type, and so do all that are outside of blocks: convert them, or name the "
         "classes of the others in parallel.blocks"
     ),
 }
 """Errors of torch, and what to do."""
+CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+"""Modules that are not called."""
 LOW = "have the same dtype|type .* should be the same|expected scalar type"
 """The same where a model computes in bf16."""
 CONVERT = (
@@ -125,12 +130,7 @@ class FSDP2(Parallel):
         # Only rank 0 has the whole model, on the CPU, with the bits of other kinds. It sends shards to the others. If
         # all values come from a state or a file, no rank has it.
         check_settings(trainer, device, self.cpu_offload)
-        model = self._built(make)
-        reads = hasattr(model, weights.READ_ROWS)
-        is_saved = bool(saved) and all(name in saved for name, _ in model.named_parameters())
-        sends = not (is_saved or reads or self.fn is not None)
-        if sends and self.world.rank == 0 and weights.on_meta(model):
-            model = make()
+        model, sends = self._built(make, saved)
         check_parameters(model)
         untouched: list[str] = []
         if load is not None and (self.world.rank == 0 or not sends):
@@ -147,7 +147,30 @@ class FSDP2(Parallel):
         names: list[str] = self.world.from_rank_0(lambda: untouched)
         return names
 
-    def _built(self, make: Callable[[], nn.Module]) -> nn.Module:
+    def _built(self, make: Callable[[], nn.Module], saved: Collection[str]) -> tuple[nn.Module, bool]:
+        # A collective. It returns whether rank 0 sends the values, too. Each rank builds once, since constructors may
+        # count in a global variable: the last rank tells rank 0 what to build.
+        last = self.world.size - 1
+        model, failure = None, None
+        try:
+            model = None if self.world.rank == 0 < last else self._outline(make)
+        except Exception as error:  # rank 0 shall raise it, too, and not wait
+            failure = error
+
+        def rank_0_sends() -> bool:
+            names = [name for name, _ in model.named_parameters()] if model is not None else []
+            is_saved = bool(saved) and all(name in saved for name in names)
+            return not (is_saved or hasattr(model, weights.READ_ROWS) or self.fn is not None)
+
+        sends: bool = self.world.send(lambda: failure is not None or rank_0_sends(), last)
+        if failure is not None:
+            raise failure
+        if self.world.rank == 0 and (model is None or (sends and weights.on_meta(model))):
+            model = make() if sends else self._outline(make)
+        assert model is not None
+        return model, sends
+
+    def _outline(self, make: Callable[[], nn.Module]) -> nn.Module:
         return make() if self.fn is not None else weights.built_on_meta(make)
 
     @torch.no_grad()
@@ -273,7 +296,7 @@ class FSDP2(Parallel):
         if not self.is_sharded:
             return super().build_average(decay)
         with StateGuard():
-            model = self._built(self.make)
+            model = self._outline(self.make)
         average = self._shard_modules(model, is_trained=False)
         average.load_state_dict(self.model.state_dict())
         return Ema(self.model, decay, average)
@@ -333,6 +356,12 @@ def check_parameters(model: nn.Module) -> None:
                 "nn.Parameter(value.reshape(-1).contiguous()), or leave out empty ones; or give parallel=ddp"
             )
 
+    if names := [name for name, one in model.named_parameters() if one._backward_hooks]:
+        raise ConfigError(
+            f"{KIND} would not call the hooks of parameters: {shown(names, 6)}: change gradients in the forward pass, "
+            "or give parallel=ddp"
+        )
+
 
 def units_of(model: nn.Module, classes: Sequence[str] | None, min_params: float | None) -> list[list[nn.Module]]:
     """Return the modules whose parameters are gathered together, the inner ones first: blocks, and where these are not
@@ -382,8 +411,8 @@ def large_modules(model: nn.Module, blocks: set[nn.Module], least: float) -> lis
         left = {one: one.numel() for one in module.parameters(recurse=False)}
         for child in module.children():
             left |= rest(child)
-        never_called = isinstance(module, nn.ModuleList | nn.ModuleDict) or module in own
-        if module is model or never_called or sum(left.values()) < least:
+        never_called = isinstance(module, CONTAINERS) or module in own
+        if module is model or never_called or not left or sum(left.values()) < least:
             return left
         found.append(module)
         return {}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.errors import CheckpointError, ConfigError
@@ -153,15 +154,30 @@ def built_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     before = StateGuard()
     with before:
         handle = register_module_parameter_registration_hook(_on_meta)  # type: ignore[arg-type]
+        operations = _Operations()
         try:
-            model: nn.Module | None = make()
+            with operations:
+                model: nn.Module | None = make()
         except Exception:  # it has read a parameter, or fails on the CPU, too
             model = None
         finally:
             handle.remove()
-        if model is not None and not before.has_moved() and not any(one.is_meta for one in _other_tensors(model)):
+        needs_values = operations.have_failed or before.has_moved()
+        if model is not None and not needs_values and not any(one.is_meta for one in _other_tensors(model)):
             return model
     return make()
+
+
+class _Operations(TorchDispatchMode):
+    # Notes whether one has failed, as without values. Torch's parametrizations go on then, with other buffers.
+    have_failed = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return function(*args, **(kwargs or {}))
+        except Exception:
+            self.have_failed = True
+            raise
 
 
 def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:

@@ -67,6 +67,13 @@ def test_without_blocks_modules_go_by_their_size():
     assert names(nn.Linear(30, 30)) == []
 
 
+def test_parts_that_are_not_called_or_have_no_parameters_are_no_units():
+    net = nn.Sequential(nn.ParameterList(torch.ones(9, 9) for _ in range(9)), nn.Linear(2, 2), nn.Tanh())
+    assert names(net, least=0) == [["1"]]
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 2)
+    assert names(nn.Sequential(encoder), least=0) == [["0.layers.1"], ["0.layers.0"]]
+
+
 def test_named_classes_have_to_be_there():
     with pytest.raises(ConfigError, match=r"parallel.blocks has Stage, but the model has Block, Decoder"):
         units_of(Decoder(), ["Stage"], None)

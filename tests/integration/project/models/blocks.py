@@ -80,7 +80,7 @@ class Odd(Blocks):
     Args:
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
             "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
-            multiply by a parameter of two elements, of which some ranks have none.
+            multiply by a parameter of two elements, of which some ranks have none; "hook": double a gradient.
         options: of Blocks.
     """
 
@@ -89,6 +89,8 @@ class Odd(Blocks):
         shape = {"scalar": (), "few": (2,)}.get(odd)
         self.odd, self.scale = odd, 1.0 if shape is None else nn.Parameter(torch.ones(shape))
         self.register_buffer("mask", torch.zeros(10))
+        if odd == "hook":
+            self.stem.bias.register_hook(lambda gradient: 2 * gradient)
         if odd == "double":
             self.head.double()
 
