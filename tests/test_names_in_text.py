@@ -21,7 +21,9 @@ FILE = re.compile(
 )
 IN_THE_RUN = ("data.", "models.")
 """Roots that are also the beginning of config keys: of these only `_target_`s are looked at."""
-MADE_UP = re.compile(r"(conf/\w+|models|data)[./](mine|flowers|mlp|classifier|rings|moons|events|quantiles|watch)\b")
+MADE_UP = re.compile(
+    r"(conf/\w+|models|data)[./](mine|flowers|mlp|classifier|rings|moons|events|quantiles|watch|layerwise)\b"
+)
 """Files of a user's own, in examples; those that a page writes are known without it."""
 WRITTEN = tuple(
     name

@@ -29,6 +29,7 @@ ALLOWED = {
     # torch
     "_BatchNorm": "base of all batch norms, which SyncBatchNorm replaces",
     "_C": "names of torch's own classes of tensors",
+    "_backward_hooks": "hooks of parameters, which a sharded model would not call, are refused",
     "_buffers": "a tied buffer stays tied when a model is moved",
     "_call_end_callbacks_on_future": "the profiler's span of an average ends with it",
     "_dynamo": "put off until something is compiled: 1.1 of 3.3 s of CPU time, and 150 MiB, of the fork server",

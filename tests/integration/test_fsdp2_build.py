@@ -91,8 +91,8 @@ def build_large(file: str) -> dict[str, int]:
 def test_only_one_process_has_the_whole_model_and_none_for_a_checkpoint(client2, gang, tmp_path):
     """96 MiB are a shard. A process that has all of the model and its shard grows by 288 MiB."""
     first, second = gang(client2, backend="gloo").run(build_large, str(tmp_path / "file.pt"))
-    assert second["loaded"] < 185 * MIB  # its shares, and tensors of 16 MiB
-    assert first["loaded"] < (192 + 185) * MIB  # these, and the file, which is mapped
+    assert second["loaded"] < 250 * MIB  # its shares, and tensors of 16 MiB, which malloc may keep
+    assert first["loaded"] < (192 + 250) * MIB  # these, and the file, which is mapped
     assert 192 * MIB < first["fresh"] < 330 * MIB
     assert second["fresh"] < 150 * MIB
     assert max(first["resumed"], second["resumed"]) < 150 * MIB

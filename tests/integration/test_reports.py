@@ -110,7 +110,7 @@ def test_many_saves_of_one_process_take_the_memory_of_one(tmp_path, shard_above_
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 512)).sum().backward()
     optimizer.step()
-    state = TrainingState(Parallel().take(model), optimizer, constant(optimizer, 1), Position(), {})
+    state = TrainingState(Parallel().adopt(model), optimizer, constant(optimizer, 1), Position(), {})
     results.connect(inline.DirectSender(lambda record: Path(record.data.source).unlink(), tmp_path))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
