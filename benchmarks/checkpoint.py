@@ -1,7 +1,7 @@
 """Measures checkpoints: how long training stands still, the memory of a resume, and what a disk gives of its speed.
 
 Writes end when the disk has them and the manifest names them; reads begin with nothing in the page cache. `torch.save`,
-plain DCP and bare files do the same beside them, in turns.
+plain DCP and bare files do the same in turn.
 """
 
 from __future__ import annotations
@@ -103,12 +103,12 @@ def stalls(repeats: int) -> Iterator[Figure]:
             calm_s.append(step := statistics.median(calm))
             stalled.append(statistics.median(found["stalls"]) / step)
             slower.append(p95(saving or calm) / p95(calm))
-            report.progress(f"{form}: a step {step:.4f} s, {len(saving)} steps beside saves of {len(took)}")
+            report.progress(f"{form}: a step {step:.4f} s, {len(saving)} steps during saves of {len(took)}")
         what = f"{form}, {ranks} rank{'s' * (ranks > 1)}"
         yield report.times(f"{what}: a step of ResNet-18", calm_s)
         yield report.times(f"{what}: stall by a save / a step", stalled, Goal(1.0, at_most=True), unit="x")
         goal = Goal(1.05, at_most=True) if ranks == 1 else None
-        yield report.times(f"{what}: p95 of steps beside a save / p95 of others", slower, goal, unit="x")
+        yield report.times(f"{what}: p95 of steps during a save / p95 of others", slower, goal, unit="x")
 
 
 def p95(values: list[float]) -> float:

@@ -1,4 +1,4 @@
-"""Training speed of a whole job, through Dask and with all writers on, beside the loop written by hand."""
+"""Training speed of a whole job, through Dask and with all writers on, against the loop written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples/s of a whole job with all records on, beside the loop by hand, Lightning Fabric and Ray Train."""
+"""Samples/s of a whole job with all records on, against the loop by hand, Lightning Fabric and Ray Train."""
 
 from __future__ import annotations
 

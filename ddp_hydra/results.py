@@ -365,7 +365,7 @@ def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint
 
 
 def with_room(write: Callable[[], T]) -> T:
-    """Write into the outbox or beside it. While the disk is full, wait and try again, and say so.
+    """Write into the outbox or into its folder. While the disk is full, wait and try again, and say so.
 
     Args:
         write: leaves nothing behind if it fails.

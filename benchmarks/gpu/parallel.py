@@ -53,7 +53,7 @@ def data_parallel(bench: Bench) -> Iterator[Figure]:
 
 
 def sync_batchnorm(bench: Bench) -> Iterator[Figure]:
-    """Train on two ranks with SyncBatchNorm: the losses are those of one rank with the whole batch."""
+    """Train on two ranks with SyncBatchNorm: the losses equal one rank's with the whole batch."""
     steps = 8
     one = bench.job("whole-batch", *images(bench, 32, steps), *SLOW, *bench.ranks(1)).every("train/loss")
     for name, synced in (("SyncBatchNorm", "true"), ("BatchNorm of each rank", "false")):

@@ -85,7 +85,7 @@ def _check_sources(cfg: DictConfig) -> None:
 
 
 def _own_data(cfg: DictConfig) -> Iterator[tuple[str, DictConfig]]:
-    """Yield the nodes of data sets of this package, those of a mixture, too, with the keys by which they are typed."""
+    """Yield the nodes of data sets of this package, also in a mixture, with the keys by which they are typed."""
     for part in ("train", "val"):
         node = OmegaConf.select(cfg, f"data.{part}")
         found = [(f"data.{part}", node)]

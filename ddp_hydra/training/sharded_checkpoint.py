@@ -198,7 +198,7 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
         like: makes the tensor that a part is read into.
 
     Raises:
-        CheckpointError: the files are not those of `write`.
+        CheckpointError: the files were not written by `write`.
     """
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
 

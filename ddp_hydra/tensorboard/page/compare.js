@@ -1,4 +1,4 @@
-// Two or more runs beside each other: what differs between them.
+// Two or more runs in columns: what differs between them.
 
 import { digits, element, replace } from "./dom.js";
 import { get } from "./server.js";

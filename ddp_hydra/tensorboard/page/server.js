@@ -1,4 +1,4 @@
-// Ask the plugin, which answers beside this module.
+// Ask the plugin, which answers where this module comes from.
 
 /** Return the JSON of an answer. Throws an error with a sentence if there is none. */
 export async function get(route, query) {
@@ -15,7 +15,7 @@ export async function get(route, query) {
   return found;
 }
 
-/** Have the browser refuse scripts, styles and requests but those of this server, also where TensorBoard allows them. */
+/** Have the browser refuse scripts, styles and requests but this server's, also where TensorBoard allows them. */
 export function useStrictPolicy() {
   const meta = document.createElement("meta");
   meta.httpEquiv = "Content-Security-Policy";

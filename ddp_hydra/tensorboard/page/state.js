@@ -7,7 +7,7 @@ const PREFIX = "p.ddp_hydra.";
 let shown = "";
 const EMPTY = { filter: "", sort: "-started", run: "", diff: [], metrics: [] };
 
-/** Return the window with the address that the user sees: that of TensorBoard, where it can be reached. */
+/** Return the window with the address that the user sees: TensorBoard's, where it can be reached. */
 function addressed() {
   try {
     if (window.parent !== window && window.parent.location.href) return window.parent;

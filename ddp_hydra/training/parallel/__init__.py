@@ -235,7 +235,7 @@ class PartStep:
 
     Attributes:
         part: what the step trains: the model, or a part of it.
-        own: its parameters with their names, and those of a loss that is trained with it.
+        own: its parameters with their names, and the parameters of a loss that is trained with it.
         same_gradients: all ranks have the same gradients after the backward pass.
         needs_even: name of a communication hook that needs losses over the same number of things in each step; "".
         is_weighed: the gradients of the last backward pass have the factor of `send_along`.
@@ -262,7 +262,7 @@ class PartStep:
         return all_used(self.needed) if enabled else nullcontext()
 
     def has_changed_buffers(self) -> bool:
-        # This rank has, since all had those of rank 0, and it is the part that sends them.
+        # This rank has, since all had rank 0's, and it is the part that sends them.
         return False
 
     def release(self) -> None:
