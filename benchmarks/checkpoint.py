@@ -181,7 +181,7 @@ def made() -> TrainingState:
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.randn(2, 1024)).sum().backward()
     optimizer.step()
-    return TrainingState(Parallel().take(model), optimizer, constant(optimizer, 1), Position(), {})
+    return TrainingState(Parallel().adopt(model), optimizer, constant(optimizer, 1), Position(), {})
 
 
 def write_bare(tensors: dict[str, torch.Tensor], folder: Path) -> None:

@@ -138,7 +138,8 @@ def storing() -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     model(torch.randn(2, 3, 32, 32)).sum().backward()
     optimizer.step()
-    content = TrainingState(Parallel().take(model), optimizer, constant(optimizer, 1), Position(), {}).begin_capture()()
+    state = TrainingState(Parallel().adopt(model), optimizer, constant(optimizer, 1), Position(), {})
+    content = state.begin_capture()()
     with tempfile.TemporaryDirectory() as folder:
         results.connect(Here(Path(folder)))
         begin = time.process_time()
