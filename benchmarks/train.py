@@ -49,7 +49,7 @@ def compare(work: Work, sides: dict[str, Side], repeats: int) -> Iterator[Figure
 
 def from_store(url: str) -> Side:
     """Our job with the photos of a store."""
-    data = ("data=image_folder", "data.bucket=photos", "data.val=null", "data.anon=true")
+    data = ("data=s3_photos", "data.bucket=photos", "data.val=null", "data.anon=true")
     sizes = (f"data.endpoint_url={url}", f"data.image_size={SIDE}")
     return lambda work, folder: overhead.job(work, folder, (*data, *sizes))
 

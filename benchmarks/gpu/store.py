@@ -84,7 +84,7 @@ def upload(server: demo_server.Seaweed, photos: Path) -> None:
 
 def of_store(sizes: Sizes, url: str) -> tuple[str, ...]:
     """Return the overrides of the job."""
-    data = ("data=image_folder", f"data.bucket={corpus.BUCKET}", f"data.endpoint_url={url}", "data.val=null")
+    data = ("data=s3_photos", f"data.bucket={corpus.BUCKET}", f"data.endpoint_url={url}", "data.val=null")
     shape = (f"data.image_size={sizes.side}", f"data.batch_size={sizes.batch_size}", f"model={sizes.model}")
     length = (f"trainer.max_steps={sizes.steps}", "trainer.epochs=null", "trainer.log_every_steps=4")
     return *data, *shape, *length, "data.cache_mb=0", "trainer.channels_last=true", "trainer.checkpoint_every_epochs=0"

@@ -22,7 +22,7 @@ from tests.support.fault_server import FaultServer, serving
 pytestmark = pytest.mark.integration
 
 IMAGES = (
-    "data=image_folder", "model=pixels", "optimizer.lr=0.1", "data.image_size=16", "data.center_crop=1.0",
+    "data=s3_photos", "model=pixels", "optimizer.lr=0.1", "data.image_size=16", "data.center_crop=1.0",
     "data.bucket=photos", "data.anon=true", "data.timeout_s=0.5", "data.cache_mb=0",
     "trainer.log_every_steps=1", "trainer.epochs=2", "results.keep_checkpoints=null",
 )  # fmt: skip

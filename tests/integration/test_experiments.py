@@ -96,7 +96,7 @@ def test_a_transform_of_torchvision_is_chosen_by_its_name(photos, tmp_path):
     config = tmp_path / "conf" / "transform" / "mine.yaml"
     config.parent.mkdir(parents=True)
     config.write_text(MINE)
-    folder = (f"data.bucket=file://{photos}", "data.train_prefix=images", "data.val_prefix=images", "data=image_folder")
+    folder = (f"data.bucket=file://{photos}", "data.train_prefix=images", "data.val_prefix=images", "data=s3_photos")
     chosen = [f"transform@data.{split}.transform=mine" for split in ("train", "val")]
     command = (sys.executable, "-c", "from ddp_hydra.cli.main import entry; entry()")
     done = subprocess.run(

@@ -231,7 +231,7 @@ def pictures(module_cli) -> Path:
 def sorter(module_cli, pictures) -> Path:
     words = (
         "model=pixels",
-        "data=image_folder",
+        "data=s3_photos",
         f"data.bucket=file://{pictures}",
         "data.batch_size=5",
         "cluster=inline",

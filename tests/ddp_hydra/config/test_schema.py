@@ -80,7 +80,7 @@ def test_the_default_is_a_job():
 )
 def test_what_can_be_no_bucket_is_refused_before_a_cluster_starts(bucket, told):
     with pytest.raises(ConfigError, match=told):
-        validate.check(composed("data=image_folder", f"data.bucket='{bucket}'"))
+        validate.check(composed("data=s3_photos", f"data.bucket='{bucket}'"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_format_without_files_is_refused_before_a_cluster_starts(words, told):
 
 NEEDED = {
     "cluster=ssh": ["cluster.hosts=[a,b]"],
-    "data=image_folder": ["data.bucket=photos"],
+    "data=s3_photos": ["data.bucket=photos"],
     "experiment=imagenet_s3": ["data.bucket=imagenet"],
     "experiment=imagenet_wids": ["data.index=train.json", "data.val_index=val.json"],
     "data=wids": ["data.index=train.json", "data.val_index=val.json"],
@@ -133,9 +133,7 @@ def test_every_option_of_every_group_composes_to_a_job(options):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("option", "key"), [("cluster=ssh", r"cluster\.hosts"), ("data=image_folder", r"data\.bucket")]
-)
+@pytest.mark.parametrize(("option", "key"), [("cluster=ssh", r"cluster\.hosts"), ("data=s3_photos", r"data\.bucket")])
 def test_a_key_that_is_missing_is_named(option, key):
     with pytest.raises(ConfigError, match=rf"^{key} is missing: give {key}=\.\.\.$"):
         schema.resolved(composed(option))

@@ -94,14 +94,14 @@ def test_a_model_is_built_once_it_has_its_classes(name):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["image_folder", "image_table"])
+@pytest.mark.parametrize("name", ["s3_photos", "image_table"])
 def test_photos_are_cut_as_imagenet_is(name, png, tmp_path):
     for part in ("train", "val"):
         (tmp_path / part / "cat").mkdir(parents=True)
         (tmp_path / part / "cat" / "1.png").write_bytes(png(red=9, size=300))
         (tmp_path / f"{part}.csv").write_text(f"path,label\n{part}/cat/1.png,cat\n")
     where = {
-        "image_folder": [f"data.bucket=file://{tmp_path}"],
+        "s3_photos": [f"data.bucket=file://{tmp_path}"],
         "image_table": [f"data.table={tmp_path}/train.csv", f"data.val_table={tmp_path}/val.csv"],
     }
     data = read(f"data/{name}", *where[name], "data.threads=3", "data.hue=0.1").data
@@ -116,7 +116,7 @@ def test_photos_are_cut_as_imagenet_is(name, png, tmp_path):
 @pytest.mark.medium
 @pytest.mark.parametrize("size", [224, 32])
 def test_validation_sees_as_much_of_a_photo_at_any_size(size):
-    data = read("data/image_folder", "data.bucket=file:///photos", f"data.image_size={size}").data
+    data = read("data/s3_photos", "data.bucket=file:///photos", f"data.image_size={size}").data
     look = instantiate(data.val.transform).draw(256, 300, random.Random(0))
     assert (look.top, look.left, look.height, look.width) == (16, 38, 224, 224)
 

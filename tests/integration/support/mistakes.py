@@ -86,9 +86,9 @@ FILES = [
         {"conf/data/mine.yaml": "batch_size: 8\ntrain: [1\n"},
     ),
     Mistake("An experiment without a file", "experiment=basline", {"conf/experiment/baseline.yaml": "seed: 1\n"}),
-    late("A folder of images that is not there", "data=image_folder data.bucket=../photos model=resnet18"),
+    late("A folder of images that is not there", "data=s3_photos data.bucket=../photos model=resnet18"),
     late("A Parquet file that is not there", "data=parquet_rows data.files=rows.parquet data.val=null data.target=y"),
-    Mistake("A folder of a bucket as its name", "data=image_folder data.bucket=s3://photos/train model=resnet18"),
+    Mistake("A folder of a bucket as its name", "data=s3_photos data.bucket=s3://photos/train model=resnet18"),
     Mistake("A run that is not there", "resume=outputs/mine"),
     Mistake("A resume of a file that is no checkpoint", "resume=notes.txt", {"notes.txt": "no checkpoint\n"}),
 ]
