@@ -42,7 +42,7 @@ class ExportOptions:
         tolerance: the largest difference from the model that is allowed, as a share of its largest output.
         merge: add an adapter's weights to the model's; false, with format=huggingface: write the adapter alone.
         max_shard_size: the most bytes of a file of format=huggingface.
-        overwrite: replace `out`.
+        overwrite: replace `out`; of a folder, the files of an export.
         trust: build whatever the checkpoint's config names.
     """
 
@@ -66,6 +66,9 @@ def export(words: Sequence[str]) -> None:
     out = Path(options.out or f"model{SUFFIXES[options.format]}").expanduser()
     if not options.merge and options.format != "huggingface":
         raise ConfigError(f"merge=false is for format=huggingface, not for format={options.format}: leave it out")
+    if out.exists() and out.is_dir() != (options.format == "huggingface"):
+        kinds = ("a folder", "a file") if out.is_dir() else ("a file", "a folder")
+        raise ConfigError(f"out={out} is {kinds[0]}, and format={options.format} writes {kinds[1]}: give another out")
     if out.exists() and not options.overwrite:
         raise ConfigError(f"out={out} exists: give overwrite=true, or another file")
     if options.split not in ("val", "train"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +33,14 @@ from ddp_hydra.training.load_run import TrainedModel
 
 Written = tuple[Callable[..., Any], tuple[str, ...]]
 """The written model as a function, and which of `FREE` it takes in any size."""
+MODEL_FILES = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.*",
+)
+"""Files of an earlier export to a folder, which this one may write under other names."""
 _ONE_FILE_BYTES = 1_500_000_000
 """An ONNX file may have 2 GB; a larger model's weights go into another file."""
 
@@ -81,9 +88,13 @@ def place(file: Path, out: Path) -> None:
     if not file.is_dir():
         with replacing(out, part=file):
             return
-    if out.is_dir():
-        shutil.rmtree(out)
-    file.replace(out)
+    if not out.is_dir():
+        file.replace(out)
+        return
+    for old in (path for pattern in MODEL_FILES for path in out.glob(pattern)):  # no loader shall find some of these
+        old.unlink()
+    for one in file.iterdir():  # what else is in the folder stays
+        one.replace(out / one.name)
 
 
 @contextmanager

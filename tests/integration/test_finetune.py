@@ -146,8 +146,15 @@ def test_the_adapter_is_merged_into_a_folder_of_transformers(export, wanted, bas
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert model.config.use_cache
     assert AutoTokenizer.from_pretrained(folder)("Python").input_ids
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine.txt").write_text("mine")
     export("huggingface", "overwrite=true")
     assert not (folder / "model.safetensors.index.json").exists()
+    assert (folder / "notes" / "mine.txt").read_text() == "mine"
+    with pytest.raises(ConfigError, match="is a folder, and format=safetensors writes a file: give another out"):
+        commands.export([f"run={saved}", "format=safetensors", f"out={folder}", "overwrite=true"])
+    with pytest.raises(ConfigError, match="is a file, and format=huggingface writes a folder: give another out"):
+        commands.export([f"run={saved}", "format=huggingface", f"out={folder / 'config.json'}", "overwrite=true"])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 with transformers 5.24
