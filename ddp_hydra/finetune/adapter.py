@@ -56,6 +56,7 @@ def lora(model: nn.Module, *, autocast_adapter_dtype: bool = True, **options: An
             for parameter in layer.parameters():
                 if parameter.requires_grad and parameter.dtype in LOW:
                     parameter.data = parameter.data.float()
+    vars(model).pop("read_rows", None)  # the files lack the adapter
     object.__setattr__(model, "tuner", tuner)  # not a part of the model, which is a part of it
     if source is not None:
         frozen = (name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad)

@@ -120,7 +120,30 @@ def load(
         model.config.use_cache = False
     new = tuple(sorted(info["missing_keys"]))
     model.pretrained = Pretrained(path, folder, fingerprint(folder), task_type, new, use_cache)
+    if all(parameter.is_meta for parameter in model.parameters()) and not load_in_4bit:
+        read_from_files(model, folder)
     return model
+
+
+def read_from_files(model: nn.Module, folder: Path) -> None:
+    """Have the ranks of a sharded model read the rows of their shards, if the files have all parameters as they are."""
+    from safetensors import safe_open
+
+    files: dict[str, Path] = {}
+    shapes: dict[str, list[int]] = {}
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118, it is no dict
+                files[name], shapes[name] = path, file.get_slice(name).get_shape()
+    if any(shapes.get(name) != list(parameter.shape) for name, parameter in model.named_parameters()):
+        return
+
+    def read_rows(name: str, begin: int, end: int) -> Tensor:
+        with safe_open(files[name], "pt") as file:
+            rows: Tensor = file.get_slice(name)[begin:end] if shapes[name] else file.get_tensor(name)
+        return rows
+
+    object.__setattr__(model, "read_rows", read_rows)  # no part of the model
 
 
 def imported(package: str) -> Any:

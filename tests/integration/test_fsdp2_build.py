@@ -216,9 +216,62 @@ def read_from_a_file(replicas: int) -> list[list[int]]:
     parallel.build(trainer(), make, torch.device("cpu"))
     assert torch.equal(parallel.model.weight.full_tensor(), whole.weight)
     assert torch.equal(parallel.model.bias.full_tensor(), whole.bias)
-    return taken
+    rows = list(taken)
+
+    def load(model: nn.Module, _: Any) -> list[str]:
+        assert torch.equal(model.weight, whole.weight)
+        with torch.no_grad():
+            model.bias.fill_(7.0)  # of a file that goes before the model's own
+        return []
+
+    loaded = FSDP2(this_world(), replicas=replicas)
+    loaded.build(trainer(), make, torch.device("cpu"), load)
+    assert torch.equal(loaded.model.weight.full_tensor(), whole.weight)
+    assert loaded.model.bias.full_tensor().eq(7).all()
+    return rows
 
 
 def test_a_model_may_read_the_rows_of_its_shards(client4, gang):
     assert gang(client4, ranks=3, backend="gloo").run(read_from_a_file, 1) == [[[0, 2]] * 2, [[2, 4]] * 2, [[4, 5]] * 2]
     assert gang(client4, ranks=4, backend="gloo").run(read_from_a_file, 2)[2:] == [[[0, 3]] * 2, [[3, 5]] * 2]
+
+
+def build_pretrained(folder: str) -> list[list[str]]:
+    """On each rank: the parameters of which it has read rows of a pretrained model, without and with an adapter."""
+    import torch
+    from torch import nn
+
+    from ddp_hydra.finetune import adapter, models
+    from ddp_hydra.training.parallel.fsdp2 import FSDP2
+
+    whole = dict(models.causal_lm(folder).named_parameters())
+    taken: list[str] = []
+
+    def make(adapts: bool) -> nn.Module:
+        model: nn.Module = models.causal_lm(folder)
+        if adapts:
+            return adapter.lora(model, target_modules=["q_proj"])
+        if (read := getattr(model, "read_rows", None)) is not None:
+            model.read_rows = lambda name, *rows: [taken.append(name), read(name, *rows)][1]
+        return model
+
+    found = []
+    for adapts in (False, True):
+        parallel = FSDP2(this_world())
+        parallel.build(trainer(), lambda adapts=adapts: make(adapts), torch.device("cpu"))
+        for name, parameter in parallel.model.named_parameters():
+            value, wanted = parameter.full_tensor(), whole.get(name.replace(".base_layer", ""))
+            assert wanted is None or (value.dtype == torch.float32 and torch.equal(value, wanted)), name
+        found.append(sorted(taken))
+        taken.clear()
+    return found
+
+
+def test_ranks_read_their_rows_of_a_pretrained_model(client2, gang, tmp_path):
+    """Its files are bf16, and its parameters fp32: no process makes a copy of all of it."""
+    from tests.support.tiny_llm import llama
+
+    model = llama().bfloat16()
+    model.save_pretrained(tmp_path / "base")
+    names = sorted(name for name, _ in model.named_parameters())
+    assert gang(client2, backend="gloo").run(build_pretrained, str(tmp_path / "base")) == [[names, []]] * 2

@@ -130,10 +130,12 @@ class FSDP2(Parallel):
         # Only rank 0 has the whole model, on the CPU, with the bits of other kinds. It sends shards to the others. If
         # all values come from a state or a file, no rank has it.
         check_settings(trainer, device, self.cpu_offload)
-        model, sends = self._built(make, saved)
+        model, sends = self._built(make, saved, reads_rows=load is None)
         check_parameters(model)
         untouched: list[str] = []
         if load is not None and (self.world.rank == 0 or not sends):
+            if not weights.on_meta(model):
+                weights.read_rows(model)
             untouched = load(model, ALONE if sends else self.world)
         if is_trained:
             parameter_groups.freeze(model, trainer.freeze)
@@ -141,13 +143,14 @@ class FSDP2(Parallel):
         self.make, self.trainer, self.device, self.mesh = make, trainer, device, self._mesh(device)
         self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
         self.adopt(self._shard_modules(model, is_trained))
-        weights.read_rows(self.model)
+        if load is None and not (sends or has_all(saved, self.model)):
+            weights.read_rows(self.model)
         if sends:
             self._receive(whole)
         names: list[str] = self.world.from_rank_0(lambda: untouched)
         return names
 
-    def _built(self, make: Callable[[], nn.Module], saved: Collection[str]) -> tuple[nn.Module, bool]:
+    def _built(self, make: Callable[[], nn.Module], saved: Collection[str], reads_rows: bool) -> tuple[nn.Module, bool]:
         # A collective. It returns whether rank 0 sends the values, too. Each rank builds once, since constructors may
         # count in a global variable: the last rank tells rank 0 what to build.
         last = self.world.size - 1
@@ -158,9 +161,9 @@ class FSDP2(Parallel):
             failure = error
 
         def rank_0_sends() -> bool:
-            names = [name for name, _ in model.named_parameters()] if model is not None else []
-            is_saved = bool(saved) and all(name in saved for name in names)
-            return not (is_saved or hasattr(model, weights.READ_ROWS) or self.fn is not None)
+            assert model is not None
+            has_rows = reads_rows and hasattr(model, weights.READ_ROWS)
+            return not (has_rows or has_all(saved, model) or self.fn is not None)
 
         sends: bool = self.world.send(lambda: failure is not None or rank_0_sends(), last)
         if failure is not None:
@@ -335,6 +338,10 @@ class FSDP2(Parallel):
             for key, slots in state["state"].items()
         }
         return {**state, "state": slots}
+
+
+def has_all(saved: Collection[str], model: nn.Module) -> bool:
+    return bool(saved) and all(name in saved for name, _ in model.named_parameters())
 
 
 def check_settings(trainer: DictConfig, device: torch.device, cpu_offload: bool) -> None:
