@@ -22,7 +22,7 @@ from ddp_hydra.data.batch import mapped, tensors
 from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
-from ddp_hydra.training.parallel import parameter_groups, weights
+from ddp_hydra.training.parallel import parameter_groups, units, weights
 
 MOST_RANKS = 4096
 """Ranks up to which a number is sought that a model fits on."""
@@ -109,15 +109,15 @@ def memory_of(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[s
 
 
 def gathered_bytes(cfg: DictConfig, model: nn.Module) -> int:
-    """Return the bytes of the parts of a sharded model that are whole at once: what is outside of units, and of the
-    largest unit its weights, the ones gathered ahead, and gradients."""
-    from ddp_hydra.training.parallel import fsdp2
+    """Return the bytes of the parts of a sharded model that are whole at once.
 
-    blocks, least = cfg.parallel.get("blocks"), cfg.parallel.get("min_params", fsdp2.MIN_PARAMS)
-    units = [fsdp2.parameters_of(unit) for unit in fsdp2.units_of(model, blocks, least)]
-    inside = set().union(*units)
+    These are what is outside of units, and of the largest unit its weights, the ones gathered ahead, and gradients.
+    """
+    blocks, least = cfg.parallel.get("blocks"), cfg.parallel.get("min_params", units.MIN_PARAMS)
+    gathered = [units.parameters_of(unit) for unit in units.units_of(model, blocks, least)]
+    inside = set().union(*gathered)
     rest = sum(one.nbytes for one in model.parameters() if one not in inside)
-    return rest + 3 * max((sum(one.nbytes for one in unit) for unit in units), default=rest)
+    return rest + 3 * max((sum(one.nbytes for one in unit) for unit in gathered), default=rest)
 
 
 def one_batch(loader: Any, size: int) -> Any:
@@ -226,8 +226,10 @@ class _Step(nn.Module):
 
 
 class _Kept:
-    """Adds up the tensors that autograd keeps. Of modules that are computed again, these are their inputs, and once as
-    much as the largest of them keeps."""
+    """Adds up the tensors that autograd keeps.
+
+    Of modules that are computed again, these are their inputs, and once as much as the largest of them keeps.
+    """
 
     def __init__(self) -> None:
         self.known: set[StorageWeakRef] = set()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training.parallel.fsdp2 import units_of
+from ddp_hydra.training.parallel.units import units_of
 
 
 class Block(nn.Module):

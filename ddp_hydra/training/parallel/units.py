@@ -1,0 +1,96 @@
+"""Chooses the modules of a model whose parameters `parallel=fsdp2` gathers together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from ddp_hydra.errors import ConfigError
+
+MIN_PARAMS = 1e6
+CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
+"""Modules that are not called."""
+
+
+def units_of(model: nn.Module, classes: Sequence[str] | None, min_params: float | None) -> list[list[nn.Module]]:
+    """Return the modules whose parameters are gathered together, the inner ones first.
+
+    These are blocks, and where no classes are given, large modules outside of them. A norm right before the last one
+    goes with it.
+    """
+    units = [[block] for block in blocks_of(model, classes)]
+    if classes is not None or min_params is None:
+        return units
+    blocks = {block for (block,) in units}
+    large = [[one] for one in large_modules(model, blocks, min_params) if owns_its_parameters([one], model)]
+    leaves = [one for one in leaves_outside(model, blocks) if next(one.parameters(), None) is not None]
+    if large and [leaves[-1]] in large and len(leaves) > 1 and "Norm" in type(leaves[-2]).__name__:
+        large[large.index([leaves[-1]])] = leaves[-2:]
+    return units + large
+
+
+def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module]:
+    if classes is not None:
+        known = sorted({type(module).__name__ for module in model.modules()})
+        if lacking := sorted(set(classes) - set(known)):
+            raise ConfigError(f"parallel.blocks has {', '.join(lacking)}, but the model has {', '.join(known)}")
+        wanted = [module for module in model.modules() if type(module).__name__ in classes]
+    else:
+        named = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        wanted = [module for module in model.modules() if type(module).__name__ in named]
+        wanted = wanted or list(repeated_modules(model))
+    return [module for module in reversed(wanted) if module is not model and owns_its_parameters([module], model)]
+
+
+def repeated_modules(model: nn.Module) -> Iterator[nn.Module]:
+    # The outermost modules with children that a list repeats.
+    for child in model.children():
+        kinds = Counter(type(one) for one in child.children() if any(one.children()))
+        is_list = isinstance(child, nn.Sequential | nn.ModuleList)
+        found = [one for one in child.children() if is_list and kinds[type(one)] > 1]
+        yield from (one for one in found if next(one.parameters(), None) is not None)
+        if not found:
+            yield from repeated_modules(child)
+
+
+def large_modules(model: nn.Module, blocks: set[nn.Module], least: float) -> list[nn.Module]:
+    # Of a module, what is in other units does not count.
+    found: list[nn.Module] = []
+
+    def rest(module: nn.Module) -> dict[nn.Parameter, int]:
+        if module in blocks:
+            return {}
+        left = {one: one.numel() for one in module.parameters(recurse=False)}
+        for child in module.children():
+            left |= rest(child)
+        never_called = isinstance(module, CONTAINERS) or module in own
+        if module is model or never_called or not left or sum(left.values()) < least:
+            return left
+        found.append(module)
+        return {}
+
+    # It computes with the parameters of its parts, which it does not call.
+    own = {part for one in model.modules() if isinstance(one, nn.MultiheadAttention) for part in one.children()}
+    rest(model)
+    return found
+
+
+def leaves_outside(model: nn.Module, blocks: set[nn.Module]) -> Iterator[nn.Module]:
+    for child in model.children():
+        if child not in blocks:
+            yield from leaves_outside(child, blocks) if any(child.children()) else [child]
+
+
+def parameters_of(unit: Sequence[nn.Module]) -> set[nn.Parameter]:
+    return {parameter for module in unit for parameter in module.parameters()}
+
+
+def owns_its_parameters(unit: Sequence[nn.Module], model: nn.Module) -> bool:
+    # A tied parameter has to be in one unit.
+    def uses(*modules: nn.Module) -> Counter[int]:
+        return Counter(id(one) for part in modules for _, one in part.named_parameters(remove_duplicate=False))
+
+    everywhere, inside = uses(model), uses(*unit)
+    return bool(inside) and all(everywhere[key] == number for key, number in inside.items())
