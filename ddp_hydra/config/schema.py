@@ -42,12 +42,13 @@ CompileMode = StrEnum(
     "CompileMode",
     {
         "default": "default",
+        "block": "block",
         "reduce_overhead": "reduce-overhead",
         "max_autotune": "max-autotune",
         "max_autotune_no_cudagraphs": "max-autotune-no-cudagraphs",
     },
 )
-"""`mode` of torch.compile."""
+"""`mode` of torch.compile; `block` compiles each block of the model by itself."""
 Handler = StrEnum("Handler", ["client", "cluster"])
 """Where the writers run: where the command was typed, or on the cluster's side."""
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import shutil
+import socket
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,8 +21,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.console.text import printable
-from ddp_hydra.errors import CheckpointError, NonFiniteLoss
+from ddp_hydra.console.text import printable, size_text
+from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.manifest import FOLDER, STATE, state_file, step_name
@@ -127,6 +129,24 @@ class CheckpointSaver:
         self.group: Any = None
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None
+
+    def check_space(self, n_bytes: int) -> None:
+        # A collective. Ranks of a host, and of a disk there, write into the folders of their workers.
+        in_parts = self.shard_above_gb is not None and self.world.group and n_bytes > self.shard_above_gb * 1e9
+        own = n_bytes // self.world.size if in_parts else n_bytes if self.world.rank == 0 else 0
+        folder = results.outbox().parent
+        disk = (socket.gethostname(), folder.stat().st_dev)
+        needed: Counter[tuple[str, int]] = Counter()
+        rows = self.world.gather_objects((disk, own, shutil.disk_usage(folder).free, str(folder)))
+        for disk, size, free, name in rows:
+            needed[disk] += size
+            if needed[disk] > free:
+                raise ConfigError(
+                    f"{size_text(free)} are free in {name} on host {disk[0]}, and its ranks write "
+                    f"{size_text(needed[disk])} of a checkpoint there before it is fetched: free "
+                    f"{size_text(needed[disk] - free)}, or give the workers another folder by DASK_TEMPORARY_DIRECTORY "
+                    "or dask worker --local-directory <folder>"
+                )
 
     def save(self, state: TrainingState, metrics: dict[str, float], best: bool) -> None:
         # A collective. Wait for the checkpoint before it.

@@ -109,6 +109,8 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
 
 def fit(run: TrainingRun) -> None:
     # A run that should stop early is saved first.
+    if run.position.step == 0:
+        run.checkpoints.check_space(setup.checkpoint_bytes(run))
     if run.rank == 0:
         results.emit(run.header, run.position.step)
     if run.validation is not None:

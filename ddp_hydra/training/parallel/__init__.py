@@ -25,6 +25,7 @@ from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms, is_finite
 from ddp_hydra.training.parallel import parameter_groups, weights
+from ddp_hydra.training.parallel.units import BY_BLOCK, blocks_of, compile_each, torch_mode
 from ddp_hydra.training.parallel.weights import BufferCopy, Ema
 from ddp_hydra.training.train_step import TrainStep
 
@@ -53,6 +54,8 @@ class Parallel:
     model: nn.Module
     shards = False
     """Ranks have shares of the model's tensors, where they have a group."""
+    blocks: Sequence[str] | None = None
+    """Classes of modules that `trainer.compile=block` compiles; None: what the model repeats."""
 
     def __init__(self, world: World = ALONE) -> None:
         self.world, self.channels_last = world, False
@@ -126,15 +129,17 @@ class Parallel:
             self.parts.pop(update).release()
         part = self.parts[update] = self.wrap(step := TrainStep(task, self.model, update))
         if trainer.compile is not None:
-            self.compile(step, update, trainer.compile.replace("_", "-"))
+            self.compile(step, update, trainer.compile)
         return part
 
     def compile(self, step: TrainStep, update: str, mode: str) -> None:
         # As DDP calls this step, torch.compile cuts the graph at DDP's buckets.
-        if update:
-            step.part.compile(mode=mode)  # the task finds it in the model, not in a wrapper
+        if mode == BY_BLOCK and (blocks := blocks_of(self.model, self.blocks)):
+            compile_each(blocks, mode)
+        elif update:
+            compile_each([step.part], mode)  # the task finds it in the model, not in a wrapper
         else:
-            step.wrap(partial(torch.compile, mode=mode))
+            step.wrap(partial(torch.compile, mode=torch_mode(mode)))
 
     def wrap(self, step: TrainStep) -> PartStep:
         return PartStep(step, world=self.world)

@@ -27,7 +27,7 @@ from ddp_hydra.training import plain_state
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms
 from ddp_hydra.training.parallel import Load, Named, Parallel, PartStep, parameter_groups, weights
-from ddp_hydra.training.parallel.units import MIN_PARAMS, blocks_of, owns_its_parameters, units_of
+from ddp_hydra.training.parallel.units import MIN_PARAMS, blocks_of, compile_each, owns_its_parameters, units_of
 from ddp_hydra.training.parallel.weights import Ema, local
 from ddp_hydra.training.train_step import TrainStep, trained_loss
 
@@ -44,6 +44,9 @@ EXPLAINED = {
     ),
     "on device meta is not on the expected device": (
         "a parameter is used that the model holds outside of its attributes, as in a list: keep an nn.ParameterList"
+    ),
+    "TypeError: Cannot convert expression to float": (
+        "torch's compiler fails at blocks of several sizes: leave out trainer.compile, or give parallel=ddp"
     ),
     "expects uniform original parameter dtype": (
         "parameters of a block need one type, and so do all that are outside of blocks: convert them, or name the "
@@ -211,8 +214,7 @@ class FSDP2(Parallel):
         if is_trained:
             parameter_groups.activation_checkpointing(model, self.trainer.activation_checkpointing)
             if self.trainer.compile is not None:
-                for block in blocks_of(model, self.blocks) or [model]:
-                    block.compile(mode=self.trainer.compile.replace("_", "-"))
+                compile_each(blocks_of(model, self.blocks) or [model], self.trainer.compile)
         low = torch.bfloat16 if self.casts_to_bf16 else None
         given: dict[str, Any] = {
             "mesh": self.mesh,

@@ -1,15 +1,17 @@
-"""Chooses the modules of a model whose parameters `parallel=fsdp2` gathers together."""
+"""Chooses the modules of a model that are compiled by themselves, and whose parameters fsdp2 gathers together."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
 
 MIN_PARAMS = 1e6
+BY_BLOCK = "block"
+"""Value of `trainer.compile` with which the model itself is not compiled."""
 CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 """Modules that are not called."""
 
@@ -42,6 +44,16 @@ def blocks_of(model: nn.Module, classes: Sequence[str] | None) -> list[nn.Module
         wanted = [module for module in model.modules() if type(module).__name__ in named]
         wanted = wanted or list(repeated_modules(model))
     return [module for module in reversed(wanted) if module is not model and owns_its_parameters([module], model)]
+
+
+def compile_each(modules: Iterable[nn.Module], mode: str) -> None:
+    # In place: the names in the model's state stay.
+    for module in modules:
+        module.compile(mode=torch_mode(mode))
+
+
+def torch_mode(mode: str) -> str:
+    return "default" if mode == BY_BLOCK else mode.replace("_", "-")
 
 
 def repeated_modules(model: nn.Module) -> Iterator[nn.Module]:

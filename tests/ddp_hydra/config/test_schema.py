@@ -316,7 +316,7 @@ def test_a_config_that_was_refused_is_told_with_what_was_typed():
         ("trainer.epochs=1e3", "a whole number of at least 1, or null"),
         ("trainer.epochs=many", "a whole number of at least 1, or null"),
         ("trainer.precision=int8", "fp32, tf32, bf16, fp16, fp8"),
-        ("trainer.compile=fast", "default, reduce_overhead, max_autotune, max_autotune_no_cudagraphs, or null"),
+        ("trainer.compile=fast", "default, block, reduce_overhead, max_autotune, max_autotune_no_cudagraphs, or null"),
         ("results.handler=foo", "client, cluster"),
         ("results.loggers=foo", "a list, such as [a,b]"),
         ("dispatch.port_range=[a,b]", "a list, such as [a,b], or null"),

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from ddp_hydra import results
 from ddp_hydra.data.samplers import Distributed
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.rank.world import World
 from ddp_hydra.training import setup
+from ddp_hydra.training.checkpoint import CheckpointSaver
 from ddp_hydra.training.setup import epochs_of
 from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.loop_runs import Numbers
@@ -56,3 +65,28 @@ def test_a_large_model_says_what_a_rank_keeps(train, monkeypatch):
     (start,) = [record.data for record in run.records if record.kind == "start"]
     (line,) = [line for line in start.lines if line.startswith("memory")]
     assert line == "memory    268 B a rank: weights 120 B, gradients 60 B, optimizer 60 B, activations 28 B"
+
+
+def test_a_run_begins_only_where_a_checkpoint_fits_into_the_folder_of_the_worker(train, monkeypatch):
+    first = train(epochs=1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50))
+    with pytest.raises(
+        ConfigError, match=r"^50 B are free in .* on host \S+, .* 120 B of a checkpoint .*: free 70 B, "
+    ):
+        train(parts={"optimizer": {"momentum": 0.9}})
+    train(resume=first.last)  # a run that goes on waits for space when a save lacks it
+
+
+def test_on_each_host_the_parts_of_its_ranks_have_to_fit(train, monkeypatch):
+    monkeypatch.setattr(results, "outbox", lambda: Path(__file__))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    others = [(("a", 1), 250, 900, "/one"), (("b", 1), 250, 400, "/two"), (("b", 1), 250, 400, "/three")]
+    found: list[Any] = []
+    monkeypatch.setattr(World, "gather_objects", lambda _, row: [found.append(row) or row, *others])
+    world = World(size=4, local_size=1, group=object())
+    with pytest.raises(ConfigError, match=r"400 B are free in /three on host b, .* 500 B of a .*: free 100 B"):
+        CheckpointSaver(world, 0.0).check_space(1000)
+    others[1:] = others[:1]
+    CheckpointSaver(world, 0.0).check_space(1000)
+    CheckpointSaver(world, 1.0).check_space(1000)
+    assert [size for _, size, *_ in found] == [250, 250, 1000]

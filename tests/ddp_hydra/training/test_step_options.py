@@ -214,6 +214,33 @@ def test_each_part_that_is_trained_apart_is_compiled_where_the_task_finds_it(gro
     assert [part._compiled_call_impl is not None for part in model.values()] == [True, False]
 
 
+class Repeated(nn.Sequential):
+    """Has two blocks and a last layer."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        blocks = [nn.Sequential(nn.Linear(in_features, in_features), nn.Tanh()) for _ in range(2)]
+        super().__init__(nn.Sequential(*blocks), nn.Linear(in_features, out_features))
+
+
+@pytest.mark.medium
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch's compiler
+def test_what_a_model_repeats_is_compiled_by_itself_or_the_model_where_it_repeats_nothing(train, monkeypatch):
+    parts, compiled, by_torch, whole = {"model": {"_target_": f"{__name__}.Repeated"}}, [], nn.Module.compile, []
+
+    def compile_module(module: nn.Module, mode: str) -> None:
+        compiled.append((module, mode))
+        by_torch(module, backend="eager")
+
+    expected = train(epochs=1, parts=parts)
+    monkeypatch.setattr(nn.Module, "compile", compile_module)
+    run = train(epochs=1, compile="block", parts=parts)
+    assert flat(read(run.last)["model"]) == flat(read(expected.last)["model"])
+    assert [(len(module), mode) for module, mode in compiled] == [(2, "default")] * 2
+    monkeypatch.setattr(torch, "compile", lambda call, mode: whole.append(mode) or call)
+    train(epochs=1, compile="block")
+    assert (len(compiled), whole) == (2, ["default"])
+
+
 class Apart(Task):
     """Trains the parts of a model apart."""
 
