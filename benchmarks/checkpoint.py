@@ -193,10 +193,11 @@ def write_bare(tensors: dict[str, torch.Tensor], folder: Path) -> None:
 
 
 def read_bare(tensors: dict[str, torch.Tensor], folder: Path) -> None:
-    """Read them into memory."""
+    """Read them into memory, which all keep."""
+    found = [torch.empty_like(tensor) for tensor in tensors.values()]
     with (folder / "a").open("rb", buffering=0) as file:
-        for tensor in tensors.values():
-            file.readinto(memoryview(torch.empty_like(tensor).numpy()).cast("B"))
+        for tensor in found:
+            file.readinto(memoryview(tensor.numpy()).cast("B"))
 
 
 def write_torch(tensors: dict[str, torch.Tensor], folder: Path) -> None:
@@ -230,10 +231,11 @@ def write_ours(state: TrainingState, world: World, shard_above_gb: float | None,
 
 
 def read_ours(folder: Path) -> None:
-    """Read it into memory, all of it: a file is mapped until it is used."""
+    """Read it into memory, all of it: one file is mapped until it is used."""
     (path,) = (folder / "run" / "checkpoints").glob("step-*")
-    for tensor in sharded_checkpoint.taken_apart(checkpoint.read(path))[1].values():
-        tensor.clone()
+    found = sharded_checkpoint.taken_apart(checkpoint.read(path))[1]
+    if path.is_file():
+        found = {name: tensor.clone() for name, tensor in found.items()}
 
 
 def drop_cache(folder: Path) -> None:

@@ -32,6 +32,8 @@ ALLOWED = {
     "_backward_hooks": "hooks of parameters, which a sharded model would not call, are refused",
     "_buffers": "a tied buffer stays tied when a model is moved",
     "_call_end_callbacks_on_future": "the profiler's span of an average ends with it",
+    "_checkpoint_offset": "where a tensor's bytes are in a file: they are read once; torch copies them twice",
+    "_slice_file": "as _checkpoint_offset: the part of a file of DCP's that holds a tensor",
     "_dynamo": "put off until something is compiled: 1.1 of 3.3 s of CPU time, and 150 MiB, of the fork server",
     "_foreach_copy_": "one kernel for all parameters",
     "_foreach_lerp_": "one kernel for all parameters",

@@ -11,10 +11,12 @@ import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from io import FileIO
 from pathlib import Path, PosixPath
-from typing import Any, BinaryIO, Self, cast
+from typing import IO, Any, BinaryIO, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -46,6 +48,8 @@ DESCRIBING = {
     "pathlib": {"PosixPath"},
 }
 """Classes that `.metadata` may have, by module."""
+PIECE_BYTES = 2**28
+"""A rank gives a sign of life after each piece that it reads."""
 Like = Callable[[str, torch.Size, torch.dtype], Tensor]
 """Makes the tensor that a part is read into, of its name, whole shape, and type."""
 
@@ -211,6 +215,21 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
                 raise CheckpointError(f"{folder / METADATA} says nothing of its files")
             return found
 
+        def read_data(self, plan: Any, planner: Any) -> Any:
+            # Torch's own copies each piece twice, which takes three times as long.
+            rest = []
+            with ExitStack() as files:
+                opened = cache(lambda name: files.enter_context((folder / name).open("rb", buffering=0)))
+                for item in plan.items:
+                    info, target = self.storage_data[item.storage_index], planner.resolve_tensor(item).detach()
+                    file = opened(info.relative_path)
+                    if (offset := offset_of(self._slice_file(file, info), item, target)) is None:
+                        rest.append(item)
+                        continue
+                    read_into(target, file, info.offset + offset)
+                    planner.commit_tensor(item, target)
+            return super().read_data(replace(plan, items=rest), planner)
+
     class TensorPlanner(DefaultLoadPlanner):
         """Reads tensors only."""
 
@@ -229,6 +248,27 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
             f"{folder} can't be read as a checkpoint ({type(error).__name__}: {error!s:.200})"
         ) from None
     return put_together(content, tensors)
+
+
+def offset_of(saved: IO[bytes], item: Any, target: Tensor) -> int | None:
+    # Where in a file of torch.save the bytes of `target` are; None if they are not there as they are in memory.
+    tensor = torch.load(saved, map_location="meta", weights_only=True)
+    for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dim, begin, length)
+    is_same = (tensor.dtype, tensor.shape, target.device.type) == (target.dtype, target.shape, "cpu")
+    if not (is_same and tensor.is_contiguous() and target.is_contiguous()):
+        return None
+    begin = getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
+    return None if begin is None else begin + tensor.storage_offset() * tensor.itemsize
+
+
+def read_into(target: Tensor, file: FileIO, offset: int) -> None:
+    memory: memoryview = as_bytes(target).numpy().data
+    while memory:
+        heartbeat.progress()
+        if not (n := os.preadv(file.fileno(), [memory[:PIECE_BYTES]], offset)):
+            raise EOFError(f"{file.name} ends too early")
+        memory, offset = memory[n:], offset + n
 
 
 def send(make: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
