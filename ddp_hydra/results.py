@@ -278,7 +278,8 @@ def submit_file(
 
     Args:
         path: relative to the run directory.
-        write: writes the file to the path that it is given.
+        write: writes the file to the path that it is given. If it returns a NotingFile by which it has written all, the
+            file is not read again for its sha256.
         step: optimizer steps done.
         checkpoint: what the manifest says of it, if the file is one.
 
@@ -314,7 +315,7 @@ def checkpoint(
     """
     import torch  # the client imports this module, too, and needs no torch
 
-    def write(target: Path) -> None:
+    def write(target: Path) -> NotingFile:
         try:
             with target.open("wb") as opened:
                 file = NotingFile(opened)
@@ -323,6 +324,7 @@ def checkpoint(
                 except RuntimeError as error:
                     raise file.error or error from None
             torch.load(target, map_location="cpu", weights_only=True, mmap=True)
+            return file
         except (pickle.PickleError, AttributeError, TypeError) as error:
             raise RecordError(
                 f"the checkpoint of step {step} holds more than tensors, numbers, texts and lists or dicts of them "
@@ -351,17 +353,20 @@ def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint
     check_path(path)
     source = _sender().outbox / f"{threading.get_ident()}-{time.monotonic_ns()}"
 
-    def attempt() -> None:
+    def attempt() -> Any:
         try:
-            write(source)
+            return write(source)
         except BaseException:
             source.unlink(missing_ok=True)  # nobody would delete it, e.g. after a full disk
             raise
 
-    with_room(attempt)
-    with source.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return File(path, source.stat().st_size, digest, source=str(source), checkpoint=checkpoint)
+    written = with_room(attempt)
+    if isinstance(written, NotingFile):
+        digest = written.sha256
+    else:
+        with source.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256")
+    return File(path, source.stat().st_size, digest.hexdigest(), source=str(source), checkpoint=checkpoint)
 
 
 def with_room(write: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import secrets
 import shutil
@@ -220,23 +221,27 @@ def sync(path: Path) -> None:
 
 
 class NotingFile:
-    """A file that notes why a write failed, for a library that doesn't say: torch reports only a wrong file length.
+    """A file that is written from its begin to its end, and that notes why a write failed: torch does not say it.
 
     Args:
         file: where to write.
 
     Attributes:
         error: the first error of a write.
+        sha256: of what was written.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
         self.error: Exception | None = None
+        self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
         """Write some bytes."""
         try:
-            return self._write(data)
+            n = self._write(data)
+            self.sha256.update(data)
+            return n
         except Exception as error:
             self.error = self.error or error
             raise

@@ -104,9 +104,15 @@ def weights_in(path: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): value for name, value in found.items()}
 
 
-def write(content: dict[str, Any], path: Path, step: int) -> None:
+def write(content: dict[str, Any], path: Path, step: int) -> ReportingFile:
     with path.open("wb") as file, ReportingFile(file, step).explained() as reporting:
         torch.save(content, cast(IO[bytes], reporting))
+    return reporting
+
+
+def move(path: Path, written: ReportingFile | None, target: Path) -> ReportingFile | None:
+    shutil.move(path, target)
+    return written
 
 
 class CheckpointSaver:
@@ -189,9 +195,9 @@ class CheckpointSaver:
             tensors = {name: rewrappers[name](tensor) for name, tensor in copied.items()}
             beside = partial(TemporaryDirectory, prefix="save-", dir=results.outbox().parent)
             with results.with_room(beside) as folder:
-                owners = sharded_checkpoint.write(tensors, Path(folder), self.group, step)
+                owners, files = sharded_checkpoint.write(tensors, Path(folder), self.group, step)
                 own: dict[str, Callable[[Path], Any]] = {
-                    name: partial(shutil.move, Path(folder, name))
+                    name: partial(move, Path(folder, name), files.get(name))
                     for name, rank in owners.items()
                     if rank == self.world.rank
                 }

@@ -101,12 +101,15 @@ def names_in(value: Any) -> Iterator[str]:
                 yield from names_in(one)
 
 
-def write(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, step: int) -> dict[str, int]:
+def write(
+    tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, step: int
+) -> tuple[dict[str, int], dict[str, ReportingFile]]:
     """Write this rank's part of some tensors into a folder. A collective.
 
     Returns:
-        The names of the files of all ranks, each with the rank that has written it.
+        The names of the files of all ranks, each with the rank that has written it; and what this rank has written.
     """
+    files: dict[str, ReportingFile] = {}
     from torch.distributed.checkpoint import FileSystemWriter, save
     from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -114,7 +117,7 @@ def write(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup,
         @contextmanager
         def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
             with super().create_stream(path, mode) as file:
-                reporting = ReportingFile(cast(BinaryIO, file), step)
+                reporting = files[Path(path).name] = ReportingFile(cast(BinaryIO, file), step)
                 with reporting.explained():
                     yield reporting
 
@@ -144,7 +147,7 @@ def write(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup,
     with plain_errors():
         described = save(dict(tensors), storage_writer=writer, process_group=group)
     names = {info.relative_path for info in described.storage_data.values()}
-    return {METADATA: 0, **{name: int(name.split("_")[2]) for name in sorted(names)}}
+    return {METADATA: 0, **{name: int(name.split("_")[2]) for name in sorted(names)}}, files
 
 
 class ReportingFile(NotingFile):

@@ -129,6 +129,17 @@ def test_a_large_file_goes_through_the_outbox(sent, tmp_path):
     assert sent[0].data == File("a/b.bin", len(content), sha256, source=str(first))
 
 
+def test_the_hash_of_a_checkpoint_is_of_what_was_written(sent, monkeypatch):
+    def damage(file, digest):
+        raise AssertionError("it is read again")
+
+    monkeypatch.setattr(hashlib, "file_digest", damage)
+    results.checkpoint({"w": torch.arange(100_000)}, 1)
+    (record,) = sent
+    content = Path(record.data.source).read_bytes()
+    assert (record.data.sha256, record.data.size) == (hashlib.sha256(content).hexdigest(), len(content))
+
+
 def test_a_file_that_cannot_be_written_leaves_nothing_in_the_outbox(sent, tmp_path):
     def disk_full(path):
         path.write_bytes(b"half of it")

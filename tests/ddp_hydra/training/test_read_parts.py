@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,7 +41,9 @@ def folder(tmp_path, group) -> Path:
     saved = tmp_path / "saved"
     saved.mkdir()
     results.connect(DirectSender(print, tmp_path))
-    sharded_checkpoint.write(WHOLE, saved, dist.group.WORLD, 1)
+    owners, files = sharded_checkpoint.write(WHOLE, saved, dist.group.WORLD, 1)
+    (name,) = owners.keys() & files.keys()
+    assert files[name].sha256.digest() == hashlib.sha256((saved / name).read_bytes()).digest()
     return saved
 
 
