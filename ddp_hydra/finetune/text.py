@@ -137,6 +137,12 @@ class TokenizedText(Dataset):
             raise ConfigError(f"data.label={self.label} is of whole texts: leave data.{other} out")
 
     def _take_tokens(self, words: Any, eos: bool, are_chats: bool) -> None:
+        if self.mask and (are_chats or len(self.columns) == 2):
+            raise ConfigError(
+                f"data.mask={self.mask} is of whole texts, and the columns are {', '.join(self.columns)}: give "
+                "data.columns=[<text>]"
+            )
+
         def lacks(what: str, advice: str) -> ConfigError:
             return ConfigError(f"the tokenizer of {self.tokenizer} has no {what}: {advice}")
 
@@ -254,6 +260,8 @@ class TokenizedText(Dataset):
                 f"has {words} words: give data.tokenizer=<the model's own>, or a model with resized embeddings"
             )
         self._check_vocabulary(model)
+        if models.is_of_transformers(model) and name.endswith("ForMaskedLM") and not self.mask:
+            raise ConfigError(f"{name} predicts masked tokens, and data.mask={self.mask}: give data.mask=0.15")
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         if isinstance(positions, int) and self.lengths.max() > positions > 0:
             raise ConfigError(

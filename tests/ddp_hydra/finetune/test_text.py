@@ -113,6 +113,7 @@ MISTAKES = [
     ({"overflow": "cut"}, r"data\.overflow=cut: give one of truncate, split, drop"),
     ({"flatten": True}, r"data\.flatten=true is of packed rows: give data\.packing=true, too"),
     ({"sequence_length": 1}, r"data\.sequence_length=1: give 2 or more"),
+    ({"mask": 0.1, "columns": ["text", "text"]}, r"data\.mask=0\.1 is of whole texts, and the columns are text, text"),
     ({"mask": 15}, r"data\.mask=15 is a share of the tokens: give data\.mask=0\.15"),
     ({"mask": 0.1, "packing": True}, r"data\.mask=0\.1 does not go with packed documents: give data\.packing=false"),
     ({"label": "n", "overflow": "split"}, r"data\.label=n is of whole texts: leave data\.overflow=split out"),
