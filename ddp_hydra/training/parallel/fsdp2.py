@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -367,6 +368,18 @@ def check_parameters(model: nn.Module) -> None:
         )
 
 
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one whose state no checkpoint could hold. Optimizers of torchao make theirs in the first step."""
+    is_of_torchao = type(optimizer).__module__.startswith("torchao.")
+    values = (one for slots in optimizer.state.values() for one in slots.values() if isinstance(one, Tensor))
+    has_low_moments = is_of_torchao and getattr(optimizer, "block_size", math.inf) < math.inf
+    if has_low_moments or any(map(plain_state.is_wrapped, map(local, values))):
+        raise ConfigError(
+            f"{KIND}: {type(optimizer).__name__} keeps its state in tensors of its own, of whose shares a checkpoint "
+            "can't be made: give optimizer=adamw or optimizer=sgd, or parallel=ddp"
+        )
+
+
 def shard_of(value: Any, like: Any) -> Any:
     """Return this rank's share of a tensor that is whole, or is the share itself; other values as they are."""
     if not isinstance(value, Tensor) or not isinstance(like, DTensor):
@@ -492,10 +505,17 @@ class ShardedStep(PartStep):
         prediction.register_hook(torch.zeros_like)
         return step.loss.where(torch.zeros((), dtype=torch.bool, device=step.loss.device), 0.0)
 
+    def trained(self, optimizer: torch.optim.Optimizer) -> Named:
+        check_optimizer(optimizer)
+        return super().trained(optimizer)
+
     @contextmanager
     def explain_step_errors(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        is_first = not optimizer.state
         try:
             yield
+            if is_first:
+                check_optimizer(optimizer)
         except (NotImplementedError, RuntimeError) as error:
             if not re.search("DTensor|[Ss]hard|placement", str(error)):
                 raise

@@ -122,6 +122,36 @@ class HeadAlone(Classification):
         return Step(model.head(batch[0].repeat(1, 2)[:, :10]).square().mean())
 
 
+class Packed(torch.Tensor):
+    """Keeps its numbers in a tensor of another type, as moments of torchao's optimizers do."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape)
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Packed:
+        return cls(parts["codes"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class LowMoments(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["moment"] = Packed(torch.zeros(3, dtype=torch.uint8))
+        return super().step(closure)
+
+
 class Centres(nn.Module):
     """A loss with parameters."""
 
