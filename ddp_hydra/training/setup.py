@@ -242,9 +242,9 @@ def weights_in(run: Any, untouched: list[str] | None) -> str:
         notes = [" but ".join(["all from a file", *filter(None, [", ".join(untouched)])])]
     elif source is not None and not run.position.step:
         if source.new:
-            notes = [f"new, as {source.path} lacks them: {shown(weights.modules_of(source.new))}"]
+            notes = [f"new, as the files lack them: {shown(weights.modules_of(source.new))}"]
         if source.unused:
-            notes.append(f"not used of {source.path}: {shown(weights.modules_of(source.unused))}")
+            notes.append(f"not used of the files: {shown(weights.modules_of(source.unused))}")
     return "; ".join(notes)
 
 
