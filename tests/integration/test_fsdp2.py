@@ -88,6 +88,7 @@ REFUSED = {
     "can't share parameters with no axis: scale: make them": [*ODD, "+model.odd=scalar"],
     "trainer.precision=fp8 needs a GPU": ["trainer.precision=fp8"],
     "would not call the hooks of parameters: stem.bias: change gradients in": [*ODD, "+model.odd=hook"],
+    "in no nn.ParameterList, ParameterDict or ModuleList: own: keep them": [*ODD, "+model.odd=list"],
     "and buffers stay as they are": [*ODD, "+model.odd=mask", "trainer.precision=bf16"],
     "Torch said: models/blocks.py, line": [*ODD, "+model.odd=looks"],
     "parameters of a block need one type": [*ODD, "+model.odd=double"],

@@ -360,12 +360,31 @@ def check_parameters(model: nn.Module) -> None:
                 f"{KIND} can't share parameters with {kind}: {shown(names, 6)}: make them by "
                 "nn.Parameter(value.reshape(-1).contiguous()), or leave out empty ones; or give parallel=ddp"
             )
-
+    if names := list(hidden_parameters(model)):
+        raise ConfigError(
+            f"{KIND} can't share parameters that are in no nn.ParameterList, ParameterDict or ModuleList: "
+            f"{shown(names, 6)}: keep them in one, or give parallel=ddp, with which no optimizer trains them"
+        )
     if names := [name for name, one in model.named_parameters() if one._backward_hooks]:
         raise ConfigError(
             f"{KIND} would not call the hooks of parameters: {shown(names, 6)}: change gradients in the forward pass, "
             "or give parallel=ddp"
         )
+
+
+def hidden_parameters(model: nn.Module) -> Iterator[str]:
+    """Yield names of attributes that hold parameters which torch does not know to be the model's."""
+    known = {id(one) for one in model.parameters()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            for one in values:
+                tensors = one.parameters() if isinstance(one, nn.Module) else [one] if isinstance(one, Tensor) else []
+                if any(one.requires_grad and one.is_leaf and id(one) not in known for one in tensors):
+                    yield f"{path}.{name}".lstrip(".")
+                    break
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

@@ -80,7 +80,8 @@ class Odd(Blocks):
     Args:
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
             "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
-            multiply by a parameter of two elements, of which some ranks have none; "hook": double a gradient.
+            multiply by a parameter of two elements, of which some ranks have none; "hook": double a gradient;
+            "list": keep a parameter in a list.
         options: of Blocks.
     """
 
@@ -93,6 +94,7 @@ class Odd(Blocks):
             self.stem.bias.register_hook(lambda gradient: 2 * gradient)
         if odd == "double":
             self.head.double()
+        self.own, self.same = [nn.Parameter(torch.ones(2))] if odd == "list" else [], [self.stem, *self.parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict the class of each point."""
