@@ -263,6 +263,12 @@ class TokenizedText(Dataset):
         self._check_vocabulary(model)
         if models.is_of_transformers(model) and name.endswith("ForMaskedLM") and not (self.mask or self.packing):
             raise ConfigError(f"{name} predicts masked tokens, and data.mask={self.mask}: give data.mask=0.15")
+        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+        if self.label and models.is_of_transformers(model) and hasattr(model, "score") and pad != self.pad_id:
+            raise ConfigError(
+                f"{name} finds the end of a text by pad_token_id={pad} of its config, and the tokenizer of "
+                f"{self.tokenizer} fills rows with {self.pad_id}: give +model.pad_token_id={self.pad_id}"
+            )
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         if isinstance(positions, int) and self.lengths.max() > positions > 0:
             raise ConfigError(

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
+from transformers import LlamaForSequenceClassification
 
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DataError
@@ -186,3 +187,12 @@ def test_a_model_with_fewer_words_or_positions_is_refused(make):
         data.check_model(llama(words=80))
     with pytest.raises(ConfigError, match=r"a document has 11 tokens, and LlamaForCausalLM has 8 positions: give data\.sequence_length=8"):  # fmt: skip  # noqa: E501
         data.check_model(llama(positions=8))
+
+
+def test_a_classifier_that_finds_the_end_of_a_text_by_another_token_is_refused(make):
+    data = make([{"text": "abc", "n": 1}], label="n")
+    model = LlamaForSequenceClassification(llama(words=265).config)
+    with pytest.raises(ConfigError, match=r"by pad_token_id=None of .* rows with 0: give \+model\.pad_token_id=0"):
+        data.check_model(model)
+    model.config.pad_token_id = data.pad_id
+    data.check_model(model)
