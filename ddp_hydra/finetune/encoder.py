@@ -40,6 +40,7 @@ class Encoder:
         length: most tokens of a document.
         overflow: truncate, split or drop documents that are longer.
         eos: end documents and completions with the tokenizer's token for it.
+        closes: a document that is truncated keeps the special tokens at its end, as [SEP].
         least: fewest tokens of a document.
         roles: role in the data -> role of the template.
         name: of the source, for messages.
@@ -52,6 +53,7 @@ class Encoder:
     length: int
     overflow: str
     eos: bool
+    closes: bool
     least: int
     roles: Mapping[str, str]
     name: str
@@ -60,6 +62,7 @@ class Encoder:
         heartbeat.progress()
         made: dict[str, list[Any]] = {name: [] for name in ("input_ids", "counted", "label", "row", "state")}
         labels = rows[self.label] if self.label else [0] * len(numbers)
+        labels = [int(label) if isinstance(label, bool) else label for label in labels]
         for number, label, document in zip(numbers, labels, self._documents(rows, numbers), strict=True):
             for (ids, counted), state in self._pieces(document):
                 kept = state in (State.WHOLE, State.CUT)
@@ -90,6 +93,9 @@ class Encoder:
         else:
             state = State.CUT if len(ids) > self.length else State.WHOLE
             last = len(ids) if self.overflow == "split" else 1
+            if self.closes and state is State.CUT and last == 1:  # as transformers truncates
+                end = next((n for n, one in enumerate(reversed(ids)) if one not in self.tokenizer.all_special_ids), 0)
+                ids = ids[: self.length - end] + ids[len(ids) - end :]
             for begin in range(0, last, self.length):
                 piece = ids[begin : begin + self.length], counted and counted[begin : begin + self.length]
                 is_answered = piece[1] is None or any(piece[1][1:])  # nothing predicts the first token

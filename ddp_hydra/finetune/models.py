@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -39,6 +40,7 @@ class Pretrained:
         fingerprint: of the weights' files.
         task_type: peft's name of what the model does; None: it has none.
         new: names of parameters that the files lack.
+        unused: names in the files that the model lacks.
         use_cache: as the folder's config has it. It is off in training, where nothing uses the cache.
     """
 
@@ -47,6 +49,7 @@ class Pretrained:
     fingerprint: str
     task_type: str | None
     new: tuple[str, ...]
+    unused: tuple[str, ...]
     use_cache: bool | None
 
 
@@ -106,23 +109,46 @@ def load(
     if load_in_4bit:
         options["quantization_config"] = four_bit()
     dtype = options.pop("torch_dtype", dtype)
+    may_differ = options.pop("ignore_mismatched_sizes", False)
+    options.update(dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True)
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addFilter(_is_no_report)
     try:
-        model, info = getattr(transformers, auto_class).from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, **options
-        )
+        model, info = getattr(transformers, auto_class).from_pretrained(folder, **options)
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{auto_class} can't load model.path={path} ({type(error).__name__}: {reason:.400})"
         ) from None
+    finally:
+        log.removeFilter(_is_no_report)
+    new, unused = (tuple(sorted(info[kind])) for kind in ("missing_keys", "unexpected_keys"))
+    if others := {name: shapes for name, *shapes in info["mismatched_keys"]}:
+        name, (there, wanted) = min(others.items())
+        if not may_differ:
+            raise ConfigError(
+                f"model.path={path} has {name} of {tuple(there)}, and the model has {tuple(wanted)}: give "
+                "+model.ignore_mismatched_sizes=true to begin it anew"
+            )
+        new = tuple(sorted({*new, *others}))
+    if unused and all(name in new for name, _ in model.named_parameters()):
+        raise ConfigError(
+            f"the files of model.path={path} have no weight of {type(model).__name__}, but {unused[0]} and others: "
+            "give a model that transformers has written"
+        )
     use_cache = getattr(model.config, "use_cache", None)
     if use_cache:
         model.config.use_cache = False
-    new = tuple(sorted(info["missing_keys"]))
-    model.pretrained = Pretrained(path, folder, fingerprint(folder), task_type, new, use_cache)
+    model.pretrained = Pretrained(path, folder, fingerprint(folder), task_type, new, unused, use_cache)
     if all(parameter.is_meta for parameter in model.parameters()) and not load_in_4bit:
         read_from_files(model, folder)
     return model
+
+
+def _is_no_report(record: logging.LogRecord) -> bool:
+    # The header of a run says which weights are new or not used. Errors of a conversion are in the report alone.
+    text = record.getMessage()
+    return "LOAD REPORT" not in text or "CONVERSION" in text
 
 
 def read_from_files(model: nn.Module, folder: Path) -> None:

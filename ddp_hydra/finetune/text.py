@@ -25,7 +25,7 @@ from ddp_hydra.finetune.encoder import Encoder, State
 from ddp_hydra.tasks.counting import IGNORED
 from ddp_hydra.tasks.model_loss import found
 
-FORMAT = 1
+FORMAT = 2
 """Counts the versions of the files of tokens: a change of the encoder makes them anew."""
 KINDS = (("messages",), ("prompt", "completion"), ("text",))
 """Columns that are taken if the config names none."""
@@ -102,9 +102,9 @@ class TokenizedText(Dataset):
         eos = bool(eos and is_causal and not are_chats)
         self._take_tokens(words, eos, are_chats)
         where = files if isinstance(files, str) else ", ".join(files or [path])
-        least = 2 if is_causal else 1
-        known = dict(roles or {})
-        encoder = Encoder(words, self.columns, are_chats, label, sequence_length, overflow, eos, least, known, where)
+        least, known = 2 if is_causal else 1, dict(roles or {})
+        kinds = (are_chats, label, sequence_length, overflow, eos, not is_causal, least, known)
+        encoder = Encoder(words, self.columns, *kinds, where)
         self.data = _tokenized(source, encoder, cache_dir)
         table = self.data.data
         self._states = np.bincount(table.column("state").to_numpy(), minlength=len(State))
@@ -137,6 +137,13 @@ class TokenizedText(Dataset):
             raise ConfigError(f"data.label={self.label} is of whole texts: leave data.{other} out")
 
     def _take_tokens(self, words: Any, eos: bool, are_chats: bool) -> None:
+        for name, given in (("label", self.label), ("mask", self.mask)):
+            if given and (len(self.columns) == 2 or (are_chats and name == "mask")):
+                raise ConfigError(
+                    f"data.{name}={given} is of texts in one column, and the columns are {', '.join(self.columns)}: "
+                    "join them, and give data.columns=[<text>]"
+                )
+
         def lacks(what: str, advice: str) -> ConfigError:
             return ConfigError(f"the tokenizer of {self.tokenizer} has no {what}: {advice}")
 
@@ -254,6 +261,14 @@ class TokenizedText(Dataset):
                 f"has {words} words: give data.tokenizer=<the model's own>, or a model with resized embeddings"
             )
         self._check_vocabulary(model)
+        if models.is_of_transformers(model) and name.endswith("ForMaskedLM") and not (self.mask or self.packing):
+            raise ConfigError(f"{name} predicts masked tokens, and data.mask={self.mask}: give data.mask=0.15")
+        pad = getattr(getattr(model, "config", None), "pad_token_id", None)
+        if self.label and models.is_of_transformers(model) and hasattr(model, "score") and pad != self.pad_id:
+            raise ConfigError(
+                f"{name} finds the end of a text by pad_token_id={pad} of its config, and the tokenizer of "
+                f"{self.tokenizer} fills rows with {self.pad_id}: give +model.pad_token_id={self.pad_id}"
+            )
         positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
         if isinstance(positions, int) and self.lengths.max() > positions > 0:
             raise ConfigError(
@@ -391,6 +406,10 @@ def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) 
         )
     numbers = [name for name in names if getattr(source.features[name], "dtype", "dict") in _numeric()]
     others = [name for name in names if len(names) == 2 and not _is_text(source, name)]
+    if others and not numbers and hasattr(source.features[others[0]], "feature"):
+        raise ConfigError(
+            f"the columns {' and '.join(names)} hold lists of messages: join each two to one list, in a column messages"
+        )
     if wrong := numbers or others:
         raise ConfigError(f"the column {wrong[0]} holds {source.features[wrong[0]]}, not text: give data.columns=[…]")
     if label and source.features[label].dtype in ("string", "large_string"):
@@ -413,6 +432,7 @@ def _tokenized(source: Any, encoder: Encoder, cache_dir: str | None) -> Any:
     import filelock
 
     label = source.features[encoder.label].dtype if encoder.label else "int64"
+    label = "int64" if label == "bool" else label
     kinds = {"input_ids": "int32", "counted": "bool"}
     features = datasets.Features(
         {name: datasets.Sequence(datasets.Value(kind)) for name, kind in kinds.items()}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -16,7 +18,13 @@ from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.storage.manifest import SUFFIX
 from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.storage.urls import FORMATS
 
+PATHS = {
+    *("bucket", "chat_template", "files", "index", "path", "root", "source", "table", "tokenizer", "urls"),
+    *("val_files", "val_index", "val_table", "val_urls"),
+}
+"""Keys of data sets that hold paths, or lists of them."""
 DOWNLOADS = ".resume"
 """The folder of a run directory for checkpoints of a store that it begins with, until it ends."""
 KEEP_WARM_S = 300.0
@@ -44,19 +52,21 @@ def packed_project(cfg: DictConfig, config: dict[str, Any]) -> project.Project:
     return project.pack(*roots)
 
 
-def find_pretrained(cfg: DictConfig) -> None:
-    """Write whole paths of folders of a pretrained model and tokenizers into the config.
+def find_paths(cfg: DictConfig) -> None:
+    """Write whole paths of a pretrained model and of files of the data into the config, of those that are there.
 
-    Ranks and later commands may have another current folder.
+    Ranks and later commands may have another current folder, with other files of the same names.
     """
     found = [("model.path", cfg.model.get("path"))] if targets.is_pretrained(cfg.model) else []
     data = redact.values_of(OmegaConf.to_container(cfg.data), "data.")
-    found += [(key, value) for key, value in data if key.endswith(".tokenizer")]
+    found += [(key, value) for key, value in data if PATHS & set(key.split(".")[-2:]) and value not in FORMATS]
     for key, value in found:
-        if isinstance(value, str) and "${" not in value:
-            folder = project.typed_in() / Path(value).expanduser()
-            if folder.is_dir():
-                OmegaConf.update(cfg, key, str(folder))
+        is_name = key.endswith(".bucket") and "/" not in str(value)
+        if isinstance(value, str) and not is_name and not re.search(r"\$\{|://", value):
+            path = str(project.typed_in() / Path(value).expanduser())
+            pattern = re.sub(r"\{[^}]*\}", "*", path)  # of webdataset: {000..127}
+            if os.path.lexists(path) or any(glob.iglob(pattern, recursive=True)):  # noqa: PTH207, it is whole
+                OmegaConf.update(cfg, key, path)
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:

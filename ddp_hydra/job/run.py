@@ -24,7 +24,7 @@ from ddp_hydra.job.job_config import (
     DOWNLOADS,
     check,
     check_files,
-    find_pretrained,
+    find_paths,
     find_resume,
     find_weights,
     packed_project,
@@ -60,7 +60,7 @@ def run_job(
         DdpHydraError: the config can't be a job, no cluster came up, or the gang failed.
         Interrupted: the job was asked to end, or its time was up; its state is saved.
     """
-    find_pretrained(cfg)
+    find_paths(cfg)
     if cfg.dry_run:
         check(cfg)
         config = schema.resolved(cfg)

@@ -92,7 +92,7 @@ _KINDS = {
     ),
     # As the moments of torchao's optimizers: numbers lie in other tensors.
     "wrapped": Kind(
-        lambda v: isinstance(v, torch.Tensor) and _is_wrapped(v), lambda v: _flattened(v), lambda v: _unflattened(*v)
+        lambda v: isinstance(v, torch.Tensor) and is_wrapped(v), lambda v: _flattened(v), lambda v: _unflattened(*v)
     ),
     "frozenset": _exactly(frozenset, list, frozenset),
     # `weights_only` reads no empty bytes.
@@ -115,7 +115,7 @@ _KINDS = {
 
 def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
     copy = copy or plain_tensor
-    if isinstance(value, torch.Tensor) and not _is_wrapped(value):
+    if isinstance(value, torch.Tensor) and not is_wrapped(value):
         return copy(value, name)
     if type(value) in _AS_THEY_ARE:
         return value
@@ -153,7 +153,7 @@ def _inside(name: str, key: Any) -> str:
     return f"{name}: {key}" if name and ":" not in name else f"{name}.{key}" if name else str(key)
 
 
-def _is_wrapped(tensor: torch.Tensor) -> bool:
+def is_wrapped(tensor: torch.Tensor) -> bool:
     # Torch's own ones, as shards and nested tensors, have an owner that makes plain tensors of them.
     is_of_torch = type(tensor).__module__.partition(".")[0] == "torch"
     return not is_of_torch and torch.utils._python_dispatch.is_traceable_wrapper_subclass(tensor)

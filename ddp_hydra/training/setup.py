@@ -125,10 +125,7 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
         ("changed", changed),
         ("weighs", run.task.note),
         ("loss", own_loss if loss is not None else ""),
-        (
-            "weights",
-            "" if untouched is None else " but ".join(["all from a file", *filter(None, [", ".join(untouched)])]),
-        ),
+        ("weights", weights_in(run, untouched)),
     ]
     epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
     header = [f"{name:10}{text}" for name, text in lines if text]
@@ -237,6 +234,18 @@ def samples_in(train_set: Any, val_set: Any) -> str:
     if val_set is None:
         return text
     return f"{text}, {'an iterable' if val is None else f'{val:,}'} for validation"
+
+
+def weights_in(run: Any, untouched: list[str] | None) -> str:
+    source, notes = getattr(run.model, "pretrained", None), []
+    if untouched is not None:
+        notes = [" but ".join(["all from a file", *filter(None, [", ".join(untouched)])])]
+    elif source is not None and not run.position.step:
+        if source.new:
+            notes = [f"new, as the files lack them: {shown(weights.modules_of(source.new))}"]
+        if source.unused:
+            notes.append(f"not used of the files: {shown(weights.modules_of(source.unused))}")
+    return "; ".join(notes)
 
 
 def columns_in(train_set: Any) -> str:

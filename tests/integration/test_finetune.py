@@ -13,7 +13,14 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from safetensors.torch import load_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+)
 
 from ddp_hydra.cli import export as commands
 from ddp_hydra.cli import inference
@@ -192,6 +199,67 @@ def test_all_weights_are_trained_and_exported(train, export, base):
         export("safetensors", "merge=false", run=run)
 
 
+@pytest.fixture(scope="module")
+def bert(base) -> Path:
+    folder = base.with_name("bert")
+    words = AutoTokenizer.from_pretrained(base, mask_token="<mask>", cls_token="<s>")
+    words.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {
+        "num_attention_heads": 2,
+        "hidden_dropout_prob": 0,
+        "attention_probs_dropout_prob": 0,
+    }  # two ranks draw otherwise
+    BertForMaskedLM(BertConfig(vocab_size=len(words), pad_token_id=2, **sizes)).save_pretrained(folder)
+    for split in ("train", "val"):
+        rows = [json.loads(line) for line in (base / f"{split}.jsonl").read_text().splitlines()]
+        lines = (json.dumps({**row, "long": int(len(row["text"]) > 200)}) for row in rows)
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def of_bert(bert: Path, kind: str, *options: str) -> tuple[str, ...]:
+    plain = ("adapter=none", "data.packing=false", "optimizer.lr=0.01", f"model=hf_{kind}")
+    return (*plain, *files_of(bert), *options)
+
+
+def test_a_masked_language_model_is_trained_evaluated_and_exported(train, export, bert):
+    """Each epoch masks other tokens, a resume the same ones, and each evaluation those of the validation."""
+    options = of_bert(bert, "masked_lm", "data.mask=0.15")
+    run = train(*options)
+    resumed = train(*options, f"resume={checkpoint(run, f'step-{SAVED:06d}.pt')}")
+    parts = ("model", "optimizer", "position", "scheduler", "ema")
+    assert_equal(content_of(resumed, *parts), content_of(run, *parts))
+    assert lines_of(resumed) == lines_of(run) != []
+    wanted = lines_of(run)[-1]["val/loss"]
+    assert inference.evaluate(str(run), which="last")["metrics"]["val/loss"] == pytest.approx(wanted, rel=1e-6)
+    out = run / "predictions.csv"
+    inference.predict(str(run), out, which="last")
+    assert mean_of(out) == pytest.approx(wanted, rel=1e-5)
+    model = AutoModelForMaskedLM.from_pretrained(export("huggingface", run=run))
+    torch.testing.assert_close(logits(model), logits(load_run.load(run).model))
+    with pytest.raises((ConfigError, RankFailed), match=r"predicts masked tokens, and data\.mask=0: give"):
+        train(*options, "data.mask=0", "dry_run=true")
+
+
+def test_a_classifier_is_trained_in_shares_of_two_ranks(client2, project, train, export, bert):
+    options = of_bert(bert, "sequence_classification", "data.label=long", "scheduler=none", "trainer.clip_norm=null")
+    one = train(*options)
+    two = one.with_name("two")
+    shares = ("parallel=fsdp2", "data.batch_size=2", "trainer.shard_above_gb=0")
+    ran = training.train(client2, project, two, *SMALL, *options, *shares)
+    told = next("\n".join(record.data.lines) for record in ran.records if record.kind == "start")
+    assert "weights   new, as the files lack them: bert.pooler.dense, classifier; not used of the files: cls." in told
+    for line, wanted in zip(lines_of(two), lines_of(one), strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5)
+    folder = checkpoint(two, f"step-{STEPS:06d}")
+    model = AutoModelForSequenceClassification.from_pretrained(export("huggingface", run=folder))
+    torch.testing.assert_close(logits(model), logits(load_run.load(folder).model))
+    found = inference.evaluate(str(one), which="last")["metrics"]
+    assert found["val/loss"] == pytest.approx(lines_of(two)[-1]["val/loss"], rel=1e-5)
+
+
 @pytest.mark.slow
 def test_it_goes_on_in_shares_of_two_ranks_and_back_on_one(client2, project, train, base, export):
     """The checkpoint of the two ranks is a folder, in which each has written its share of the adapter."""
@@ -224,11 +292,15 @@ def test_rows_of_text_are_predicted_by_their_loss(train, saved, tmp_path):
     out = tmp_path / "predictions.csv"
     found = inference.predict(str(saved), out, which="last", changes=["data.packing=false", "data.batch_size=3"])
     assert found["columns"] == ["index", "loss", "tokens"]
+    assert found["samples"] == 80
+    wanted = lines_of(saved)[-1]["val/loss"]
+    assert mean_of(out) == pytest.approx(wanted, rel=1e-5)  # packed documents don't see each other
+
+
+def mean_of(out: Path) -> float:
     rows = list(csv.DictReader(out.read_text().splitlines()))
-    counted = [int(row["tokens"]) for row in rows]
-    loss = sum(float(row["loss"]) * n for row, n in zip(rows, counted, strict=True)) / sum(counted)
-    assert len(rows) == found["samples"] == 80
-    assert loss == pytest.approx(lines_of(saved)[-1]["val/loss"], rel=1e-5)  # packed documents don't see each other
+    counted = [(float(row["loss"]), int(row["tokens"])) for row in rows if int(row["tokens"])]
+    return sum(loss * n for loss, n in counted) / sum(n for _, n in counted)
 
 
 def test_a_key_is_left_out_once(saved, export, wanted, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_hydra.errors import RankFailed
+from ddp_hydra.errors import ConfigError, RankFailed
+from ddp_hydra.training.parallel import fsdp2
 from tests.integration.support import training
 from tests.integration.support.training import BLOCKS, Trained, learned
 from tests.integration.test_exactness import assert_equal
@@ -70,6 +72,10 @@ REFUSED = {
         "optimizer._target_=torch.optim.Adafactor",
         *(f"~optimizer.{key}" for key in ("momentum", "nesterov", "fused")),
     ],
+    "LowMoments keeps its state in tensors of its own, of whose shares": [
+        "optimizer=sgd",
+        "optimizer._target_=models.blocks.LowMoments",
+    ],
     "does not go with trainer.precision=fp16: give trainer.precision=bf16": ["trainer.precision=fp16"],
     "parallel.replicas=3 does not divide this job's 2 ranks": ["parallel.replicas=3"],
     "parallel.blocks has Bottleneck, but the model has BatchNorm1d, Block, Blocks,": ["parallel.blocks=[Bottleneck]"],
@@ -82,6 +88,7 @@ REFUSED = {
     "can't share parameters with no axis: scale: make them": [*ODD, "+model.odd=scalar"],
     "trainer.precision=fp8 needs a GPU": ["trainer.precision=fp8"],
     "would not call the hooks of parameters: stem.bias: change gradients in": [*ODD, "+model.odd=hook"],
+    "in no nn.ParameterList, ParameterDict or ModuleList: own: keep them": [*ODD, "+model.odd=list"],
     "and buffers stay as they are": [*ODD, "+model.odd=mask", "trainer.precision=bf16"],
     "Torch said: models/blocks.py, line": [*ODD, "+model.odd=looks"],
     "parameters of a block need one type": [*ODD, "+model.odd=double"],
@@ -94,6 +101,14 @@ def test_what_can_not_be_sharded_is_refused(client2, train, sentence):
     with pytest.raises(RankFailed, match=re.escape(sentence)) as caught:
         train(client2, "run", "parallel=fsdp2", *REFUSED[sentence])
     assert "Connection closed" not in str(caught.value)
+
+
+def test_an_optimizer_of_torchao_is_refused_before_its_first_step():
+    low, plain = (type(name, (torch.optim.SGD,), {"__module__": "torchao.optim.adam"}) for name in ("Adam8bit", "Adam"))
+    low.block_size, plain.block_size = 256, math.inf
+    fsdp2.check_optimizer(plain([torch.zeros(2)]))
+    with pytest.raises(ConfigError, match="Adam8bit keeps its state in tensors of its own"):
+        fsdp2.check_optimizer(low([torch.zeros(2)]))
 
 
 def test_a_rank_where_nothing_counts_takes_part(client2, train):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -361,11 +362,42 @@ def check_parameters(model: nn.Module) -> None:
                 f"{KIND} can't share parameters with {kind}: {shown(names, 6)}: make them by "
                 "nn.Parameter(value.reshape(-1).contiguous()), or leave out empty ones; or give parallel=ddp"
             )
-
+    if names := list(hidden_parameters(model)):
+        raise ConfigError(
+            f"{KIND} can't share parameters that are in no nn.ParameterList, ParameterDict or ModuleList: "
+            f"{shown(names, 6)}: keep them in one, or give parallel=ddp, with which no optimizer trains them"
+        )
     if names := [name for name, one in model.named_parameters() if one._backward_hooks]:
         raise ConfigError(
             f"{KIND} would not call the hooks of parameters: {shown(names, 6)}: change gradients in the forward pass, "
             "or give parallel=ddp"
+        )
+
+
+def hidden_parameters(model: nn.Module) -> Iterator[str]:
+    """Yield names of attributes that hold parameters which torch does not know to be the model's."""
+    known = {id(one) for one in model.parameters()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+            for one in values:
+                tensors = one.parameters() if isinstance(one, nn.Module) else [one] if isinstance(one, Tensor) else []
+                if any(one.requires_grad and one.is_leaf and id(one) not in known for one in tensors):
+                    yield f"{path}.{name}".lstrip(".")
+                    break
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse one whose state no checkpoint could hold. Optimizers of torchao make theirs in the first step."""
+    is_of_torchao = type(optimizer).__module__.startswith("torchao.")
+    values = (one for slots in optimizer.state.values() for one in slots.values() if isinstance(one, Tensor))
+    has_low_moments = is_of_torchao and getattr(optimizer, "block_size", math.inf) < math.inf
+    if has_low_moments or any(map(plain_state.is_wrapped, map(local, values))):
+        raise ConfigError(
+            f"{KIND}: {type(optimizer).__name__} keeps its state in tensors of its own, of whose shares a checkpoint "
+            "can't be made: give optimizer=adamw or optimizer=sgd, or parallel=ddp"
         )
 
 
@@ -494,10 +526,17 @@ class ShardedStep(PartStep):
         prediction.register_hook(torch.zeros_like)
         return step.loss.where(torch.zeros((), dtype=torch.bool, device=step.loss.device), 0.0)
 
+    def trained(self, optimizer: torch.optim.Optimizer) -> Named:
+        check_optimizer(optimizer)
+        return super().trained(optimizer)
+
     @contextmanager
     def explain_step_errors(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        is_first = not optimizer.state
         try:
             yield
+            if is_first:
+                check_optimizer(optimizer)
         except (NotImplementedError, RuntimeError) as error:
             if not re.search("DTensor|[Ss]hard|placement", str(error)):
                 raise

@@ -277,6 +277,10 @@ def base_of(model: nn.Module) -> dict[str, str]:
     return {"path": source.path, "fingerprint": source.fingerprint} if source and unsaved(model) else {}
 
 
+def modules_of(names: Iterable[str]) -> list[str]:
+    return sorted({name.rpartition(".")[0] or name for name in names})
+
+
 def check_base(model: nn.Module, saved: Mapping[str, str] | None) -> None:
     own = base_of(model)
     if saved and not own:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
@@ -98,6 +100,30 @@ def test_a_new_head_is_trained_and_saved_whole(tmp_path):
     other = adapter.lora(saved("classes", tmp_path), r=2, init_lora_weights=False)
     weights.load_copied(other, state)
     assert all(torch.equal(value, state[name]) for name, value in weights.state_of(other).items())
+
+
+def test_what_the_files_lack_is_known_and_not_logged(tmp_path, caplog, monkeypatch):
+    """Weights that differ in size begin anew only if the config says so, and are trained whole with an adapter."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    saved("bert", tmp_path / "bert")
+    source: Any = models.sequence_classification(str(tmp_path / "bert"), num_classes=CLASSES).pretrained
+    assert weights.modules_of(source.new) == ["bert.pooler.dense", "classifier"]
+    assert weights.modules_of(source.unused)[0] == "cls.predictions"
+    transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "two")
+    with pytest.raises(ConfigError, match=r"has classifier\.bias of \(2,\), and the model has \(3,\): give \+model\."):
+        models.sequence_classification(str(tmp_path / "two"), num_classes=CLASSES)
+    options = {"num_classes": CLASSES, "ignore_mismatched_sizes": True}
+    model = adapter.lora(models.sequence_classification(str(tmp_path / "two"), **options), r=2)
+    assert model.get_submodule("classifier.modules_to_save.default").weight.requires_grad
+    assert "LOAD REPORT" not in caplog.text
+
+
+def test_files_of_another_model_are_refused(tmp_path):
+    saved("bert", tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({f"module.{name}": one for name, one in load_file(file).items()}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"have no weight of BertForMaskedLM, but module\.bert\..* and others: give"):
+        models.masked_lm(str(tmp_path))
 
 
 def test_one_module_to_save_is_a_name():

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import datasets
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from transformers import LlamaForSequenceClassification
 
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.finetune.encoder import Encoder
-from ddp_hydra.finetune.text import TokenizedText
+from ddp_hydra.finetune.text import TokenizedText, load_tokenizer
 from tests.support.tiny_llm import llama, write_tokenizer
 
 pytestmark = pytest.mark.medium
@@ -90,6 +93,21 @@ def test_classes_of_texts(make):
         make([{"text": "abc", "stars": 2}, {"text": "d", "stars": None}], label="stars")
 
 
+@pytest.mark.parametrize("options", [{"label": "is_long"}, {"mask": 1e-9}], ids=str)
+def test_a_text_that_is_cut_off_keeps_the_tokens_that_close_it(make, tokenizer, tmp_path, options):
+    words: Any = load_tokenizer(tokenizer)
+    special = [("<s>", words.bos_token_id), ("</s>", words.eos_token_id)]
+    words.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=special)
+    words.save_pretrained(tmp_path / "closing")
+    rows = [{"text": text, "is_long": len(text) > 3} for text in ("abcdefghij", "abc")]
+    data = make(rows, tokenizer=str(tmp_path / "closing"), sequence_length=6, **options)
+    wanted = words([row["text"] for row in rows], truncation=True, max_length=6)["input_ids"]
+    assert [data[index]["input_ids"].tolist() for index in range(2)] == wanted
+    assert "1 cut off at 6 tokens" in data.described()
+    if "label" in options:
+        assert (data[0]["labels"].tolist(), data[1]["labels"].dtype, data.num_classes) == (1, torch.int64, 2)
+
+
 def test_a_masked_language_model_predicts_some_tokens_by_the_draws_of_the_position(make):
     data = make([{"text": "abcdefghij" * 30}] * 4, mask=0.3)
     (one,) = Loader(data, CPU, seed=1).load([[0, 1, 2, 3]])
@@ -106,13 +124,25 @@ def test_a_masked_language_model_predicts_some_tokens_by_the_draws_of_the_positi
 
 
 MISTAKES = [
-    ({"columns": "txt"}, r"there is no column txt, only text, n: give data\.columns="),
+    ({"columns": "txt"}, r"there is no column txt, only text, n, talk: give data\.columns="),
     ({"columns": "n"}, r"the column n holds Value\('int64'\), not text: give data\.columns="),
-    ({"label": "stars"}, r"there is no column stars, only text, n: give data\.label="),
+    ({"label": "stars"}, r"there is no column stars, only text, n, talk: give data\.label="),
     ({"label": "text"}, r"the column text holds text: write the numbers of the classes"),
     ({"overflow": "cut"}, r"data\.overflow=cut: give one of truncate, split, drop"),
     ({"flatten": True}, r"data\.flatten=true is of packed rows: give data\.packing=true, too"),
     ({"sequence_length": 1}, r"data\.sequence_length=1: give 2 or more"),
+    (
+        {"mask": 0.1, "columns": ["text", "text"]},
+        r"data\.mask=0\.1 is of texts in one column, and the columns are text, ",
+    ),
+    (
+        {"label": "n", "columns": ["text", "text"]},
+        r"data\.label=n is of texts in one column, and the columns are text, ",
+    ),
+    (
+        {"columns": ["talk", "talk"]},
+        "the columns talk and talk hold lists of messages: join each two to one list, in a",
+    ),
     ({"mask": 15}, r"data\.mask=15 is a share of the tokens: give data\.mask=0\.15"),
     ({"mask": 0.1, "packing": True}, r"data\.mask=0\.1 does not go with packed documents: give data\.packing=false"),
     ({"label": "n", "overflow": "split"}, r"data\.label=n is of whole texts: leave data\.overflow=split out"),
@@ -125,7 +155,7 @@ MISTAKES = [
 def test_mistakes(make, options, told, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=told):
-        make([{"text": "abc", "n": 1}], **options)
+        make([{"text": "abc", "n": 1, "talk": [{"role": "user", "content": "a"}]}], **options)
 
 
 @pytest.mark.parametrize(
@@ -157,3 +187,12 @@ def test_a_model_with_fewer_words_or_positions_is_refused(make):
         data.check_model(llama(words=80))
     with pytest.raises(ConfigError, match=r"a document has 11 tokens, and LlamaForCausalLM has 8 positions: give data\.sequence_length=8"):  # fmt: skip  # noqa: E501
         data.check_model(llama(positions=8))
+
+
+def test_a_classifier_that_finds_the_end_of_a_text_by_another_token_is_refused(make):
+    data = make([{"text": "abc", "n": 1}], label="n")
+    model = LlamaForSequenceClassification(llama(words=265).config)
+    with pytest.raises(ConfigError, match=r"by pad_token_id=None of .* rows with 0: give \+model\.pad_token_id=0"):
+        data.check_model(model)
+    model.config.pad_token_id = data.pad_id
+    data.check_model(model)

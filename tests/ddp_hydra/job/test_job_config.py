@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.job_config import check_files, find_pretrained, find_weights, weights_path
+from ddp_hydra.job.job_config import check_files, find_paths, find_weights, weights_path
 
 
 def job(weights):
@@ -66,7 +66,7 @@ def test_a_dry_run_takes_files_as_the_job_does(tmp_path, monkeypatch):
     check_files(OmegaConf.merge(job("a.pt"), {"resume": None}))
 
 
-def test_folders_of_models_and_tokenizers_are_written_whole(tmp_path, monkeypatch):
+def test_paths_of_models_and_data_are_written_whole(tmp_path, monkeypatch):
     """A later command may be typed in another folder."""
     (tmp_path / "base").mkdir()
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(tmp_path))
@@ -74,6 +74,18 @@ def test_folders_of_models_and_tokenizers_are_written_whole(tmp_path, monkeypatc
     model = {"_target_": "ddp_hydra.finetune.models.causal_lm", "path": "base"}
     sets = {"a": {"tokenizer": "base", "train": {"tokenizer": "${..tokenizer}"}}, "b": {"tokenizer": "gpt2"}}
     cfg = OmegaConf.create({"model": model, "data": {"tokenizer": "???", "sets": sets}})
-    find_pretrained(cfg)
+    find_paths(cfg)
     assert cfg.model.path == cfg.data.sets.a.tokenizer == cfg.data.sets.a.train.tokenizer == str(tmp_path / "base")
     assert cfg.data.sets.b.tokenizer == "gpt2"
+    for name in ("json", "a.json", "b.json", "photos", "train"):
+        (tmp_path / name).touch()
+    plain = {"path": "json", "bucket": "photos", "name": "train", "files": "s3://b/a.json", "val_table": "none.csv"}
+    cfg = OmegaConf.create(
+        {"model": {}, "data": {**plain, "urls": "{a..b}.json", "val_files": ["a.json", "none.json"]}}
+    )
+    find_paths(cfg)
+    wanted = {"urls": f"{tmp_path}/{{a..b}}.json", "val_files": [f"{tmp_path}/a.json", "none.json"]}
+    assert cfg.data == {**plain, **wanted}
+    cfg.data.bucket = "./photos"
+    find_paths(cfg)
+    assert cfg.data.bucket == f"{tmp_path}/photos"

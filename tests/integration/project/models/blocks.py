@@ -80,7 +80,8 @@ class Odd(Blocks):
     Args:
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
             "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
-            multiply by a parameter of two elements, of which some ranks have none; "hook": double a gradient.
+            multiply by a parameter of two elements, of which some ranks have none; "hook": double a gradient;
+            "list": keep a parameter in a list.
         options: of Blocks.
     """
 
@@ -93,6 +94,7 @@ class Odd(Blocks):
             self.stem.bias.register_hook(lambda gradient: 2 * gradient)
         if odd == "double":
             self.head.double()
+        self.own, self.same = [nn.Parameter(torch.ones(2))] if odd == "list" else [], [self.stem, *self.parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
         """Predict the class of each point."""
@@ -120,6 +122,36 @@ class HeadAlone(Classification):
     def step(self, model: Any, batch: Any) -> Step:
         """Return the head's loss."""
         return Step(model.head(batch[0].repeat(1, 2)[:, :10]).square().mean())
+
+
+class Packed(torch.Tensor):
+    """Keeps its numbers in a tensor of another type, as moments of torchao's optimizers do."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape)
+
+    def __init__(self, codes: Tensor) -> None:
+        self.codes = codes
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: Any, context: Any, size: Any, stride: Any) -> Packed:
+        return cls(parts["codes"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(func)
+
+
+class LowMoments(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["moment"] = Packed(torch.zeros(3, dtype=torch.uint8))
+        return super().step(closure)
 
 
 class Centres(nn.Module):
