@@ -23,7 +23,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra import __version__, forked
-from ddp_hydra.cli import compose, overrides, prestart
+from ddp_hydra.cli import compose, prestart
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN, typed_words
@@ -108,7 +108,7 @@ def compose_and_run() -> None:
     signals.leave_at_once()
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
-    sys.argv[1:] = overrides.read(sys.argv[1:])
+    sys.argv[1:] = compose.read_words(sys.argv[1:])
     given, unknown = get_args_parser().parse_known_args(sys.argv[1:])
     if options := [word for word in unknown if word.startswith("-")]:
         raise ConfigError(unknown_keys.no_option(options[0]))

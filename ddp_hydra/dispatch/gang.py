@@ -28,12 +28,12 @@ from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts, default_notice
+from ddp_hydra.console.text import counted
 from ddp_hydra.dispatch import placement, run_dir
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
 from ddp_hydra.dispatch.health import Restarts
-from ddp_hydra.dispatch.record_queue import UnreadRecords
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import File, Metrics, Notice, Record
@@ -42,6 +42,8 @@ from ddp_hydra.writers.run_dir import next_attempt
 
 __all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
 log = logging.getLogger(__name__)
+FOR_READERS = {"metrics": "metrics record", "text": "text", "image": "image", "histogram": "histogram", "file": "file"}
+"""Kinds of records that `results.log`, `text`, `image`, `histogram` and `submit` send; a name for one record."""
 
 
 def run(
@@ -341,3 +343,28 @@ class Gang:
         assert self.read_from is not None, "fetch is for on_record"
         self.is_fetched = True
         self.read_from.workers.fetch(record, target)
+
+
+class UnreadRecords:
+    """Counts dropped records by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bytes = 0
+
+    def note(self, record: Record) -> None:
+        if record.kind in FOR_READERS:
+            self.counts[record.kind] += 1
+            self.bytes += record.data.size if isinstance(record.data, File) else 0
+
+    def sentence(self) -> str:
+        """Say what was dropped and how to receive it; "" if nothing was."""
+        if not self.counts:
+            return ""
+        named = [counted(self.counts[kind], name) for kind, name in FOR_READERS.items() if self.counts[kind]]
+        size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
+        return (
+            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; have it "
+            "written with run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
+            "and files in there with the gang's fetch(record, path)"
+        )

@@ -112,22 +112,23 @@ class RankProcess:
         self.stack.callback(os.close, output)
         their_output = self.stack.enter_context(os.fdopen(their_end, "wb", buffering=0))
         share = self.device = self.share()
-        launch_file = self.write_launch_file(share)
-        fds = [theirs.fileno(), their_output.fileno(), self.shared_status_fd, launch_file.fileno()]
-        self.open_rendezvous()
+        fds = [theirs.fileno(), their_output.fileno(), self.shared_status_fd]
+        self.send_launch()
         fork_client.hold()
         preemption.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
         socket.send_fds(self.server, [json.dumps(self.request(share)).encode() + b"\n"], fds)
-        for end in (theirs, their_output, launch_file):
+        for end in (theirs, their_output):
             end.close()
         self.stack.callback(self.relay.close)
         self.relay.start(self.control, output)
         self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
         self.stack.callback(self.leave_server)
 
-    def open_rendezvous(self) -> None:
-        """Have the rank's process serve the place where the ranks meet, if it is rank 0."""
+    def send_launch(self) -> None:
+        """Send the process its place and call. Have it serve the place where the ranks meet, if it is rank 0."""
+        with self.write_launch_file(self.device) as file:
+            self.send({"launch": True}, file.fileno())
         if self.spec.rank == 0:
             interface = self.job.settings.interface
             host = network.address_of(interface) if interface else self.spec.host
@@ -143,9 +144,7 @@ class RankProcess:
         """Have the process, which has left its world or lost it, take another place, in the next world."""
         self.job, self.spec, self.relay.spec = job, spec, spec
         self.outbox = outbox.folder(self.worker, job.topic, spec.rank)
-        with self.write_launch_file(self.device) as file:
-            self.send({"launch": True}, file.fileno())
-        self.open_rendezvous()
+        self.send_launch()
 
     def leave_server(self) -> None:
         if self.server in self.selector.get_map():

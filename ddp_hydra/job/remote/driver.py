@@ -170,8 +170,7 @@ class RemoteJobRunner:
             self.channel.delete_topics()
 
     def run_job(self, cfg: DictConfig) -> tuple[str, str]:
-        from ddp_hydra.job.local import RemoteContext
-        from ddp_hydra.job.run import run_job
+        from ddp_hydra.job.run import RemoteContext, run_job
         from ddp_hydra.job.summary import closing_lines, explain
 
         spec = self.spec

@@ -14,7 +14,6 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import CheckpointError, ClusterError, SchedulerLost
 from ddp_hydra.job.job_config import find_resume
-from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote import driver, uploader
 from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_security
@@ -22,6 +21,7 @@ from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost
+from ddp_hydra.job.run import Job
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
