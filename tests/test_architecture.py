@@ -167,6 +167,7 @@ MAY_WALK = {
     "callbacks": "histograms of a user",
     "cost": "an outline without memory, and sizes of a transformer",
     "load_run": "a loss with parameters",
+    "optimizers": "the groups of an optimizer",
     "train_step": "what DDP wraps, and a loss with parameters",
 }
 """Modules of training/ that walk parameters or buffers outside of training/parallel, with the reason."""

@@ -25,7 +25,7 @@ from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, plain_state, sharded_checkpoint
+from ddp_hydra.training import build_data, builders, optimizers, plain_state, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR
@@ -206,7 +206,7 @@ class OptimizerSettings:
         derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - vars(scheduler).keys()
         self.is_other_schedule = "_target_" in changed or (is_torchs and bool(changed) and bool(derived))
         node = now.get("scheduler") or {}
-        self.depends_on_length = is_torchs and builders.depends_on_length(
+        self.depends_on_length = is_torchs and optimizers.depends_on_length(
             node if "_target_" in node else node.get(name)
         )
         if is_plateau and not self.is_other_schedule:
@@ -219,7 +219,7 @@ class OptimizerSettings:
         node = now.get("optimizer") or {}
         node = node if "_target_" in node else node.get(name) or {}
         # A function that makes parameter groups may take its arguments for anything.
-        makes_groups = bool(self.changed) and builders.makes_groups(str(node.get("_target_")))
+        makes_groups = bool(self.changed) and optimizers.makes_groups(str(node.get("_target_")))
         self.is_other_optimizer |= makes_groups
         self.has_other_rates = "lr" in self.changed or by_batch or makes_groups
 
