@@ -147,7 +147,7 @@ def test_who_imports_distributed():
     assert found <= set(MAY_IMPORT_DISTRIBUTED)
 
 
-MAY_NAME_FILES_OF_TORCH = {"ddp_hydra.storage.manifest", "ddp_hydra.data.shards.decode"}
+MAY_NAME_FILES_OF_TORCH = {"ddp_hydra.storage.manifest", "ddp_hydra.data.shards.tar_index"}
 """The names of checkpoints, and of files in a user's tars."""
 
 

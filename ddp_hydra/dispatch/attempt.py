@@ -23,9 +23,8 @@ from msgspec import structs
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, printable, shorten
 from ddp_hydra.dispatch import placement, watchdog
-from ddp_hydra.dispatch.file_transfer import WorkerSilent
 from ddp_hydra.dispatch.placement import ranges
-from ddp_hydra.dispatch.workers import CALL_S
+from ddp_hydra.dispatch.workers import CALL_S, WorkerSilent
 from ddp_hydra.errors import Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task

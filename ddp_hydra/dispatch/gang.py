@@ -29,7 +29,7 @@ from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts, default_notice
 from ddp_hydra.console.text import counted
-from ddp_hydra.dispatch import placement, run_dir
+from ddp_hydra.dispatch import background, placement
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
@@ -157,7 +157,7 @@ class Gang:
         call = self.checked_call(fn, args, kwargs)
         workers = len(workers_of(self.client))
         slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
-        folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
+        folder = None if self.run_dir is None else background.local_path(self.run_dir)
         ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
         return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
 
@@ -180,9 +180,9 @@ class Gang:
             shown = [show] if isinstance(call.fn, Script) and self.on_record is None else []
             if self.run_dir is None:
                 return self.run_attempts(lambda number, world_size: call, *shown)
-            folder, give_up = run_dir.local_path(self.run_dir), threading.Event()
+            folder, give_up = background.local_path(self.run_dir), threading.Event()
             first = next_attempt(folder)
-            with run_dir.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
+            with background.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
                 return self.run_attempts(
                     lambda number, world_size: call, write, *shown, first_attempt=first, on_give_up=give_up.set
                 )

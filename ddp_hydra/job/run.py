@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect, connection
 from ddp_hydra.config import checkpoint_config, schema
-from ddp_hydra.config.loggers import check_installed
 from ddp_hydra.config.project import Project
+from ddp_hydra.config.validate import check_loggers_installed
 from ddp_hydra.console.signals import SECOND, held_back
 from ddp_hydra.console.text import typed
 from ddp_hydra.dispatch import inline
@@ -105,7 +105,7 @@ def run_job(
         config = schema.resolved(cfg)
         check_files(cfg)
         if not cfg.detach:  # else they are needed where the driver runs
-            check_installed(cfg)
+            check_loggers_installed(cfg)
         if weights_path(cfg) is not None:
             config["model"]["weights"] = None
         packed_project(cfg, config)
@@ -145,9 +145,9 @@ def train(
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         check(cfg)
         with held_back():
-            from ddp_hydra.writers import hparams  # imports TensorBoard: not before the config is known to be right
+            from ddp_hydra.writers import tensorboard  # imports TensorBoard: not before the config is known to be right
 
-        stack.enter_context(hparams.session(run_dir, overrides))
+        stack.enter_context(tensorboard.session(run_dir, overrides))
         config = remote.spec.config if remote else schema.resolved(cfg)
         saved_config = remote.spec.saved_config if remote else checkpoint_config.stored_config(cfg)
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])

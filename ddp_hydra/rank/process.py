@@ -32,7 +32,7 @@ from ddp_hydra import forked, heartbeat, results
 from ddp_hydra.console.signals import own_handler
 from ddp_hydra.console.text import TRACE_CHARS, is_deterministic, message_of, shorten, shortened, user_location
 from ddp_hydra.errors import DdpHydraError, Failure, WorldLeft
-from ddp_hydra.rank import environment, fault_injection, return_values
+from ddp_hydra.rank import environment, fault_injection, spec
 from ddp_hydra.rank.spec import RankLaunch
 from ddp_hydra.rank.world import World, joined, leave_process_group, meet
 from ddp_hydra.record import End
@@ -161,7 +161,7 @@ def take_helper(data_workers: int | None) -> None:
 
 def report_end(work: Callable[[], Any]) -> int:
     try:
-        end = End(value=results.file_of("value", return_values.encode(work())))
+        end = End(value=results.file_of("value", spec.encode(work())))
     except BaseException as error:
         failure = describe(error)
         heartbeat.await_saved()

@@ -15,6 +15,7 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import objective, validate
+from ddp_hydra.config.targets import init_parameters, make, parameters, without
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
@@ -22,7 +23,6 @@ from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
-from ddp_hydra.training.instantiate import init_parameters, make, parameters, without
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.train_step import trained_loss
 

@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from ddp_hydra.config.targets import make, needed_arguments, parameters, without
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.instantiate import make, needed_arguments, parameters, without
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
 from ddp_hydra.training.train_step import trained_loss

@@ -9,11 +9,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from ddp_hydra.config.targets import make
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import builders, optimizers
 from ddp_hydra.training.callbacks import Callback
-from ddp_hydra.training.instantiate import make
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 
