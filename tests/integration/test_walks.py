@@ -51,7 +51,8 @@ def passed(project, tmp_path_factory, warm_server) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("walk", MOST)
 def test_a_value_passes_the_files_that_the_page_names_and_few(walk, passed):
-    assert passed[walk] - ASIDE.keys() == documented(walk)
+    aside = ASIDE.keys() if walk == "optimizer.lr" else set()
+    assert passed[walk] - aside == documented(walk)
     assert len(documented(walk)) <= MOST[walk]
 
 

@@ -14,7 +14,7 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE
-from ddp_hydra.sweep import launcher, planned_job
+from ddp_hydra.sweep import other_apps, planned_job
 from ddp_hydra.sweep.planned_job import JobOutcome, PlannedJob, run_planned_job
 from ddp_hydra.sweep.rows import JobRow, JobState
 
@@ -73,11 +73,11 @@ def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_p
     logging_of = {"version": 1, "handlers": {"file": handler}, "root": {"level": "INFO", "handlers": ["file"]}}
     logging_of["disable_existing_loggers"] = False
     cfg = OmegaConf.create({"hydra": {"job_logging": logging_of, "verbose": False}})
-    launcher.set_up_logging(cfg)
+    other_apps.set_up_logging(cfg)
     logging.getLogger("app").info("one")
     assert (tmp_path / "app.log").read_text() == "one\n"
     cfg.hydra.job_logging.handlers.file.filename = str(Path("/nowhere") / "app.log")
-    launcher.set_up_logging(cfg)
+    other_apps.set_up_logging(cfg)
     logging.getLogger("app").info("two")
     out = capsys.readouterr().out
     assert "hydra.job_logging cannot be set up on this host" in out
