@@ -18,7 +18,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import project, schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.dispatch import Gang
-from ddp_hydra.job.local import TRAIN
+from ddp_hydra.job.run import TRAIN
 
 RANKS = (2, 4)
 SECOND_COMMAND = 2.8

@@ -9,7 +9,7 @@ import cloudpickle
 from distributed import get_worker
 
 from ddp_hydra import results
-from ddp_hydra.rank import inbox, return_values
+from ddp_hydra.rank import inbox, spec
 from ddp_hydra.rank.record_relay import RecordSender
 from ddp_hydra.rank.spec import JobSpec
 from ddp_hydra.record import Beat, End, Metrics, Record, Up
@@ -40,7 +40,7 @@ def run_ranks(data: bytes) -> None:
                 sender.add(Record(metrics, rank, step, time.time(), job.attempt).encode())
             sender.flush()
         for rank in ranks:
-            sender.say_end(rank, End(results.file_of("value", return_values.encode(rank))))
+            sender.say_end(rank, End(results.file_of("value", spec.encode(rank))))
         sender.flush(at_once=True)
     finally:
         inbox.remove(job.gang, worker.address, job.attempt)

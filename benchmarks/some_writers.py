@@ -13,7 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from ddp_hydra.cli.main import entry
-from ddp_hydra.job import local
+from ddp_hydra.job import run
 from ddp_hydra.writers.handler import default_writers
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     os.environ["FORCE_COLOR"] = "1"  # rich then writes as on a terminal
     chosen = partial(default_writers, **dict.fromkeys(without, False))
     try:
-        with mock.patch.object(local, "default_writers", chosen):
+        with mock.patch.object(run, "default_writers", chosen):
             entry()
     finally:
         Path(file).write_text(repr(time.process_time()))

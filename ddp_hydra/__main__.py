@@ -1,6 +1,15 @@
 """`python -m ddp_hydra`."""
 
+import contextlib
+import re
 import sys
+
+FLAGS = ("-m", "--multirun")
+"""Options with which a job starts. Others may only print, and a word without = names a command."""
+RANKS_ELSEWHERE = ("cluster=", "detach=", "dry_run=", "hydra.job.env_set", "hydra/launcher=")
+"""Beginnings of overrides with which the ranks run on other machines, or in another environment."""
+CLUSTER = r"^\s*-\s*(?:override\s+)?/?cluster:\s*(\w+)"
+"""The choice of a cluster in a list of defaults."""
 
 
 def main() -> None:
@@ -44,12 +53,45 @@ def run() -> None:
     from ddp_hydra import forked
 
     forked.pause_garbage()  # until the config is composed
-    from ddp_hydra.cli import prestart
-
-    prestart.begin(sys.argv[1:])
+    prestart(sys.argv[1:])
     from ddp_hydra.cli.main import entry
 
     entry()
+
+
+def prestart(arguments: list[str]) -> None:
+    """Start the fork server before Hydra is imported, if the command seems to train on this machine.
+
+    The import of torch takes longer than all else before the first step, so it should begin with the command. Whether
+    the job needs the server is known once its config is composed, half a second later. A guess that was wrong costs no
+    more: the server ends as soon as this process lets it go.
+    """
+    from ddp_hydra.errors import DdpHydraError
+    from ddp_hydra.rank import fork_client
+
+    if is_likely(arguments):
+        with contextlib.suppress(DdpHydraError, OSError):  # the job says so
+            fork_client.hold()
+
+
+def is_likely(arguments: list[str]) -> bool:
+    from ddp_hydra.config import project
+    from ddp_hydra.errors import DdpHydraError
+    from ddp_hydra.rank import torchrun
+
+    here = "torchrun" if torchrun.is_here() else "local"
+    for word in arguments:
+        if word not in FLAGS and (word.startswith("-") or "=" not in word):
+            return False
+        if word.startswith(RANKS_ELSEWHERE) and word != f"cluster={here}":
+            return False
+    if f"cluster={here}" in arguments:
+        return True
+    with contextlib.suppress(DdpHydraError, OSError, UnicodeError):
+        config = project.find() / "conf" / "config.yaml"
+        chosen = re.search(CLUSTER, config.read_text(), re.MULTILINE) if config.exists() else None
+        return (chosen[1] if chosen else "local") == here
+    return False
 
 
 if __name__ == "__main__":  # Dask's workers import this module, too

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 from omegaconf import OmegaConf, open_dict
 
-from ddp_hydra.cli import inference, overrides
-from ddp_hydra.cli.compose import compose
+from ddp_hydra.cli import inference
+from ddp_hydra.cli.compose import compose, read_words
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.config import redact
@@ -55,7 +55,7 @@ class ComposedConfig:
             raise ConfigError(f"overrides are {words!r}, and must be a list of texts: ['model=resnet18', 'seed=1']")
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
-        cfg = compose(overrides.read(list(words)), config_name)
+        cfg = compose(read_words(list(words)), config_name)
         self.overrides = typed_words(cfg.hydra)
         self.run_dir = Path(cfg.hydra.run.dir)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")

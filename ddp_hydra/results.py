@@ -11,6 +11,7 @@ import base64
 import hashlib
 import math
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,8 @@ from ddp_hydra.storage.manifest import FOLDER, step_name
 T = TypeVar("T")
 INLINE_BYTES = 32 * 1024
 """Larger data is sent as a file, not as a record, because the scheduler keeps records in memory for a while."""
+MAX_FILES = 4
+"""Number of files in a rank's outbox at which it waits for the client to fetch one."""
 
 
 class Sender(Protocol):
@@ -41,6 +44,36 @@ class Sender(Protocol):
     @property
     def outbox(self) -> Path:
         """Return the folder on the rank's host where files wait until the reader fetches them."""
+
+
+class SocketSender:
+    """Sends records to the worker's task, and files through the outbox.
+
+    Args:
+        control: socket to the worker's task.
+        outbox: a folder on this host that the client empties.
+    """
+
+    def __init__(self, control: socket.socket, outbox: Path) -> None:
+        self.control = control
+        self._outbox = outbox
+        self.lock = threading.Lock()
+
+    def send(self, record: Record) -> None:
+        """Send one record; blocks while the reader is behind."""
+        with self.lock:
+            self.control.sendall(record.encode() + b"\n")
+
+    @property
+    def outbox(self) -> Path:
+        """Return the outbox when there is room in it."""
+        before: set[Path] = set()
+        while len(files := set(self._outbox.iterdir())) >= MAX_FILES:
+            if files != before:
+                heartbeat.progress()
+            before = files
+            time.sleep(0.01)
+        return self._outbox
 
 
 @dataclass

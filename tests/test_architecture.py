@@ -147,7 +147,7 @@ def test_who_imports_distributed():
     assert found <= set(MAY_IMPORT_DISTRIBUTED)
 
 
-MAY_NAME_FILES_OF_TORCH = {"ddp_hydra.storage.manifest", "ddp_hydra.data.shards.decode"}
+MAY_NAME_FILES_OF_TORCH = {"ddp_hydra.storage.manifest", "ddp_hydra.data.shards.tar_index"}
 """The names of checkpoints, and of files in a user's tars."""
 
 
@@ -167,6 +167,7 @@ MAY_WALK = {
     "callbacks": "histograms of a user",
     "cost": "an outline without memory, and sizes of a transformer",
     "load_run": "a loss with parameters",
+    "optimizers": "the groups of an optimizer",
     "train_step": "what DDP wraps, and a loss with parameters",
 }
 """Modules of training/ that walk parameters or buffers outside of training/parallel, with the reason."""

@@ -42,7 +42,7 @@ class AttachOptions:
 
 
 def attach(words: Sequence[str]) -> None:
-    from ddp_hydra.job.remote.attached import Attached  # the other commands start without it
+    from ddp_hydra.job.remote.client import Attached  # the other commands start without it
 
     logging.basicConfig(level=logging.INFO, format="[%(asctime)s] %(message)s", datefmt="%H:%M:%S")
     options = parse_all(AttachOptions, words, ATTACH_USAGE)

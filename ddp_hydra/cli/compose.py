@@ -1,10 +1,15 @@
-"""Composes a config: Hydra finds our plugins, the configs of a project, and the starter's behind them.
+"""Composes a config of the typed words: Hydra finds our plugins, and the configs of a project and the starter.
 
+Words are translated first: `resume=<run>` stands for those of the run as well.
 Inside the command Hydra composes once, checks what it has composed, lists options quickly, and saves no secrets.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -18,14 +23,20 @@ from hydra.core import utils
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import project, redact, schema, unknown_keys
-from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
-from ddp_hydra.errors import ConfigError, DdpHydraError
+from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE, parse_override
+from ddp_hydra.config.redact import HIDDEN
+from ddp_hydra.console import text
+from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError
+from ddp_hydra.rank import torchrun
+from ddp_hydra.storage.manifest import find_checkpoint
 
 
 class LayerConfigs(SearchPathPlugin):
@@ -169,3 +180,179 @@ def saved_without_secrets() -> AbstractContextManager[None]:
         (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
 
     return patched(utils, "_save_config", save_config)
+
+
+# -- the typed words -------------------------------------------------------------------------------------
+
+
+def read_words(arguments: list[str]) -> list[str]:
+    arguments = [with_weights(quoted_path(word)) for word in with_options_first(arguments)]
+    resumed = with_resumed_sweep(with_resumed_overrides(with_search(arguments)))
+    return with_run_dir_before(with_faults(with_params(resumed)))
+
+
+def with_options_first(arguments: list[str]) -> list[str]:
+    """Put options before overrides, because argparse takes no override behind `-m` or `--cfg job` that follows one."""
+    is_override = [not word.startswith("-") and ("=" in word or word.startswith("~")) for word in arguments]
+    before = [word for word, is_one in zip(arguments, is_override, strict=True) if not is_one]
+    return before + [word for word, is_one in zip(arguments, is_override, strict=True) if is_one]
+
+
+def quoted_path(word: str) -> str:
+    """Quote a value that is the path of a file or folder, where Hydra would read it otherwise: resume=runs/lr=0.1."""
+    key, _, value = word.partition("=")
+    return f"{key}={text.quoted(value)}" if os.path.lexists(value) else word
+
+
+def with_weights(word: str) -> str:
+    """Let `model.weights` be typed for any model, also one without such a key."""
+    return f"++{word}" if word.startswith("model.weights=") else word
+
+
+def with_search(arguments: list[str]) -> list[str]:
+    """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun."""
+    modes = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {key_of(word) for word in arguments}
+    names = [word.partition("=")[2] for word in arguments if key_of(word) == "hparams_search"]
+    return arguments if modes or set(names) <= {"", "null"} else [*arguments, "--multirun"]
+
+
+def with_resumed_overrides(arguments: list[str]) -> list[str]:
+    """Add to `resume=<run>` the overrides that the run was started with; those typed now have priority."""
+    resumed = next((value_of(word) for word in arguments if word.startswith("resume=")), "")
+    saved = _overrides_of(resumed)
+    if saved is None:
+        return arguments
+    # Faults are not injected twice, and the command waits for the run, unless the user types these again.
+    given = {full_key_of(word) for word in arguments} | {
+        "resume",
+        "dry_run",
+        "faults",
+        "detach",
+        "trainer.pause_after_validations",
+    }
+    # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
+    given |= {"debug"} if "debug=faults" in saved else set()
+    given |= {"results.root"} if "results.handler=client" in arguments else set()
+    chosen = {package_of(word) for word in arguments if "@" in word.partition("=")[0]}
+    kept = [word for word in saved if not places_of(word) & (given | chosen)]
+    _refuse_hidden(kept, f"resume={resumed}: the run")
+    first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
+    return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
+
+
+def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:
+    if names := [word.partition("=")[0] for word in words if HIDDEN in word]:
+        raise ConfigError(
+            f"{what} was given {', '.join(names)}, a secret, which is kept nowhere: type {names[0]}=<value>{beside}"
+        )
+
+
+def _overrides_of(run: str) -> list[str] | None:
+    if not run:
+        return None
+    from ddp_hydra.storage.run_ref import RunRef  # imported only if needed, to keep the start quick
+
+    try:  # a folder that points to its results has the words, too
+        content = RunRef.own(run).read(".hydra/overrides.yaml")
+    except (FileNotFoundError, NotADirectoryError, ConnectionError):  # only checkpoints; or the store is away for now
+        return None
+    return _words(OmegaConf.create(content.decode()))
+
+
+def _words(saved: Any) -> list[str]:
+    return [str(word) for word in OmegaConf.to_container(saved) or ()]
+
+
+def with_resumed_sweep(arguments: list[str]) -> list[str]:
+    """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return arguments
+    keys = ("hydra.launcher.resume", "hydra.sweep.dir")
+    folders = [value_of(word) for word in arguments if key_of(word) in keys and "=" in word]
+    saved = Path(folders[0]) / "multirun.yaml" if folders else None
+    if saved is None or not saved.is_file():
+        return arguments
+    given = [word for word in arguments if key_of(word) not in keys]
+    before = OmegaConf.load(saved).hydra.overrides
+    typed = {key_of(word) for word in given if "=" in word and not key_of(word).startswith("hydra")}
+    if typed:
+        if lacking := [word for word in _words(before.task) if key_of(word) not in typed]:
+            what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
+            print(f"ddp_hydra: {what}: type it again if they need it", file=sys.stderr)  # noqa: T201
+    else:
+        kept = [
+            word
+            for word in (*_words(before.hydra), *_words(before.task))
+            if key_of(word) not in (*keys, *map(key_of, given))
+        ]
+        _refuse_hidden(kept, f"{saved.parent}: the sweep", beside=" with the other words of the sweep")
+        given += kept
+    return [*given, f"hydra.sweep.dir={QuotedString(folders[0], Quote.single).with_quotes()}"]
+
+
+def with_run_dir_before(arguments: list[str]) -> list[str]:
+    run_dir = None if {"-m", "--multirun"} & set(arguments) else torchrun.remembered()
+    if run_dir is None:
+        return arguments
+    quoted = QuotedString(str(run_dir), Quote.single).with_quotes()
+    kept = [word for word in arguments if not word.startswith("hydra.run.dir=")]
+    with contextlib.suppress(CheckpointError):
+        find_checkpoint(run_dir)
+        kept = [*(word for word in kept if not word.startswith("resume=")), f"resume={quoted}"]
+    return [*kept, f"hydra.run.dir={quoted}"]
+
+
+def with_params(arguments: list[str]) -> list[str]:
+    """Give sweepers `hydra.sweeper.params={optimizer.lr: '0.1,0.01'}` as `optimizer.lr=0.1,0.01`, which is the same.
+
+    Hydra reads such a dict from a file only.
+    """
+    words: list[str] = []
+    for word in arguments:
+        if key_of(word) != "hydra.sweeper.params":
+            words.append(word)
+            continue
+        found = parse_override(word).value()
+        if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+            raise ConfigError(f"{word}: give {{optimizer.lr: '0.1,0.01'}}, or type optimizer.lr=0.1,0.01")
+        words += [f"{key}={value}" for key, value in found.items()]
+    return words
+
+
+def with_faults(arguments: list[str]) -> list[str]:
+    """Quote `+fault=kill,rank=1,step=20`, because Hydra reads commas as a sweep."""
+    given = [word for word in arguments if word.startswith(("+fault=", "fault="))]
+    if not given:
+        return arguments
+    texts = [re.sub("['\"]", "", word.partition("=")[2]) for word in given]
+    quoted = ",".join(f"'{text}'" for text in texts)
+    return [word for word in arguments if word not in given] + [f"faults=[{quoted}]"]
+
+
+def value_of(word: str) -> str:
+    value = word.partition("=")[2]
+    if value[:1] in ("'", '"'):
+        with contextlib.suppress(HydraException):  # Hydra says later what is wrong with it
+            return str(parse_override(word).value())
+    return value
+
+
+def package_of(word: str) -> str:
+    """Return the place in the config that an override is for: of a group that is chosen for a package, the package."""
+    key = full_key_of(word)
+    return key.partition("@")[2] or key
+
+
+def places_of(word: str) -> set[str]:
+    """Return what a later override would have to name so that this one no longer counts: its key, or a node above."""
+    parts = package_of(word).split(".")
+    return {full_key_of(word), *(".".join(parts[:size]) for size in range(1, len(parts) + 1))}
+
+
+def full_key_of(override: str) -> str:
+    """Return the key of an override, with the package that a group is chosen for: transform@data.val.transform."""
+    return override.partition("=")[0].lstrip("+~")
+
+
+def key_of(override: str) -> str:
+    return full_key_of(override).partition("@")[0]

@@ -16,9 +16,8 @@ from typing import Any
 
 from omegaconf import MISSING, OmegaConf
 
-from ddp_hydra.cli import overrides
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import compose
+from ddp_hydra.cli.compose import compose, key_of, with_faults
 from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.errors import ConfigError, Interrupted
@@ -45,7 +44,7 @@ class EvaluateOptions:
 
 
 def evaluate_and_print(words: Sequence[str]) -> None:
-    options, changes = parse(EvaluateOptions, overrides.with_faults(list(words)), EVALUATE_USAGE, GROUPS)
+    options, changes = parse(EvaluateOptions, with_faults(list(words)), EVALUATE_USAGE, GROUPS)
     found = evaluate(**vars(options), changes=changes)
     samples = "" if found["samples"] is None else f", {found['samples']:,} samples"
     print(f"{found['checkpoint']} (step {found['step']}){samples}")  # noqa: T201
@@ -87,7 +86,7 @@ class PredictOptions:
 
 
 def predict_and_print(words: Sequence[str]) -> None:
-    options, changes = parse(PredictOptions, overrides.with_faults(list(words)), PREDICT_USAGE, GROUPS)
+    options, changes = parse(PredictOptions, with_faults(list(words)), PREDICT_USAGE, GROUPS)
     found = predict(**vars(options), changes=changes)
     print(f"{found['out']}: {found['samples']:,} samples, {', '.join(found['columns'])}")  # noqa: T201
 
@@ -186,16 +185,16 @@ def prepared_inference(
         words: groups and keys that are typed. Words of a group that is chosen anew belong to the new one.
         trust: use whatever the run's config names, also if it is a lone file or a URL.
     """
-    words = overrides.with_faults(list(words))
-    faults = [word for word in words if overrides.key_of(word) == "faults"]
+    words = with_faults(list(words))
+    faults = [word for word in words if key_of(word) == "faults"]
     words = [word for word in words if word not in faults]
     trust = trust or RunRef.own(run).is_own
     saved = saved_config(run) if trust else None
     target = str((saved.get("cluster") or {}).get("_target_") if saved else "")
-    typed = {overrides.key_of(word) for word in words if group_of(word) == "cluster"}
+    typed = {key_of(word) for word in words if group_of(word) == "cluster"}
     if typed and "cluster" not in typed and target.endswith((".Inline", ".Torchrun")):
         words = ["cluster=local", *words]  # the keys that are typed belong to a cluster, and the run had none
-    chosen = [group_of(word) for word in words if "." not in overrides.key_of(word)]
+    chosen = [group_of(word) for word in words if "." not in key_of(word)]
     composed = [word for word in words if group_of(word) in {*chosen, *(() if saved else (*OF_THE_COMMAND, "trainer"))}]
     fresh = compose(composed) if chosen or saved is None else None
     changes = [word for word in words if word not in composed or group_of(word) not in chosen]
@@ -221,7 +220,7 @@ def prepared_inference(
 
 
 def group_of(word: str) -> str:
-    return overrides.key_of(word).partition(".")[0]
+    return key_of(word).partition(".")[0]
 
 
 def saved_config(run: str) -> dict[str, Any] | None:

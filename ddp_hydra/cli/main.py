@@ -23,13 +23,14 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from ddp_hydra import __version__, forked
-from ddp_hydra.cli import compose, overrides, prestart
+from ddp_hydra.cli import compose
 from ddp_hydra.cli.compose import layered
 from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN, typed_words
 from ddp_hydra.console import signals, text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
+from ddp_hydra.rank import fork_client
 from ddp_hydra.rank.torchrun import note_failure
 from ddp_hydra.sweep import launcher
 
@@ -69,7 +70,8 @@ def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
     from ddp_hydra.job.run import run_job
     from ddp_hydra.storage.run_ref import RunRef
 
-    prestart.end_unless(connect.is_local(cfg.cluster))
+    if not connect.is_local(cfg.cluster):
+        fork_client.release()  # the server that __main__ has started on a guess
     if hydra_cfg.mode == RunMode.MULTIRUN:  # else it was checked as it was composed
         loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
         unknown_keys.check_typed(cfg, hydra_cfg, loader)
@@ -108,7 +110,7 @@ def compose_and_run() -> None:
     signals.leave_at_once()
     signals.leave_at_once(project.make_importable(project.layers()))
     schema.register()
-    sys.argv[1:] = overrides.read(sys.argv[1:])
+    sys.argv[1:] = compose.read_words(sys.argv[1:])
     given, unknown = get_args_parser().parse_known_args(sys.argv[1:])
     if options := [word for word in unknown if word.startswith("-")]:
         raise ConfigError(unknown_keys.no_option(options[0]))

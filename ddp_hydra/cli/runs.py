@@ -6,20 +6,22 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, make_dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from msgspec.structs import asdict
+from rich.cells import cell_len
 
-from ddp_hydra.cli import runs_text
 from ddp_hydra.cli.commands import parse_all
-from ddp_hydra.cli.runs_text import shown
-from ddp_hydra.console import text
-from ddp_hydra.console.text import size_text
+from ddp_hydra.console.text import after, counted, duration, meant, printable, size_text
 from ddp_hydra.errors import ConfigError, Interrupted
+from ddp_hydra.runs.describe import RunRow, number, numbers, text
+from ddp_hydra.runs.details import Reproduction
+from ddp_hydra.runs.disk import KINDS
 
 USAGE = """ddp-hydra runs ls [<folder or URL> ...] [status=done,failed] [tag=good] [model=resnet18] [data=digits]
     [since=2026-11-01|7d] ['val/accuracy>0.9' ...] [sort=when|duration|steps|status|folder|objective|<metric>]
@@ -71,24 +73,24 @@ def main(words: Sequence[str]) -> None:
         return
     if words[0] not in COMMANDS:
         there = f"they are {', '.join(COMMANDS)}; ddp-hydra runs --help explains them"
-        near = text.meant(words[0], COMMANDS, "runs ", cutoff=0.5)
-        raise ConfigError(f"runs {shown(words[0])}: there is no such command{text.after(near, there)}")
+        near = meant(words[0], COMMANDS, "runs ", cutoff=0.5)
+        raise ConfigError(f"runs {shown(words[0])}: there is no such command{after(near, there)}")
     COMMANDS[words[0]](list(words[1:]))
 
 
 def ls(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import find, select
+    from ddp_hydra.runs import find
 
     roots, rest = split(words)
-    compared = {word: found for word in rest if (found := select.comparison(word)) is not None}
+    compared = {word: found for word in rest if (found := find.comparison(word)) is not None}
     options = parse_all(ListOptions, [word for word in rest if word not in compared], USAGE)
-    chosen = select.Filter(
+    chosen = find.Filter(
         options.status, options.tag, options.model, options.data, options.since, tuple(compared.values())
     )
     if options.limit < -1:
         raise ConfigError(f"limit={options.limit}: give how many runs to show, 0 for all")
     rows = find.rows(roots)
-    rows = select.ordered(chosen.choose(rows), options.sort)
+    rows = find.ordered(chosen.choose(rows), options.sort)
     limit = LIMIT if options.limit == -1 and not options.json else max(0, options.limit)
     most = rows[:limit] if limit else rows
     if options.json:
@@ -96,8 +98,8 @@ def ls(words: Sequence[str]) -> None:
             print(json.dumps(asdict(row)))  # noqa: T201
         return
     asked = [*(one.metric for one in compared.values()), options.sort]
-    metrics = [name for name in dict.fromkeys(asked) if name not in select.SORTS]
-    print(runs_text.table_of(most, metrics) if rows else "no runs")  # noqa: T201
+    metrics = [name for name in dict.fromkeys(asked) if name not in find.SORTS]
+    print(table_of(most, metrics) if rows else "no runs")  # noqa: T201
     if len(most) < len(rows):
         print(f"{len(rows) - len(most):,} more: limit=0 shows all {len(rows):,}")  # noqa: T201
 
@@ -107,7 +109,7 @@ def show(words: Sequence[str]) -> None:
 
     runs, options = runs_and_options(words, PrintOptions, 1, "show")
     found = details.run_details(run_files.open_run(runs[0]))
-    print(json.dumps(found, default=str) if options.json else runs_text.details_text(found))  # noqa: T201
+    print(json.dumps(found, default=str) if options.json else details_text(found))  # noqa: T201
 
 
 def diff(words: Sequence[str]) -> None:
@@ -115,7 +117,7 @@ def diff(words: Sequence[str]) -> None:
 
     runs, options = runs_and_options(words, PrintOptions, 2, "diff")
     found = details.between(run_files.open_run(runs[0]), run_files.open_run(runs[1]))
-    print(json.dumps(found, default=str) if options.json else runs_text.diff_text(found))  # noqa: T201
+    print(json.dumps(found, default=str) if options.json else diff_text(found))  # noqa: T201
 
 
 def rm(words: Sequence[str]) -> None:
@@ -158,7 +160,7 @@ def du(words: Sequence[str]) -> None:
         for run, kinds in found.items():
             print(json.dumps({"run": run, **kinds, "total": sum(kinds.values())}))  # noqa: T201
         return
-    print(runs_text.usage_text(found) if found else "no runs")  # noqa: T201
+    print(usage_text(found) if found else "no runs")  # noqa: T201
 
 
 def tag(words: Sequence[str]) -> None:
@@ -182,7 +184,7 @@ def reproduce(words: Sequence[str]) -> None:
 
     runs, options = runs_and_options(words, ReproduceOptions, 1, "reproduce")
     again = details.reproduction(run_files.open_run(runs[0]))
-    print(runs_text.again_text(again), file=sys.stderr)  # noqa: T201
+    print(again_text(again), file=sys.stderr)  # noqa: T201
     if not options.run:
         variable = [f"{project.VARIABLE}={shlex.quote(again.kept)}"] if again.kept else []
         print(shown(" ".join([*variable, shlex.join(["ddp-hydra", *again.words])])))  # noqa: T201
@@ -214,3 +216,189 @@ def runs_and_options(words: Sequence[str], kind: type[Any], count: int, command:
         what = "one run" if count == 1 else f"{count} runs"
         raise ConfigError(f"{command} takes {what}, not {len(runs)}; usage:\n{USAGE}")
     return runs, options
+
+
+_MOST = 60
+"""Longer cells are cut on a terminal, except the first one, which is typed again."""
+_MESSAGE = 2_000
+
+
+def shown(value: object, most: int = 0) -> str:
+    """Return a text as one line that does nothing in a terminal."""
+    line = printable(str(value).replace("\n", " ").replace("\t", " "))
+    line = "".join(one if one.isprintable() else "?" for one in line)  # also what turns the direction of writing
+    return f"{line[: most - 1]}…" if most and len(line) > most else line
+
+
+def table(headings: Sequence[str], lines: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
+    every = [tuple(headings), *map(tuple, lines)]
+    widths = [max(map(cell_len, column)) for column in zip(*every, strict=True)]
+    ends = [heading in right for heading in headings]
+
+    def cell(word: str, wide: int, at_end: bool) -> str:
+        space = " " * (wide - cell_len(word))
+        return space + word if at_end else word + space
+
+    return "\n".join("  ".join(map(cell, line, widths, ends)).rstrip() for line in every)
+
+
+def table_of(rows: Sequence[RunRow], metrics: Sequence[str] = ()) -> str:
+    columns: dict[str, list[str]] = {
+        "run": [shown(row.run) for row in rows],
+        "when": [when(row.started) for row in rows],
+        "status": [row.status for row in rows],
+        "steps": [steps(row) for row in rows],
+        "objective": [f"{row.objective} {digits(row.value)}" if row.value is not None else "" for row in rows],
+        **{metric: [digits(row.metrics.get(metric)) for row in rows] for metric in metrics},
+        "model": [row.model for row in rows],
+        "data": [row.data for row in rows],
+        "tags": [", ".join(row.tags) for row in rows],
+        "took": [duration(row.wall_s) for row in rows],
+    }
+    if any(row.stopped_early for row in rows):
+        columns["stopped early"] = [row.stopped_early for row in rows]
+    if any(typed := differing_words(rows)):
+        columns["typed"] = [" ".join(words) for words in typed]
+    most = _MOST if sys.stdout.isatty() else 0
+    cells = [column if name == "run" else [shown(cell, most) for cell in column] for name, column in columns.items()]
+    lines = zip(*cells, strict=True)
+    return table([shown(name, _MOST) for name in columns], lines, right=("steps", "took", *metrics))
+
+
+def differing_words(rows: Sequence[RunRow]) -> list[list[str]]:
+    common = set.intersection(*(set(row.overrides) for row in rows)) if rows else set()
+    known = ("model=", "data=", "tags=")
+    return [[word for word in row.overrides if word not in common and not word.startswith(known)] for row in rows]
+
+
+def details_text(found: Mapping[str, Any]) -> str:
+    row = RunRow(**{name: found[name] for name in RunRow.__struct_fields__})
+    took = f"for {duration(row.wall_s)}" if row.wall_s is not None else ""
+    lines = [("status", row.status), ("started", " ".join(filter(None, (when(row.started), took))))]
+    lines.append(("steps", steps(row) + (f", epoch {digits(row.epoch)}" if row.epoch is not None else "")))
+    lines.append(("stopped", f"early: {shown(row.stopped_early, _MESSAGE)}" if row.stopped_early else ""))
+    if row.value is not None:
+        better = "" if row.maximize is None else f" ({'more' if row.maximize else 'less'} is better)"
+        lines.append(("objective", f"{shown(row.objective)} {digits(row.value)}{better}"))
+    ranks = number(found["world_size"])
+    speed = f", {found['samples_per_s']:,.0f} samples/s" if found["samples_per_s"] else ""
+    lines.append(("ranks", f"{ranks:.0f}{speed}" if ranks else ""))
+    lines += [("model", shown(row.model)), ("data", shown(row.data)), ("tags", shown(", ".join(row.tags)))]
+    lines += [("typed", shown(word)) for word in row.overrides]
+    lines.append(("code", shown(row.project[:16])))
+    lines += [("metric", f"{shown(name)} {digits(value)}") for name, value in numbers(found["metrics"]).items()]
+    lines += [("attempt", _attempt(attempt)) for attempt in found["attempts"]]
+    failure = found["failure"]
+    if failure:
+        lines.append(("failure", _failure(failure)))
+        lines.append(("at", shown(text(failure.get("place")))))
+    elif row.message:
+        lines.append(("failure", shown(row.message, _MESSAGE)))
+    lines += [
+        ("checkpoint", f"{shown(name)}, step {digits(entry['step'])}, {size_text(entry['bytes'] or 0)}")
+        for name, entry in found["checkpoints"].items()
+    ]
+    kinds = [f"{kind} {size_text(count)}" for kind, count in found["bytes"].items() if count]
+    lines.append(("size", f"{size_text(sum(found['bytes'].values()))}: {', '.join(kinds)}" if kinds else "0 B"))
+    return "\n".join([shown(row.run), *_without_repeats((name, value) for name, value in lines if value)])
+
+
+def _without_repeats(lines: Iterable[tuple[str, str]]) -> list[str]:
+    found, before = [], ""
+    for name, value in lines:
+        found.append(f"  {'' if name == before else name:<11} {value}")
+        before = name
+    return found
+
+
+def _attempt(attempt: Mapping[str, Any]) -> str:
+    failure = attempt.get("failure")
+    parts = [
+        counted(ranks, "rank") if (ranks := number(attempt.get("world_size"))) else "",
+        counted(done, "step") if (done := number(attempt.get("steps_done"))) is not None else "",
+        duration(number(attempt.get("wall_s"))),
+    ]
+    how = f": {_failure(failure)}" if isinstance(failure, dict) else ""
+    return f"{digits(number(attempt.get('attempt')))}: {', '.join(filter(None, parts))}{how}"
+
+
+def _failure(failure: Mapping[str, Any]) -> str:
+    rank, step = number(failure.get("rank")), number(failure.get("step"))
+    where = [f"rank {rank:.0f}"] if rank is not None else []
+    where += [f"on {shown(failure['host'])}"] if text(failure.get("host")) else []
+    where += [f"at step {step:.0f}"] if step is not None else []
+    message = str(failure.get("message") or failure.get("kind") or "")
+    return shown(f"{' '.join(where)}{': ' if where else ''}{message}", _MESSAGE)
+
+
+def diff_text(found: Mapping[str, Any]) -> str:
+    lines = [("", *map(shown, found["runs"]))]
+    if found["status"][0] != found["status"][1]:
+        lines.append(("status", *found["status"]))
+    if found["code"]:
+        lines.append(("code", *(shown(code[:16]) for code in found["code"])))
+    for part in ("choices", "config"):
+        lines += [(shown(key), *(shown(_value(one), _MOST) for one in pair)) for key, pair in found[part].items()]
+    if len(lines) == 1:
+        lines.append(("(config and code are the same)", "", ""))
+    lines += [(shown(key), *(shown(_value(one), _MOST) for one in pair)) for key, pair in found["metrics"].items()]
+    return table(lines[0], lines[1:])
+
+
+def _value(value: object) -> str:
+    return "null" if value is None else digits(value) if isinstance(value, float) else str(value)
+
+
+def usage_text(found: Mapping[str, Mapping[str, int]]) -> str:
+    largest = sorted(found, key=lambda run: (-sum(found[run].values()), run))
+    lines = [(shown(run), *_sizes(found[run])) for run in largest]
+    total = {kind: sum(kinds[kind] for kinds in found.values()) for kind in KINDS}
+    lines.append((f"total of {counted(len(found), 'run')}", *_sizes(total)))
+    headings = ("run", *KINDS, "total")
+    return table(headings, lines, right=headings[1:])
+
+
+def _sizes(kinds: Mapping[str, int]) -> list[str]:
+    return [size_text(kinds[kind]) for kind in KINDS] + [size_text(sum(kinds.values()))]
+
+
+def again_text(again: Reproduction) -> str:
+    lines = []
+    if not again.code_then:
+        lines.append("the run has not noted the hash of its code, so it is not known whether this one is the same")
+    elif again.code_then != again.code_now:
+        taken = f"the run's is taken: {shown(again.kept)}"
+        missing = "the run has not kept its own, so check out what it was made with"
+        hashes = f"{shown(again.code_then[:16])} then, {again.code_now[:16]} in this folder"
+        lines.append(f"the code is not the same: {hashes}; {taken if again.kept else missing}")
+    else:
+        lines.append(f"the code is the same: {again.code_now[:16]}")
+    if again.folder:
+        lines.append(f"it was typed in {shown(again.folder)}")
+    if again.hidden:
+        lines.append(f"secrets were not kept: fill in {', '.join(map(shown, again.hidden))}")
+    return "\n".join(lines)
+
+
+def steps(row: RunRow) -> str:
+    """Return for example "40/400"."""
+    if row.step is None:
+        return ""
+    return f"{row.step:,}/{row.total_steps:,}" if row.total_steps and row.status != "done" else f"{row.step:,}"
+
+
+def when(started: float | None) -> str:
+    if started is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
+def digits(value: object) -> str:
+    """Return a number with four digits; a whole one with all."""
+    found = number(value)
+    if found is None:
+        return ""
+    return f"{found:.0f}" if found == int(found) and abs(found) < 1e15 else f"{found:.4g}"

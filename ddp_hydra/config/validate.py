@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
@@ -11,9 +13,10 @@ from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_hydra.config import objective
+from ddp_hydra.config import objective, redact
 from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.schema import SCHEMAS, AtLeast0, AtLeast1, Handler, check_limits, limits_of
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.urls import FORMATS, root_of
 
@@ -155,3 +158,62 @@ def check_static_graph(cfg: DictConfig) -> None:
             f"parallel.static_graph=true does not go with trainer.gradient_accumulation_steps={micro_batches} on "
             "several ranks: give parallel.static_graph=false, or trainer.gradient_accumulation_steps=1"
         )
+
+
+LOGGERS = ("mlflow", "wandb", "aim", "clearml")
+"""Loggers that ship; their settings are the keys of this name in `results`, each name is also its package and extra."""
+SENT_CHECKPOINTS = (None, "best", "all")
+_NOT_LOGGED = ("cluster", "results", "resume", "detach", "faults", "dry_run", "tags")
+_NAMED = re.compile(r"\$\{([\w.]+)\}")
+
+
+def logger_nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for entry in OmegaConf.to_container(cfg.results.loggers, resolve=True, throw_on_missing=True):  # type: ignore[union-attr]
+        if isinstance(entry, str) and entry in LOGGERS:
+            name, node = entry, OmegaConf.to_container(cfg.results[entry], resolve=True, throw_on_missing=True)
+        elif isinstance(entry, dict) and isinstance(entry.get("_target_"), str):
+            name, node = str(entry["_target_"]).rpartition(".")[2], entry
+        else:
+            hint = text.meant(entry, LOGGERS) if isinstance(entry, str) else ""
+            allowed = text.after(hint, f"give {', '.join(LOGGERS)} or a _target_")
+            raise ConfigError(f"results.loggers has {entry!r}{allowed}")
+        if name in found:
+            raise ConfigError(f"results.loggers names {name} more than once: leave one out")
+        assert isinstance(node, dict)
+        found[name] = {str(key): value for key, value in node.items()}
+    return found
+
+
+def check_loggers(cfg: DictConfig) -> None:
+    for name, node in logger_nodes(cfg).items():
+        if name in LOGGERS and node.get("checkpoints") not in SENT_CHECKPOINTS:
+            raise ConfigError(f"results.{name}.checkpoints={node['checkpoints']}: give best, all or null")
+
+
+def check_loggers_installed(cfg: DictConfig) -> None:
+    for name in logger_nodes(cfg):
+        if name in LOGGERS and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"results.loggers=[{name}] needs a package: pip install 'ddp-hydra[{name}]'")
+
+
+def logged_parameters(cfg: DictConfig) -> dict[str, Any]:
+    """Return the config that a logger shows, flattened: {"optimizer.lr": 0.1}.
+
+    The cluster and secrets are left out. An interpolation becomes the value of the key that it names; with a resolver
+    (${oc.env:NAME}) it stays as it is, because its value may be a secret.
+    """
+    raw = OmegaConf.to_container(cfg, enum_to_str=True)
+    assert isinstance(raw, dict)
+    kept = redact.without({key: value for key, value in raw.items() if key not in _NOT_LOGGED})
+    values = dict(leaves(kept))
+    return {key: _followed(value, values) for key, value in values.items()}
+
+
+def _followed(value: Any, values: dict[str, Any]) -> Any:
+    for _ in range(10):  # chains are short; a circle has been refused long before
+        match = _NAMED.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[1] not in values:
+            break
+        value = values[match[1]]
+    return value

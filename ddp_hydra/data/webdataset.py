@@ -18,8 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_hydra.data.images.batch_loader import MOST_IN_A_ROW, TooManyBadSamplesError, too_many
 from ddp_hydra.data.names import is_leftover
-from ddp_hydra.data.shards.decode import missing_field, not_a_class
-from ddp_hydra.data.shards.tar_index import Header, damage_of, split_name
+from ddp_hydra.data.shards.tar_index import Header, damage_of, missing_field, not_a_class, split_name
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import bare_url
 

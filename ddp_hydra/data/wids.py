@@ -18,9 +18,8 @@ from ddp_hydra.data.images.batch_loader import LostSamples
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.shards.cache import GIB, ShardCache
-from ddp_hydra.data.shards.decode import missing_field, not_a_class
 from ddp_hydra.data.shards.index import Index, read_index
-from ddp_hydra.data.shards.tar_index import OpenShard
+from ddp_hydra.data.shards.tar_index import OpenShard, missing_field, not_a_class
 from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.base import ProcessLocal, StaleCredentialsError
 

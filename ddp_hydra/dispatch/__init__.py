@@ -2,12 +2,10 @@
 
     gang            starts the ranks together, and again after failures
     call            the function and its arguments; a script in its place
-    background      a gang in a thread, with futures
-    attempt         one start of a gang, from its tasks to their ends
-    placement       which worker gets which rank; workers: what is asked of them
+    background      a gang in a thread, with futures; the run directory of a user's own function
+    attempt         one start of a gang, from its tasks to their ends, and the queue of its records
+    placement       which worker gets which rank; workers: what is asked of them, and files from there
     watchdog        notices failed tasks, silent hosts and hangs; health decides, also on restarts
-    record_queue    records on their way to the handler; file_transfer: files
-    run_dir         the run directory of a user's own function
     inline          the only rank, in this process
 
 Its names are imported when they are first used: ranks without Dask are in this package, too, and need no `distributed`.

@@ -1,9 +1,14 @@
-"""One start of a gang, as the client sees it: its ranks are submitted, watched, and ended without a trace."""
+"""One start of a gang, as the client sees it: its ranks are submitted, watched, and ended without a trace.
+
+Their records are read on a thread of its own. Fetching a checkpoint, or waiting for room on a full disk, may take a
+minute. Meanwhile the client must still notice that a rank dies.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import pickle
 import queue
 import threading
@@ -19,7 +24,7 @@ from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS, printable, shorten
 from ddp_hydra.dispatch import placement, watchdog
 from ddp_hydra.dispatch.placement import ranges
-from ddp_hydra.dispatch.record_queue import RecordQueue
+from ddp_hydra.dispatch.workers import CALL_S, WorkerSilent
 from ddp_hydra.errors import Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import record_relay, task
@@ -36,6 +41,84 @@ REST_S = 30.0
 """Seconds to read the last records of a failed attempt: there may be a checkpoint among them."""
 PLANNED = "its worker {worker} was shut down as planned (dask worker --lifetime, SIGTERM, a smaller cluster)"
 ACKNOWLEDGE_BYTES = record_relay.WINDOW_BYTES // 4
+CLOSE_S = 5.0
+"""Seconds that the end waits for the record that is being read."""
+
+
+class RecordQueue:
+    """Has records read in order, once it is started; stops at the first that cannot be read.
+
+    Args:
+        on_record: reads one record.
+        acknowledge: called with rank and number of bytes after each record.
+        on_error: called when `on_record` has raised.
+
+    Attributes:
+        error: that `on_record` raised.
+        failed: the record for which it did.
+        busy: the record that is being read, and since when.
+    """
+
+    def __init__(
+        self,
+        on_record: Callable[[Record], None],
+        acknowledge: Callable[[int, int], None],
+        on_error: Callable[[], None],
+    ) -> None:
+        self.on_record, self.acknowledge, self.on_error = on_record, acknowledge, on_error
+        self.error: BaseException | None = None
+        self.failed: Record | None = None
+        self.busy: tuple[Record, float] | None = None
+        self.waiting: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()
+        self.put_count = self.read_count = 0
+        self.resume = threading.Event()
+        self.closed = False
+        self.thread = threading.Thread(target=self._read, name="ddp_hydra-record-queue", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def put(self, record: Record, size: int) -> None:
+        self.put_count += 1
+        self.waiting.put((record, size))
+
+    def catch_up(self, until: float = math.inf) -> bool:
+        """Wait until all queued records are read.
+
+        Returns:
+            Whether all are read; False also if a record could not be read.
+        """
+        while self.read_count < self.put_count and self.error is None and time.monotonic() < until:
+            time.sleep(0.002)
+        return self.read_count == self.put_count
+
+    def skip_failed(self) -> None:
+        log.warning("lost with its host: %s", self.error)
+        self.error = self.failed = None
+        self.resume.set()
+
+    def close(self) -> None:
+        """Read no more records; the one that is being read may still go on."""
+        self.closed = True
+        self.waiting.put(None)
+        self.resume.set()
+        self.thread.join(CLOSE_S)
+
+    def _read(self) -> None:
+        while (item := self.waiting.get()) is not None and not self.closed:
+            record, size = item
+            self.busy = record, time.monotonic()
+            try:
+                self.on_record(record)
+                self.acknowledge(record.rank, size)
+            except BaseException as error:
+                self.resume.clear()
+                self.error, self.failed = error, record
+                self.on_error()
+                if not self.closed:
+                    self.resume.wait()
+            self.busy = None
+            self.read_count += 1
 
 
 class Attempt(watchdog.Watchdog):
@@ -68,6 +151,7 @@ class Attempt(watchdog.Watchdog):
         self.retiring: RankSpec | None = None
         self.is_stopping = False
         self.checked_at = 0.0
+        self.slow_record: Record | None = None
         self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
         wake_up = lambda: self.events.put(None)  # noqa: E731
         self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, wake_up)
@@ -219,6 +303,41 @@ class Attempt(watchdog.Watchdog):
         self.check_records()
         if self.interrupts.wanted:
             self.on_give_up()
+
+    def check_records(self) -> None:
+        """Raise the error of a record that could not be read, unless it was about a file of a lost host."""
+        records = self.records
+        if records.error is None:
+            self.check_reader()
+            return
+        failed = records.failed
+        if failed is not None and failed.kind == "file":
+            worker = self.specs[failed.rank].worker
+            until = time.monotonic() + CALL_S
+            while worker not in self.workers.lost and time.monotonic() < until:  # also when all ranks have ended
+                self.handle_next(0.05)
+            if isinstance(records.error.__cause__, WorkerSilent) and worker not in self.workers.lost:
+                self.silent.add(worker)
+                self.lose_worker(worker, f"its worker {worker} did not send a file: {records.error.__cause__}")
+            if worker in self.workers.lost:
+                records.skip_failed()
+                return
+        raise records.error
+
+    def check_reader(self) -> None:
+        """Excuse ranks that may be waiting for this process to read their records; warn if it takes long."""
+        now = time.monotonic()
+        record, since = self.records.busy or (None, now)
+        if record is None or now - since < watchdog.CHECK_S:
+            return
+        self.health.excuse(now)
+        if now - since > self.settings.hang_timeout_s and record is not self.slow_record:
+            self.slow_record = record
+            log.warning(
+                "this process has been busy with one record of rank %d (%s) for %.0f s, in on_record: ranks that have "
+                "more to send wait for it",
+                record.rank, record.kind, now - since,
+            )  # fmt: skip
 
     # -- events --------------------------------------------------------------------------------------------
 

@@ -28,12 +28,12 @@ from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.cluster.reservation import Reservation
 from ddp_hydra.config.project import Project
 from ddp_hydra.console.signals import Interrupts, default_notice
-from ddp_hydra.dispatch import placement, run_dir
+from ddp_hydra.console.text import counted
+from ddp_hydra.dispatch import background, placement
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
 from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
 from ddp_hydra.dispatch.health import Restarts
-from ddp_hydra.dispatch.record_queue import UnreadRecords
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import File, Metrics, Notice, Record
@@ -42,6 +42,8 @@ from ddp_hydra.writers.run_dir import next_attempt
 
 __all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
 log = logging.getLogger(__name__)
+FOR_READERS = {"metrics": "metrics record", "text": "text", "image": "image", "histogram": "histogram", "file": "file"}
+"""Kinds of records that `results.log`, `text`, `image`, `histogram` and `submit` send; a name for one record."""
 
 
 def run(
@@ -155,7 +157,7 @@ class Gang:
         call = self.checked_call(fn, args, kwargs)
         workers = len(workers_of(self.client))
         slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
-        folder = None if self.run_dir is None else run_dir.local_path(self.run_dir)
+        folder = None if self.run_dir is None else background.local_path(self.run_dir)
         ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
         return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
 
@@ -178,9 +180,9 @@ class Gang:
             shown = [show] if isinstance(call.fn, Script) and self.on_record is None else []
             if self.run_dir is None:
                 return self.run_attempts(lambda number, world_size: call, *shown)
-            folder, give_up = run_dir.local_path(self.run_dir), threading.Event()
+            folder, give_up = background.local_path(self.run_dir), threading.Event()
             first = next_attempt(folder)
-            with run_dir.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
+            with background.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
                 return self.run_attempts(
                     lambda number, world_size: call, write, *shown, first_attempt=first, on_give_up=give_up.set
                 )
@@ -341,3 +343,28 @@ class Gang:
         assert self.read_from is not None, "fetch is for on_record"
         self.is_fetched = True
         self.read_from.workers.fetch(record, target)
+
+
+class UnreadRecords:
+    """Counts dropped records by kind."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bytes = 0
+
+    def note(self, record: Record) -> None:
+        if record.kind in FOR_READERS:
+            self.counts[record.kind] += 1
+            self.bytes += record.data.size if isinstance(record.data, File) else 0
+
+    def sentence(self) -> str:
+        """Say what was dropped and how to receive it; "" if nothing was."""
+        if not self.counts:
+            return ""
+        named = [counted(self.counts[kind], name) for kind, name in FOR_READERS.items() if self.counts[kind]]
+        size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
+        return (
+            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; have it "
+            "written with run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
+            "and files in there with the gang's fetch(record, path)"
+        )

@@ -64,7 +64,7 @@ def run(
 
     import cloudpickle
 
-    from ddp_hydra.rank import network, process
+    from ddp_hydra.rank import environment, process
     from ddp_hydra.rank.world import joined, leave_process_group, meet
 
     settings = settings or GangSettings()
@@ -78,7 +78,7 @@ def run(
         try:
             with FinishOnInterrupt(notice).caught():
                 os.environ.update(ONLY_RANK)
-                listener = network.bind("127.0.0.1")
+                listener = environment.bind("127.0.0.1")
                 port = listener.getsockname()[1]
                 store = meet(0, "127.0.0.1", port, settings.timeout_s, listener.detach())
                 call = cloudpickle.dumps((fn, args, kwargs))

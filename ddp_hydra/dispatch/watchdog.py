@@ -1,4 +1,4 @@
-"""Checks what no record tells: tasks that failed, silent hosts, hangs, records that cannot be read, Ctrl-C."""
+"""Checks what no record tells: tasks that failed, silent hosts, hangs, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import MESSAGE_CHARS
-from ddp_hydra.dispatch.file_transfer import WorkerSilent
 from ddp_hydra.dispatch.health import Hang, HealthMonitor, RankStates, waits
 from ddp_hydra.dispatch.placement import ranges
-from ddp_hydra.dispatch.record_queue import RecordQueue
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient
 from ddp_hydra.errors import ConfigError, SchedulerLost
 from ddp_hydra.rank import rank_process
 from ddp_hydra.rank.spec import JobSpec
-from ddp_hydra.record import Record
 
 log = logging.getLogger(__name__)
 CHECK_S = 0.5
@@ -45,8 +42,6 @@ class Watchdog:
         stacks: the stacks that ranks have printed.
     """
 
-    records: RecordQueue
-
     def __init__(self, client: Client, job: JobSpec, interrupts: Interrupts) -> None:
         self.client, self.job, self.settings, self.specs = client, job, job.settings, list(job.ranks)
         self.interrupts, self.workers = interrupts, WorkerClient(client, job)
@@ -58,10 +53,13 @@ class Watchdog:
         self.begun_at = self.asked_at = time.monotonic()
         self.interrupted_at: float | None = None
         self.finish_by: float | None = None
-        self.slow_record: Record | None = None
 
     def handle_next(self, timeout_s: float) -> bool:
         """Handle the next event; return False if none came in time."""
+        raise NotImplementedError
+
+    def check_records(self) -> None:
+        """Raise the error of a record that could not be read."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -82,41 +80,6 @@ class Watchdog:
         hang = self.health.hang(self.rank_states.running, time.monotonic())
         if hang is not None:
             self.report_hang(hang)
-
-    def check_records(self) -> None:
-        """Raise the error of a record that could not be read, unless it was about a file of a lost host."""
-        records = self.records
-        if records.error is None:
-            self.check_reader()
-            return
-        failed = records.failed
-        if failed is not None and failed.kind == "file":
-            worker = self.specs[failed.rank].worker
-            until = time.monotonic() + CALL_S
-            while worker not in self.workers.lost and time.monotonic() < until:  # also when all ranks have ended
-                self.handle_next(0.05)
-            if isinstance(records.error.__cause__, WorkerSilent) and worker not in self.workers.lost:
-                self.silent.add(worker)
-                self.lose_worker(worker, f"its worker {worker} did not send a file: {records.error.__cause__}")
-            if worker in self.workers.lost:
-                records.skip_failed()
-                return
-        raise records.error
-
-    def check_reader(self) -> None:
-        """Excuse ranks that may be waiting for this process to read their records; warn if it takes long."""
-        now = time.monotonic()
-        record, since = self.records.busy or (None, now)
-        if record is None or now - since < CHECK_S:
-            return
-        self.health.excuse(now)
-        if now - since > self.settings.hang_timeout_s and record is not self.slow_record:
-            self.slow_record = record
-            log.warning(
-                "this process has been busy with one record of rank %d (%s) for %.0f s, in on_record: ranks that have "
-                "more to send wait for it",
-                record.rank, record.kind, now - since,
-            )  # fmt: skip
 
     def check_interrupt(self) -> None:
         """Ask the ranks to finish if the user wants to end.

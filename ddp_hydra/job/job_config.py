@@ -12,7 +12,7 @@ from zipfile import is_zipfile
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
-from ddp_hydra.config import loggers, project, rank_batch, redact, targets, unknown_keys, validate
+from ddp_hydra.config import project, rank_batch, redact, targets, unknown_keys, validate
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.spec import GangSettings
@@ -35,7 +35,7 @@ WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
 def check(cfg: DictConfig) -> None:
     unknown_keys.check(cfg)
     validate.check(cfg)
-    loggers.check(cfg)
+    validate.check_loggers(cfg)
     fault_injection.parse(cfg.faults)
     if cfg.data.get("global_batch") is not None:
         each, workers = ranks_per_worker(cfg), cfg.cluster.get("n_workers")

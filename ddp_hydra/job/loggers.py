@@ -26,8 +26,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 import ddp_hydra
-from ddp_hydra.config import loggers as config
 from ddp_hydra.config import project
+from ddp_hydra.config import validate as config
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.run_dir import is_resumed
 from ddp_hydra.record import Record
@@ -228,7 +228,7 @@ def describe(cfg: DictConfig, run_dir: Path, url: str = "") -> LoggedJob:
     continues = cfg.resume and not cfg.results.new_logger_runs and (not is_sweep or is_resumed(run_dir, cfg.resume))
     earlier = read_runs(cfg.resume) if continues and cfg.results.loggers else {}
     name = short_name(url or str(run_dir.absolute()), 3 if is_sweep else 2)
-    parameters = config.parameters(cfg) if cfg.results.loggers else {}
+    parameters = config.logged_parameters(cfg) if cfg.results.loggers else {}
     return LoggedJob(name, short_name(str(sweep.absolute())) if sweep else "", parameters, earlier)
 
 
@@ -261,11 +261,11 @@ def session(
     cfg: DictConfig, run_dir: Path, job: LoggedJob, packed: project.Project | None = None
 ) -> Iterator[list[LoggerProcess]]:
     """Run the loggers of a job inside the block, and tell them at its end how the job ended."""
-    nodes = config.nodes(cfg)
+    nodes = config.logger_nodes(cfg)
     if not nodes:
         yield []
         return
-    config.check_installed(cfg)
+    config.check_loggers_installed(cfg)
     runs, lock = dict(job.earlier), threading.Lock()
     if packed is not None:  # a driver sees more: paths of its host, and the runs of the driver that it follows
         is_new = not cfg.resume or job.earlier or job.sweep or cfg.results.new_logger_runs

@@ -22,7 +22,7 @@ from msgspec import Struct, to_builtins
 
 from ddp_hydra.checked import Count
 from ddp_hydra.errors import ConfigError, RecordError
-from ddp_hydra.rank import return_values
+from ddp_hydra.rank import spec
 from ddp_hydra.record import File, Record, Rows
 from ddp_hydra.storage.files import part_of, prepared_path, remove_parts, replacing, write_atomic, writing
 from ddp_hydra.writers.files import Fetch, FileReceiver, LogWriter
@@ -97,7 +97,7 @@ class Parts:
         return -(-self.samples // self.length) if self.samples else 0
 
     def path(self, part: int) -> Path:
-        return self.folder / return_values.ROWS_NAME.format(part)
+        return self.folder / spec.ROWS_NAME.format(part)
 
     def done(self) -> list[int]:
         found = (_PART.fullmatch(f"parts/{path.name}") for path in (self.folder / "parts").glob("*.rows"))
@@ -141,7 +141,7 @@ class Parts:
         for part in range(self.total):
             begin = part * self.length
             end = begin + self.rows_of(part)
-            for columns in return_values.read_rows(self.path(part)):
+            for columns in spec.read_rows(self.path(part)):
                 lengths = {len(values) for values in columns.values()}
                 names = names or list(columns)
                 if list(columns) != names:

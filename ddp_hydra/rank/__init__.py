@@ -7,13 +7,12 @@ process         the rank itself: joins the process group (process_group) and cal
 fork_server     imports torch once (fork_preload, which puts off its compiler); each rank is a fork of it
 spare_forks     its connections, and forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
-inbox           messages of the client to a worker's task
-preemption      lets ranks finish when their worker is shut down
+inbox           messages of the client to a worker's task, and of a worker that is shut down
 outbox          files on their way from ranks to the client; checkpoints that stay, for ranks that resume there
 device_leases   shares the GPUs and cores of a host between gangs
 fault_injection faults on purpose
-environment network processes         of this host, with its GPUs; processes that a rank leaves behind
+environment     of this host, with its GPUs and network; processes: what a rank leaves behind
 dask_preload    loaded by workers of a local cluster: they do not react to Ctrl-C
 torchrun        the processes that torchrun starts, and their end; torchrun_store: their way between hosts
-spec return_values                    data that goes to the rank and comes back
+spec            data that goes to the rank and comes back
 """

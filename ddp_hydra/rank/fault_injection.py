@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any
 
@@ -26,6 +26,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.checked import Count, prepare
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.heartbeat import PHASES
+from ddp_hydra.record import Metrics, Record
 
 KINDS = {
     "raise": "raises RuntimeError",
@@ -196,3 +197,22 @@ def _sleep(seconds: float) -> None:
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         time.sleep(min(left, 3600))
+
+
+class InterruptWriter:
+    """Gives this process a Ctrl-C on purpose, when the metrics of a step arrive: `+fault=interrupt,step=20`."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self.pending = list(faults)
+
+    def write(self, record: Record) -> None:
+        for fault in self.pending:
+            is_its_attempt = fault.attempt in (record.attempt, -1)
+            if isinstance(record.data, Metrics) and is_its_attempt and (record.step or 0) >= fault.step:
+                self.pending.remove(fault)
+                print(f"fault on purpose: {fault}", flush=True)  # noqa: T201
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    def close(self) -> None:
+        self.pending = []

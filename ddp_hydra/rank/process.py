@@ -16,7 +16,6 @@ import pkgutil
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -33,23 +32,20 @@ from ddp_hydra import forked, heartbeat, results
 from ddp_hydra.console.signals import own_handler
 from ddp_hydra.console.text import TRACE_CHARS, is_deterministic, message_of, shorten, shortened, user_location
 from ddp_hydra.errors import DdpHydraError, Failure, WorldLeft
-from ddp_hydra.rank import environment, fault_injection, return_values
+from ddp_hydra.rank import environment, fault_injection, spec
 from ddp_hydra.rank.spec import RankLaunch
 from ddp_hydra.rank.world import World, joined, leave_process_group, meet
-from ddp_hydra.record import End, Record
+from ddp_hydra.record import End
 
 MAX_FDS = 4
-MAX_FILES = 4
-"""Number of files in a rank's outbox at which it waits for the client to fetch one."""
 
 
-def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int) -> int:
+def main(title: str, control_fd: int, shared_status_fd: int) -> int:
     """Run one rank; called in the process that the fork server forked for it.
 
     Args:
         title: of the process, as `ps` shows it.
-        launch_fd: a file with a `RankLaunch`.
-        control_fd: socket to the worker's task: records go out; the rendezvous, and further launches, come in.
+        control_fd: socket to the worker's task: records go out; launches, each with a rendezvous, come in.
         shared_status_fd: the page of memory in which this rank writes where it is.
     """
     from setproctitle import setproctitle
@@ -65,42 +61,46 @@ def main(title: str, launch_fd: int, control_fd: int, shared_status_fd: int) -> 
     signal.signal(signal.SIGINT, own_handler(lambda *_: None))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    launch = read_launch(launch_fd)
-    if launch.job.is_script:  # it ends at once also in a collective, unless it has a handler of its own
+    worlds = Worlds(socket.socket(fileno=control_fd), shared_status)
+    if not worlds.enter():
+        return 1  # the worker's task has ended
+    job = worlds.launch.job
+    if job.is_script:  # it ends at once also in a collective, unless it has a handler of its own
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    take_helper(launch.job.settings.data_workers)
-    control = socket.socket(fileno=control_fd)
-    worlds = Worlds(launch, control, shared_status)
+    take_helper(job.settings.data_workers)
     return report_end(worlds.live)
-
-
-def read_launch(fd: int) -> RankLaunch:
-    with os.fdopen(fd, "rb") as file:
-        file.seek(0)  # its position is at the end
-        return msgspec.msgpack.decode(file.read(), type=RankLaunch)
 
 
 class Worlds:
     """The worlds of a process, one after the other.
 
     Args:
-        launch: for the first one.
         control: socket to the worker's task.
         shared_status: of this rank.
     """
 
-    def __init__(self, launch: RankLaunch, control: socket.socket, shared_status: heartbeat.SharedStatus) -> None:
+    launch: RankLaunch
+
+    def __init__(self, control: socket.socket, shared_status: heartbeat.SharedStatus) -> None:
         self.control, self.shared_status = control, shared_status
         self.kept: dict[str, Any] = {}
         self.lines, self.fds = b"", list[int]()
-        self.enter(launch)
 
-    def enter(self, launch: RankLaunch) -> None:
-        self.launch, rank, attempt = launch, launch.spec.rank, launch.job.attempt
+    def enter(self) -> bool:
+        """Wait for the next launch; return False if there is none."""
+        if "launch" not in self.hear():
+            return False
+        with os.fdopen(self.fds.pop(0), "rb") as file:
+            file.seek(0)  # its position is at the end
+            self.launch = launch = msgspec.msgpack.decode(file.read(), type=RankLaunch)
+        rank, attempt = launch.spec.rank, launch.job.attempt
         os.environ.update(environment.of_place(launch.spec))
-        results.connect(SocketSender(self.control, Path(launch.outbox)), rank, attempt, launch.job.settings.retry_s)
+        results.connect(
+            results.SocketSender(self.control, Path(launch.outbox)), rank, attempt, launch.job.settings.retry_s
+        )
         pids = {"worker": launch.worker_pid, "nanny": launch.nanny_pid}
         fault_injection.install(rank, attempt + launch.job.generation, pids)
+        return True
 
     def live(self) -> Any:
         """Make this process's calls, each in its world; return what the last one returns."""
@@ -114,10 +114,9 @@ class Worlds:
                 leave_process_group()
                 heartbeat.connect(self.shared_status)  # without the hooks of the last call
                 heartbeat.at("join", self.shared_status.steps_done)
-                if "launch" not in self.hear():
+                if not self.enter():
                     raise
             self.shared_status.stay()
-            self.enter(read_launch(self.fds.pop(0)))
 
     def goes_on_after(self, error: Exception) -> bool:
         is_lost = self.launch.job.lives_on and isinstance(error, RuntimeError) and describe(error).is_symptom
@@ -162,7 +161,7 @@ def take_helper(data_workers: int | None) -> None:
 
 def report_end(work: Callable[[], Any]) -> int:
     try:
-        end = End(value=results.file_of("value", return_values.encode(work())))
+        end = End(value=results.file_of("value", spec.encode(work())))
     except BaseException as error:
         failure = describe(error)
         heartbeat.await_saved()
@@ -193,35 +192,6 @@ def perform(call: bytes, world: World) -> Any:
     of_world = (world,) if getattr(function, "in_world", False) else ()
     with forked.children_end():
         return function(*of_world, *args, **kwargs)
-
-
-class SocketSender:
-    """Sends records to the worker's task, and files through the outbox.
-
-    Args:
-        control: socket to the worker's task.
-        outbox: a folder on this host that the client empties.
-    """
-
-    def __init__(self, control: socket.socket, outbox: Path) -> None:
-        self.control = control
-        self._outbox = outbox
-        self.lock = threading.Lock()
-
-    def send(self, record: Record) -> None:
-        """Send one record; blocks while the reader is behind."""
-        with self.lock:
-            self.control.sendall(record.encode() + b"\n")
-
-    @property
-    def outbox(self) -> Path:
-        before: set[Path] = set()
-        while len(files := set(self._outbox.iterdir())) >= MAX_FILES:
-            if files != before:
-                heartbeat.progress()
-            before = files
-            time.sleep(0.01)
-        return self._outbox
 
 
 def set_threads(threads: int, local_world_size: int) -> None:

@@ -36,10 +36,8 @@ from ddp_hydra.rank import (
     environment,
     fork_client,
     inbox,
-    network,
     outbox,
-    preemption,
-    return_values,
+    spec,
 )
 from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
 from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
@@ -112,26 +110,27 @@ class RankProcess:
         self.stack.callback(os.close, output)
         their_output = self.stack.enter_context(os.fdopen(their_end, "wb", buffering=0))
         share = self.device = self.share()
-        launch_file = self.write_launch_file(share)
-        fds = [theirs.fileno(), their_output.fileno(), self.shared_status_fd, launch_file.fileno()]
-        self.open_rendezvous()
+        fds = [theirs.fileno(), their_output.fileno(), self.shared_status_fd]
+        self.send_launch()
         fork_client.hold()
-        preemption.prepare(self.worker)
+        inbox.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
         socket.send_fds(self.server, [json.dumps(self.request(share)).encode() + b"\n"], fds)
-        for end in (theirs, their_output, launch_file):
+        for end in (theirs, their_output):
             end.close()
         self.stack.callback(self.relay.close)
         self.relay.start(self.control, output)
         self.selector.register(self.server, selectors.EVENT_READ, self.on_server)
         self.stack.callback(self.leave_server)
 
-    def open_rendezvous(self) -> None:
-        """Have the rank's process serve the place where the ranks meet, if it is rank 0."""
+    def send_launch(self) -> None:
+        """Send the process its place and call. Have it serve the place where the ranks meet, if it is rank 0."""
+        with self.write_launch_file(self.device) as file:
+            self.send({"launch": True}, file.fileno())
         if self.spec.rank == 0:
             interface = self.job.settings.interface
-            host = network.address_of(interface) if interface else self.spec.host
-            with network.bind(host, self.job.settings.port_range) as listener:
+            host = environment.address_of(interface) if interface else self.spec.host
+            with environment.bind(host, self.job.settings.port_range) as listener:
                 rendezvous = host, listener.getsockname()[1]
                 self.send({"rendezvous": rendezvous}, listener.fileno())
             self.context.sender.say(0, Up(rendezvous))
@@ -143,9 +142,7 @@ class RankProcess:
         """Have the process, which has left its world or lost it, take another place, in the next world."""
         self.job, self.spec, self.relay.spec = job, spec, spec
         self.outbox = outbox.folder(self.worker, job.topic, spec.rank)
-        with self.write_launch_file(self.device) as file:
-            self.send({"launch": True}, file.fileno())
-        self.open_rendezvous()
+        self.send_launch()
 
     def leave_server(self) -> None:
         if self.server in self.selector.get_map():
@@ -197,11 +194,11 @@ class RankProcess:
 
     def interface(self) -> str | None:
         if self.job.settings.interface:
-            network.address_of(self.job.settings.interface)  # raises, with the known interfaces, if it is unknown
+            environment.address_of(self.job.settings.interface)  # raises, with the known interfaces, if it is unknown
             return self.job.settings.interface
         # An address that is not of this machine leads here through a port mapping.
         host = self.spec.host
-        return network.interface_of(host) or network.interface_towards(self.worker.scheduler.addr)
+        return environment.interface_of(host) or environment.interface_towards(self.worker.scheduler.addr)
 
     def share(self) -> device_leases.Share:
         spec, seen = self.spec, environment.gpu_identities(os.environ)
@@ -367,7 +364,7 @@ class RankProcess:
         place = self.shared_status.read()
         end = self.relay.end
         if end is None and self.context.job.is_script and self.exit.get("exit") == 0:
-            end = End(value=results.file_of("value", return_values.encode(None)))  # os._exit(0), or another program
+            end = End(value=results.file_of("value", spec.encode(None)))  # os._exit(0), or another program
         if end is None:
             end = End(stopped=True) if self.stopping_since is not None else End(failure=self.failure(output))
         if end.failure is not None:

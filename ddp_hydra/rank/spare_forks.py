@@ -137,7 +137,7 @@ def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
         forked.begin()
         for fd in fds:
             os.set_inheritable(fd, False)
-        control, output, shared_status, launch_file = fds
+        control, output, shared_status = fds
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
@@ -152,7 +152,7 @@ def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
         sys.path[:] = request["path"]
         from ddp_hydra.rank import process
 
-        code = process.main(request["title"], launch_file, control, shared_status)
+        code = process.main(request["title"], control, shared_status)
         forked.end()
         return code
 

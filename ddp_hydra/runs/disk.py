@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, TakenOver
-from ddp_hydra.job.remote.fence import OWNER, FencedStore
+from ddp_hydra.job.remote.status import OWNER, FencedStore
 from ddp_hydra.job.remote.uploader import is_active
 from ddp_hydra.runs.describe import status_of
 from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs

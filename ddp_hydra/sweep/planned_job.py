@@ -255,7 +255,7 @@ PRELOAD = (
     "ddp_hydra.job.run",
     "ddp_hydra.dispatch.gang",
     "ddp_hydra.writers.files",
-    "ddp_hydra.writers.hparams",
+    "ddp_hydra.writers.tensorboard",
     "ddp_hydra.writers.progress",
     "tornado.platform.asyncio",
 )

@@ -218,9 +218,9 @@ class SummaryFiles:
         if not names or self._written.get("columns") == wanted:
             return
         if any(self._has_curves(row) for row in rows if row.metrics):
-            from ddp_hydra.writers import hparams
+            from ddp_hydra.writers import tensorboard
 
-            hparams.write_experiment(self.folder, wanted[1], wanted[0])
+            tensorboard.write_experiment(self.folder, wanted[1], wanted[0])
             self._written["columns"] = wanted[0], [list(overrides) for overrides in wanted[1]]
 
     def _has_curves(self, row: JobRow) -> bool:

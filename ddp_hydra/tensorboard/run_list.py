@@ -18,7 +18,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from ddp_hydra.runs import details, find, select
+from ddp_hydra.runs import details, find
 from ddp_hydra.runs.describe import RunRow, number, text
 from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles
@@ -38,7 +38,7 @@ MOST_KEYS = 1_000
 MOST_LOGS = 1_000
 _LOG = re.compile(r"logs/rank-(\d{1,6})\.log")
 _NOT_SHOWN = ("run", "project")
-_KEYS = tuple(one.name for one in fields(select.Filter) if one.name != "comparisons")
+_KEYS = tuple(one.name for one in fields(find.Filter) if one.name != "comparisons")
 
 
 class NoSuchRunError(LookupError):
@@ -198,7 +198,7 @@ def choose(runs: Sequence[ListEntry], filter_text: str) -> list[str]:
     compared, sweeps, others = [], [], []
     for word in words:
         key, _, value = word.partition("=")
-        if (comparison := select.comparison(word)) is not None:
+        if (comparison := find.comparison(word)) is not None:
             compared.append(comparison)
         elif key in _KEYS and value:
             given[key] = value
@@ -206,7 +206,7 @@ def choose(runs: Sequence[ListEntry], filter_text: str) -> list[str]:
             sweeps.append(value)
         else:
             others.append(word.casefold())
-    found = select.Filter(**given, comparisons=tuple(compared)).choose([one.row for one in runs])
+    found = find.Filter(**given, comparisons=tuple(compared)).choose([one.row for one in runs])
     taken = {row.run for row in found}
     runs = [one for one in runs if not sweeps or one.shown["sweep"] in sweeps]
     return [one.shown["id"] for one in runs if one.row.run in taken and all(word in _words_of(one) for word in others)]

@@ -7,7 +7,7 @@ update          weighed losses, gradients become new weights; finite looks at th
 consensus       what all ranks decide together
 cadence         when to log, validate, save and end
 
-setup           builds a run, and its updates; build_data and builders make other parts, by instantiate
+setup           builds a run; build_data, builders and optimizers make its parts
 parallel        owns the model and its order among the ranks; ddp, dp and none are a file each
 lr_schedules    learning rates, and how far the run is
 

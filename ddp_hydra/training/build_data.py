@@ -64,6 +64,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch.utils.data import DataLoader, Dataset
 
 from ddp_hydra import heartbeat, results
+from ddp_hydra.config.targets import make, parameters
 from ddp_hydra.data import draws, streams, wrappers
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.workers import InWorkers, open_files, with_workers
@@ -72,7 +73,6 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Regression
 from ddp_hydra.tasks.counting import takes_class_numbers
 from ddp_hydra.training.data_description import DataDescription, check_same_data, length, shown
-from ddp_hydra.training.instantiate import make, parameters
 
 CPU = torch.device("cpu")
 ORDER_OF_DATA = ("ddp_hydra.data.samplers.Distributed",)

@@ -4,41 +4,33 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_hydra import results
 from ddp_hydra.config import objective, validate
+from ddp_hydra.config.targets import init_parameters, make, parameters, without
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
-from ddp_hydra.training.data_description import DataDescription, shown
+from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.evaluation import EvalMetrics, Evaluation
-from ddp_hydra.training.instantiate import init_parameters, make, needed_arguments, parameters, without
-from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
+from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.train_step import trained_loss
 
 WEIGHTS = ("weight", "pos_weight")
 """Arguments of losses that are tensors."""
 SMOOTHING = "label_smoothing"
-FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
-"""Optimizers whose `fused` computes on GPUs."""
-FUSED_SHARDS = FUSED - {"torch.optim.SGD"}
-"""Optimizers whose `fused` torch has for shares of parameters."""
 FLOAT8 = (8, 9)
 """The least compute capability of GPUs that multiply float8."""
-FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
-"""Arguments that choose how an optimizer computes; only one of them can be true."""
 
 
 def model(cfg: DictConfig, data: Any) -> nn.Module:
@@ -211,148 +203,6 @@ def evaluation(
         task,
         eval_metrics(cfg, data, device, world),
     )
-
-
-def optimizer(
-    cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "", loss: nn.Module | None = None
-) -> torch.optim.Optimizer:
-    # A function that has an argument `model`, and `loss` for a loss with parameters, makes parameter groups of its own.
-    node = of_update(cfg.optimizer, update, "optimizer")
-    node = without(node, RATE_KEYS & node.keys())
-    names = weights.names(model, loss)
-    if makes_groups(node["_target_"]):
-        own = {"model": model, **({"loss": loss} if "loss" in parameters(node["_target_"]) else {})}
-        built: torch.optim.Optimizer = make(node, **own)
-        check_groups(built, str(node["_target_"]), names)
-    else:
-        groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
-        built = make(node, groups, **fused(node, names))
-    if global_batch:
-        for group in built.param_groups:
-            group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
-    if needed := needed_arguments(built.step):
-        wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
-        raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
-    return built
-
-
-RATE_KEYS = {"lr_rule": None, "lr_reference_batch": None}.keys()
-"""Keys of the group `optimizer` that are no arguments of a `_target_`."""
-
-
-def scaled_rate(cfg: DictConfig, rate: Any, global_batch: int) -> Any:
-    rule, reference = (cfg.optimizer.get(key) for key in RATE_KEYS)
-    if rule == "linear":
-        return rate * global_batch / reference
-    return rate * math.sqrt(global_batch / reference) if rule == "sqrt" else rate
-
-
-def makes_groups(target: str) -> bool:
-    taken = parameters(target)
-    return "model" in taken and "params" not in taken
-
-
-def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[nn.Parameter, str]) -> None:
-    given = {one for group in optimizer.param_groups for one in group["params"]}
-    left_out = [name for one, name in names.items() if one.requires_grad and one not in given]
-    if left_out or given - names.keys():
-        what = f"leaves out {shown(left_out, 6)}" if left_out else "has parameters of something else than the model"
-        raise ConfigError(
-            f"optimizer._target_={target}: its groups must have all parameters of the model that it is given, each "
-            f"once, but it {what}: to train a part only, give trainer.freeze"
-        )
-    for group in optimizer.param_groups:
-        group["params"] = [one for one in group["params"] if one.requires_grad]
-
-
-def fused(node: DictConfig, given: Iterable[nn.Parameter]) -> dict[str, bool]:
-    # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
-    # takes are left to it, and so is what the config says itself.
-    given = list(given)
-    if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
-        raise ConfigError(
-            f"optimizer.fused=true takes parameters of floating-point types, and the model has some of "
-            f"{others.pop()}: give optimizer.fused=false"
-        )
-    if weights.are_sharded(given) and node.get("fused") is True and node["_target_"] not in FUSED_SHARDS:
-        return {"fused": False}
-    can_be = all(one.is_cuda and one.is_floating_point() for one in given) and node["_target_"] in FUSED
-    return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
-
-
-def of_update(node: DictConfig, update: str, key: str) -> DictConfig:
-    if "_target_" in node:
-        return node
-    if update not in node:
-        there = ", ".join(str(key) for key in node if key not in RATE_KEYS)
-        what = f"has no {update}" if update else "has no _target_, and this task has one update of the whole model"
-        raise ConfigError(
-            f"{key} {what}: give {key}={{_target_: …}}, or one for each update of the task; it has {there}"
-        )
-    return node[update]
-
-
-def schedule(
-    cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1, update: str = ""
-) -> Any:
-    node = of_update(cfg.scheduler, update, "scheduler")
-    known = {"optimizer": optimizer, "total_steps": total_steps, "epoch_steps": epoch_steps}
-    if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
-        known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
-    built = _with_optimizer(node, known)
-    check_schedule(built, str(node["_target_"]))
-    return built
-
-
-def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
-    taken = parameters(node["_target_"])
-    built = {
-        str(key): [_with_optimizer(one, known) for one in value]
-        if isinstance(value, ListConfig)
-        else _with_optimizer(value, known)
-        for key, value in node.items()
-        if any(_schedules_in(value))
-    }
-    rest = without(node, built)
-    given = {name: value for name, value in known.items() if name in taken and name not in node}
-    if "optimizer" in taken:
-        return make(rest, **given, **built)
-    return make(rest, known["optimizer"], **(given if taken else {"total_steps": known["total_steps"]}), **built)
-
-
-def _schedules_in(value: Any) -> Iterator[DictConfig]:
-    for one in value if isinstance(value, ListConfig) else [value]:
-        if isinstance(one, DictConfig) and "_target_" in one and "optimizer" in parameters(one["_target_"]):
-            yield one
-
-
-def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
-    if isinstance(scheduler, ReduceLROnPlateau) and not nested:
-        return
-    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
-        raise ConfigError(
-            f"scheduler._target_={target} returned a {type(scheduler).__name__}: return a schedule of "
-            "torch.optim.lr_scheduler, or an object with its step(), state_dict() and load_state_dict()"
-        )
-    if needed := needed_arguments(scheduler.step):
-        raise ConfigError(
-            f"scheduler._target_={target}: {type(scheduler).__name__}.step() needs {', '.join(needed)}, but a schedule "
-            "is stepped without an argument; only ReduceLROnPlateau, by itself, is given the objective's value"
-        )
-    for one in getattr(scheduler, "_schedulers", ()):
-        check_schedule(one, target, nested=True)
-
-
-def depends_on_length(node: Any) -> bool:
-    if isinstance(node, (ListConfig, list)):
-        return any(depends_on_length(one) for one in node)
-    if not isinstance(node, (DictConfig, dict)):
-        return False
-    if "_target_" in node:
-        taken = parameters(str(node["_target_"]))
-        if not taken or ({"total_steps", "epoch_steps"} & set(taken)) - set(node):
-            return True
-    return any(depends_on_length(value) for value in node.values())
 
 
 def device(cfg: DictConfig) -> torch.device:

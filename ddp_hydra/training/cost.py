@@ -22,6 +22,7 @@ from ddp_hydra.data.batch import mapped, tensors
 from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
+from ddp_hydra.training.optimizers import optimizer
 from ddp_hydra.training.parallel import parameter_groups, units, weights
 
 MOST_RANKS = 4096
@@ -103,7 +104,7 @@ def memory_of(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[s
             with open_dict(node):
                 node.pop("fused", None)  # torch refuses it without memory
     parts = {name: task.part(model, name) if name else model for name in updates}
-    optimizers = [builders.optimizer(cfg, part, update=name) for name, part in parts.items()]
+    optimizers = [optimizer(cfg, part, update=name) for name, part in parts.items()]
     kept = sum(moments(one, lambda tensor: tensor.nbytes) for one in optimizers)
     return Memory(whole * (2 if cfg.trainer.ema_decay else 1), trained, kept)
 

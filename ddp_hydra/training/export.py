@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ddp_hydra import results
 from ddp_hydra.config import redact
+from ddp_hydra.config.targets import without
 from ddp_hydra.data import streams
 from ddp_hydra.data.batch import described, mapped, tensors
 from ddp_hydra.errors import ConfigError
@@ -28,7 +29,6 @@ from ddp_hydra.finetune import models as pretrained
 from ddp_hydra.storage.files import replacing
 from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.data_description import DataDescription
-from ddp_hydra.training.instantiate import without
 from ddp_hydra.training.load_run import TrainedModel
 
 Written = tuple[Callable[..., Any], tuple[str, ...]]

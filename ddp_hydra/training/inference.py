@@ -25,7 +25,7 @@ from ddp_hydra.config import checkpoint_config
 from ddp_hydra.data import streams
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.errors import ConfigError, DataError
-from ddp_hydra.rank import fault_injection, return_values
+from ddp_hydra.rank import fault_injection, spec
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.record import Rows
 from ddp_hydra.tasks import Task
@@ -33,8 +33,7 @@ from ddp_hydra.training import build_data, builders, load_run, sharded_checkpoin
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.consensus import Rounds, StepConsensus, StopSignal
 from ddp_hydra.training.data_description import DataDescription, length, shown
-from ddp_hydra.training.load_run import TrainedModel
-from ddp_hydra.training.trust import refuse_targets
+from ddp_hydra.training.load_run import TrainedModel, refuse_targets
 
 PARTS = 64
 """Parts that a small data set is cut into, if it has as many batches."""
@@ -205,7 +204,7 @@ def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list
                     true = targets(batch, len(indices), classes)
                     more = columns(true, len(indices), "arrays" if kind == "arrays" else "table")
                     values |= {name: column for name, column in more.items() if name not in values}
-                return_values.write_rows(spool, identified(run.data, indices, values))
+                spec.write_rows(spool, identified(run.data, indices, values))
             is_whole = not rounds.stopped or indices[-1] + 1 == (part or 0) * length + length
             if part is not None and is_whole:
                 submit(spool, part)
@@ -231,7 +230,7 @@ def submit(spool: Any, part: int) -> None:
         with path.open("wb") as file:
             shutil.copyfileobj(spool, file)
 
-    results.submit_file(return_values.ROWS_NAME.format(part), write)
+    results.submit_file(spec.ROWS_NAME.format(part), write)
 
 
 KINDS = ("table", "arrays", "pictures")

@@ -6,33 +6,36 @@ The config of the run may have changed since: the new config wins.
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
-from ddp_hydra.config import checkpoint_config, objective, project
+from ddp_hydra.config import checkpoint_config, objective, project, redact
+from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import build_data, builders, plain_state, sharded_checkpoint
+from ddp_hydra.training import build_data, builders, optimizers, plain_state, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
 from ddp_hydra.training.lr_schedules import FactorLR
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, each
-from ddp_hydra.training.trust import refuse_targets
 
 
 @dataclass
@@ -206,7 +209,7 @@ class OptimizerSettings:
         derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - vars(scheduler).keys()
         self.is_other_schedule = "_target_" in changed or (is_torchs and bool(changed) and bool(derived))
         node = now.get("scheduler") or {}
-        self.depends_on_length = is_torchs and builders.depends_on_length(
+        self.depends_on_length = is_torchs and optimizers.depends_on_length(
             node if "_target_" in node else node.get(name)
         )
         if is_plateau and not self.is_other_schedule:
@@ -219,7 +222,7 @@ class OptimizerSettings:
         node = now.get("optimizer") or {}
         node = node if "_target_" in node else node.get(name) or {}
         # A function that makes parameter groups may take its arguments for anything.
-        makes_groups = bool(self.changed) and builders.makes_groups(str(node.get("_target_")))
+        makes_groups = bool(self.changed) and optimizers.makes_groups(str(node.get("_target_")))
         self.is_other_optimizer |= makes_groups
         self.has_other_rates = "lr" in self.changed or by_batch or makes_groups
 
@@ -288,3 +291,99 @@ def _objective(config: Mapping[str, Any]) -> tuple[str, str] | None:
         return objective.metric_and_direction(OmegaConf.create(dict(config)))
     except ConfigError:
         return None
+
+
+BUILT = ("model", "adapter", "data", "task", "loss", "mix", "metrics")
+"""Groups that a trained model is built from."""
+CLASSES = (
+    "torch.nn",
+    "torch.utils.data",
+    "torchvision",
+    "torchmetrics",
+    "ddp_hydra.data",
+    "ddp_hydra.finetune",
+    "ddp_hydra.tasks",
+    *PACKAGES,
+)
+"""Modules and packages whose classes are built."""
+UNPICKLE = ("torch.utils.data.datapipes", "torchvision.datasets.lsun")
+"""Modules among them whose classes unpickle what they read."""
+FUNCTIONS = ("torchvision.models", "torch.nn.functional", "torch._C._nn", "ddp_hydra.data.huggingface", *PACKAGES)
+"""Modules and packages whose functions are called."""
+KNOWN = (
+    "torch.tensor",
+    *(f"ddp_hydra.finetune.models.{name}" for name in ("causal_lm", "masked_lm", "sequence_classification")),
+    "ddp_hydra.finetune.adapter.lora",
+)
+"""Functions that are called, too, of modules whose other functions may do anything."""
+RUNS_CODE: Mapping[str, Callable[[Any], bool]] = {
+    "trust_remote_code": bool,
+    "weights_only": lambda value: not value,
+    "use_kernels": bool,
+    "attn_implementation": lambda value: "/" in str(value),  # a kernel on the hub
+}
+"""Arguments of transformers, and whether a value lets files of a model or of the hub run code."""
+_REFERENCE = re.compile(r"\$\{(oc\.select:)?[\w., -]+\}")
+"""Matches an interpolation that reads the config alone."""
+
+
+def refuse_targets(
+    cfg: DictConfig, stored: Mapping[str, Any], words: Sequence[str] = (), groups: Collection[str] = ()
+) -> None:
+    """Check the targets that a config has from a checkpoint, and what its interpolations read.
+
+    Args:
+        cfg: the config to build from, resolved.
+        stored: the checkpoint's config, with its interpolations.
+        words: overrides that were typed.
+        groups: groups that were typed.
+
+    Raises:
+        ConfigError: a target may do anything, or an interpolation reads more than the config.
+    """
+    typed = [word.lstrip("+").partition("=")[::2] for word in words]
+
+    def is_typed(key: str, value: Any) -> bool:
+        return any(key == one or (key.startswith(f"{one}.") and str(value) in text) for one, text in typed)
+
+    for key, value in redact.values_of(stored):
+        is_read = isinstance(value, str) and "${" in _REFERENCE.sub("", value)  # by a resolver, such as oc.env
+        if is_read and key.partition(".")[0] not in groups and not is_typed(key, value):
+            raise ConfigError(
+                f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may not read this "
+                f"machine's environment. Type {key}=<value>, or trust=true if you trust it"
+            )
+    for key, value in redact.values_of(OmegaConf.to_container(cfg)):
+        group, name = key.partition(".")[0], key.rpartition(".")[2]
+        if group not in BUILT or group in groups or is_typed(key, value):
+            continue
+        # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
+        is_hidden = isinstance(value, str) and "${" in value
+        runs_code = name in RUNS_CODE and RUNS_CODE[name](value)
+        if is_hidden or runs_code or (name == "_target_" and not _is_known(str(value))):
+            raise ConfigError(
+                f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may name classes of "
+                "torch.nn, torchvision, torchmetrics, ddp_hydra and this project only. Type trust=true if you trust "
+                "it, or give its run directory on this machine"
+            )
+
+
+def _is_known(target: str) -> bool:
+    if target in KNOWN:
+        return True
+    if not _is_below(target, (*CLASSES, *FUNCTIONS)):
+        return False  # not even imported
+    try:
+        found = get_object(target)
+    except Exception:  # it is told when it is built
+        return True
+    module = getattr(found, "__module__", None) or ""
+    if inspect.isclass(found):
+        return _is_below(module, CLASSES) and not _is_below(module, UNPICKLE)
+    # A method takes anything as its `self`.
+    is_function = "." not in getattr(found, "__qualname__", ".") or _is_below(module, PACKAGES)
+    return is_function and _is_below(module, FUNCTIONS)
+
+
+def _is_below(name: str, packages: Collection[str]) -> bool:
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)

@@ -28,9 +28,9 @@ from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.metrics import EpochMeans, named
 from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.nonfinite import NonFiniteHandler, NonFiniteStep
+from ddp_hydra.training.optimizers import UpdateBuilder
 from ddp_hydra.training.parallel import Parallel, parameter_groups
 from ddp_hydra.training.profiler import Profiler
-from ddp_hydra.training.setup import UpdateBuilder
 from ddp_hydra.training.state import Position, TrainingState, together
 from ddp_hydra.training.update import Update, check_updates
 

@@ -1,4 +1,4 @@
-"""Builds a run from its config on one rank: sampler, model, the updates of the weights, and the header."""
+"""Builds a run from its config on one rank: sampler, model, and the header."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ddp_hydra import results
 from ddp_hydra.console.text import counted
@@ -20,7 +19,6 @@ from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.data.samplers import Repeated
 from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.data.workers import InWorkers
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
@@ -28,13 +26,13 @@ from ddp_hydra.training import build_data, builders, cost, memory
 from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription, length, shown
-from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, planned_steps, steps_in_epoch
+from ddp_hydra.training.lr_schedules import planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
-from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
+from ddp_hydra.training.optimizers import RATE_KEYS, updates_of
+from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.profiler import TRAINING, utilisation
 from ddp_hydra.training.state import Position
 from ddp_hydra.training.train_step import trained_loss
-from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
 
 
 def check_data(
@@ -212,7 +210,7 @@ def rates_of(run: Any) -> str:
         name: {float(group.get("initial_lr", group["lr"])) for group in one.param_groups}
         for name, one in optimizers.items()
     }
-    rule, reference = (run.cfg.optimizer.get(key) for key in builders.RATE_KEYS)
+    rule, reference = (run.cfg.optimizer.get(key) for key in RATE_KEYS)
     how = f", {rule} in the batch: {run.sampler.global_batch} / {reference}" if reference else ""
     texts = [
         f"{name} {min(found):.4g}".lstrip() + (f" to {max(found):.4g}" if len(found) > 1 else "")
@@ -255,122 +253,3 @@ def columns_in(train_set: Any) -> str:
 
 LARGE = 1_000_000_000
 """Bytes of a rank's state from which the header tells its parts."""
-UPDATES_REPEAT = 1000
-"""Number of first steps in whose updates the names that a task updates are looked for."""
-
-Stage = dict[str, Any]
-"""Patterns and learning rate of parameters that are unfrozen together."""
-
-
-class UpdateBuilder:
-    """Builds the updates of a run.
-
-    Args:
-        cfg: the resolved config.
-        parallel: owns the model.
-        task: the task.
-        consensus: votes of the ranks.
-        global_batch: samples of all ranks in a step.
-        device: of the model.
-    """
-
-    def __init__(
-        self,
-        cfg: DictConfig,
-        parallel: Parallel,
-        task: Task,
-        consensus: StepConsensus,
-        global_batch: int,
-        device: torch.device,
-    ) -> None:
-        self.cfg, self.parallel, self.task, self.consensus = cfg, parallel, task, consensus
-        self.global_batch, self.device = global_batch, device
-        self.names = updates_of(task)
-
-    def first(self, progress: ScheduleProgress, unfrozen: Sequence[Stage]) -> dict[str, Update]:
-        # A collective.
-        cfg = self.cfg
-        model = self.parallel.model
-        parts = {name: self.task.part(model, name) if name else model for name in self.names}
-        loss = trained_loss(self.task)
-        optimizers = {
-            name: builders.optimizer(cfg, part, self.global_batch, name, loss) for name, part in parts.items()
-        }
-        for stage in unfrozen:
-            unfreeze(cfg, model, [(part, optimizers[name]) for name, part in parts.items()], stage)
-        steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
-        self.parallel.broadcast_rest(self.task)
-        schedules = {
-            name: builders.schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
-            for name, optimizer in optimizers.items()
-        }
-        samples = self.global_batch // self.parallel.world.size
-        return self._updates(steps, schedules, {name: Weighing(samples, self.consensus) for name in steps})
-
-    def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
-        trainer = self.cfg.trainer
-        part = self.parallel.build_part(trainer, self.task, name)
-        in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
-        return OptimizerStep(part, optimizer, scaler, trainer.clip_norm, name, in_place)
-
-    def _updates(
-        self, steps: Mapping[str, OptimizerStep], schedules: Mapping[str, Any], weighings: Mapping[str, Weighing]
-    ) -> dict[str, Update]:
-        trained = {name: {parameter: None for _, parameter in step.trained} for name, step in steps.items()}
-        may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(steps) == 1
-        return {
-            name: Update(
-                name,
-                step,
-                schedules[name],
-                self.consensus,
-                weighings[name],
-                others=[one for several in trained.values() for one in several if one not in trained[name]],
-                late=may_be_late and step.part.same_gradients,
-            )
-            for name, step in steps.items()
-        }
-
-    def unfrozen(self, updates: Mapping[str, Update], stage: Stage) -> dict[str, Update]:
-        # A collective. The updates that train more have the optimizers, schedules and weighings of those before.
-        for update in updates.values():  # several updates freeze each other's parameters
-            for parameter in update.others:
-                parameter.requires_grad_()
-        owners = [(update.part.part, update.optimizer_step.optimizer) for update in updates.values()]
-        unfreeze(self.cfg, self.parallel.model, owners, stage)
-        steps = {}
-        for name, update in updates.items():
-            old = update.optimizer_step
-            extend(update.scheduler, old.optimizer)
-            steps[name] = self._step(name, old.optimizer, old.scaler)
-        schedules = {name: update.scheduler for name, update in updates.items()}
-        return self._updates(steps, schedules, {name: update.weighing for name, update in updates.items()})
-
-
-def updates_of(task: Task) -> list[str]:
-    of_steps = {step: task.updates(step) for step in range(1, UPDATES_REPEAT + 1)}
-    names = list(dict.fromkeys(name for of_step in of_steps.values() for name in of_step))
-    for step, of_step in of_steps.items():
-        check_updates(task, step, of_step)
-    if not names or ("" in names and len(names) > 1):
-        raise ConfigError(f"{type(task).__name__}.updates(step) returned {names}: return names of parts, or ('',)")
-    return names
-
-
-def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
-    fresh = parameter_groups.unfreeze(model, cfg.trainer.freeze, stage["patterns"])
-    for part, optimizer in parts:
-        first = optimizer.param_groups[0]
-        rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
-        for group in parameter_groups.groups_of(part, fresh, cfg.trainer.decay_all):
-            optimizer.add_param_group({"lr": rate, **group})
-
-
-def extend(scheduler: Any, optimizer: Optimizer) -> None:
-    if not isinstance(scheduler, FactorLR):
-        own = "take scheduler=cosine, linear, step or none"
-        raise ConfigError(f"parameters can't be unfrozen with {type(scheduler).__name__}: {own}")
-    for group in optimizer.param_groups[len(scheduler.base_lrs) :]:
-        group.setdefault("initial_lr", group["lr"])
-        scheduler.base_lrs.append(group["initial_lr"])
-    scheduler.go_to(scheduler.last_epoch)

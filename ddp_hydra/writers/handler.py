@@ -180,7 +180,7 @@ def default_writers(
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
         writers.append(TensorBoardWriter(folder))
-    from ddp_hydra.writers.status import StatusWriter
+    from ddp_hydra.writers.run_dir import StatusWriter
 
     writers.append(StatusWriter(folder, base=status))
     if progress:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ddp_hydra.console.text import printable
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.writers.status import EPOCH, JobStatus
+from ddp_hydra.writers.run_dir import EPOCH, JobStatus
 
 
 class StdoutConsole(Console):

@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ddp_hydra import dispatch, results
-from ddp_hydra.cli import overrides
+from ddp_hydra.cli.compose import with_faults
 from ddp_hydra.cli.main import COMMANDS
 from ddp_hydra.config import schema, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
@@ -114,7 +114,7 @@ def test_each_command_composes(hydra_here, page):
         if where.partition(":")[0] != page:
             continue
         try:
-            typed = [single(word) for word in overrides.with_faults(list(words))]
+            typed = [single(word) for word in with_faults(list(words))]
             cfg = compose("config", overrides=typed, return_hydra_config=True)
             unknown_keys.check(OmegaConf.masked_copy(cfg, [key for key in cfg if key != "hydra"]))
         except Exception as error:

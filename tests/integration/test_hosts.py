@@ -28,7 +28,7 @@ from ddp_hydra import dispatch, results
 from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
-from ddp_hydra.dispatch import file_transfer
+from ddp_hydra.dispatch import workers
 from ddp_hydra.errors import ClusterError, Interrupted, RankFailed
 from ddp_hydra.job.run import run_job
 from ddp_hydra.rank.outbox import CHUNK_BYTES
@@ -319,13 +319,13 @@ def assert_same_curve(lines: list[dict[str, Any]], expected: list[dict[str, Any]
 def test_a_paused_job_continues_with_the_checkpoint_that_its_host_has_kept(
     train, uninterrupted, new_run, client, monkeypatch, is_kept
 ):
-    called, run, call = [], new_run("run"), file_transfer.WorkerCaller.call
+    called, run, call = [], new_run("run"), workers.WorkerCaller.call
 
     def noted(caller: Any, worker: str, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         called.append(function.__name__)
         return call(caller, worker, function, *args, **options)
 
-    monkeypatch.setattr(file_transfer.WorkerCaller, "call", noted)
+    monkeypatch.setattr(workers.WorkerCaller, "call", noted)
     train(run, "trainer.pause_after_validations=1")
     assert run.summary()["status"] == "paused"
     assert "keep" in called

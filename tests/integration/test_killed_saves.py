@@ -79,7 +79,7 @@ def found(monkeypatch) -> list[tuple[int, str]]:
         told.append((read(checkpoint)["position"]["step"], digest(checkpoint)))
         return checkpoint
 
-    monkeypatch.setattr("ddp_hydra.job.local.find_checkpoint", noting)
+    monkeypatch.setattr("ddp_hydra.job.run.find_checkpoint", noting)
     return told
 
 

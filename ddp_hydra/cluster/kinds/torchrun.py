@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from ddp_hydra.cluster.connection import QUIET, await_scheduler, load
 from ddp_hydra.cluster.kinds.local import CONNECT_S, Local, make_security
 from ddp_hydra.errors import ClusterError
-from ddp_hydra.rank import network, torchrun
+from ddp_hydra.rank import environment, torchrun
 from ddp_hydra.rank.torchrun import Hosts, ProcessPlace
 
 LOOPBACK = ("127.", "::1", "localhost")
@@ -113,7 +113,7 @@ def own_address() -> str:
         datagrams.connect(target)  # sends nothing
         own = str(datagrams.getsockname()[0])
     if own.startswith(LOOPBACK) and not host.startswith(LOOPBACK):  # a name that means this host only here
-        others = [one for addresses in network.interfaces().values() for one in addresses]
+        others = [one for addresses in environment.interfaces().values() for one in addresses]
         return next((one for one in others if not one.startswith(LOOPBACK)), own)
     return own
 

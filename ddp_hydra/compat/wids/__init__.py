@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
 from ddp_hydra.data.shards.cache import GIB
-from ddp_hydra.data.shards.decode import decode_field
 from ddp_hydra.data.shards.index import Index
+from ddp_hydra.data.shards.tar_index import decode_field
 from ddp_hydra.data.wids import WidsShards
 
 IMAGES = ("jpg", "jpeg", "png", "ppm", "pgm", "pbm", "pnm")

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-from msgspec.structs import asdict
+from msgspec import ValidationError, convert
+from msgspec.structs import asdict, replace
 from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
@@ -23,20 +24,21 @@ from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.config import checkpoint_config, objective, schema
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import printable, typed
-from ddp_hydra.dispatch import file_transfer
-from ddp_hydra.errors import ClusterError, ConfigError, RecordError
+from ddp_hydra.dispatch import workers
+from ddp_hydra.errors import ClusterError, ConfigError, RecordError, RunFailed
 from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.start_driver import DriverSpec, liveness_watched, stop_topic
-from ddp_hydra.job.remote.status import conclude
+from ddp_hydra.job.remote.status import ENDED, LOST, STOP, conclude, read
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Record
-from ddp_hydra.run_state import Summary
-from ddp_hydra.storage import urls
+from ddp_hydra.run_state import Status, Summary
+from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.handler import ResultsHandler
+from ddp_hydra.writers.run_dir import STATUS, SUMMARY, json_object
 
 START_S = 120.0
 """How long a driver may take to start."""
@@ -108,7 +110,7 @@ def started_driver(
         except ConfigError:  # nothing has started
             pointer.unlink()
             with contextlib.suppress(OSError):
-                file_transfer.WorkerCaller(client).call(worker, outbox.clear, name)
+                workers.WorkerCaller(client).call(worker, outbox.clear, name)
             raise
         except (ClusterError, KeyboardInterrupt):
             if cfg.detach:
@@ -159,7 +161,7 @@ def _send_checkpoint(client: Any, worker: str, name: str, resume: str | None) ->
         return run.place
     path = find_checkpoint(run.place).absolute()
     try:
-        return file_transfer.send(file_transfer.WorkerCaller(client), worker, name, 0, path)
+        return workers.send(workers.WorkerCaller(client), worker, name, 0, path)
     except OSError as error:
         raise ClusterError(f"the checkpoint {path} could not be sent to worker {worker}: {error}") from None
 
@@ -190,7 +192,7 @@ class Follower:
 
     def __init__(self, client: Any, driver: StartedDriver, messages: Messages, run_dir: Path) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
-        from ddp_hydra.writers.status import StatusWriter
+        from ddp_hydra.writers.run_dir import StatusWriter
 
         self.client, self.driver, self.messages = client, driver, messages
         self.handler = ResultsHandler([StatusWriter(run_dir), ProgressWriter()])
@@ -241,3 +243,117 @@ class Follower:
         except (KeyError, TypeError, ValueError, RecordError) as error:
             log.warning("a message of the driver cannot be read: %.200r (%s)", message, error)
         return None
+
+
+POLL_S = 1.0
+METRICS = "metrics.jsonl"
+TAIL_BYTES = 128 * 1024
+"""How much of the metrics is read each time."""
+RESTART_FACTOR = 4
+"""A driver that is restarted when lost may be silent this many times as long."""
+
+
+class Attached:
+    """Follows one run.
+
+    Args:
+        store: the run's folder.
+        lost_timeout_s: a driver that has not updated its status for so long is considered lost, in seconds.
+    """
+
+    def __init__(self, store: Store, lost_timeout_s: float) -> None:
+        from ddp_hydra.writers.progress import ProgressWriter
+
+        self.store, self.lost_timeout_s = store, lost_timeout_s
+        self.handler = ResultsHandler([ProgressWriter(restarts=True)])
+        self.status = Status()
+        self.updated = time.monotonic()
+        self.size, self.attempt = 0, -1
+        self.newest: tuple[float, ...] = (-1.0, 0.0)  # attempt and time of what was read
+
+    def begin(self) -> None:
+        found = read(self.store)
+        if found is None:
+            raise ConfigError(f"there is no run of results.handler=cluster in {self.store.url}: it has no {STATUS}")
+        self.status = found
+        if found.state == "starting":
+            log.info("the run is starting, or waits for workers")
+
+    def stop(self) -> None:
+        if self.status.state not in ENDED:
+            self.store.put(STOP, b"stop\n")
+            log.info("the run is asked to save a checkpoint and to end")
+
+    def follow(self) -> None:
+        with self.handler:
+            while True:
+                has_ended = self.store.size_or_none(SUMMARY) is not None
+                self.read_status()
+                self.show_metrics()
+                if has_ended:
+                    break
+                self.check_driver()
+                time.sleep(POLL_S)
+        conclude(self.status.state, printable(self.status.message))
+
+    def check_driver(self) -> None:
+        """Raise if the driver is silent for too long; that is longer if the scheduler restarts it when it is lost."""
+        timeout_s = self.lost_timeout_s * (RESTART_FACTOR if self.status.max_restarts else 1)
+        if time.monotonic() - self.updated <= timeout_s:
+            return
+        again = typed("resume", self.store.url)
+        if self.status.state == LOST:
+            raise RunFailed(printable(f"{self.status.message}\nno other driver has followed; {again} goes on"))
+        silent = f"process {self.status.pid} on {self.status.host}, has not updated its status for {timeout_s:g} s"
+        raise RunFailed(printable(f"the run's driver, {silent}: go on with {again}"))
+
+    def read_status(self) -> None:
+        status = read(self.store)
+        if status is not None and status.time != self.status.time:
+            self.updated = time.monotonic()
+            self.status = status
+
+    def show_metrics(self) -> None:
+        """Show the metrics of rank 0 that are new; the first time, the last validation and what came last.
+
+        Where a run starts again, or another one begins in its folder, the file loses lines. So its tail is read each
+        time, and a line is new by its attempt and time.
+        """
+        size = self.store.size_or_none(METRICS) or 0
+        if size == self.size or self.status.start is None:
+            return
+        is_first, self.size = not self.size, size
+        content: bytes = self.store.get_range(METRICS, max(0, size - TAIL_BYTES), size)
+        lines = [line for line in map(json_object, content.split(b"\n")[:-1]) if line and not line.get("rank")]
+        lines = [line for line in lines if any(new > old for new, old in zip(_when(line), self.newest, strict=True))]
+        for line in lines:
+            self.newest = tuple(map(max, self.newest, _when(line)))
+        if is_first and lines:
+            self.show_start(step=lines[-1].get("step"))
+            validated = [line for line in lines[:-1] if any(name.startswith("val/") for name in line)]
+            lines = [*validated[-1:], lines[-1]]
+        for line in lines:
+            self.show_line(line)
+
+    def show_start(self, step: Any = None) -> None:
+        if (start := self.status.start) is not None:
+            self.attempt = start.attempt
+            step = step if isinstance(step, int) else start.step
+            self.handler.handle(replace(start, rank=0, step=step))
+
+    def show_line(self, line: dict[str, Any]) -> None:
+        own = ("time", "attempt", "step", "epoch", "samples", "rank")
+        values = {name: value for name, value in line.items() if name not in own and isinstance(value, int | float)}
+        data = {"kind": "metrics", "metrics": values, "epoch": line.get("epoch"), "samples": line.get("samples")}
+        attempt = line.get("attempt") or 0
+        if attempt != self.attempt and self.status.start is not None and self.status.start.attempt == attempt:
+            self.show_start()
+        content = {"data": data, "rank": line.get("rank") or 0, "step": line.get("step"), "attempt": attempt}
+        try:
+            self.handler.handle(convert(content, Record))
+        except (ValidationError, RecordError) as error:
+            log.warning("%s", printable(str(error)))
+
+
+def _when(line: dict[str, Any]) -> tuple[float, ...]:
+    return tuple(value if isinstance(value := line.get(name), int | float) else 0.0 for name in ("attempt", "time"))

@@ -31,16 +31,14 @@ from omegaconf import DictConfig, OmegaConf
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, diagnose, load
 from ddp_hydra.errors import ClusterError, DdpHydraError, SchedulerLost
-from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec, EventChannel, liveness_watched, stop_topic, submit_guard
-from ddp_hydra.job.remote.status import HEARTBEAT_S, LOST, STOP, DriverStatus
+from ddp_hydra.job.remote.status import HEARTBEAT_S, LOST, STOP, DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import AlreadyEnded, Uploader, acquire_run, resume_run
 from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.storage import urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.writers.handler import Writer
-from ddp_hydra.writers.run_dir import read_summary
-from ddp_hydra.writers.status import NAME, encode
+from ddp_hydra.writers.run_dir import STATUS, encode_status, read_summary
 
 log = logging.getLogger(__name__)
 SCRATCH = "ddp_hydra-run-"
@@ -132,7 +130,9 @@ class RemoteJobRunner:
         until = time.monotonic() + self.spec.config["dispatch"]["restart_wait_s"]
         while time.monotonic() < until and not self.uploader.give_up.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError, ClusterError):
-                self.store.put(NAME, encode(self.status.content()))  # raises TakenOver if another driver goes on
+                self.store.put(
+                    STATUS, encode_status(self.status.content())
+                )  # raises TakenOver if another driver goes on
                 if self.store.size_or_none(STOP) is not None:
                     self.uploader.finish_run(0, "failed", self.status.now.message)
                     return
@@ -170,8 +170,7 @@ class RemoteJobRunner:
             self.channel.delete_topics()
 
     def run_job(self, cfg: DictConfig) -> tuple[str, str]:
-        from ddp_hydra.job.local import RemoteContext
-        from ddp_hydra.job.run import run_job
+        from ddp_hydra.job.run import RemoteContext, run_job
         from ddp_hydra.job.summary import closing_lines, explain
 
         spec = self.spec

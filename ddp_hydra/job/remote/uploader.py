@@ -11,16 +11,24 @@ from pathlib import Path
 
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import ConfigError, TakenOver
-from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.status import ENDED, HEARTBEAT_S, LOST, LOST_S, STOP, DriverStatus, failed_attempts, read
+from ddp_hydra.job.remote.status import (
+    ENDED,
+    HEARTBEAT_S,
+    LOST,
+    LOST_S,
+    STOP,
+    DriverStatus,
+    FencedStore,
+    failed_attempts,
+    read,
+)
 from ddp_hydra.record import check_path
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
 from ddp_hydra.storage.manifest import FOLDER
 from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror, Repeater, entries_in
-from ddp_hydra.writers.run_dir import SUMMARY, write_summary
-from ddp_hydra.writers.status import NAME, encode
+from ddp_hydra.writers.run_dir import STATUS, SUMMARY, encode_status, write_summary
 
 WATCH_S = 2.5 * HEARTBEAT_S
 """A driver that has not updated its status for so long is silent."""
@@ -29,7 +37,7 @@ BYTES_PER_S = 2**20
 """A file that grows is uploaded whole each time, so large files less often: on average, this many bytes a second."""
 CURVES = ("metrics.jsonl", "tensorboard/")
 EVERYTHING = ("",)
-EXCLUDED = (FOLDER, NAME, SUMMARY)
+EXCLUDED = (FOLDER, STATUS, SUMMARY)
 
 
 class AlreadyEnded(Exception):
@@ -79,7 +87,7 @@ class Uploader(Repeater):
             raise ConnectionError(f"its newest checkpoint, {missing[0]}, is not there")
         self.store.delete(STOP)
         self.status.now.state, self.status.now.message = state, message
-        self.store.put(NAME, encode(self.status.content()))
+        self.store.put(STATUS, encode_status(self.status.content()))
         if state != LOST:
             self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
 
@@ -87,7 +95,7 @@ class Uploader(Repeater):
         if (content := self.status.next_update()) is not None:
             if isinstance(self.store, FencedStore):
                 self.store.check()
-            self.store.put(NAME, content)
+            self.store.put(STATUS, content)
         if not self._is_stopping and self.store.size_or_none(STOP) is not None:
             self._is_stopping = True
             self.on_stop("it was asked for")
@@ -149,7 +157,7 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
         raise ConfigError(f"another run has just begun in {store.url}: give another hydra.run.dir") from None
     for name in (SUMMARY, STOP):
         store.delete(name)
-    store.put(NAME, encode(status.content()))
+    store.put(STATUS, encode_status(status.content()))
     for name, content in hydra_files.items():
         store.put(f".hydra/{name}", content)
 
@@ -205,5 +213,5 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
         with path.open("wb") as file:
             for start in range(0, size, PIECE_BYTES):
                 file.write(store.get_range(name, start, min(size, start + PIECE_BYTES)))
-    store.put(NAME, encode(status.content()))
+    store.put(STATUS, encode_status(status.content()))
     return bool(entries_in(store))

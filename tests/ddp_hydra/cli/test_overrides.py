@@ -7,7 +7,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from ddp_hydra.cli import overrides as typed
+from ddp_hydra.cli import compose as typed
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -47,19 +47,19 @@ def test_a_group_that_is_chosen_for_a_package_is_one_of_its_own(run, tmp_path):
     (saved / ".hydra").mkdir(parents=True)
     (saved / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
     (saved / "checkpoints").mkdir()
-    found = typed.read([f"resume={saved}", "transform@data.val.transform=eval"])
+    found = typed.read_words([f"resume={saved}", "transform@data.val.transform=eval"])
     assert found[:3] == [words[0], words[1], words[4]]
     assert len(found) == 5
-    assert typed.read([f"resume={saved}", "data=digits", "optimizer=adam"])[:1] == [f"resume={saved}"]
+    assert typed.read_words([f"resume={saved}", "data=digits", "optimizer=adam"])[:1] == [f"resume={saved}"]
 
 
 def test_weights_may_be_given_to_any_model():
-    assert typed.read(["model=mlp", "model.weights=./run"]) == ["model=mlp", "++model.weights=./run"]
+    assert typed.read_words(["model=mlp", "model.weights=./run"]) == ["model=mlp", "++model.weights=./run"]
 
 
 def test_a_checkpoint_is_found_from_its_own_folder(run, monkeypatch):
     monkeypatch.chdir(run / "checkpoints")
-    assert typed.read(["resume=last.pt"]) == [*typed.read([f"resume={run}"])[:-1], "resume=last.pt"]
+    assert typed.read_words(["resume=last.pt"]) == [*typed.read_words([f"resume={run}"])[:-1], "resume=last.pt"]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_is_printed_to_type_can_be_pasted(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / name).mkdir()
     for word in (*shlex.split(text.typed("resume", name)), f"resume={name}"):
-        (found,) = typed.read([word])
+        (found,) = typed.read_words([word])
         assert str(OmegaConf.create({"x": parse_override(found).value()}).x) == name
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.cli import prestart
+from ddp_hydra import __main__ as command
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fork_client, torchrun
@@ -37,7 +37,7 @@ def empty_folder(tmp_path, monkeypatch) -> None:
     ],
 )
 def test_a_server_is_started_for_jobs_that_train_here(line, is_likely):
-    assert prestart.is_likely(line.split()) is is_likely
+    assert command.is_likely(line.split()) is is_likely
 
 
 @pytest.mark.parametrize(
@@ -52,27 +52,27 @@ def test_a_server_is_started_for_jobs_that_train_here(line, is_likely):
 def test_a_projects_own_choice_of_a_cluster_counts(tmp_path, defaults, is_likely):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text(f"defaults:\n  {defaults}\n")
-    assert prestart.is_likely(["model=mlp"]) is is_likely
-    assert prestart.is_likely(["cluster=local"])
+    assert command.is_likely(["model=mlp"]) is is_likely
+    assert command.is_likely(["cluster=local"])
 
 
 def test_none_is_started_where_the_project_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setenv(project.VARIABLE, "nowhere")
-    assert not prestart.is_likely([])
+    assert not command.is_likely([])
     monkeypatch.delenv(project.VARIABLE)
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_bytes(b"\xff\xfe\xfa")
-    assert not prestart.is_likely([])
+    assert not command.is_likely([])
 
 
 def test_a_process_of_torchrun_starts_one_for_its_own_cluster(monkeypatch):
     for name in torchrun.NEEDED:
         monkeypatch.setenv(name, "0")
-    assert not prestart.is_likely([])
-    assert not prestart.is_likely(["cluster=local"])
-    assert prestart.is_likely(["cluster=torchrun"])
+    assert not command.is_likely([])
+    assert not command.is_likely(["cluster=local"])
+    assert command.is_likely(["cluster=torchrun"])
     monkeypatch.setenv(RANK_PID, "1")  # a program that a rank has started
-    assert not prestart.is_likely(["cluster=torchrun"])
+    assert not command.is_likely(["cluster=torchrun"])
 
 
 def test_what_is_wrong_with_the_server_is_left_for_the_job_to_say(monkeypatch):
@@ -80,16 +80,13 @@ def test_what_is_wrong_with_the_server_is_left_for_the_job_to_say(monkeypatch):
         raise ConfigError("the folder belongs to somebody else")
 
     monkeypatch.setattr(fork_client, "hold", refuse)
-    prestart.begin([])
+    command.prestart([])
 
 
-def test_a_server_that_is_not_needed_is_let_go(monkeypatch):
+def test_a_server_is_held_where_a_job_is_likely(monkeypatch):
     calls = []
     monkeypatch.setattr(fork_client, "hold", lambda: calls.append("hold"))
-    monkeypatch.setattr(fork_client, "release", lambda: calls.append("release"))
-    prestart.begin(["--help"])
-    prestart.end_unless(True)
+    command.prestart(["--help"])
     assert calls == []
-    prestart.begin([])
-    prestart.end_unless(False)
-    assert calls == ["hold", "release"]
+    command.prestart([])
+    assert calls == ["hold"]

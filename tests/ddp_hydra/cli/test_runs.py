@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.cli import runs, runs_text
+from ddp_hydra.cli import runs
 from ddp_hydra.cli.main import COMMANDS
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError, Interrupted
@@ -251,9 +251,9 @@ def test_nothing_of_a_run_does_anything_in_the_terminal(three, tmp_path, capsys)
     [(None, ""), (0.04, "0.0 s"), (59, "59.0 s"), (245, "4:05 min"), (11_045, "3:04:05 h"), (-1, "")],
 )
 def test_durations(seconds, text):
-    assert runs_text.duration(seconds) == text
+    assert runs.duration(seconds) == text
 
 
 def test_columns_are_straight_with_wide_letters():
-    table = runs_text.table(["a", "b"], [["日本", "1"], ["x", "22"]], right=["b"])
+    table = runs.table(["a", "b"], [["日本", "1"], ["x", "22"]], right=["b"])
     assert table.splitlines() == ["a      b", "日本   1", "x     22"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.cli.runs_text import again_text, digits, steps, table_of, when
+from ddp_hydra.cli.runs import again_text, digits, steps, table_of, when
 from ddp_hydra.console.text import size_text
 from ddp_hydra.runs.describe import RunRow
 

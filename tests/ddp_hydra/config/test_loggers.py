@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra.config import loggers, schema
+from ddp_hydra.config import schema, validate
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import job_config
@@ -30,12 +30,14 @@ def composed(*overrides: str) -> DictConfig:
 
 @pytest.mark.medium
 def test_there_are_no_loggers_unless_they_are_named():
-    assert loggers.nodes(composed()) == {}
+    assert validate.logger_nodes(composed()) == {}
 
 
 @pytest.mark.medium
 def test_a_name_has_the_settings_of_its_group():
-    found = loggers.nodes(composed("results.loggers=[mlflow,wandb]", "results.mlflow.tracking_uri=http://h:5000"))
+    found = validate.logger_nodes(
+        composed("results.loggers=[mlflow,wandb]", "results.mlflow.tracking_uri=http://h:5000")
+    )
     assert list(found) == ["mlflow", "wandb"]
     assert found["mlflow"] == {
         "_target_": "ddp_hydra.writers.loggers.services.MlflowLogger", "tracking_uri": "http://h:5000",
@@ -45,7 +47,7 @@ def test_a_name_has_the_settings_of_its_group():
 
 @pytest.mark.medium
 def test_a_node_is_a_logger_by_the_name_of_its_class():
-    found = loggers.nodes(composed("results.loggers=[clearml,{_target_:models.mine.MyWriter,path:x}]"))
+    found = validate.logger_nodes(composed("results.loggers=[clearml,{_target_:models.mine.MyWriter,path:x}]"))
     assert found["MyWriter"] == {"_target_": "models.mine.MyWriter", "path": "x"}
 
 
@@ -78,14 +80,14 @@ def test_a_writer_of_the_project_that_does_not_exist_is_found_before_the_cluster
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", loggers.NAMES)
+@pytest.mark.parametrize("name", validate.LOGGERS)
 def test_a_missing_package_is_said_with_what_to_type(name, monkeypatch):
-    monkeypatch.setattr(loggers.importlib.util, "find_spec", lambda package: None if package == name else 1)
+    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda package: None if package == name else 1)
     with pytest.raises(ConfigError, match=rf"needs a package: pip install 'ddp-hydra\[{name}\]'"):
-        loggers.check_installed(composed(f"results.loggers=[{name}]"))
+        validate.check_loggers_installed(composed(f"results.loggers=[{name}]"))
 
 
-@pytest.mark.parametrize("name", loggers.NAMES)
+@pytest.mark.parametrize("name", validate.LOGGERS)
 def test_each_logger_documents_its_settings_and_their_defaults(name):
     text = (CONF / "results" / "loggers" / f"{name}.yaml").read_text()
     node = OmegaConf.to_container(OmegaConf.create(text))
@@ -98,7 +100,7 @@ def test_each_logger_documents_its_settings_and_their_defaults(name):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", loggers.NAMES)
+@pytest.mark.parametrize("name", validate.LOGGERS)
 def test_no_logger_imports_its_package_in_the_job(name):
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
@@ -116,7 +118,7 @@ def test_parameters_are_flat_and_have_neither_cluster_nor_secrets(monkeypatch):
         "+data.api_token=abc", "+data.place=${oc.env:MY_PLACE}", "+data.again=${data.place}", "seed=7",
         "+data.url='https://me:pw@host/x'", "optimizer.lr=0.25", "+data.list=[1,2]",
     )  # fmt: skip
-    found = loggers.parameters(cfg)
+    found = validate.logged_parameters(cfg)
     assert found["optimizer.lr"] == 0.25
     assert found["sampler.seed"] == 7  # ${seed}
     assert found["trainer.precision"] == "fp32"

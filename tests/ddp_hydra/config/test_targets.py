@@ -9,7 +9,6 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.config import redact, targets
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import instantiate
 from tests.integration.conftest import ROOT
 
 FILES = {
@@ -128,4 +127,4 @@ def test_a_rank_says_what_its_import_raised(root, monkeypatch, target, said):
     (root / "syntax_here.py").write_text(FILES["syntax.py"])
     monkeypatch.syspath_prepend(str(root))
     with pytest.raises(ConfigError, match=rf"^{target}: .*{said}"):
-        instantiate.make(OmegaConf.create({"_target_": target}))
+        targets.make(OmegaConf.create({"_target_": target}))

@@ -9,10 +9,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
 
-from ddp_hydra.config import unknown_keys
+from ddp_hydra.config import targets, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.training import instantiate
 from tests.ddp_hydra.config.test_schema import CONF, composed
 
 
@@ -147,7 +146,7 @@ def test_keys_of_another_optimizer_are_named_with_what_to_type():
         match=r"torch\.optim\.RMSprop: it takes no nesterov, momentun: did you mean momentum\? It takes lr, .*"
         r"type '~optimizer\.nesterov' '~optimizer\.momentun'",
     ):
-        instantiate.make(cfg.optimizer, [])
+        targets.make(cfg.optimizer, [])
 
 
 def test_an_option_of_the_project_around_this_folder_is_told(tmp_path, monkeypatch):

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ddp_hydra.data.shards.cache_folder import with_index
-from ddp_hydra.data.shards.decode import decode_field
+from ddp_hydra.data.shards.tar_index import decode_field
 from ddp_hydra.data.wids import WidsShards, field_of
 from ddp_hydra.storage import Access
 from tests.support.tar_server import described, index_of, numbered, serving, tar_of

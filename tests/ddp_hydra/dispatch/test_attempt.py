@@ -21,16 +21,16 @@ from msgspec.structs import replace
 from ddp_hydra import dispatch
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.dispatch import attempt as module
-from ddp_hydra.dispatch import file_transfer, placement, watchdog
+from ddp_hydra.dispatch import placement, watchdog, workers
 from ddp_hydra.dispatch.attempt import Attempt
-from ddp_hydra.dispatch.file_transfer import WorkerSilent
 from ddp_hydra.dispatch.health import Restarts
+from ddp_hydra.dispatch.workers import WorkerSilent
 from ddp_hydra.errors import ClusterError, ConfigError, Failure, RankFailed, RecordError
-from ddp_hydra.rank import inbox, return_values
+from ddp_hydra.rank import inbox, spec
 from ddp_hydra.rank.spec import GangSettings, JobSpec
 from ddp_hydra.record import Beat, End, File, Log, Notice, Preempted, Record, Stack, Up
 
-DONE = return_values.encode("done")
+DONE = spec.encode("done")
 OK = File("value", len(DONE), hashlib.sha256(DONE).hexdigest(), inline=base64.b64encode(DONE).decode())
 
 
@@ -491,7 +491,7 @@ def test_a_worker_that_is_gone_before_it_got_its_checkpoint_is_lost_and_the_gang
         raise OSError("Timed out trying to connect")
 
     one = make()
-    monkeypatch.setattr(file_transfer.WorkerCaller, "call", fail)
+    monkeypatch.setattr(workers.WorkerCaller, "call", fail)
     (tmp_path / "a.pt").write_bytes(b"x")
     gang = dispatch.Gang(None, max_restarts=1)
     gang.attempt, gang.restarts = one, Restarts(1)
@@ -508,7 +508,7 @@ def test_a_worker_that_is_gone_with_what_its_rank_returned_is_lost(error, make, 
         raise error
 
     one = make(end(0), Record(End(File("value", 9, "", source="v")), 1))
-    monkeypatch.setattr(file_transfer, "fetch", fail)
+    monkeypatch.setattr(workers, "fetch", fail)
     if error.errno:  # of a file here
         with pytest.raises(OSError, match="No space left"):
             one.run(b"")

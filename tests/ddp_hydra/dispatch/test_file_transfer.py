@@ -15,8 +15,8 @@ import pytest
 from distributed import Client
 
 from ddp_hydra.cluster.connection import workers_of
-from ddp_hydra.dispatch import file_transfer
-from ddp_hydra.dispatch.file_transfer import WorkerCaller
+from ddp_hydra.dispatch import workers
+from ddp_hydra.dispatch.workers import WorkerCaller
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import File
 
@@ -43,7 +43,7 @@ def test_a_worker_of_another_user_on_this_host_is_asked_for_its_files(tmp_path):
     (folder / "1").write_bytes(b"abc")
     calls = []
     with closed(folder):
-        file_transfer.drop(folder / "1", File("a", 3, ""), lambda *args: calls.append(args))
+        workers.drop(folder / "1", File("a", 3, ""), lambda *args: calls.append(args))
     assert calls == [(outbox.remove, "1")]
     assert (folder / "1").exists()
 
@@ -80,7 +80,7 @@ def in_outbox(client: Client, worker: str, content: bytes) -> Path:
 @pytest.fixture
 def other_host(client2, monkeypatch) -> Iterator[None]:
     """This process sees no file of the worker."""
-    monkeypatch.setattr(file_transfer, "_is_here", lambda *_: False)
+    monkeypatch.setattr(workers, "_is_here", lambda *_: False)
     monkeypatch.setattr(outbox, "CHUNK_BYTES", 1000)
     yield
     client2.run(outbox.clear, "direct")
@@ -109,7 +109,7 @@ def test_a_file_comes_directly_from_a_worker_that_is_reached(client2, worker, as
         there = ("/not/there", *args[1:]) if function is outbox.sees and not shares_disk else args
         return caller.call(worker, function, "direct", 0, *there)
 
-    file_transfer.fetch(source, file, tmp_path / "got", call)
+    workers.fetch(source, file, tmp_path / "got", call)
     assert called == ["sees", "copy" if shares_disk else "read", "remove"]
     assert (tmp_path / "got").read_bytes() == content
     assert not source.exists()
@@ -132,14 +132,14 @@ def test_what_a_function_raises_there_is_raised_here(client2, worker, asked):
 def test_a_worker_that_is_not_reached_is_asked_through_the_scheduler(
     client2, worker, asked, unreachable, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(file_transfer, "REACH_S", 0.3)
-    ask = file_transfer.ask
-    monkeypatch.setattr(file_transfer, "ask", lambda client, address, *given: ask(client, unreachable, *given))
+    monkeypatch.setattr(workers, "REACH_S", 0.3)
+    ask = workers.ask
+    monkeypatch.setattr(workers, "ask", lambda client, address, *given: ask(client, unreachable, *given))
     source = in_outbox(client2, worker, b"abc")
     caller = WorkerCaller(client2)
     asked.clear()
     call = partial(caller.call, worker)
-    file_transfer.fetch(source, File("a/b", 3, ""), tmp_path / "got", lambda f, *args: call(f, "direct", 0, *args))
+    workers.fetch(source, File("a/b", 3, ""), tmp_path / "got", lambda f, *args: call(f, "direct", 0, *args))
     assert (tmp_path / "got").read_bytes() == b"abc"
     assert asked == ["read", "remove"]
     assert caller.reached == {worker: False}
@@ -149,8 +149,8 @@ def test_a_worker_that_is_not_reached_is_asked_through_the_scheduler(
 def test_another_worker_that_answers_at_the_address_is_not_the_one(client2, asked, monkeypatch):
     """A client behind a forwarded port may have another cluster in its own network."""
     one, other = workers_of(client2)
-    ask = file_transfer.ask
-    monkeypatch.setattr(file_transfer, "ask", lambda client, address, *given: ask(client, other, *given))
+    ask = workers.ask
+    monkeypatch.setattr(workers, "ask", lambda client, address, *given: ask(client, other, *given))
     caller = WorkerCaller(client2)
     assert caller.call(one, outbox.local_directory) != caller.call(other, outbox.local_directory)
     assert asked == ["local_directory"]
@@ -165,7 +165,7 @@ def test_a_connection_that_breaks_is_replaced_by_the_scheduler(client2, worker, 
     async def broken(*_: Any) -> None:
         raise OSError("closed")
 
-    monkeypatch.setattr(file_transfer, "ask", broken)
+    monkeypatch.setattr(workers, "ask", broken)
     assert caller.call(worker, outbox.local_directory)
     assert asked == ["local_directory"]
     assert caller.reached == {worker: False}
@@ -181,8 +181,8 @@ def test_a_worker_that_is_lost_is_not_waited_for(client2, worker, monkeypatch):
         lost.set()
         await asyncio.sleep(1000)
 
-    monkeypatch.setattr(file_transfer, "ask", stuck)
-    with pytest.raises(file_transfer.WorkerSilent, match="is lost"):
+    monkeypatch.setattr(workers, "ask", stuck)
+    with pytest.raises(workers.WorkerSilent, match="is lost"):
         caller.call(worker, outbox.local_directory, is_lost=lost.is_set)
 
 
@@ -195,12 +195,12 @@ def test_a_folder_is_sent_whole(client2, worker, asked, tmp_path, monkeypatch):
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     caller = WorkerCaller(client2)
-    assert file_transfer.send(caller, worker, "direct", 0, folder) == str(folder), "the host sees it"
+    assert workers.send(caller, worker, "direct", 0, folder) == str(folder), "the host sees it"
     monkeypatch.setattr(outbox, "is_same_file", not_the_same)
-    sent = Path(file_transfer.send(caller, worker, "direct", 0, folder))
+    sent = Path(workers.send(caller, worker, "direct", 0, folder))
     assert (sent.name, sent.parent.name) == ("step-000001", "in")
     assert {path.name: path.read_bytes() for path in sent.iterdir()} == contents
-    single = Path(file_transfer.send(caller, worker, "direct", 0, folder / "state.pt"))
+    single = Path(workers.send(caller, worker, "direct", 0, folder / "state.pt"))
     assert (single.parent, single.read_bytes()) == (sent.parent, contents["state.pt"])
     assert asked == []
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from ddp_hydra.dispatch import Gang, call
-from ddp_hydra.dispatch import record_queue as module
-from ddp_hydra.dispatch.record_queue import RecordQueue, UnreadRecords
+from ddp_hydra.dispatch import attempt as module
+from ddp_hydra.dispatch.attempt import RecordQueue
+from ddp_hydra.dispatch.gang import UnreadRecords
 from ddp_hydra.record import File, Histogram, Log, Metrics, Notice, Record, Text
 
 Make = Callable[..., RecordQueue]

@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import project
 from ddp_hydra.config.schema import Config, resolved
-from ddp_hydra.job.local import Job
+from ddp_hydra.job.run import Job
+from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
@@ -48,7 +49,8 @@ def config(**changes: Any) -> DictConfig:
 def make(run_dir: Path, first_world_size: int = 0, files=None, **changes: Any) -> Job:
     cfg = config(**changes)
     made = Job(run_dir, cfg, resolved(cfg), files or {}, Summary(status="failed"))
-    made.saved = (run_dir / "checkpoints").exists()
+    if (run_dir / "checkpoints").exists():
+        made.sent.add(saved_step(run_dir))
     made.first_world_size = first_world_size
     return made
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.job.local import InterruptWriter
 from ddp_hydra.rank import fault_injection
+from ddp_hydra.rank.fault_injection import InterruptWriter
 from ddp_hydra.record import Metrics, Record, Text
 
 

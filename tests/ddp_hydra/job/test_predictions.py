@@ -13,7 +13,7 @@ from PIL import Image
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job import predictions
 from ddp_hydra.job.predictions import Parts
-from ddp_hydra.rank import return_values
+from ddp_hydra.rank import spec
 from ddp_hydra.record import File, Record, Rows
 from ddp_hydra.training import inference as outputs
 
@@ -29,10 +29,10 @@ def columns(part: slice) -> dict:
 def file_record(folder: Path, number: int, content: dict, path: str = "") -> Record:
     source = folder / f"source-{number}"
     with source.open("wb") as file:
-        return_values.write_rows(file, content)
+        spec.write_rows(file, content)
     data = source.read_bytes()
     fields = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "source": str(source)}
-    return Record(File(path=path or return_values.ROWS_NAME.format(number), **fields))
+    return Record(File(path=path or spec.ROWS_NAME.format(number), **fields))
 
 
 def fetch(record: Record, target: Path) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -16,8 +15,7 @@ from ddp_hydra.errors import (
     RecordError,
 )
 from ddp_hydra.job import job_config
-from ddp_hydra.job.local import TRAIN, Job
-from ddp_hydra.job.run import run_job
+from ddp_hydra.job.run import TRAIN, Job, run_job
 from ddp_hydra.job.summary import read_result
 from ddp_hydra.rank import torchrun
 from ddp_hydra.record import Metrics, Record, Start
@@ -112,7 +110,7 @@ def test_where_no_checkpoint_is_whole_the_job_begins_as_it_did_at_first(there, f
 def test_checkpoints_that_lay_there_before_are_of_another_job(tmp_path):
     checkpoint(tmp_path, 10, 20)
     made = make(tmp_path, first_world_size=4)
-    made.saved = False
+    made.sent.clear()
     assert made.call(1, 4).files == {}
 
 
@@ -140,11 +138,10 @@ def test_without_a_limit_there_is_none(tmp_path):
     ],
 )
 def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
-    made, handled = make(tmp_path), []
-    ended = [AttemptEntry(steps_done=19)]
-    gang = SimpleNamespace(restarts=SimpleNamespace(ended=ended))
-    made.on_record(record, SimpleNamespace(handle=handled.append), gang)
-    assert (handled, made.summary.steps_lost) == ([record], lost)
+    made = make(tmp_path)
+    made.end_attempt(19, [AttemptEntry(steps_done=19)])
+    made.write(record)
+    assert made.summary.steps_lost == lost
 
 
 @pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/last.pt"])

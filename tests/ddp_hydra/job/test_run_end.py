@@ -30,8 +30,7 @@ from ddp_hydra.errors import (
 )
 from ddp_hydra.job import job_config, summary
 from ddp_hydra.job.inference import InferenceJob
-from ddp_hydra.job.local import Job
-from ddp_hydra.job.run import run_job
+from ddp_hydra.job.run import Job, run_job
 from ddp_hydra.job.summary import explain, summarised
 from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import AttemptEntry, Best, Summary, encode
@@ -301,16 +300,13 @@ def test_a_disk_that_stays_full_is_told_with_what_is_safe_and_what_to_type(steps
 
 def test_where_a_restart_begins_is_told_with_what_is_done_again(tmp_path):
     made = make(tmp_path)
-    assert made.describe_restart(0) == ", from step 0"
-    made.on_record(Record(Start(), step=4), SimpleNamespace(handle=lambda record: None), gang_after())
-    assert made.describe_restart(5) == ", from step 4 (1 step again)"
+    assert made.end_attempt(0, []) == ", from step 0"
+    made.write(Record(Start(), step=4))
+    assert made.end_attempt(5, []) == ", from step 4 (1 step again)"
     checkpoint(tmp_path, 10, 20)
-    made.saved = True
-    assert made.describe_restart(22) == ", from step 20 (2 steps again)"
-
-
-def gang_after(*ended: AttemptEntry) -> SimpleNamespace:
-    return SimpleNamespace(restarts=SimpleNamespace(ended=list(ended)))
+    assert made.end_attempt(22, []) == ", from step 4 (18 steps again)"  # the checkpoints are another run's
+    made.sent.add(20)
+    assert made.end_attempt(22, []) == ", from step 20 (2 steps again)"
 
 
 def test_a_second_run_does_not_get_into_the_folder_of_the_first(returned, tmp_path):

@@ -16,7 +16,7 @@ def test_a_fork_that_cannot_become_a_rank_says_why_in_the_output_of_the_rank(tmp
     pid = os.fork()
     if pid == 0:
         sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest has another
-        become_rank(request, [write] * 4)
+        become_rank(request, [write] * 3)
     os.close(write)
     with os.fdopen(read) as output:
         said = output.read()

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ddp_hydra import heartbeat
+from ddp_hydra import heartbeat, results
 from ddp_hydra.rank import process
 from ddp_hydra.rank.world import ALONE
 
@@ -21,11 +21,11 @@ def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_ther
             (tmp_path / "1").unlink()
 
     waited = []
-    monkeypatch.setattr(process.time, "sleep", wait)
+    monkeypatch.setattr(results.time, "sleep", wait)
     heartbeat.connect(None)
-    for number in range(process.MAX_FILES):
+    for number in range(results.MAX_FILES):
         (tmp_path / str(number)).touch()
-    assert process.SocketSender(None, tmp_path).outbox == tmp_path
+    assert results.SocketSender(None, tmp_path).outbox == tmp_path
     assert (len(waited), heartbeat.here().ticks) == (100, 2)
     heartbeat.connect(None)
 

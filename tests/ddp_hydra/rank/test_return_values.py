@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.rank import return_values
+from ddp_hydra.rank import spec
 
 scalars = (
     st.none()
@@ -43,7 +43,7 @@ plain = st.recursive(
 
 
 def again(value):
-    return return_values.decode(return_values.encode(value))
+    return spec.decode(spec.encode(value))
 
 
 def typed(value):
@@ -221,7 +221,7 @@ class Anything:
 )
 def test_what_cannot_travel_is_named_with_what_can(value, words):
     with pytest.raises(RecordError, match=f"^a rank's return value cannot travel: .*{words}"):
-        return_values.encode(value)
+        spec.encode(value)
 
 
 def nested(kind, depth):
@@ -232,19 +232,19 @@ def nested(kind, depth):
 
 
 @pytest.mark.parametrize("kind", [tuple, list, frozenset])
-@pytest.mark.parametrize("depth", [return_values.MAX_DEPTH + 1, 5000])
+@pytest.mark.parametrize("depth", [spec.MAX_DEPTH + 1, 5000])
 def test_nesting_without_end_is_refused_and_some_is_fine(kind, depth):
     assert again(nested(kind, 20)) == nested(kind, 20)
     if kind is not list or depth > 1000:
         with pytest.raises(RecordError, match="cannot travel"):
-            return_values.encode(nested(kind, depth))
+            spec.encode(nested(kind, depth))
 
 
 def test_a_value_that_holds_itself_is_refused():
     loop = []
     loop.append(loop)
     with pytest.raises(RecordError, match="cannot travel"):
-        return_values.encode(loop)
+        spec.encode(loop)
 
 
 def extension(code, content):
@@ -273,7 +273,7 @@ HOSTILE = {
     "empty": b"",
     "no msgpack": b"\xc1",
     "more than one": b"\x01\x02",
-    "truncated": return_values.encode(["some text"])[:-1],
+    "truncated": spec.encode(["some text"])[:-1],
     "bare pickle": pickle.dumps(Bomb()),
     "unknown extension": extension(99, b""),
     "deep enough to break the C stack": deep(3000),
@@ -301,7 +301,7 @@ HOSTILE = {
 def test_hostile_bytes_are_refused_and_never_run(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RecordError, match="what a rank returned cannot be read"):
-        return_values.decode(data)
+        spec.decode(data)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -314,4 +314,4 @@ def test_the_bomb_is_live(tmp_path, monkeypatch):
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_value_or_refused_as_a_record_error(data):
     with contextlib.suppress(RecordError):
-        return_values.decode(data)
+        spec.decode(data)

@@ -21,9 +21,7 @@ from ddp_hydra.rank import (
     environment,
     fork_client,
     inbox,
-    network,
     outbox,
-    preemption,
     rank_process,
     record_relay,
     task,
@@ -68,7 +66,7 @@ def worker(tmp_path, monkeypatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(task, "get_worker", lambda: made)
     monkeypatch.setattr(fork_client, "hold", lambda: None)
-    monkeypatch.setattr(preemption, "prepare", lambda worker: None)
+    monkeypatch.setattr(inbox, "prepare", lambda worker: None)
     return made
 
 
@@ -79,7 +77,7 @@ def fail(*_: object, **__: object) -> None:
 BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "the page": lambda patch: patch.setattr(rank_process.SharedStatus, "create", fail),
     "the pipe": lambda patch: patch.setattr(rank_process.os, "pipe", fail),
-    "the rendezvous": lambda patch: patch.setattr(network, "bind", fail),
+    "the rendezvous": lambda patch: patch.setattr(environment, "bind", fail),
     "the fork server": lambda patch: patch.setattr(fork_client, "connect", fail),
     "the environment": lambda patch: (
         patch.setattr(fork_client, "connect", lambda: ExitStack()),

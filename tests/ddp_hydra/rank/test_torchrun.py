@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddp_hydra.cli import overrides
+from ddp_hydra.cli import compose
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import torchrun
 from ddp_hydra.rank.processes import RANK_PID
@@ -147,11 +147,11 @@ def test_a_restart_goes_on_in_the_same_run_directory(agent):
     assert not torchrun.is_again(agent.parent)
     typed = ["seed=1", "hydra.run.dir=mine", "resume=other"]
     quoted = f"'{agent.parent}/it\\'s a\\run'"
-    assert overrides.with_run_dir_before(typed) == ["seed=1", "resume=other", f"hydra.run.dir={quoted}"]
+    assert compose.with_run_dir_before(typed) == ["seed=1", "resume=other", f"hydra.run.dir={quoted}"]
     (agent / "checkpoints").mkdir(parents=True)
     (agent / "checkpoints" / "last.pt").write_bytes(b"a checkpoint")
-    assert overrides.with_run_dir_before(typed) == ["seed=1", f"resume={quoted}", f"hydra.run.dir={quoted}"]
-    assert overrides.with_run_dir_before(["-m", *typed]) == ["-m", *typed]
+    assert compose.with_run_dir_before(typed) == ["seed=1", f"resume={quoted}", f"hydra.run.dir={quoted}"]
+    assert compose.with_run_dir_before(["-m", *typed]) == ["-m", *typed]
 
 
 def test_the_number_of_hosts_at_first_is_kept_where_there_are_fewer(agent, started):
@@ -164,4 +164,4 @@ def test_the_number_of_hosts_at_first_is_kept_where_there_are_fewer(agent, start
 def test_without_an_agent_nothing_is_noted(started):
     started(0)
     torchrun.remember("/nowhere")
-    assert overrides.with_run_dir_before(["a=1"]) == ["a=1"]
+    assert compose.with_run_dir_before(["a=1"]) == ["a=1"]

@@ -101,7 +101,7 @@ from pathlib import Path
 from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import Objective, Status
 from ddp_hydra.writers.run_dir import locked
-from ddp_hydra.writers.status import StatusWriter
+from ddp_hydra.writers.run_dir import StatusWriter
 run_dir = Path(sys.argv[1])
 with locked(run_dir):
     base = Status(objective=Objective("val/loss", "minimize"), tags=["good"])

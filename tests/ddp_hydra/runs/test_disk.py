@@ -14,7 +14,7 @@ import pytest
 from ddp_hydra.cli import runs
 from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote import uploader
-from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.job.remote.status import FencedStore
 from ddp_hydra.record import File, Record
 from ddp_hydra.run_state import Status, encode
 from ddp_hydra.runs import disk, run_files

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hydra.cli import runs
 from ddp_hydra.errors import ConfigError, TakenOver
-from ddp_hydra.job.remote.fence import OWNER, FencedStore
+from ddp_hydra.job.remote.status import OWNER, FencedStore
 from ddp_hydra.runs import disk
 from ddp_hydra.storage import urls
 from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.runs.describe import RunRow
-from ddp_hydra.runs.select import Comparison, Filter, begin_of, comparison, ordered
+from ddp_hydra.runs.find import Comparison, Filter, begin_of, comparison, ordered
 
 NOVEMBER = datetime(2026, 11, 1).timestamp()
 ROWS = [

@@ -16,7 +16,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.job.remote.status import FencedStore
 from ddp_hydra.storage import Access, Bucket, urls
 from ddp_hydra.storage.base import TemporaryError
 from ddp_hydra.storage.fsspec_store import FsspecStore

@@ -18,7 +18,7 @@ from ddp_hydra.sweep import summary_files
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import SummaryFiles, json_text, read, take_value
 from ddp_hydra.sweep.tables import csv_text, markdown_text
-from ddp_hydra.writers import hparams
+from ddp_hydra.writers import tensorboard
 
 ACCURACY = SweepObjective("val/accuracy", maximize=True)
 
@@ -428,7 +428,7 @@ def test_drafts_of_a_killed_sweep_are_removed(tmp_path):
 
 def test_the_tab_gets_its_columns_once_there_are_curves(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr(hparams, "write_experiment", lambda *args: calls.append(args))
+    monkeypatch.setattr(tensorboard, "write_experiment", lambda *args: calls.append(args))
     rows = [job(0, folder=str(tmp_path / "0")), job(1, folder=str(tmp_path / "1"))]
     made = SummaryFiles(tmp_path, ACCURACY)
     made.write(rows, now=True)
@@ -449,6 +449,6 @@ def test_the_tab_gets_its_columns_once_there_are_curves(tmp_path, monkeypatch):
 def test_metrics_with_other_names_are_all_shown(tmp_path, monkeypatch):
     (tmp_path / "tensorboard").mkdir()
     calls = []
-    monkeypatch.setattr(hparams, "write_experiment", lambda *args: calls.append(args))
+    monkeypatch.setattr(tensorboard, "write_experiment", lambda *args: calls.append(args))
     SummaryFiles(tmp_path, ACCURACY).write([job(0, folder=str(tmp_path), metrics={"b": 1.0, "a": None})])
     assert calls[0][2] == ["val/accuracy", "a", "b"]

@@ -7,7 +7,7 @@ from torch import nn
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import setup
+from ddp_hydra.training import optimizers
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.parallel import parameter_groups
@@ -21,7 +21,7 @@ def test_what_the_model_has_frozen_itself_is_not_unfrozen():
     model[0].bias.requires_grad_(False)
     parameter_groups.freeze(model, cfg.trainer.freeze)
     optimizer = torch.optim.SGD(parameter_groups.parameters(model.parameters(), decay_all=True), lr=0.1)
-    setup.unfreeze(cfg, model, [(model, optimizer)], {"patterns": ["*"], "lr": None})
+    optimizers.unfreeze(cfg, model, [(model, optimizer)], {"patterns": ["*"], "lr": None})
     assert [name for name, part in model.named_parameters() if not part.requires_grad] == ["0.bias"]
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1]
 
@@ -50,7 +50,8 @@ def first_state(world: World) -> dict[str, torch.Tensor]:
     torch.manual_seed(number)
     model, task, sampler = Parts(), Adversaries(), Distributed(8, 2, number, 2)
     model.third.running_mean += number
-    builder = setup.UpdateBuilder(config(), DDP(world).adopt(model), task, StepConsensus(world), 4, torch.device("cpu"))
+    parallel, device = DDP(world).adopt(model), torch.device("cpu")
+    builder = optimizers.UpdateBuilder(config(), parallel, task, StepConsensus(world), 4, device)
     builder.first(ScheduleProgress(1, None, sampler, Position()), [])
     return {**model.state_dict(), "judge": task.judge.weight.detach()}
 

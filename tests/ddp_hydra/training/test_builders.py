@@ -9,11 +9,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from ddp_hydra.config.targets import make
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
-from ddp_hydra.training import builders
+from ddp_hydra.training import builders, optimizers
 from ddp_hydra.training.callbacks import Callback
-from ddp_hydra.training.instantiate import make
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 
@@ -108,7 +108,7 @@ def test_an_optimizer_whose_step_needs_arguments_is_refused():
     cfg = config()
     cfg.optimizer = {"_target_": f"{__name__}.Asks", "lr": 0.1}
     with pytest.raises(ConfigError, match=r"Asks: its step\(\) needs closure, batch.*or optimizer=sgd"):
-        builders.optimizer(cfg, torch.nn.Linear(1, 1))
+        optimizers.optimizer(cfg, torch.nn.Linear(1, 1))
 
 
 def test_a_static_graph_with_micro_batches_is_refused_once_there_are_several_ranks():
@@ -145,9 +145,9 @@ def test_a_fused_optimizer_and_complex_parameters_are_refused_with_what_to_type(
     cfg.optimizer = {"_target_": "torch.optim.Adam", "lr": 0.1, "fused": True}
     model = torch.nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(ConfigError, match=r"the model has some of torch.complex64: give optimizer.fused=false"):
-        builders.optimizer(cfg, model)
+        optimizers.optimizer(cfg, model)
     cfg.optimizer.fused = False
-    assert builders.optimizer(cfg, model).defaults["fused"] is False
+    assert optimizers.optimizer(cfg, model).defaults["fused"] is False
 
 
 class Scaled(nn.Module):

@@ -11,7 +11,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.training import load_run
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.trust import refuse_targets
+from ddp_hydra.training.load_run import refuse_targets
 
 DATA = {
     "data": {"n": 9, "train": {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": "${data.n}"}},

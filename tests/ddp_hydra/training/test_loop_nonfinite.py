@@ -8,7 +8,7 @@ import torch
 from ddp_hydra import heartbeat
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import NonFiniteLoss
-from ddp_hydra.training.setup import UpdateBuilder
+from ddp_hydra.training.optimizers import UpdateBuilder
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, same, weights
 
 

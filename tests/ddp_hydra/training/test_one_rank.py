@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.tasks import Task
-from ddp_hydra.training import builders
+from ddp_hydra.training import builders, optimizers
 from ddp_hydra.training.loop import first_step
 from ddp_hydra.training.parallel import Parallel, PartStep
 from ddp_hydra.training.parallel.ddp import DDPStep
@@ -159,5 +159,5 @@ class OnGpu(nn.Module):
 def test_torchs_optimizers_are_fused_on_gpus(node, real, found):
     model = OnGpu()
     model.real = real
-    assert builders.fused(OmegaConf.create(node), model.parameters()) == found
-    assert builders.fused(OmegaConf.create(node), nn.Linear(1, 1).parameters()) == {}
+    assert optimizers.fused(OmegaConf.create(node), model.parameters()) == found
+    assert optimizers.fused(OmegaConf.create(node), nn.Linear(1, 1).parameters()) == {}

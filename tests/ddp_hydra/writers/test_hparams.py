@@ -17,7 +17,7 @@ from tensorboard.plugins.hparams import api_pb2, backend_context, get_experiment
 
 from ddp_hydra.errors import Interrupted
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.writers import hparams
+from ddp_hydra.writers import tensorboard
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 STATUSES = [api_pb2.STATUS_UNKNOWN, api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_RUNNING]
@@ -64,7 +64,7 @@ def metrics(step: int, **values: float) -> Record:
 
 
 def train(run_dir, overrides, accuracy: float | None = None, error: BaseException | None = None) -> None:
-    with hparams.session(run_dir, overrides):
+    with tensorboard.session(run_dir, overrides):
         writer = TensorBoardWriter(run_dir)
         if accuracy is not None:
             writer.write(metrics(10, val__accuracy=0.125, lr=1.0))
@@ -102,7 +102,7 @@ def test_a_job_that_does_not_succeed_says_so(tmp_path, error, status):
 
 
 def test_a_running_job_is_there_already(tmp_path):
-    with hparams.session(tmp_path / "0", ["seed=1"]):
+    with tensorboard.session(tmp_path / "0", ["seed=1"]):
         tab = Tab(tmp_path)
         assert tab.rows() == {"0/tensorboard": ({"seed": 1.0}, {}, "unknown")}
         writer = TensorBoardWriter(tmp_path / "0")
@@ -126,7 +126,7 @@ def test_a_job_that_runs_again_in_its_folder_has_one_session(tmp_path):
 
 
 def test_an_attempt_that_takes_points_back_leaves_the_session(tmp_path):
-    with hparams.session(tmp_path, ["seed=1"]):
+    with tensorboard.session(tmp_path, ["seed=1"]):
         writer = TensorBoardWriter(tmp_path)
         writer.write(metrics(10, loss=1))
         writer.write(Record(Start(), step=0, attempt=1, time_s=1.0))
@@ -143,8 +143,8 @@ def test_a_sweep_shows_what_differs_and_its_objective_first(tmp_path):
     ]
     for number, overrides in enumerate(jobs):
         train(tmp_path / str(number), overrides, number / 4)
-    hparams.write_experiment(tmp_path, jobs[:1], ["lr"])
-    hparams.write_experiment(tmp_path, jobs, ["val/accuracy", "val/loss"])
+    tensorboard.write_experiment(tmp_path, jobs[:1], ["lr"])
+    tensorboard.write_experiment(tmp_path, jobs, ["val/accuracy", "val/loss"])
     tab = Tab(tmp_path)
     experiment = tab.experiment()
     assert [info.name.tag for info in experiment.metric_infos] == ["val/accuracy", "val/loss"]
@@ -159,7 +159,7 @@ def test_a_sweep_shows_what_differs_and_its_objective_first(tmp_path):
 
 
 def test_many_values_get_no_boxes(tmp_path):
-    hparams.write_experiment(tmp_path, [[f"seed={seed}"] for seed in range(100)], [])
+    tensorboard.write_experiment(tmp_path, [[f"seed={seed}"] for seed in range(100)], [])
     assert [list(info.domain_discrete) for info in Tab(tmp_path).experiment().hparam_infos] == [[]]
 
 
@@ -184,9 +184,9 @@ def test_many_values_get_no_boxes(tmp_path):
     ],
 )
 def test_a_value_is_a_number_a_boolean_or_text(override, value, tmp_path):
-    assert hparams.values([override]) == {"a": value}
-    assert type(hparams.values([override])["a"]) is type(value)
-    with hparams.session(tmp_path, [override]):
+    assert tensorboard.values([override]) == {"a": value}
+    assert type(tensorboard.values([override])["a"]) is type(value)
+    with tensorboard.session(tmp_path, [override]):
         pass
     assert Tab(tmp_path).rows()["tensorboard"][0] == {"a": value}
 
@@ -199,7 +199,7 @@ def test_a_value_is_a_number_a_boolean_or_text(override, value, tmp_path):
     ],
 )  # fmt: skip
 def test_what_makes_no_other_job_is_left_out(override):
-    assert hparams.values([override]) == {}
+    assert tensorboard.values([override]) == {}
 
 
 @pytest.mark.parametrize(
@@ -212,22 +212,22 @@ def test_what_makes_no_other_job_is_left_out(override):
     ],
 )  # fmt: skip
 def test_no_secret_is_written(override, tmp_path):
-    with hparams.session(tmp_path / "0", [override, "seed=1"]):
+    with tensorboard.session(tmp_path / "0", [override, "seed=1"]):
         pass
-    hparams.write_experiment(tmp_path, [[override, "seed=1"]], [])
+    tensorboard.write_experiment(tmp_path, [[override, "seed=1"]], [])
     for path in tmp_path.rglob("*.hparams"):
         assert b"hush" not in path.read_bytes()
 
 
 def test_names_that_only_sound_like_it_are_shown():
-    assert set(hparams.values(["model.max_tokens=1", "model.monkey=2", "seed=1", "data.keypoints=3"])) == {
+    assert set(tensorboard.values(["model.max_tokens=1", "model.monkey=2", "seed=1", "data.keypoints=3"])) == {
         "model.max_tokens", "model.monkey", "seed", "data.keypoints",
     }  # fmt: skip
 
 
 @given(st.text())
 def test_any_text_can_be_an_override(text):
-    hparams.values([text, f"a={text}"])
+    tensorboard.values([text, f"a={text}"])
 
 
 def test_without_overrides_nothing_is_written(tmp_path):
@@ -237,14 +237,14 @@ def test_without_overrides_nothing_is_written(tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_no_job(tmp_path, caplog):
     (tmp_path / "tensorboard").write_text("")
-    with hparams.session(tmp_path, ["seed=1"]):
+    with tensorboard.session(tmp_path, ["seed=1"]):
         pass
-    hparams.write_experiment(tmp_path / "tensorboard" / "x", [["seed=1"]], [])
+    tensorboard.write_experiment(tmp_path / "tensorboard" / "x", [["seed=1"]], [])
     assert len(caplog.messages) == 3
     assert all("HParams tab does not show" in message for message in caplog.messages)
 
 
 @pytest.mark.integration
 def test_no_torch_and_no_tensorflow_are_imported():
-    code = "import sys; from ddp_hydra.writers import hparams; sys.exit(any(n in sys.modules for n in sys.argv))"
+    code = "import sys; from ddp_hydra.writers import tensorboard; sys.exit(any(n in sys.modules for n in sys.argv))"
     subprocess.run([sys.executable, "-c", code, "torch", "tensorflow"], check=True)

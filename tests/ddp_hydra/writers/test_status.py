@@ -6,7 +6,7 @@ import json
 
 from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import AttemptEntry, Status
-from ddp_hydra.writers.status import StatusWriter
+from ddp_hydra.writers.run_dir import StatusWriter
 
 
 def read(folder):

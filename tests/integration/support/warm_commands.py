@@ -31,7 +31,7 @@ from hydra.core.plugins import Plugins
 
 PRELOAD = (
     "ddp_hydra.cli.main", "ddp_hydra.cli.commands", "ddp_hydra.cli.inference", "ddp_hydra.job.run",
-    "ddp_hydra.job.local", "ddp_hydra.sweep.launcher", "ddp_hydra.training.loop", "distributed.deploy.local",
+    "ddp_hydra.job.run", "ddp_hydra.sweep.launcher", "ddp_hydra.training.loop", "distributed.deploy.local",
     "tensorboard.summary.writer", "torch._dynamo",
 )  # fmt: skip
 

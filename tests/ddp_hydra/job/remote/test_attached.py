@@ -6,11 +6,11 @@ import threading
 import pytest
 
 from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
-from ddp_hydra.job.remote.attached import Attached
+from ddp_hydra.job.remote.client import Attached
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.storage import Store, urls
-from ddp_hydra.writers.status import encode
+from ddp_hydra.writers.run_dir import encode_status
 
 
 class Run:
@@ -41,7 +41,7 @@ class Run:
         self.beat()
 
     def beat(self):
-        self.store.put("status.json", encode(self.status.content()))
+        self.store.put("status.json", encode_status(self.status.content()))
 
     def end(self, state, message):
         self.status.now.state, self.status.now.message = state, message
@@ -51,7 +51,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("ddp_hydra.job.remote.attached.POLL_S", 0.01)
+    monkeypatch.setattr("ddp_hydra.job.remote.client.POLL_S", 0.01)
 
 
 @pytest.fixture

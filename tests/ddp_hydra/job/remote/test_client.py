@@ -105,7 +105,7 @@ def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, t
     monkeypatch.setattr(remote.job_config, "packed_project", lambda *_: Project("abc", b""))
     monkeypatch.setattr(remote.connect, "connect", lambda *_: nullcontext(SimpleNamespace(id="client-1")))
     monkeypatch.setattr(remote, "_choose_worker", lambda _: "w")
-    monkeypatch.setattr(remote.file_transfer.WorkerCaller, "call", lambda *_: None)
+    monkeypatch.setattr(remote.workers.WorkerCaller, "call", lambda *_: None)
     monkeypatch.setattr(remote, "_start", start)
     run_dir = tmp_path / "run"
     with pytest.raises(type(error)), remote.started_driver(cfg, run_dir, []):

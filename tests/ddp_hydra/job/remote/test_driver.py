@@ -14,21 +14,20 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import CheckpointError, ClusterError, SchedulerLost
 from ddp_hydra.job.job_config import find_resume
-from ddp_hydra.job.local import Job
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote import driver, uploader
 from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_security
-from ddp_hydra.job.remote.fence import FencedStore
 from ddp_hydra.job.remote.start_driver import DriverSpec
-from ddp_hydra.job.remote.status import DriverStatus
+from ddp_hydra.job.remote.status import DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost
+from ddp_hydra.job.run import Job
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
 from ddp_hydra.storage import LocalFolder, urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
-from ddp_hydra.writers.status import encode
+from ddp_hydra.writers.run_dir import encode_status
 
 PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
 
@@ -83,7 +82,7 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
     store.put("logs/rank-0.log", b"hello\n")
     before = DriverStatus("tcp://scheduler:8786", "abc")
     before.files = ["logs/rank-0.log", "metrics.jsonl"]
-    store.put("status.json", encode(before.content()))
+    store.put("status.json", encode_status(before.content()))
     runner.take_over()
     assert (runner.run_dir / "metrics.jsonl").read_bytes() == b'{"step":1}\n'
     assert (runner.run_dir / "logs" / "rank-0.log").read_bytes() == b"hello\n"
@@ -101,7 +100,7 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
 def test_a_run_whose_sent_checkpoint_was_lost_with_its_host_fails_for_want_of_it(runner, spec, tmp_path, caplog):
     sent = outbox.path(str(tmp_path / "worker"), spec.name, 0, "in") / "step-000005.pt"
     runner.spec = replace(spec, resume=str(sent), is_restart=True)
-    runner.store.put("status.json", encode(runner.status.content()))
+    runner.store.put("status.json", encode_status(runner.status.content()))
     runner.take_over()
     assert runner.resume_from() == str(sent)
     assert "was on the host of the first driver" in caplog.text
@@ -116,7 +115,7 @@ def test_a_run_that_has_ended_or_was_removed_needs_no_other_driver(runner, spec)
     assert not is_lost(store, lambda: False)
     status = DriverStatus("tcp://scheduler:8786", "abc")
     status.now.state = "done"
-    store.put("status.json", encode(status.content()))
+    store.put("status.json", encode_status(status.content()))
     with pytest.raises(AlreadyEnded):
         runner.take_over()
     assert not is_lost(store, lambda: False)
@@ -136,14 +135,14 @@ def test_a_driver_is_lost_if_neither_store_nor_scheduler_hears_of_it(spec, monke
             raise failures.pop()
         updates -= 1
         if updates > 0:
-            store.put("status.json", encode(status.content()))
+            store.put("status.json", encode_status(status.content()))
         return LocalFolder.get(store, key)
 
     def is_connected():
         asked.append(updates)
         return len(asked) < 3
 
-    store.put("status.json", encode(status.content()))
+    store.put("status.json", encode_status(status.content()))
     monkeypatch.setattr(store, "get", get)
     assert is_lost(store, is_connected)
     assert len(asked) == 3
@@ -202,7 +201,7 @@ def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     before.now.attempts = [AttemptEntry(attempt=0, failure=FailureEntry(message="a rank was killed"))]
     before.write(Record(Start(world_size=2, total_steps=20), step=4, attempt=1))
     before.write(Record(Metrics({"train/loss": 1.0}), step=9, attempt=1))
-    store.put("status.json", encode(before.content()))
+    store.put("status.json", encode_status(before.content()))
     runner.take_over()
     job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(status="failed"), None, {})
     assert job.first_attempt == 2

@@ -7,7 +7,7 @@ import pytest
 from obstore.exceptions import NotSupportedError
 
 from ddp_hydra.errors import TakenOver
-from ddp_hydra.job.remote.fence import FencedStore
+from ddp_hydra.job.remote.status import FencedStore
 from ddp_hydra.storage import LocalFolder, Store, urls
 from ddp_hydra.storage.base import ObjectChangedError
 from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)

@@ -14,7 +14,7 @@ from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.start_driver import DriverSpec, EventChannel, liveness_watched, stop_topic, submit_guard
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.rank import outbox
-from ddp_hydra.writers.status import NAME, encode
+from ddp_hydra.writers.run_dir import STATUS, encode_status
 from tests.support.warm_server import local_client, wait_for
 
 
@@ -101,7 +101,7 @@ def test_no_driver_starts_beside_a_folder_that_another_user_can_swap(tmp_path, m
 @pytest.mark.integration
 def test_the_guard_is_on_another_worker_once_its_own_ends_as_planned(tmp_path):
     status = DriverStatus("tcp://scheduler:8786", "abc")
-    (tmp_path / NAME).write_bytes(encode(status.content()))
+    (tmp_path / STATUS).write_bytes(encode_status(status.content()))
     given = {"saved_config": {}, "overrides": (), "project": None, "hydra_files": {}, "client": None, "logged": None}
     config = {"dispatch": {"lost_timeout_s": 15}}
     spec = DriverSpec("driver-1", str(tmp_path), config, cwd="", sweep="", **given)  # type: ignore[arg-type]
@@ -115,5 +115,5 @@ def test_the_guard_is_on_another_worker_once_its_own_ends_as_planned(tmp_path):
         client.retire_workers([first])
         wait_for(lambda: places() not in ([], [first]), "a guard on the other worker")
         status.now.state = "done"
-        (tmp_path / NAME).write_bytes(encode(status.content()))
+        (tmp_path / STATUS).write_bytes(encode_status(status.content()))
         assert guard.result(timeout=60) is None

@@ -11,8 +11,7 @@ import pytest
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote import uploader
 from ddp_hydra.job.remote.driver import SCRATCH, keep
-from ddp_hydra.job.remote.fence import FencedStore
-from ddp_hydra.job.remote.status import DriverStatus
+from ddp_hydra.job.remote.status import DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status

@@ -1,0 +1,290 @@
+"""Builds what updates the weights: optimizers with their groups and learning rates, schedules, and their order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from ddp_hydra.config.targets import make, needed_arguments, parameters, without
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Task
+from ddp_hydra.training import builders
+from ddp_hydra.training.consensus import StepConsensus
+from ddp_hydra.training.data_description import shown
+from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
+from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
+from ddp_hydra.training.train_step import trained_loss
+from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
+
+FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
+"""Optimizers whose `fused` computes on GPUs."""
+FUSED_SHARDS = FUSED - {"torch.optim.SGD"}
+"""Optimizers whose `fused` torch has for shares of parameters."""
+FUSED_OR_NOT = {"fused", "foreach", "differentiable"}
+"""Arguments that choose how an optimizer computes; only one of them can be true."""
+UPDATES_REPEAT = 1000
+"""Number of first steps in whose updates the names that a task updates are looked for."""
+
+Stage = dict[str, Any]
+"""Patterns and learning rate of parameters that are unfrozen together."""
+
+
+class UpdateBuilder:
+    """Builds the updates of a run.
+
+    Args:
+        cfg: the resolved config.
+        parallel: owns the model.
+        task: the task.
+        consensus: votes of the ranks.
+        global_batch: samples of all ranks in a step.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        parallel: Parallel,
+        task: Task,
+        consensus: StepConsensus,
+        global_batch: int,
+        device: torch.device,
+    ) -> None:
+        self.cfg, self.parallel, self.task, self.consensus = cfg, parallel, task, consensus
+        self.global_batch, self.device = global_batch, device
+        self.names = updates_of(task)
+
+    def first(self, progress: ScheduleProgress, unfrozen: Sequence[Stage]) -> dict[str, Update]:
+        # A collective.
+        cfg = self.cfg
+        model = self.parallel.model
+        parts = {name: self.task.part(model, name) if name else model for name in self.names}
+        loss = trained_loss(self.task)
+        optimizers = {name: optimizer(cfg, part, self.global_batch, name, loss) for name, part in parts.items()}
+        for stage in unfrozen:
+            unfreeze(cfg, model, [(part, optimizers[name]) for name, part in parts.items()], stage)
+        steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
+        self.parallel.broadcast_rest(self.task)
+        schedules = {
+            name: schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
+            for name, optimizer in optimizers.items()
+        }
+        samples = self.global_batch // self.parallel.world.size
+        return self._updates(steps, schedules, {name: Weighing(samples, self.consensus) for name in steps})
+
+    def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
+        trainer = self.cfg.trainer
+        part = self.parallel.build_part(trainer, self.task, name)
+        in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
+        return OptimizerStep(part, optimizer, scaler, trainer.clip_norm, name, in_place)
+
+    def _updates(
+        self, steps: Mapping[str, OptimizerStep], schedules: Mapping[str, Any], weighings: Mapping[str, Weighing]
+    ) -> dict[str, Update]:
+        trained = {name: {parameter: None for _, parameter in step.trained} for name, step in steps.items()}
+        may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(steps) == 1
+        return {
+            name: Update(
+                name,
+                step,
+                schedules[name],
+                self.consensus,
+                weighings[name],
+                others=[one for several in trained.values() for one in several if one not in trained[name]],
+                late=may_be_late and step.part.same_gradients,
+            )
+            for name, step in steps.items()
+        }
+
+    def unfrozen(self, updates: Mapping[str, Update], stage: Stage) -> dict[str, Update]:
+        # A collective. The updates that train more have the optimizers, schedules and weighings of those before.
+        for update in updates.values():  # several updates freeze each other's parameters
+            for parameter in update.others:
+                parameter.requires_grad_()
+        owners = [(update.part.part, update.optimizer_step.optimizer) for update in updates.values()]
+        unfreeze(self.cfg, self.parallel.model, owners, stage)
+        steps = {}
+        for name, update in updates.items():
+            old = update.optimizer_step
+            extend(update.scheduler, old.optimizer)
+            steps[name] = self._step(name, old.optimizer, old.scaler)
+        schedules = {name: update.scheduler for name, update in updates.items()}
+        return self._updates(steps, schedules, {name: update.weighing for name, update in updates.items()})
+
+
+def updates_of(task: Task) -> list[str]:
+    of_steps = {step: task.updates(step) for step in range(1, UPDATES_REPEAT + 1)}
+    names = list(dict.fromkeys(name for of_step in of_steps.values() for name in of_step))
+    for step, of_step in of_steps.items():
+        check_updates(task, step, of_step)
+    if not names or ("" in names and len(names) > 1):
+        raise ConfigError(f"{type(task).__name__}.updates(step) returned {names}: return names of parts, or ('',)")
+    return names
+
+
+def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
+    fresh = parameter_groups.unfreeze(model, cfg.trainer.freeze, stage["patterns"])
+    for part, optimizer in parts:
+        first = optimizer.param_groups[0]
+        rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
+        for group in parameter_groups.groups_of(part, fresh, cfg.trainer.decay_all):
+            optimizer.add_param_group({"lr": rate, **group})
+
+
+def extend(scheduler: Any, optimizer: Optimizer) -> None:
+    if not isinstance(scheduler, FactorLR):
+        own = "take scheduler=cosine, linear, step or none"
+        raise ConfigError(f"parameters can't be unfrozen with {type(scheduler).__name__}: {own}")
+    for group in optimizer.param_groups[len(scheduler.base_lrs) :]:
+        group.setdefault("initial_lr", group["lr"])
+        scheduler.base_lrs.append(group["initial_lr"])
+    scheduler.go_to(scheduler.last_epoch)
+
+
+def optimizer(
+    cfg: DictConfig, model: nn.Module, global_batch: int = 0, update: str = "", loss: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    # A function that has an argument `model`, and `loss` for a loss with parameters, makes parameter groups of its own.
+    node = of_update(cfg.optimizer, update, "optimizer")
+    node = without(node, RATE_KEYS & node.keys())
+    names = weights.names(model, loss)
+    if makes_groups(node["_target_"]):
+        own = {"model": model, **({"loss": loss} if "loss" in parameters(node["_target_"]) else {})}
+        built: torch.optim.Optimizer = make(node, **own)
+        check_groups(built, str(node["_target_"]), names)
+    else:
+        groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
+        built = make(node, groups, **fused(node, names))
+    if global_batch:
+        for group in built.param_groups:
+            group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
+    if needed := needed_arguments(built.step):
+        wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
+        raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
+    return built
+
+
+RATE_KEYS = {"lr_rule": None, "lr_reference_batch": None}.keys()
+"""Keys of the group `optimizer` that are no arguments of a `_target_`."""
+
+
+def scaled_rate(cfg: DictConfig, rate: Any, global_batch: int) -> Any:
+    rule, reference = (cfg.optimizer.get(key) for key in RATE_KEYS)
+    if rule == "linear":
+        return rate * global_batch / reference
+    return rate * math.sqrt(global_batch / reference) if rule == "sqrt" else rate
+
+
+def makes_groups(target: str) -> bool:
+    taken = parameters(target)
+    return "model" in taken and "params" not in taken
+
+
+def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[nn.Parameter, str]) -> None:
+    given = {one for group in optimizer.param_groups for one in group["params"]}
+    left_out = [name for one, name in names.items() if one.requires_grad and one not in given]
+    if left_out or given - names.keys():
+        what = f"leaves out {shown(left_out, 6)}" if left_out else "has parameters of something else than the model"
+        raise ConfigError(
+            f"optimizer._target_={target}: its groups must have all parameters of the model that it is given, each "
+            f"once, but it {what}: to train a part only, give trainer.freeze"
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [one for one in group["params"] if one.requires_grad]
+
+
+def fused(node: DictConfig, given: Iterable[nn.Parameter]) -> dict[str, bool]:
+    # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
+    # takes are left to it, and so is what the config says itself.
+    given = list(given)
+    if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
+        raise ConfigError(
+            f"optimizer.fused=true takes parameters of floating-point types, and the model has some of "
+            f"{others.pop()}: give optimizer.fused=false"
+        )
+    if weights.are_sharded(given) and node.get("fused") is True and node["_target_"] not in FUSED_SHARDS:
+        return {"fused": False}
+    can_be = all(one.is_cuda and one.is_floating_point() for one in given) and node["_target_"] in FUSED
+    return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
+
+
+def of_update(node: DictConfig, update: str, key: str) -> DictConfig:
+    if "_target_" in node:
+        return node
+    if update not in node:
+        there = ", ".join(str(key) for key in node if key not in RATE_KEYS)
+        what = f"has no {update}" if update else "has no _target_, and this task has one update of the whole model"
+        raise ConfigError(
+            f"{key} {what}: give {key}={{_target_: …}}, or one for each update of the task; it has {there}"
+        )
+    return node[update]
+
+
+def schedule(
+    cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1, update: str = ""
+) -> Any:
+    node = of_update(cfg.scheduler, update, "scheduler")
+    known = {"optimizer": optimizer, "total_steps": total_steps, "epoch_steps": epoch_steps}
+    if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
+        known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
+    built = _with_optimizer(node, known)
+    check_schedule(built, str(node["_target_"]))
+    return built
+
+
+def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
+    taken = parameters(node["_target_"])
+    built = {
+        str(key): [_with_optimizer(one, known) for one in value]
+        if isinstance(value, ListConfig)
+        else _with_optimizer(value, known)
+        for key, value in node.items()
+        if any(_schedules_in(value))
+    }
+    rest = without(node, built)
+    given = {name: value for name, value in known.items() if name in taken and name not in node}
+    if "optimizer" in taken:
+        return make(rest, **given, **built)
+    return make(rest, known["optimizer"], **(given if taken else {"total_steps": known["total_steps"]}), **built)
+
+
+def _schedules_in(value: Any) -> Iterator[DictConfig]:
+    for one in value if isinstance(value, ListConfig) else [value]:
+        if isinstance(one, DictConfig) and "_target_" in one and "optimizer" in parameters(one["_target_"]):
+            yield one
+
+
+def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
+    if isinstance(scheduler, ReduceLROnPlateau) and not nested:
+        return
+    if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
+        raise ConfigError(
+            f"scheduler._target_={target} returned a {type(scheduler).__name__}: return a schedule of "
+            "torch.optim.lr_scheduler, or an object with its step(), state_dict() and load_state_dict()"
+        )
+    if needed := needed_arguments(scheduler.step):
+        raise ConfigError(
+            f"scheduler._target_={target}: {type(scheduler).__name__}.step() needs {', '.join(needed)}, but a schedule "
+            "is stepped without an argument; only ReduceLROnPlateau, by itself, is given the objective's value"
+        )
+    for one in getattr(scheduler, "_schedulers", ()):
+        check_schedule(one, target, nested=True)
+
+
+def depends_on_length(node: Any) -> bool:
+    if isinstance(node, (ListConfig, list)):
+        return any(depends_on_length(one) for one in node)
+    if not isinstance(node, (DictConfig, dict)):
+        return False
+    if "_target_" in node:
+        taken = parameters(str(node["_target_"]))
+        if not taken or ({"total_steps", "epoch_steps"} & set(taken)) - set(node):
+            return True
+    return any(depends_on_length(value) for value in node.values())
