@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,7 +161,7 @@ def optimizer(
         check_groups(built, str(node["_target_"]), names)
     else:
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
-        built = make(node, groups, **fused(node, names))
+        built = make(node, groups, **fused(node, [one for one in names if one.requires_grad]))
     if global_batch:
         for group in built.param_groups:
             group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
@@ -200,10 +200,9 @@ def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[n
         group["params"] = [one for one in group["params"] if one.requires_grad]
 
 
-def fused(node: DictConfig, given: Iterable[nn.Parameter]) -> dict[str, bool]:
+def fused(node: DictConfig, given: Sequence[nn.Parameter]) -> dict[str, bool]:
     # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
     # takes are left to it, and so is what the config says itself.
-    given = list(given)
     if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
         raise ConfigError(
             f"optimizer.fused=true takes parameters of floating-point types, and the model has some of "

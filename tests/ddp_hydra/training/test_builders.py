@@ -150,6 +150,14 @@ def test_a_fused_optimizer_and_complex_parameters_are_refused_with_what_to_type(
     assert optimizers.optimizer(cfg, model).defaults["fused"] is False
 
 
+def test_a_fused_optimizer_goes_with_frozen_parameters_of_other_types():
+    cfg = config()
+    cfg.optimizer = {"_target_": "torch.optim.Adam", "lr": 0.1, "fused": True}
+    model = torch.nn.Linear(2, 2)
+    model.quantised = torch.nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)
+    assert optimizers.optimizer(cfg, model).defaults["fused"] is True
+
+
 class Scaled(nn.Module):
     def __init__(self, scale):
         super().__init__()
