@@ -219,6 +219,10 @@ def check_pretrained(config: Mapping[str, Any]) -> None:
     if model.get("load_in_4bit"):
         if "_target_" not in (config.get("adapter") or {}):
             raise ConfigError("model.load_in_4bit=true: quantised weights can't be trained: give adapter=lora, too")
+        if str(config.get("parallel", {}).get("_target_")).endswith("fsdp2.FSDP2"):
+            raise ConfigError(
+                "model.load_in_4bit=true: parallel=fsdp2 can't share quantised weights: give parallel=ddp"
+            )
         if not is_installed("bitsandbytes"):
             raise ConfigError("model.load_in_4bit=true needs bitsandbytes: type pip install bitsandbytes")
 

@@ -352,6 +352,7 @@ def test_another_tokenizer_is_refused(train, tmp_path):
         (["model.path={base}/.."], r"has no config\.json: it is no folder of a model"),
         (["model=hf_masked_lm"], "AutoModelForMaskedLM can't load model.path=.*Unrecognized configuration class"),
         (["model.load_in_4bit=true", "adapter=none"], "quantised weights can't be trained: give adapter=lora"),
+        (["model.load_in_4bit=true", "parallel=fsdp2"], "can't share quantised weights: give parallel=ddp"),
         (["model.load_in_4bit=true"], "needs bitsandbytes: type pip install bitsandbytes"),
         (["adapter.target_modules=[conv]"], r"adapter: Target modules .* The linear layers .* are .*q_proj"),
         (["+adapter.rank=4"], r"adapter: .*unexpected keyword argument 'rank'"),

@@ -354,6 +354,8 @@ def check_settings(trainer: DictConfig, device: torch.device, cpu_offload: bool)
 
 
 def check_parameters(model: nn.Module) -> None:
+    if getattr(model, "is_quantized", False):  # its layers keep more than parameters, as the scales of blocks
+        raise ConfigError(f"{KIND} can't share quantised weights: give parallel=ddp, or leave out model.load_in_4bit")
     kinds = {"no axis": lambda one: not one.ndim, "no element": lambda one: not one.numel()}
     kinds["memory that is not contiguous"] = lambda one: not one.is_contiguous()
     for kind, is_refused in kinds.items():
