@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -53,22 +56,28 @@ def warm_server(private_folders) -> Iterator[psutil.Process]:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("DDP_HYDRA_KEEP_WARM_S", "0")
         fork_client.release()
-        fork_client.hold()
-        address = str(fork_client.socket_path())
-        server = wait_for(lambda: _listener_on(address), "a warm server that listens")
-        yield server
-        fork_client.release()
-        wait_for(lambda: not alive(server.pid), "the end of the warm server, which nobody needs any more")
-        assert not Path(address).exists()
+        with _started(fork_client.socket_path()) as process:
+            fork_client.hold()
+            yield psutil.Process(process.pid)
+            fork_client.release()
+        assert not fork_client.socket_path().exists()
 
 
-def _listener_on(address: str) -> psutil.Process | None:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            named = any("ddp_hydra" in word for word in process.cmdline())
-            if named and any(connection.laddr == address for connection in process.net_connections("unix")):
-                return process
-    return None
+@contextlib.contextmanager
+def _started(address: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server as `fork_client` does, but with the tests' module."""
+    from ddp_hydra.rank import environment
+
+    address.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen(128)
+        command = [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno()), str(address)]
+        process = subprocess.Popen(
+            command, cwd="/", env=environment.of_server(), pass_fds=[listener.fileno()], start_new_session=True
+        )
+    yield process
+    process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="session")
