@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_hydra.config.project import pack
 from ddp_hydra.errors import RankFailed
+from ddp_hydra.rank.world import World, in_world
 from tests.integration.support import training
 from tests.integration.support.training import BLOCKS, Trained, learned
 from tests.integration.test_exactness import assert_equal
@@ -52,7 +54,9 @@ EVERYTHING = (
         pytest.param(
             2, ["trainer.max_steps=8", "parallel.reshard_after_forward=false"], id="kept", marks=pytest.mark.slow
         ),
-        pytest.param(2, ["trainer.max_steps=8", "optimizer=sgd", "optimizer.fused=false"], id="sgd"),
+        pytest.param(
+            2, ["trainer.max_steps=8", "optimizer=sgd", "optimizer.fused=false"], id="sgd", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_it_has_the_bits_of_ddp(client2, train, ranks, options):
@@ -89,10 +93,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_what_can_not_be_sharded_is_refused(client2, train, sentence):
+@in_world
+def messages(world: World, configs: list[dict[str, Any]]) -> list[str]:
+    """On each rank: what is said of some jobs that are refused."""
+    from ddp_hydra.training.loop import train
+
+    found = []
+    for config in configs:
+        try:
+            train(world, config)
+        except Exception as error:
+            found.append(str(error))
+        world.kept.clear()
+    return found
+
+
+def test_what_can_not_be_sharded_is_refused(client2, gang, project):
+    configs = [training.composed(project, *BLOCKS, "parallel=fsdp2", *words) for words in REFUSED.values()]
+    for found in gang(client2, project=pack(project), backend="gloo").run(messages, configs):
+        for sentence, said in zip(REFUSED, found, strict=True):
+            assert sentence in said
+
+
+def test_a_job_that_is_refused_ends_at_once(client2, train):
+    sentence, words = list(REFUSED.items())[-1]
     with pytest.raises(RankFailed, match=re.escape(sentence)) as caught:
-        train(client2, "run", "parallel=fsdp2", *REFUSED[sentence])
+        train(client2, "run", "parallel=fsdp2", *words)
     assert "Connection closed" not in str(caught.value)
 
 
