@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.support.s3_server import session_s3 as session_s3
-from tests.support.warm_server import client2, on_two_ranks, ranks_alive, warm_server  # noqa: F401  fixtures
+from tests.support.warm_server import client2, on_two_ranks, ranks_alive, warm_server, workers_idle  # noqa: F401  fixtures
 
 for profile, examples in (("few", 10), ("some", 40), ("many", 200)):  # --hypothesis-profile=
     settings.register_profile(
@@ -49,6 +50,7 @@ tests/integration/test_job.py looks at."""
 def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """Temporary files and sockets of the tests lie apart, so that what is left there is theirs."""
     tmp_path_factory.getbasetemp()  # stays where pytest keeps it
+    get_temp_dir()  # of Python's fork server, which removes it when this process ends
     root = Path(tempfile.mkdtemp(prefix="ddp-"))  # short, for the name of a socket has 107 bytes
     before = {name: os.environ.get(name) for name in ("TMPDIR", "XDG_RUNTIME_DIR", "DDP_HYDRA_KEEP_WARM_S")}
     temporary, runtime = root / "tmp", root / "run"
