@@ -83,6 +83,7 @@ def test_what_can_be_no_bucket_is_refused_before_a_cluster_starts(bucket, told):
         validate.check(composed("data=s3_photos", f"data.bucket='{bucket}'"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "told"),
     [

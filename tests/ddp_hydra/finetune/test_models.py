@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
@@ -31,20 +30,21 @@ SIZES: dict[str, Any] = {
 }
 GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
 KINDS = {
-    "llama": ("causal_lm", transformers.LlamaConfig(**SIZES, num_key_value_heads=1), "ForCausalLM"),
-    "qwen2": ("causal_lm", transformers.Qwen2Config(**SIZES, num_key_value_heads=1), "ForCausalLM"),
-    "gpt2": ("causal_lm", transformers.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=1), "LMHeadModel"),
-    "bert": ("masked_lm", transformers.BertConfig(**SIZES), "ForMaskedLM"),
-    "classes": ("sequence_classification", transformers.BertConfig(**SIZES), "Model"),
+    "llama": ("causal_lm", "Llama", {**SIZES, "num_key_value_heads": 1}, "ForCausalLM"),
+    "qwen2": ("causal_lm", "Qwen2", {**SIZES, "num_key_value_heads": 1}, "ForCausalLM"),
+    "gpt2": ("causal_lm", "GPT2", {**GPT2, "bos_token_id": 1, "eos_token_id": 1}, "LMHeadModel"),
+    "bert": ("masked_lm", "Bert", SIZES, "ForMaskedLM"),
+    "classes": ("sequence_classification", "Bert", SIZES, "Model"),
 }
 
 
 def saved(kind: str, folder: Path) -> nn.Module:
     """Write a model of a kind, and load it as the config's `model` does."""
-    function, config, suffix = KINDS[kind]
+    import transformers
+
+    function, name, sizes, suffix = KINDS[kind]
     torch.manual_seed(0)
-    name = type(config).__name__.removesuffix("Config")
-    getattr(transformers, f"{name}{suffix}")(config).save_pretrained(folder)
+    getattr(transformers, f"{name}{suffix}")(getattr(transformers, f"{name}Config")(**sizes)).save_pretrained(folder)
     torch.manual_seed(0)
     classes = {"num_classes": CLASSES} if kind == "classes" else {}
     return getattr(models, function)(str(folder), **classes).eval()
