@@ -188,9 +188,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+LONG = ("tests/integration/", "tests/properties/", "tests/docs/test_recipes", "tests/test_")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that short ones fill the end when several processes share the tests."""
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/integration/", "tests/properties/")))
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    for item in items:
+        if "train" in item.fixturenames:
+            item.add_marker("medium")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
