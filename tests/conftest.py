@@ -24,7 +24,7 @@ from hypothesis.configuration import set_hypothesis_home_dir
 from tests.support.s3_server import session_s3 as session_s3
 from tests.support.warm_server import client2, on_two_ranks, ranks_alive, warm_server, workers_idle  # noqa: F401  fixtures
 
-for profile, examples in (("few", 10), ("some", 40), ("many", 200)):  # --hypothesis-profile=
+for profile, examples in (("few", 10), ("some", 25), ("many", 200)):  # --hypothesis-profile=
     settings.register_profile(
         profile, deadline=None, database=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -73,6 +73,14 @@ def interrupts_heard() -> None:
     """Ctrl-C and a closed terminal mean something to what the tests start, also in the background and under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """No test cuts the power, so none needs its files to be on the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ def test_a_function_may_share_parts_of_the_model_otherwise(client2, train, tmp_p
     Ranks have equally many validation samples, as this takes.
     """
     options = [
-        "trainer.max_steps=8",
+        "trainer.max_steps=4",
         "data.val.n=32",
         "trainer.clip_norm=1",
         "model.over_batch=false",
@@ -145,10 +145,10 @@ def test_a_function_may_share_parts_of_the_model_otherwise(client2, train, tmp_p
     shared, whole = (train(client2, kind[-1][-5:], *kind, *options) for kind in (width, ["parallel=ddp"]))
     for line, wanted in zip(shared.metrics(), whole.metrics(), strict=True):
         assert line == pytest.approx(wanted, rel=1e-4)
-    file = shared.folder / "checkpoints" / "step-000008.pt"
+    file = shared.folder / "checkpoints" / "step-000004.pt"
     (tmp_path / "in").mkdir()
     shutil.copy(file, tmp_path / "in")
-    later = [one.replace("=8", "=12") for one in options]
+    later = [one.replace("=4", "=6") for one in options]
     resumed = [
         train(client2, f"later {kind[-1][-5:]}", *kind, *later, resume=tmp_path / "in" / file.name)
         for kind in (width, ["parallel=ddp"])

@@ -16,7 +16,7 @@ from ddp_hydra.rank import fork_preload, fork_server
 
 LEARNED = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers",
-    "transformers.models.llama.modeling_llama", "peft", "datasets",
+    "transformers.models.llama.modeling_llama", "peft", "datasets", "torchmetrics",
 )  # fmt: skip
 
 
