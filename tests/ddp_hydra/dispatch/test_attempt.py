@@ -230,11 +230,16 @@ def test_ranks_that_do_not_finish_in_time_are_stopped(make):
 
 def test_a_preempted_worker_has_all_ranks_finish_and_is_no_interrupt_of_the_user(make):
     one = make(beat(0, "run"), beat(1, "run"), Record(Preempted(), 1))
-    timer = threading.Timer(0.1, one.client.publish, ({"action": "remove-worker", "worker": "tcp://h:1"},))
-    timer.start()
+    stop = one.client.on_sent
+
+    def on_sent(rank: int, message: dict[str, Any]) -> None:
+        if "finish" in message and rank == 1:
+            one.client.publish({"action": "remove-worker", "worker": "tcp://h:1"})
+        stop(rank, message)
+
+    one.client.on_sent = on_sent
     with pytest.raises(RankFailed) as caught:
         one.run(b"")
-    timer.join()
     assert caught.value.failure.kind == "lost"
     assert [message for _, _, message in one.client.sent if "finish" in message] == [{"finish": 3}] * 2
 
