@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 
 import psutil
@@ -21,9 +22,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from tests.support.s3_server import session_s3 as session_s3
-from tests.support.warm_server import client2, on_two_ranks, ranks_alive, warm_server  # noqa: F401  fixtures
+from tests.support.warm_server import client2, on_two_ranks, ranks_alive, warm_server, workers_idle  # noqa: F401  fixtures
 
-for profile, examples in (("few", 10), ("some", 40), ("many", 200)):  # --hypothesis-profile=
+for profile, examples in (("few", 10), ("some", 25), ("many", 200)):  # --hypothesis-profile=
     settings.register_profile(
         profile, deadline=None, database=None, max_examples=examples, suppress_health_check=[HealthCheck.too_slow]
     )
@@ -49,6 +50,7 @@ tests/integration/test_job.py looks at."""
 def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """Temporary files and sockets of the tests lie apart, so that what is left there is theirs."""
     tmp_path_factory.getbasetemp()  # stays where pytest keeps it
+    get_temp_dir()  # of Python's fork server, which removes it when this process ends
     root = Path(tempfile.mkdtemp(prefix="ddp-"))  # short, for the name of a socket has 107 bytes
     before = {name: os.environ.get(name) for name in ("TMPDIR", "XDG_RUNTIME_DIR", "DDP_HYDRA_KEEP_WARM_S")}
     temporary, runtime = root / "tmp", root / "run"
@@ -71,6 +73,14 @@ def interrupts_heard() -> None:
     """Ctrl-C and a closed terminal mean something to what the tests start, also in the background and under nohup."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """No test cuts the power, so none needs its files to be on the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -186,9 +196,15 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+LONG = ("tests/integration/", "tests/properties/", "tests/docs/test_recipes", "tests/test_")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, so that short ones fill the end when several processes share the tests."""
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/integration/", "tests/properties/")))
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG))
+    for item in items:
+        if "train" in item.fixturenames:
+            item.add_marker("medium")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -92,6 +92,7 @@ def test_the_table_names_every_package():
     assert {package(module) for module in modules("ddp_hydra")} - {"", "__main__"} == set(LEVEL)
 
 
+@pytest.mark.medium
 def test_imports_go_down():
     checked = [module for module in modules("ddp_hydra") if package(module) in LEVEL]
     assert len(checked) > 200
@@ -151,6 +152,7 @@ MAY_NAME_FILES_OF_TORCH = {"ddp_hydra.storage.manifest", "ddp_hydra.data.shards.
 """The names of checkpoints, and of files in a user's tars."""
 
 
+@pytest.mark.medium
 def test_one_module_knows_the_names_of_checkpoints():
     found = set()
     for name, path in EVERY.items():
@@ -185,6 +187,7 @@ def test_parallel_alone_walks_the_model():
     assert {name for name, path in others.items() if "torch.nn.parallel" in imports(path)} == set()
 
 
+@pytest.mark.medium
 def test_ddp_and_dp_are_known_in_their_own_files_only():
     wrappers = {"DistributedDataParallel", "DataParallel"}
     found = {name for name, path in modules("ddp_hydra").items() if wrappers & names_in(path)}

@@ -141,6 +141,7 @@ def test_private_names_of_other_packages_are_listed():
     assert sorted(ALLOWED.keys() - used.keys()) == [], "these are used no more"
 
 
+@pytest.mark.medium
 def test_a_name_that_is_not_listed_is_found():
     tree = ast.parse("from torch import _new\nclient._run(x)\nx.job._there\ngetattr(y, '_hidden')\nself._mine = 1")
     assert used_names(tree) - own_names(tree) == {"_new", "_run", "_there", "_hidden"}

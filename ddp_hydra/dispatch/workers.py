@@ -37,6 +37,9 @@ from ddp_hydra.record import File, Record
 
 CALL_S = 2.0
 """Seconds that a worker may take to answer a call."""
+LAUNCH_S = 30.0
+"""Seconds that a worker may take to pass the next attempt on to its task. Without an answer, the attempt is submitted
+again, and both tasks would run its ranks."""
 
 
 class WorkerClient:
@@ -87,7 +90,7 @@ class WorkerClient:
     def launch(self, workers: Iterable[str], job: JobSpec) -> set[str]:
         """Have tasks that wait for another attempt start its ranks; return the workers whose tasks will."""
         message = {"job": job.encode()}
-        answers = self.call(list(workers), inbox.deliver, self.gang, self.number, None, message)
+        answers = self.call(list(workers), inbox.deliver, self.gang, self.number, None, message, timeout_s=LAUNCH_S)
         return {address for address, is_there in answers.items() if is_there is True}
 
     def acknowledge(self, rank: int, size: int) -> None:
@@ -98,7 +101,9 @@ class WorkerClient:
         if self.is_reachable:
             self.call(list(self.folders), outbox.clear, self.name)
 
-    def call(self, workers: list[str], function: Callable[..., Any], *args: Any) -> dict[str, Any]:
+    def call(
+        self, workers: list[str], function: Callable[..., Any], *args: Any, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """Run a short function on workers, but not on lost ones: Dask would try for half a minute.
 
         Returns:
@@ -106,7 +111,7 @@ class WorkerClient:
         """
         reachable = [address for address in workers if address not in self.lost]
         if reachable:
-            run = {"workers": reachable, "on_error": "ignore", "callback_timeout": CALL_S}
+            run = {"workers": reachable, "on_error": "ignore", "callback_timeout": timeout_s or CALL_S}
             with contextlib.suppress(OSError, ValueError, TimeoutError):
                 return dict(self.client.sync(self.client._run, function, *args, **run))
         return {}

@@ -25,7 +25,7 @@ from ddp_hydra.dispatch import Gang
 from ddp_hydra.record import Record
 from tests.integration.support.warm_commands import WarmCommands
 from tests.support.s3_server import png, s3  # noqa: F401 (fixtures)
-from tests.support.warm_server import alive, local_client, wait_for
+from tests.support.warm_server import alive, local_client, shared_client, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = {"DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver"}
@@ -67,7 +67,7 @@ def functions_travel_by_value(request) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def client4(warm_server) -> Iterator[Client]:
-    with local_client(4) as client:
+    with shared_client(4) as client:
         yield client
 
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong: a sentence that says what was given, what there is, and what to type."""
+"""What a user can get wrong, beyond test_mistakes.py: a sentence that says what was given, and what to type."""
 
 from __future__ import annotations
 
@@ -31,30 +31,6 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["model=resnet19"], r"model=resnet19 is not an option: did you mean model=resnet18\? The options are"),
-        slow(["models=resnet18"], r"models: there is no such key: did you mean model\?"),
-        slow(["optimizer.learning_rate=1"], r"learning_rate: there is no such key: did you mean optimizer\.lr\?"),
-        (["optimizer.lr=abc"], r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),
-        slow(["trainer.epoch=1"], r"trainer\.epoch: .* did you mean trainer\.epochs\?"),
-        slow(["+trainer.clipnorm=1"], r"trainer\.clipnorm: .* did you mean trainer\.clip_norm\?"),
-        slow(["trainer.epochs=many"], r"trainer\.epochs=many: give a whole number"),
-        slow(["trainer.precision=int8"], r"(?s)int8.*fp32.*bf16"),
-        (["cluster.n_workers=0"], r"cluster\.n_workers=0: give a whole number of at least 1"),
-        slow(["data.batch_size=-4"], r"data\.batch_size=-4: give a whole number of at least 1"),
-        slow(["data.batch_size=two"], r"data\.batch_size=two: give a number; data=tiny has 8"),
-        slow(["trainer.epochs=null", "trainer.max_steps=null"], r"never end: give one"),
-        slow(["dispatch.port_range=[5]"], r"dispatch\.port_range=\[5\]: give the first and the last"),
-        (["resume=no-such-run"], r"no-such-run does not exist"),
-        (["this is no override"], r"this is no override"),
-    ],
-)
-def test_a_config_that_cannot_be_a_job(cli, arguments, said):
-    refused(cli, *TINY, *arguments, said=said)
-
-
 def test_the_project_space_is_missing(cli):
     refused(cli, *TINY, said="DDP_HYDRA_PROJECT=.*holds no project.*unset it", DDP_HYDRA_PROJECT=str(cli.folder))
 
@@ -74,10 +50,6 @@ def test_a_target_that_does_not_exist(cli, arguments, said):
     assert re.search(said, summary["failure"]["message"])
 
 
-def test_a_target_that_does_not_take_an_argument(cli):
-    refused(cli, *INLINE, "+model.colour=red", said=r"models\.tiny\.Tiny.*colour")
-
-
 def test_an_objective_that_is_no_metric_ends_the_job_and_is_not_tried_again(cli):
     words = (*TINY, "cluster.n_workers=2", "trainer.checkpoint_every_epochs=0", "hydra.run.dir=run")
     said = refused(
@@ -85,10 +57,6 @@ def test_an_objective_that_is_no_metric_ends_the_job_and_is_not_tried_again(cli)
     )
     assert "attempt 1" not in said
     assert json.loads((cli.folder / "run" / "summary.json").read_text())["restarts"] == 0
-
-
-def test_a_data_set_smaller_than_a_global_batch(cli):
-    refused(cli, *TINY, "cluster.n_workers=1", "data.batch_size=97", said=r"96 samples, fewer.*data\.batch_size=96")
 
 
 # -- where results go and come from ------------------------------------------------------------------------

@@ -9,22 +9,17 @@ import contextlib
 import functools
 import json
 import math
-import os
-import random
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from distributed import Client
 
-from ddp_hydra.errors import Interrupted, RankFailed
+from ddp_hydra.errors import RankFailed
 from ddp_hydra.record import Record
-from tests.integration.support.chaos import SETTINGS, Chaos, Dask, Story, assert_same, dask, signal_all
+from tests.integration.support.chaos import Chaos, Story, assert_same, dask
 
 pytestmark = pytest.mark.integration
 
@@ -103,14 +98,8 @@ MOMENTS = {
 An epoch ends after steps 6, 12 and 18. Checkpoints come after 4, 6, 8, 12, 16 and 18, in the background.
 """
 
-QUICK = {
-    ("raise", "set-up", 2),
-    ("exit", "validation", 2),
-    ("kill", "checkpoint's file", 2),
-    ("hang", "checkpoint", 2),
-    ("worker", "mid-epoch", 2),
-}
-"""Each kind of failure once; the others are slow."""
+QUICK = {("kill", "checkpoint's file", 2), ("hang", "checkpoint", 2), ("worker", "mid-epoch", 2)}
+"""Each way to hear of a failure once; the others are slow. test_failures.py has ranks that raise and exit."""
 
 MATRIX = [
     pytest.param(
@@ -123,12 +112,6 @@ MATRIX = [
     # The last two are variants of the others, for which two ranks and the faults that come another way will do.
     if moment not in ("set-up", "checkpoint's file") or (ranks == 2 and fault in ("raise", "kill", "hang"))
 ]  # fmt: skip
-
-
-def test_the_quick_cases_have_each_kind_of_failure():
-    quick = {tuple(case.values) for case in MATRIX if not case.marks}
-    assert quick == QUICK
-    assert {FAULTS[fault][0] for fault, _, _ in quick} == {kind for kind, _ in FAULTS.values()}
 
 
 @pytest.mark.parametrize(("fault", "moment", "ranks"), MATRIX)
@@ -334,237 +317,3 @@ def test_a_step_with_a_loss_of_nan_is_left_out_by_all_ranks(chaos, clients, unin
     assert_same(story.checkpoint()["model"], expected.checkpoint()["model"])
     assert all_finite(story.checkpoint())
     assert all_finite(story.lines())
-
-
-# -- the end that was asked for ----------------------------------------------------------------------------
-
-SLOW = ("data.delay_s=0.02", "+data.val.delay_s=0.02", "trainer.log_every_steps=1")
-
-
-def assert_same_end(chaos: Chaos, client: Client, story: Story, whole: Story, ranks: int = 2) -> None:
-    """What was interrupted is saved, and goes on to the same end."""
-    assert isinstance(story.error, Interrupted)
-    assert story.summary["status"] == "interrupted"
-    assert story.checkpoint()["position"]["step"] == story.summary["steps"] > 0
-    resumed = chaos.done(client, ranks=ranks, resume=story)
-    assert_same(resumed.checkpoint(), whole.checkpoint())
-
-
-@pytest.mark.parametrize("number", [slow(signal.SIGINT), signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
-def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
-    chaos, clients, uninterrupted, ranks, number
-):
-    step = random.Random(f"{ranks} {number}").randrange(1, 9)
-
-    def interrupt(record: Record) -> None:
-        if record.kind == "metrics" and record.step == step and "train/loss" in record.data.metrics:
-            os.kill(os.getpid(), number)
-
-    slow = (*SLOW, f"data.delay_s={0.02 * ranks}")
-    story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=slow)
-    assert step <= story.summary["steps"] <= 18
-    assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", TWO_AND_FOUR)
-def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos, clients, uninterrupted, ranks):
-    steps: list[int] = []
-
-    def interrupt(record: Record) -> None:
-        if record.kind == "metrics":
-            steps.append(record.step)
-        elif record.kind == "log" and "a validation begins" in record.data.text and steps[-1:] == [11]:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    slow = (*SLOW, f"++data.val.delay_s={0.1 * ranks}", "++data.val.says=a validation begins")
-    story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=slow)
-    assert story.summary["steps"] == 12
-    assert story.checkpoint()["validation_due"] is True
-    assert not [line for line in story.lines() if line["step"] == 12 and "val/loss" in line]
-    assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
-
-
-@pytest.mark.slow
-def test_a_second_interrupt_ends_at_once(chaos, client2, wait_for, capfd):
-    """Rank 1 hangs, so it will never get to its next step."""
-
-    def strike() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        wait_for(lambda: "A second one ends at once" in capfd.readouterr().err, "an answer to the first")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    threads = []
-
-    def interrupt(record: Record) -> None:
-        if record.kind == "log" and "fault on purpose" in record.data.text:
-            threads.append(threading.Thread(target=strike))
-            threads[0].start()
-
-    patient = ("dispatch.hang_timeout_s=600", "dispatch.first_step_timeout_s=600")
-    story = chaos(client2, "hang,rank=1,step=9", on_record=interrupt, overrides=patient)
-    threads[0].join()
-    assert isinstance(story.error, KeyboardInterrupt)
-    assert not isinstance(story.error, Interrupted)
-    assert story.summary["status"] == "interrupted"
-    resumed = chaos.done(client2, resume=story)
-    assert resumed.summary["steps"] == 18
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_time_limit_saves_and_a_resume_comes_to_the_same_end(chaos, clients, uninterrupted, ranks):
-    limited = ("data.delay_s=0.02", "trainer.time_limit_s=0.4")
-    story = chaos(clients[ranks], ranks=ranks, overrides=limited)
-    assert "the time of trainer.time_limit_s is up; saved at step" in str(story.error)
-    assert 0 < story.summary["steps"] < 18
-    assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
-
-
-@pytest.mark.slow
-def test_a_paused_job_ends_well_and_a_resume_comes_to_the_same_end(cli, client2, uninterrupted):
-    run, resumed = cli.folder / "run", cli.folder / "resumed"
-    settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}", "trainer.pause_after_validations=1")
-    assert "go on with resume=run" in cli.done(*settings).stdout
-    assert Story(run).summary["status"] == "paused"
-    cli.done("resume=run", f"hydra.run.dir={resumed}")
-    assert_same(Story(resumed).checkpoint(), uninterrupted(client2, 2).checkpoint())
-
-
-@pytest.mark.slow
-def test_the_command_line_says_130_at_a_time_limit_and_resumes_to_the_same_end(cli, client2, uninterrupted):
-    run, resumed = cli.folder / "run", cli.folder / "resumed"
-    settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}")
-    ended = cli.run(*settings, "data.delay_s=0.02", "trainer.time_limit_s=0.4")
-    assert (ended.returncode, "Traceback" in ended.stderr) == (130, False), ended.stderr
-    assert "go on with resume=run" in ended.stderr
-    cli.done("resume=run", "data.delay_s=0", "trainer.time_limit_s=null", f"hydra.run.dir={resumed}")
-    assert_same(Story(resumed).checkpoint(), uninterrupted(client2, 2).checkpoint())
-
-
-# -- machines that go away ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def three_machines(warm_server, tmp_path_factory) -> Iterator[tuple[Dask, Client]]:
-    """Each worker with a nanny of its own, as `dask worker` starts them; what ends does not come back by itself."""
-    with dask(tmp_path_factory.mktemp("machines"), 3) as (cluster, client):
-        yield cluster, client
-
-
-@pytest.fixture
-def machines(three_machines) -> tuple[Dask, Client]:
-    """All of them there."""
-    cluster, client = three_machines
-    cluster.heal(client)
-    return cluster, client
-
-
-def program_of(machines: tuple[Dask, Client], story: Story, rank: int) -> psutil.Process:
-    """The program that a rank's worker belongs to. It takes a while to find, in which a hang keeps the rank."""
-    worker = story.gang.attempt.specs[rank].worker
-    return psutil.Process(machines[1].run(os.getppid, workers=[worker])[worker])
-
-
-@pytest.mark.slow
-def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients, uninterrupted, caplog):
-    """The global batch stays 24, and the samples come in the same order."""
-    _, client = machines
-    settings = ("data.batch_size=8", "model.tell=true")
-    fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5")
-    whole = uninterrupted(clients[4], 3, *settings, "model.dropout=0", *SLOW)
-
-    def kill(record: Record) -> None:
-        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
-            signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
-
-    overrides = (*settings, "model.dropout=0", *fewer, *SLOW)
-    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=overrides)
-    assert [(failure.kind, failure.rank) for failure in story.failures] == [("lost", 2)]
-    assert story.summary["world_size"] == 2
-    changed = "data.batch_size=6 trainer.gradient_accumulation_steps=2"
-    assert changed in caplog.text
-    samples = story.samples(accumulate={1: 2})
-    assert len(samples) == 12
-    assert samples == whole.samples()
-    for line, expected in zip(story.curve(), whole.curve(), strict=True):
-        assert line == pytest.approx(expected, rel=1e-4)
-
-
-@pytest.mark.slow
-def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, caplog):
-    _, client = machines
-    fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5", "data.batch_size=5")
-
-    def kill(record: Record) -> None:
-        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
-            signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
-
-    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=(*SLOW, *fewer))
-    assert {failure.kind for failure in story.failures} == {"lost"}
-    assert "2 ranks instead of 3: a global batch of 15 does not divide among them" in caplog.text
-    assert "so it is 10 now, with data.batch_size=5" in caplog.text
-    assert (story.summary["status"], story.summary["world_size"]) == ("done", 2)
-
-
-@pytest.mark.slow
-def test_fewer_ranks_than_allowed_end_the_job_with_what_to_do(chaos, machines):
-    _, client = machines
-
-    def kill(record: Record) -> None:
-        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
-            signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
-
-    overrides = (*SLOW, "dispatch.restart_wait_s=0.5")
-    story = chaos(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=overrides)
-    assert isinstance(story.error, RankFailed)
-    assert "2 of 3 workers are there, fewer than 3" in str(story.error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["forward", slow("save")])
-def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
-    chaos, machines, clients, uninterrupted, place
-):
-    _, client = machines
-    story = chaos.done(client, f"nanny,rank=1,step=8,at={place}", overrides=SLOW)
-    (failure,) = story.failures
-    assert (failure.kind, failure.rank) == ("lost", 1)
-    assert_same(story.checkpoint(), uninterrupted(clients[2], 2).checkpoint())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("step", "place", "ranks"), [(9, "forward", 2), slow(8, "save", 2), slow(12, "validate", 2)])
-def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, clients, uninterrupted, step, place, ranks):
-    """Sent to the nanny, as by a batch system that ends a job step."""
-    cluster, client = machines
-    slow = (*SLOW, f"data.delay_s={0.02 * ranks}")
-    story = chaos(client, f"term,rank=1,step={step},at={place}", ranks=ranks, overrides=slow)
-    assert "a worker is being shut down (SIGTERM); saved at step" in str(story.error)
-    assert story.over == []
-    assert story.summary["steps"] >= step
-    cluster.heal(client)
-    assert_same_end(chaos, client, story, uninterrupted(clients[ranks], ranks), ranks)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [slow(9), 12], ids=["mid-epoch", "validation"])
-def test_sigterm_to_all_processes_of_a_machine_saves_at_the_next_step(
-    chaos, machines, clients, uninterrupted, warm_server, step
-):
-    """As when a container is stopped, or a spot instance is taken away: nanny, worker and rank hear it at once."""
-    cluster, client = machines
-
-    def stop(record: Record) -> None:
-        if record.kind == "metrics" and record.step == step and "train/loss" in record.data.metrics:
-            (rank,) = (process for process in warm_server.children() if "rank 1/2" in " ".join(process.cmdline()))
-            rank.send_signal(signal.SIGTERM)
-            signal_all(program_of(machines, chaos.stories[-1], 1), signal.SIGTERM)
-
-    story = chaos(client, on_record=stop, overrides=(*SLOW, "++data.val.delay_s=0.2"))
-    assert "a worker is being shut down (SIGTERM); saved at step" in str(story.error)
-    assert story.over == []
-    assert step <= story.summary["steps"] <= step + 3
-    cluster.heal(client)
-    assert_same_end(chaos, client, story, uninterrupted(clients[2], 2))

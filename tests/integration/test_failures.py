@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from distributed import Client
 
 from ddp_hydra import dispatch, results
+from ddp_hydra.cluster import preflight
+from ddp_hydra.dispatch import workers
 from ddp_hydra.errors import ClusterError, RankFailed
 
 pytestmark = pytest.mark.integration
@@ -341,3 +344,27 @@ def test_a_lost_scheduler_ends_the_job_with_a_sentence(tmp_path):
         for process in (worker, scheduler):
             process.kill()
             process.wait()
+
+
+def fail_at_first(mark: str) -> int:
+    if dist.get_rank() == 1 and not Path(mark).exists():
+        Path(mark).touch()
+        os._exit(3)
+    return dist.get_rank()
+
+
+def test_tasks_of_workers_that_answer_late_run_the_next_attempt(client2, gang, tmp_path, monkeypatch):
+    """Submitted again, the attempt would be run by two tasks of each worker."""
+    mark, check = tmp_path / "mark", preflight.check_workers
+
+    def check_and_delay(client, *more):
+        check(client, *more)
+        if mark.exists():
+            client.run(lambda dask_worker: bool(dask_worker.loop.call_later(0.05, time.sleep, 1.5)))
+            time.sleep(0.2)
+
+    monkeypatch.setattr(preflight, "check_workers", check_and_delay)
+    monkeypatch.setattr(workers, "CALL_S", 0.5)
+    again = gang(client2, max_restarts=1)
+    assert again.run(fail_at_first, str(mark)) == [0, 1]
+    assert again.restarts.used == 1

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from ddp_hydra.config.project import pack
 from ddp_hydra.errors import ConfigError, RankFailed
+from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.training.parallel import fsdp2
 from tests.integration.support import training
 from tests.integration.support.training import BLOCKS, Trained, learned
@@ -54,7 +56,9 @@ EVERYTHING = (
         pytest.param(
             2, ["trainer.max_steps=8", "parallel.reshard_after_forward=false"], id="kept", marks=pytest.mark.slow
         ),
-        pytest.param(2, ["trainer.max_steps=8", "optimizer=sgd", "optimizer.fused=false"], id="sgd"),
+        pytest.param(
+            2, ["trainer.max_steps=8", "optimizer=sgd", "optimizer.fused=false"], id="sgd", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_it_has_the_bits_of_ddp(client2, train, ranks, options):
@@ -96,10 +100,32 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_what_can_not_be_sharded_is_refused(client2, train, sentence):
+@in_world
+def messages(world: World, configs: list[dict[str, Any]]) -> list[str]:
+    """On each rank: what is said of some jobs that are refused."""
+    from ddp_hydra.training.loop import train
+
+    found = []
+    for config in configs:
+        try:
+            train(world, config)
+        except Exception as error:
+            found.append(str(error))
+        world.kept.clear()
+    return found
+
+
+def test_what_can_not_be_sharded_is_refused(client2, gang, project):
+    configs = [training.composed(project, *BLOCKS, "parallel=fsdp2", *words) for words in REFUSED.values()]
+    for found in gang(client2, project=pack(project), backend="gloo").run(messages, configs):
+        for sentence, said in zip(REFUSED, found, strict=True):
+            assert sentence in said
+
+
+def test_a_job_that_is_refused_ends_at_once(client2, train):
+    sentence, words = list(REFUSED.items())[-1]
     with pytest.raises(RankFailed, match=re.escape(sentence)) as caught:
-        train(client2, "run", "parallel=fsdp2", *REFUSED[sentence])
+        train(client2, "run", "parallel=fsdp2", *words)
     assert "Connection closed" not in str(caught.value)
 
 
@@ -124,7 +150,7 @@ def test_a_function_may_share_parts_of_the_model_otherwise(client2, train, tmp_p
     Ranks have equally many validation samples, as this takes.
     """
     options = [
-        "trainer.max_steps=8",
+        "trainer.max_steps=4",
         "data.val.n=32",
         "trainer.clip_norm=1",
         "model.over_batch=false",
@@ -134,10 +160,10 @@ def test_a_function_may_share_parts_of_the_model_otherwise(client2, train, tmp_p
     shared, whole = (train(client2, kind[-1][-5:], *kind, *options) for kind in (width, ["parallel=ddp"]))
     for line, wanted in zip(shared.metrics(), whole.metrics(), strict=True):
         assert line == pytest.approx(wanted, rel=1e-4)
-    file = shared.folder / "checkpoints" / "step-000008.pt"
+    file = shared.folder / "checkpoints" / "step-000004.pt"
     (tmp_path / "in").mkdir()
     shutil.copy(file, tmp_path / "in")
-    later = [one.replace("=8", "=12") for one in options]
+    later = [one.replace("=4", "=6") for one in options]
     resumed = [
         train(client2, f"later {kind[-1][-5:]}", *kind, *later, resume=tmp_path / "in" / file.name)
         for kind in (width, ["parallel=ddp"])

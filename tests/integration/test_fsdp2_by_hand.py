@@ -116,15 +116,17 @@ def both(kind: str) -> dict[str, Any]:
     }
 
 
-def of_each_kind() -> dict[str, Any]:
-    """On each rank: `both` of models without buffers, with one that stays, with one that changes, and compiled."""
-    return {kind: both(kind) for kind in ("plain", "kept", "changed", "compiled")}
+def of_each(kinds: tuple[str, ...]) -> dict[str, Any]:
+    return {kind: both(kind) for kind in kinds}
 
 
-@pytest.mark.medium
-def test_it_has_the_bits_and_the_collectives_of_a_loop_by_hand(client2, gang):
-    """One all-reduce is the vote, and one adds up the norms of gradients, by which all ranks know of a NaN."""
-    for found in gang(client2, backend="gloo").run(of_each_kind):
+@pytest.mark.parametrize("kinds", [("kept", "changed"), pytest.param(("plain", "compiled"), marks=pytest.mark.slow)])
+def test_it_has_the_bits_and_the_collectives_of_a_loop_by_hand(client2, gang, kinds):
+    """Models with a buffer that stays, and one that changes, without any, and compiled.
+
+    One all-reduce is the vote, and one adds up the norms of gradients, by which all ranks know of a NaN.
+    """
+    for found in gang(client2, backend="gloo").run(of_each, kinds):
         for kind, one in found.items():
             assert one["same"], kind
             more = {"c10d::allreduce_": 2} | ({"c10d::broadcast_": 1} if kind == "changed" else {})

@@ -33,15 +33,17 @@ def summary_of(run: Path) -> dict:
     return json.loads((run / "summary.json").read_text())
 
 
-# -- a whole run, of the real data and model ---------------------------------------------------------------
+# -- a whole run, of the real data --------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def digits(module_cli) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A short run of `make demo`, on two ranks."""
+    """A short run of the demo's images, on two ranks. test_wheel.py has its model."""
     run = module_cli.folder / "run"
     ended = module_cli.done(
-        "experiment=digits",
+        "data=s3_images",
+        "data.image_size=8",
+        "model=pixels",
         "data.batch_size=16",
         "trainer.epochs=1",
         "trainer.max_steps=4",

@@ -113,6 +113,7 @@ def test_ports_of_ranks_are_those_that_the_system_gives_out(hosts, client, gang)
 # -- a client that reaches only the scheduler --------------------------------------------------------------
 
 
+@pytest.mark.slow  # each of the three hosts imports torch
 @needs_hosts
 def test_records_and_checkpoints_come_home_to_a_client_that_reaches_only_the_scheduler(
     hosts, client, project, tmp_path

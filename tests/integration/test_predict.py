@@ -125,8 +125,7 @@ def meeting(module_cli) -> Path:
     return module_cli.folder / "meeting"
 
 
-@pytest.mark.parametrize("n", [7, 2])
-@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize(("kind", "n"), [("map", 7), ("stream", 2)])
 def test_all_ranks_make_equally_many_forward_passes(client4, project_here, meeting, tmp_path, n, kind):
     """Two of three ranks have fewer samples, or one has none."""
     of_kind = ["+data.val._target_=data.streams.PointStream"] if kind == "stream" else []

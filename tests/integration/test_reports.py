@@ -69,12 +69,10 @@ REPORTS = {
     # Uneven shares: the default planner "silently corrupts the checkpoint".
     "Megatron-FSDP's documentation": ((4, PARTS, FSDP2, *FEW), (1, PARTS, DDP, *FEW)),
 }
-QUICK = ("Megatron-FSDP's documentation",)
 
 
-@pytest.mark.parametrize(
-    "report", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in REPORTS]
-)
+@pytest.mark.slow  # test_resume_matrix.py and test_checkpoints_in_parts.py have the quick ones
+@pytest.mark.parametrize("report", REPORTS)
 def test_a_resume_that_fails_elsewhere_goes_on(train, report):
     saving, resuming = REPORTS[report]
     whole = train(*saving)

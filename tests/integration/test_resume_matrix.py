@@ -42,9 +42,8 @@ LEARNS = (
     f"trainer.max_steps={STEPS}",
 )
 PRUNED = {
-    "ddp 2": ("fsdp2 4", "hsdp 2x2 c", "fsdp2 1"),
-    "fsdp2 2 c": ("ddp 1", "fsdp2 4"),
-    "hsdp 2x2": ("fsdp2 2",),
+    "ddp 2": ("hsdp 2x2 c",),
+    "fsdp2 2 c": ("ddp 1",),
 }
 """The pairs that are not slow."""
 EXACT, CLOSE = "=", "≈"

@@ -219,6 +219,7 @@ def test_the_second_command_runs_what_was_edited_with_its_own_environment(cli, p
     assert not (own.folder / "core").exists()
 
 
+@pytest.mark.slow
 def test_the_import_of_torch_begins_before_that_of_hydra(cli, project, runtime, tmp_path):
     own = replace(cli, project=Path(shutil.copytree(project, tmp_path / "own")))
     model = own.project / "models" / "tiny.py"

@@ -16,7 +16,7 @@ from ddp_hydra.api import StartedRun
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
 from tests.integration.conftest import functions_travel_by_value, no_rank_left, started  # noqa: F401  fixtures
-from tests.support.warm_server import local_client
+from tests.support.warm_server import shared_client
 
 PROJECT = Path(__file__).parent / "project"
 QUIET = ("trainer.threads=1", "dispatch.restart_wait_s=5")
@@ -24,7 +24,7 @@ QUIET = ("trainer.threads=1", "dispatch.restart_wait_s=5")
 
 @pytest.fixture(scope="session")
 def client3(warm_server) -> Iterator[Client]:
-    with local_client(3) as client:
+    with shared_client(3) as client:
         yield client
 
 

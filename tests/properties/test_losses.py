@@ -22,6 +22,8 @@ from ddp_hydra.training.metrics import Meter, count
 from ddp_hydra.training.train_step import TrainStep, as_step
 from ddp_hydra.training.update import Weighing
 
+pytestmark = pytest.mark.medium
+
 SAMPLES, CLASSES, TIME = 36, 3, 4
 SPLITS = st.tuples(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 3]), st.integers(1, 4))
 WEIGHT = torch.tensor([1.0, 9.0, 0.0]).double()

@@ -16,6 +16,8 @@ from ddp_hydra.tasks.losses import CrossEntropy
 from models.distillation import Distillation
 from tests.properties.test_losses import CLASSES, LABELS, POSITIVE, SHARES, SPLITS, WEIGHT, check, labels, numbers
 
+pytestmark = pytest.mark.medium
+
 LOSSES: dict[str, dict[str, Any]] = {
     "plain": {},
     "smooth": {"label_smoothing": 0.2},

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,7 +18,7 @@ import psutil
 import pytest
 
 if TYPE_CHECKING:
-    from distributed import Client
+    from distributed import Client, Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,22 +56,28 @@ def warm_server(private_folders) -> Iterator[psutil.Process]:
         patch.setenv("PYTHONPATH", str(ROOT))
         patch.setenv("DDP_HYDRA_KEEP_WARM_S", "0")
         fork_client.release()
-        fork_client.hold()
-        address = str(fork_client.socket_path())
-        server = wait_for(lambda: _listener_on(address), "a warm server that listens")
-        yield server
-        fork_client.release()
-        wait_for(lambda: not alive(server.pid), "the end of the warm server, which nobody needs any more")
-        assert not Path(address).exists()
+        with _started(fork_client.socket_path()) as process:
+            fork_client.hold()
+            yield psutil.Process(process.pid)
+            fork_client.release()
+        assert not fork_client.socket_path().exists()
 
 
-def _listener_on(address: str) -> psutil.Process | None:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            named = any("ddp_hydra" in word for word in process.cmdline())
-            if named and any(connection.laddr == address for connection in process.net_connections("unix")):
-                return process
-    return None
+@contextlib.contextmanager
+def _started(address: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Start a server as `fork_client` does, but with the tests' module."""
+    from ddp_hydra.rank import environment
+
+    address.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen(128)
+        command = [sys.executable, "-m", "tests.support.fork_server", str(listener.fileno()), str(address)]
+        process = subprocess.Popen(
+            command, cwd="/", env=environment.of_server(), pass_fds=[listener.fileno()], start_new_session=True
+        )
+    yield process
+    process.wait(PATIENCE_S)
 
 
 @pytest.fixture(scope="session")
@@ -97,19 +106,54 @@ def local_client(n_workers: int) -> Iterator[Client]:
 
     with (
         patch.dict(os.environ),  # Dask leaves there what it sets for its workers
-        dask.config.set(QUIET),
+        dask.config.set({**QUIET, "distributed.worker.multiprocessing-method": "forkserver"}),  # imports Dask once
         LocalCluster(
-            n_workers=n_workers, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0"
+            n_workers=n_workers, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0",
+            env=dict(os.environ),
         ) as cluster,
         Client(cluster) as client,
-    ):
+    ):  # fmt: skip
         yield client
 
 
 @pytest.fixture(scope="session")
 def client2(warm_server) -> Iterator[Client]:
-    with local_client(2) as client:
+    with shared_client(2) as client:
         yield client
+
+
+@contextlib.contextmanager
+def shared_client(n_workers: int) -> Iterator[Client]:
+    """Yield a client of a cluster that a session's tests share."""
+    with local_client(n_workers) as client:
+        _shared.append(client)
+        yield client
+        _shared.remove(client)
+
+
+_shared: list[Client] = []
+IDLE_S = 10.0
+"""Seconds that the workers of a shared cluster may take to end what a test has left there."""
+
+
+@pytest.fixture(autouse=True)
+def workers_idle(request) -> Iterator[None]:
+    """Fail a test that leaves a task on a shared cluster: it would keep a worker's only thread from the next test."""
+    yield
+    if request.node.get_closest_marker("integration"):
+        for client in _shared:
+            deadline = time.monotonic() + IDLE_S
+            while (
+                left := {key for keys in client.run(_tasks).values() for key in keys}
+            ) and deadline > time.monotonic():
+                time.sleep(0.05)
+            assert not left, f"left on the workers by this test: {sorted(left)}"
+
+
+def _tasks(dask_worker: Worker) -> list[str]:
+    """On a worker: the tasks that it runs, or will; a cancelled one runs until its thread is free."""
+    state = dask_worker.state
+    return [str(task.key) for task in (*state.executing, *state.long_running, *state.ready, *state.constrained)]
 
 
 @pytest.fixture

@@ -55,6 +55,7 @@ def test_errors_are_told_in_a_sentence_and_become_exit_codes(error, code, said, 
     assert "HYDRA_FULL_ERROR" not in os.environ
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "said"),
     [

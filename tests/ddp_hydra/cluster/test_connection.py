@@ -35,6 +35,7 @@ def test_a_client_that_is_closed_while_its_scheduler_is_gone_says_nothing_of_it(
     assert set(caplog.messages) == said
 
 
+@pytest.mark.integration
 def test_all_workers_are_known_though_the_clients_timer_asks_for_none_meanwhile(client2, monkeypatch):
     sync = distributed.Client.sync
 

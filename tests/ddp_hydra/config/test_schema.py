@@ -83,6 +83,7 @@ def test_what_can_be_no_bucket_is_refused_before_a_cluster_starts(bucket, told):
         validate.check(composed("data=s3_photos", f"data.bucket='{bucket}'"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -150,7 +151,14 @@ def test_without_validation_its_files_need_not_be_given(options):
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("experiment", [option for option in OPTIONS if option.startswith("experiment=")])
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        pytest.param(option, marks=[] if option in ("experiment=digits", "experiment=finetune") else pytest.mark.slow)
+        for option in OPTIONS
+        if option.startswith("experiment=")
+    ],
+)
 @pytest.mark.parametrize("debug", ["debug=inline", pytest.param("debug=one_batch", marks=pytest.mark.slow)])
 def test_every_experiment_can_be_debugged_inline(experiment, debug):
     cfg = composed(experiment, debug, *NEEDED.get(experiment, []))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
@@ -62,6 +63,7 @@ def test_the_class_is_the_folder_above_the_file(folder, pets):
     assert data.class_to_idx == {"cat": 0, "dog": 1}
     assert data.samples == [("pets/cat/1.PNG", 0), ("pets/dog/1.png", 1), ("pets/dog/2.png", 1)]
     assert len(data) == 3
+    assert folder(pets, "/pets/").samples == data.samples
 
 
 def test_what_is_no_image_in_a_class_folder_is_counted_and_skipped(folder, pets):
@@ -73,10 +75,6 @@ def test_the_class_is_the_first_folder_below_the_prefix(folder, s3, png):
     data = folder(bucket, "t")
     assert (data.classes, data.samples) == (["a", "c"], [("t/a/indoor/1.png", 0), ("t/c/indoor/1.png", 1)])
     assert data.skipped == {"hidden": 1}
-
-
-def test_a_prefix_may_have_slashes_around_it(folder, pets):
-    assert folder(pets, "/pets/").samples == folder(pets, "pets").samples
 
 
 def test_odd_characters_in_a_key_are_read_as_they_are(folder, s3, png):
@@ -159,10 +157,6 @@ def test_prepare_normalises_and_keeps_the_memory_format(folder, pets):
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_only(folder, s3):
-    import io
-
-    from PIL import Image
-
     noise = torch.randint(0, 256, (24, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     file = io.BytesIO()
     Image.fromarray(noise.numpy()).save(file, "PNG")
@@ -200,9 +194,12 @@ def test_large_images_are_cached_as_files_within_the_budget(folder, s3, png):
     assert bytes(data._cache.get(0)) == file
 
 
-def test_it_pickles_small_before_and_after_use_and_reads_again(folder, s3, png):
-    bucket = s3.fill({f"train/class-{number % 3}/{number:06}.png": png(red=number % 256) for number in range(600)})
-    data = folder(bucket, "train")
+def test_it_pickles_small_before_and_after_use_and_reads_again(folder, png, tmp_path):
+    for number in range(600):
+        path = tmp_path / "train" / f"class-{number % 3}" / f"{number:06}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png(red=number % 256))
+    data = folder(f"file://{tmp_path}", "train", endpoint_url=None)
     data.set_epoch(3)
     data.__getitems__([0, 1, 2])
     packed = pickle.dumps(data)
@@ -303,11 +300,6 @@ def test_an_empty_prefix_names_the_folders_that_are_there(folder, pets):
         folder(pets, "pets/cats")
 
 
-def test_a_prefix_is_a_folder_and_not_the_start_of_a_name(folder, pets):
-    with pytest.raises(FileNotFoundError):
-        folder(pets, "pet")
-
-
 def test_an_empty_bucket_says_so(folder, s3):
     with pytest.raises(FileNotFoundError, match=r"nothing under s3://bucket-0/.*data\.bucket"):
         folder(s3.fill({}))
@@ -322,11 +314,6 @@ def test_a_prefix_without_images_says_what_it_holds_instead(folder, s3):
 def test_an_unreachable_endpoint_is_told_within_seconds(folder):
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1.*not reachable \(.*refused.*data\.endpoint_url="):
         folder("any-bucket", endpoint_url="http://127.0.0.1:9")
-
-
-def test_an_unknown_host_is_told_as_unreachable(folder):
-    with pytest.raises(ConnectionError, match=r"no-such-host\.invalid.*not reachable"):
-        folder("any-bucket", endpoint_url="http://no-such-host.invalid:9000")
 
 
 def test_wrong_credentials_are_told_and_not_shown(folder, pets, monkeypatch):
@@ -356,16 +343,6 @@ def test_a_public_bucket_needs_no_credentials(folder, s3, pets, monkeypatch):
         folder(pets, "pets", anon=True).__getitems__([0])
     s3.publish(pets)
     assert folder(pets, "pets", anon=True)[0][1] == 0
-
-
-def test_a_shared_credentials_file_is_used(folder, pets, monkeypatch, tmp_path):
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    file = tmp_path / "credentials"
-    file.write_text("[work]\naws_access_key_id = testing-key\naws_secret_access_key = testing-secret\n")
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setenv("AWS_PROFILE", "work")
-    assert len(folder(pets, "pets")) == 3
 
 
 def test_an_unknown_profile_is_told(folder, pets, monkeypatch):

@@ -102,6 +102,7 @@ def test_the_length_of_an_epoch():
     assert first.tolist() != mixture([100, 10], [3, 1]).order(1, 0, True).tolist()
 
 
+@pytest.mark.medium
 @given(
     mixtures(),
     st.integers(0, 2),

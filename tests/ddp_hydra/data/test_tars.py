@@ -18,6 +18,8 @@ from ddp_hydra.data.wids import WidsImages
 from ddp_hydra.errors import ConfigError
 from tests.support.tar_server import tar_of
 
+pytestmark = pytest.mark.medium
+
 TARS = Path(__file__).parents[2] / "data" / "tars"
 WRITERS = [
     "gnu-v7.tar", "gnu-oldgnu.tar", "gnu-ustar.tar", "gnu-gnu.tar", "gnu-posix.tar", "gnu-gnu-long.tar", "gnu.tar.gz",

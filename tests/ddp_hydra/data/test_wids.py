@@ -334,18 +334,6 @@ def test_more_shards_than_files_that_may_be_open(write, monkeypatch):
     data.close()
 
 
-@pytest.mark.medium
-def test_raw_samples_come_fast(write):
-    data = WidsShards(write(**{f"s{number}": (numbered(0, 500), 500) for number in range(4)}))
-    order = random.Random(0).choices(range(2000), k=20_000)
-    for index in range(0, 2000, 500):
-        data.fields(index)
-    start = time.thread_time()  # of this thread alone, whatever else the machine does
-    for index in order:
-        data.fields(index)
-    assert len(order) / (time.thread_time() - start) > 80_000
-
-
 # From elsewhere
 
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
@@ -33,20 +31,21 @@ SIZES: dict[str, Any] = {
 }
 GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
 KINDS = {
-    "llama": ("causal_lm", transformers.LlamaConfig(**SIZES, num_key_value_heads=1), "ForCausalLM"),
-    "qwen2": ("causal_lm", transformers.Qwen2Config(**SIZES, num_key_value_heads=1), "ForCausalLM"),
-    "gpt2": ("causal_lm", transformers.GPT2Config(**GPT2, bos_token_id=1, eos_token_id=1), "LMHeadModel"),
-    "bert": ("masked_lm", transformers.BertConfig(**SIZES), "ForMaskedLM"),
-    "classes": ("sequence_classification", transformers.BertConfig(**SIZES), "Model"),
+    "llama": ("causal_lm", "Llama", {**SIZES, "num_key_value_heads": 1}, "ForCausalLM"),
+    "qwen2": ("causal_lm", "Qwen2", {**SIZES, "num_key_value_heads": 1}, "ForCausalLM"),
+    "gpt2": ("causal_lm", "GPT2", {**GPT2, "bos_token_id": 1, "eos_token_id": 1}, "LMHeadModel"),
+    "bert": ("masked_lm", "Bert", SIZES, "ForMaskedLM"),
+    "classes": ("sequence_classification", "Bert", SIZES, "Model"),
 }
 
 
 def saved(kind: str, folder: Path) -> nn.Module:
     """Write a model of a kind, and load it as the config's `model` does."""
-    function, config, suffix = KINDS[kind]
+    import transformers
+
+    function, name, sizes, suffix = KINDS[kind]
     torch.manual_seed(0)
-    name = type(config).__name__.removesuffix("Config")
-    getattr(transformers, f"{name}{suffix}")(config).save_pretrained(folder)
+    getattr(transformers, f"{name}{suffix}")(getattr(transformers, f"{name}Config")(**sizes)).save_pretrained(folder)
     torch.manual_seed(0)
     classes = {"num_classes": CLASSES} if kind == "classes" else {}
     return getattr(models, function)(str(folder), **classes).eval()
@@ -109,6 +108,8 @@ def test_what_the_files_lack_is_known_and_not_logged(tmp_path, caplog, monkeypat
     source: Any = models.sequence_classification(str(tmp_path / "bert"), num_classes=CLASSES).pretrained
     assert weights.modules_of(source.new) == ["bert.pooler.dense", "classifier"]
     assert weights.modules_of(source.unused)[0] == "cls.predictions"
+    import transformers
+
     transformers.BertForSequenceClassification(transformers.BertConfig(**SIZES)).save_pretrained(tmp_path / "two")
     with pytest.raises(ConfigError, match=r"has classifier\.bias of \(2,\), and the model has \(3,\): give \+model\."):
         models.sequence_classification(str(tmp_path / "two"), num_classes=CLASSES)
@@ -119,6 +120,8 @@ def test_what_the_files_lack_is_known_and_not_logged(tmp_path, caplog, monkeypat
 
 
 def test_files_of_another_model_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
     saved("bert", tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({f"module.{name}": one for name, one in load_file(file).items()}, file, {"format": "pt"})

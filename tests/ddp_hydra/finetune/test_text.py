@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
@@ -51,6 +50,8 @@ def test_longer_documents(make, overflow, lengths, told):
 def test_sources(make, shown, tokenizer, tmp_path):
     rows = {"text": ["abc", "de"], "other": [1, 2]}
     wanted = [("abc</s>", "abc</s>"), ("de</s>", "de</s>")]
+    import datasets
+
     table = datasets.Dataset.from_dict(rows)
     table.to_parquet(str(tmp_path / "rows.parquet"))
     table.save_to_disk(str(tmp_path / "one"))

@@ -96,6 +96,7 @@ def test_they_end_with_the_server(spares):
         assert os.waitpid(pid, 0) == (pid, 0)
 
 
+@pytest.mark.medium
 def test_as_many_are_missing_as_are_wanted(spares, monkeypatch):
     assert not spares.are_missing
     spares.wanted = 2

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-import torchmetrics
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Segmentation
@@ -48,6 +47,8 @@ def dice(output, masks):
     ids=["logits", "probabilities", "own"],
 )
 def test_a_model_of_one_channel_tells_two_classes(criterion, outputs):
+    import torchmetrics
+
     task, meter, jaccard = (
         Segmentation(criterion, ignore=255),
         Meter(torch.device("cpu")),
@@ -85,6 +86,8 @@ def test_masks_of_classes_that_the_output_does_not_tell_are_refused(n_channels):
 
 
 def test_metrics_of_classes_get_the_pixels_that_count():
+    import torchmetrics
+
     task, logits = Segmentation(ignore=255), torch.rand(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
     metric = torchmetrics.Accuracy("multiclass", num_classes=3, average="micro")
     step = task.step(lambda x: x, (logits, MASKS))

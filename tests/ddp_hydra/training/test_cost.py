@@ -47,6 +47,7 @@ def really_kept(model: nn.Module, given: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
+@pytest.mark.medium
 def test_activations_are_what_autograd_keeps():
     make = lambda: torchvision.models.resnet18(num_classes=10)  # noqa: E731
     outline = weights.built_on_meta(make)
@@ -73,6 +74,7 @@ class Wide(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.medium
 def test_they_are_the_memory_that_a_step_takes():
     """Within a fifth."""
     given = torch.zeros(64, 8), torch.zeros(64, dtype=torch.long)
@@ -119,6 +121,7 @@ def huge(in_features: int, out_features: int) -> nn.Module:
     return nn.Sequential(nn.Linear(in_features, width), nn.Sequential(*layers), nn.Linear(width, out_features))
 
 
+@pytest.mark.medium
 def test_a_dry_run_of_a_model_without_memory_for_it(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: type("", (), {"available": 3e12})())
     parts: dict[str, Any] = {"cluster": {"n_workers": 2}, "dispatch": {"ranks": None}}

@@ -146,7 +146,7 @@ def crash(form: str, steps: list[tuple[int, bool]], left: int, after: bool, link
     ("form", "after", "links"),
     [
         ("one file", True, True),
-        ("one file", False, False),
+        pytest.param("one file", False, False, marks=pytest.mark.slow),
         ("parts", True, True),
         pytest.param("one file", True, False, marks=pytest.mark.slow),
         pytest.param("one file", False, True, marks=pytest.mark.slow),

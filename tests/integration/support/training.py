@@ -59,13 +59,18 @@ class Trained:
         return torch.load(self.folder / "checkpoints" / name, weights_only=True)
 
 
+def composed(project: Path, *overrides: str) -> dict[str, Any]:
+    """Compose what the ranks are given."""
+    schema.register()
+    with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
+        return schema.resolved(compose("config", list(overrides)))
+
+
 def train(
     client: Any, project: Path, folder: Path, *overrides: str, ranks: int = 2, resume: Path | None = None
 ) -> Trained:
     """Run the training loop on some ranks of a cluster."""
-    schema.register()
-    with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
-        plain = schema.resolved(compose("config", list(overrides)))
+    plain = composed(project, *overrides)
     files = {"resume": resume} if resume else {}
     gang = Gang(client, ranks=ranks, threads=1, project=pack(project), files=files)
     trained = Trained(folder)
