@@ -243,6 +243,7 @@ def test_a_masked_language_model_is_trained_evaluated_and_exported(train, export
         train(*options, "data.mask=0", "dry_run=true")
 
 
+@pytest.mark.slow
 def test_a_classifier_is_trained_in_shares_of_two_ranks(client2, project, train, export, bert):
     options = of_bert(bert, "sequence_classification", "data.label=long", "scheduler=none", "trainer.clip_norm=null")
     one = train(*options)

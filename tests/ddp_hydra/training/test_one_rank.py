@@ -159,5 +159,5 @@ class OnGpu(nn.Module):
 def test_torchs_optimizers_are_fused_on_gpus(node, real, found):
     model = OnGpu()
     model.real = real
-    assert optimizers.fused(OmegaConf.create(node), model.parameters()) == found
-    assert optimizers.fused(OmegaConf.create(node), nn.Linear(1, 1).parameters()) == {}
+    assert optimizers.fused(OmegaConf.create(node), list(model.parameters())) == found
+    assert optimizers.fused(OmegaConf.create(node), list(nn.Linear(1, 1).parameters())) == {}
