@@ -296,6 +296,11 @@ def submit(path: str, data: bytes | str) -> None:
     emit(file_of(path, content))
 
 
+def is_first_attempt() -> bool:
+    """Return whether the gang of this process has not been started again."""
+    return _process.attempt == 0
+
+
 def outbox() -> Path:
     """Return the folder on this host where files of this process wait until they are fetched."""
     return _sender().outbox

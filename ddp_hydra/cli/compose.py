@@ -236,8 +236,34 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     chosen = {package_of(word) for word in arguments if "@" in word.partition("=")[0]}
     kept = [word for word in saved if not places_of(word) & (given | chosen)]
     _refuse_hidden(kept, f"resume={resumed}: the run")
+    kept = [_of_folder(word, resumed) for word in kept]
     first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
     return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
+
+
+def _of_folder(word: str, run: str) -> str:
+    # A relative path is one in the folder where the run was typed.
+    if not full_key_of(word).startswith(("data.", "model.path")):
+        return word
+    from ddp_hydra.job import job_config
+    from ddp_hydra.storage.run_ref import RunRef
+
+    if not job_config.is_path(key := full_key_of(word)):
+        return word
+    given = parse_override(word).value()
+    values = given if isinstance(given, list) else [given]
+    if not any(isinstance(value, str) and not Path(value).is_absolute() for value in values):
+        return word
+    try:
+        saved = OmegaConf.create(RunRef.own(run).read(".hydra/hydra.yaml").decode())
+        folder = Path(OmegaConf.select(saved, "hydra.runtime.cwd"))
+    except (OSError, TypeError):
+        return word
+    whole = [job_config.whole_path(key, value, folder) for value in values]
+    if whole == values:
+        return word
+    quoted = [text.quoted(value) for value in whole]
+    return f"{word.partition('=')[0]}=" + (f"[{','.join(quoted)}]" if isinstance(given, list) else quoted[0])
 
 
 def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:

@@ -62,7 +62,8 @@ def evaluate(
         found = prepared_inference(run, checkpoint, split, changes, trust).run(EVALUATE)
         if RunRef.named(run).is_stored:  # the file is a download, which is removed
             return {**found, "checkpoint": f"{run.rstrip('/')}, {checkpoint.name}"}
-        shown = Path(run) / "checkpoints" / checkpoint.name if Path(run).is_dir() else checkpoint
+        is_run = Path(run).is_dir() and Path(run).name != checkpoint.name
+        shown = Path(run) / "checkpoints" / checkpoint.name if is_run else checkpoint
         return {**found, "checkpoint": str(shown)}
 
 

@@ -59,14 +59,24 @@ def find_paths(cfg: DictConfig) -> None:
     """
     found = [("model.path", cfg.model.get("path"))] if targets.is_pretrained(cfg.model) else []
     data = redact.values_of(OmegaConf.to_container(cfg.data), "data.")
-    found += [(key, value) for key, value in data if PATHS & set(key.split(".")[-2:]) and value not in FORMATS]
-    for key, value in found:
-        is_name = key.endswith(".bucket") and "/" not in str(value)
-        if isinstance(value, str) and not is_name and not re.search(r"\$\{|://", value):
-            path = str(project.typed_in() / Path(value).expanduser())
-            pattern = re.sub(r"\{[^}]*\}", "*", path)  # of webdataset: {000..127}
-            if os.path.lexists(path) or any(glob.iglob(pattern, recursive=True)):  # noqa: PTH207, it is whole
-                OmegaConf.update(cfg, key, path)
+    for key, value in [*found, *((key, value) for key, value in data if is_path(key))]:
+        if (path := whole_path(key, value, project.typed_in())) != value:
+            OmegaConf.update(cfg, key, path)
+
+
+def is_path(key: str) -> bool:
+    return key == "model.path" or (key.startswith("data.") and bool(PATHS & set(key.split(".")[-2:])))
+
+
+def whole_path(key: str, value: Any, folder: Path) -> Any:
+    """Return a value with the folder that it is relative to, if there are such files; another value as it is."""
+    is_name = key.endswith(".bucket") and "/" not in str(value)
+    if not isinstance(value, str) or value in FORMATS or is_name or re.search(r"\$\{|://", value):
+        return value
+    path = str(folder / Path(value).expanduser())
+    pattern = re.sub(r"\{[^}]*\}", "*", path)  # of webdataset: {000..127}
+    is_there = os.path.lexists(path) or any(glob.iglob(pattern, recursive=True))  # noqa: PTH207, it is whole
+    return path if is_there else value
 
 
 def find_resume(cfg: DictConfig, run_dir: Path) -> Path:

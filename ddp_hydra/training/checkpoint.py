@@ -146,7 +146,7 @@ class CheckpointSaver:
         rows = self.world.gather_objects((disk, own, shutil.disk_usage(folder).free, str(folder)))
         for disk, size, free, name in rows:
             needed[disk] += size
-            if needed[disk] > free:
+            if needed[disk] > free and name == str(folder):
                 raise ConfigError(
                     f"{size_text(free)} are free in {name} on host {disk[0]}, and its ranks write "
                     f"{size_text(needed[disk])} of a checkpoint there before it is fetched: free "
@@ -187,12 +187,13 @@ class CheckpointSaver:
         if self.group is None:
             self.group = dist.new_group(backend="gloo")
         content, step, rewrappers = state.begin_capture(), described.step, state.rewrappers()
+        left_out = state.buffer_names() if self.world.rank else set()  # between two steps, each rank has its own
         path = f"{FOLDER}/{step_name(step, is_folder=True)}"
 
         def send() -> None:
             refuse_nonfinite(content(), state)
             rest, copied = sharded_checkpoint.taken_apart(content())
-            tensors = {name: rewrappers[name](tensor) for name, tensor in copied.items()}
+            tensors = {name: rewrappers[name](tensor) for name, tensor in copied.items() if name not in left_out}
             beside = partial(TemporaryDirectory, prefix="save-", dir=results.outbox().parent)
             with results.with_room(beside) as folder:
                 owners, files = sharded_checkpoint.write(tensors, Path(folder), self.group, step)

@@ -109,7 +109,7 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
 
 def fit(run: TrainingRun) -> None:
     # A run that should stop early is saved first.
-    if run.position.step == 0:
+    if results.is_first_attempt():  # a later one waits for space where a save lacks it
         run.checkpoints.check_space(setup.checkpoint_bytes(run))
     if run.rank == 0:
         results.emit(run.header, run.position.step)

@@ -108,6 +108,10 @@ class TrainingState:
     def rewrappers(self) -> dict[str, Callable[[Tensor], Tensor]]:
         return {name: self.parallel.rewrapper(tensor) for name, tensor in self._tensors().items()}
 
+    def buffer_names(self) -> set[str]:
+        names = self.parallel.buffer_names()
+        return {f"{part}.{name}" for part in ("model", "ema.model") for name in names}
+
     def n_bytes(self) -> int:
         # On all ranks together, each tensor once.
         return sum(tensor.nbytes for tensor in self._tensors().values())

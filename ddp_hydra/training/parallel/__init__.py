@@ -162,9 +162,12 @@ class Parallel:
         named = self.model.named_parameters(remove_duplicate=False)
         return [name for name, parameter in named if not is_finite(weights.local(parameter))]
 
+    def buffer_names(self) -> list[str]:
+        return [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
+
     def unchecked_names(self, loss: nn.Module | None = None) -> list[str]:
         # Names of buffers, and of frozen parameters: one may be a mask.
-        named = [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
+        named = self.buffer_names()
         parameters = self.model.named_parameters(remove_duplicate=False)
         named += [name for name, one in parameters if not one.requires_grad]
         if loss is not None:

@@ -40,6 +40,33 @@ def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, 
     assert typed.with_resumed_overrides(arguments) == kept + arguments
 
 
+def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tmp_path, monkeypatch):
+    there, here = tmp_path / "there", tmp_path / "here"
+    for folder in (there, here):
+        (folder / "base").mkdir(parents=True)
+        for name in ("a.jsonl", "b b.jsonl"):
+            (folder / name).touch()
+    run = there / "run"
+    (run / ".hydra").mkdir(parents=True)
+    words = ["data=text", "data.files=[a.jsonl,'b b.jsonl']", "+data.val_files=a.jsonl", "model.path=base"]
+    words += ["data.tokenizer=gpt2", "data.name=a.jsonl", f"data.index={here / 'a.jsonl'}", "+data.table=not_there"]
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(words))
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"cwd": str(there)}}}))
+    monkeypatch.chdir(here)
+    found = typed.with_resumed_overrides([f"resume={run}", "data.index=a.jsonl"])
+    assert found == [
+        "data=text",
+        f'data.files=[{there}/a.jsonl,"{there}/b b.jsonl"]',
+        f"+data.val_files={there}/a.jsonl",
+        f"model.path={there}/base",
+        *("data.tokenizer=gpt2", "data.name=a.jsonl", "+data.table=not_there"),
+        *(f"resume={run}", "data.index=a.jsonl"),
+    ]
+    assert parse_override(found[1]).value() == [f"{there}/a.jsonl", f"{there}/b b.jsonl"]
+    (run / ".hydra" / "hydra.yaml").unlink()
+    assert typed.with_resumed_overrides([f"resume={run}"])[: len(words)] == words
+
+
 def test_a_group_that_is_chosen_for_a_package_is_one_of_its_own(run, tmp_path):
     saved = tmp_path / "packages"
     words = ["transform@data.train.transform=mine", "data.train.transform.size=9", "transform@data.val.transform=mine"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,19 +75,25 @@ def test_a_run_begins_only_where_a_checkpoint_fits_into_the_folder_of_the_worker
         ConfigError, match=r"^50 B are free in .* on host \S+, .* 120 B of a checkpoint .*: free 70 B, "
     ):
         train(parts={"optimizer": {"momentum": 0.9}})
-    train(resume=first.last)  # a run that goes on waits for space when a save lacks it
+    with pytest.raises(ConfigError, match=r"^50 B are free in "):
+        train(resume=first.last)
+    monkeypatch.setattr(results, "is_first_attempt", lambda: False)
+    train(resume=first.last)  # a later attempt waits for space where a save lacks it
 
 
-def test_on_each_host_the_parts_of_its_ranks_have_to_fit(train, monkeypatch):
+def test_on_each_host_the_parts_of_its_ranks_have_to_fit(monkeypatch):
     monkeypatch.setattr(results, "outbox", lambda: Path(__file__))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    others = [(("a", 1), 250, 900, "/one"), (("b", 1), 250, 400, "/two"), (("b", 1), 250, 400, "/three")]
-    found: list[Any] = []
-    monkeypatch.setattr(World, "gather_objects", lambda _, row: [found.append(row) or row, *others])
-    world = World(size=4, local_size=1, group=object())
-    with pytest.raises(ConfigError, match=r"400 B are free in /three on host b, .* 500 B of a .*: free 100 B"):
-        CheckpointSaver(world, 0.0).check_space(1000)
-    others[1:] = others[:1]
-    CheckpointSaver(world, 0.0).check_space(1000)
-    CheckpointSaver(world, 1.0).check_space(1000)
-    assert [size for _, size, *_ in found] == [250, 250, 1000]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=400))
+    own: list[int] = []
+
+    def check(rows: Callable[[Any], Any], shard_above_gb: float = 0.0, n_bytes: int = 1000) -> None:
+        gather = lambda _, row: own.append(row[1]) or rows(row)  # noqa: E731
+        monkeypatch.setattr(World, "gather_objects", gather)
+        CheckpointSaver(World(size=4, local_size=2, group=object()), shard_above_gb).check_space(n_bytes)
+
+    check(lambda row: [row, (("another", 1), 250, 400, "/one")])
+    check(lambda row: [row, (row[0], 250, 400, "/one")])  # the other rank says it
+    with pytest.raises(ConfigError, match=r"400 B are free in .* on host \S+, .* 500 B of a .*: free 100 B"):
+        check(lambda row: [(row[0], 250, 400, "/one"), row])
+    check(lambda row: [row, (row[0], 0, 400, "/one")], 1.0, 400)
+    assert own == [250, 250, 250, 400]
