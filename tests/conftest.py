@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -88,6 +89,16 @@ def one_thread() -> None:
     """The tensors of tests are small, and several processes of tests share the cores."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """Hydra's logging of a command that ran in this process ends with its test."""
+    level, handlers = logging.root.level, list(logging.root.handlers)
+    yield
+    logging.root.setLevel(level)
+    for handler in [one for one in logging.root.handlers if one not in handlers]:
+        logging.root.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)
