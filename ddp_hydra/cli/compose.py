@@ -1,6 +1,6 @@
 """Composes a config of the typed words: Hydra finds our plugins, and the configs of a project and the starter.
 
-Words are translated first: `resume=<run>` stands for those of the run as well.
+Words are translated first: `resume=<run>` adds the words of the run.
 Inside the command Hydra composes once, checks what it has composed, lists options quickly, and saves no secrets.
 """
 
@@ -236,12 +236,12 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     chosen = {package_of(word) for word in arguments if "@" in word.partition("=")[0]}
     kept = [word for word in saved if not places_of(word) & (given | chosen)]
     _refuse_hidden(kept, f"resume={resumed}: the run")
-    kept = [_of_folder(word, resumed) for word in kept]
+    kept = [_with_whole_paths(word, resumed) for word in kept]
     first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
     return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
 
 
-def _of_folder(word: str, run: str) -> str:
+def _with_whole_paths(word: str, run: str) -> str:
     # A relative path is one in the folder where the run was typed.
     if not full_key_of(word).startswith(("data.", "model.path")):
         return word
@@ -266,10 +266,10 @@ def _of_folder(word: str, run: str) -> str:
     return f"{word.partition('=')[0]}=" + (f"[{','.join(quoted)}]" if isinstance(given, list) else quoted[0])
 
 
-def _refuse_hidden(words: list[str], what: str, beside: str = "") -> None:
+def _refuse_hidden(words: list[str], what: str, where: str = "") -> None:
     if names := [word.partition("=")[0] for word in words if HIDDEN in word]:
         raise ConfigError(
-            f"{what} was given {', '.join(names)}, a secret, which is kept nowhere: type {names[0]}=<value>{beside}"
+            f"{what} was given {', '.join(names)}, a secret, which is kept nowhere: type {names[0]}=<value>{where}"
         )
 
 
@@ -311,7 +311,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
             for word in (*_words(before.hydra), *_words(before.task))
             if key_of(word) not in (*keys, *map(key_of, given))
         ]
-        _refuse_hidden(kept, f"{saved.parent}: the sweep", beside=" with the other words of the sweep")
+        _refuse_hidden(kept, f"{saved.parent}: the sweep", where=" with the other words of the sweep")
         given += kept
     return [*given, f"hydra.sweep.dir={QuotedString(folders[0], Quote.single).with_quotes()}"]
 

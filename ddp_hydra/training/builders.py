@@ -1,4 +1,4 @@
-"""Builds what the config names, on a rank: model, task, callbacks, metrics, optimizer, schedule, precision."""
+"""Builds what the config names, on a rank: model, task, callbacks, metrics, precision."""
 
 from __future__ import annotations
 

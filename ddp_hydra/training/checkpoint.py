@@ -187,7 +187,7 @@ class CheckpointSaver:
         if self.group is None:
             self.group = dist.new_group(backend="gloo")
         content, step, rewrappers = state.begin_capture(), described.step, state.rewrappers()
-        left_out = state.buffer_names() if self.world.rank else set()  # between two steps, each rank has its own
+        left_out = state.names_of_rank_0() if self.world.rank else set()
         path = f"{FOLDER}/{step_name(step, is_folder=True)}"
 
         def send() -> None:

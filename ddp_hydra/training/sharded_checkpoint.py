@@ -109,9 +109,10 @@ def write(
     Returns:
         The names of the files of all ranks, each with the rank that has written it; and what this rank has written.
     """
-    files: dict[str, ReportingFile] = {}
     from torch.distributed.checkpoint import FileSystemWriter, save
     from torch.distributed.checkpoint.filesystem import FileSystem
+
+    files: dict[str, ReportingFile] = {}
 
     class ReportingFiles(FileSystem):
         @contextmanager
@@ -216,6 +217,9 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
             found = described(folder)
             if found.storage_meta is None:
                 raise CheckpointError(f"{folder / METADATA} says nothing of its files")
+            for name in {info.relative_path for info in found.storage_data.values()}:
+                if Path(name).name != name:
+                    raise CheckpointError(f"{folder / METADATA} names {name}, which is outside of its folder")
             return found
 
         def read_data(self, plan: Any, planner: Any) -> Any:

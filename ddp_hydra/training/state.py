@@ -108,7 +108,11 @@ class TrainingState:
     def rewrappers(self) -> dict[str, Callable[[Tensor], Tensor]]:
         return {name: self.parallel.rewrapper(tensor) for name, tensor in self._tensors().items()}
 
-    def buffer_names(self) -> set[str]:
+    def names_of_rank_0(self) -> set[str]:
+        # Tensors of which ranks have no shares, but values of their own: buffers between two steps; with local SGD, the
+        # optimizer's moments.
+        if not all(part.same_gradients for part in self.parallel.parts.values()):
+            return set(self._tensors())
         names = self.parallel.buffer_names()
         return {f"{part}.{name}" for part in ("model", "ema.model") for name in names}
 

@@ -5,6 +5,7 @@ import hashlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +69,18 @@ def test_a_position_counts_steps_samples_and_epochs():
     position.end_epoch()
     position.advance(8)
     assert position == Position(step=4, epoch=1, samples=32, offset=8)
+
+
+def test_rank_0_alone_saves_what_other_ranks_have_with_other_values():
+    run = train(state(), 1)
+    buffers = {f"{part}.1.running_{name}" for part in ("model", "ema.model") for name in ("mean", "var")}
+    assert {name for name in run.names_of_rank_0() if "num_batches" not in name} == buffers
+    run.parallel.parts[""] = SimpleNamespace(same_gradients=False)  # as of local SGD
+    assert {
+        "model.0.weight",
+        "model.1.running_var",
+        "optimizer.state.0.weight.momentum_buffer",
+    } <= run.names_of_rank_0()
 
 
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adam"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError
+from ddp_hydra.record import METADATA
 from ddp_hydra.training import sharded_checkpoint
 from ddp_hydra.training.sharded_checkpoint import offset_of, read_into
 
@@ -93,4 +96,16 @@ def test_a_file_that_is_cut_off_is_no_checkpoint(folder):
     (file,) = folder.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-3000])
     with pytest.raises(CheckpointError, match="can't be read as a checkpoint"):
+        read(folder)
+
+
+def test_a_description_that_names_a_file_outside_of_the_folder_is_refused(folder, tmp_path):
+    (file,) = folder.glob("*.distcp")
+    shutil.copy(file, tmp_path / "outside")
+    description = folder / METADATA
+    content = pickle.loads(description.read_bytes())
+    for info in content.storage_data.values():
+        info.relative_path = "../outside"
+    description.write_bytes(pickle.dumps(content))
+    with pytest.raises(CheckpointError, match=r"names \.\./outside, which is outside of its folder"):
         read(folder)
