@@ -112,7 +112,8 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
         cfg.data.batch_size = content["batch"]["size"]
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     make, saved = partial(builders.model, cfg, data), content["model"]
-    parallel = builders.inference_parallel(cfg, world).prepare(cfg.trainer, make, device, saved)
+    parallel = builders.inference_parallel(cfg, world)
+    parallel.build(cfg.trainer, make, device, saved=saved, is_trained=False)
     content = dict(sharded_checkpoint.with_parts(content, world, parallel.read_targets()))
     parallel.load(content)
     step, config, model = content["position"]["step"], content["config"], parallel.model.eval()

@@ -103,10 +103,7 @@ class TrainingState:
 
     def begin_capture(self, whole: bool = False) -> Callable[[], dict[str, Any]]:
         # If `whole`, a collective where the model is sharded: only rank 0 gets the state.
-        return plain_state.begin_copy(self._content(), partial(self.parallel.saved_tensor, whole=whole))
-
-    def rewrappers(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        return {name: self.parallel.rewrapper(tensor) for name, tensor in self._tensors().items()}
+        return plain_state.begin_copy(self._content(), partial(self.parallel.copy_of, whole=whole))
 
     def names_of_rank_0(self) -> set[str]:
         # Tensors of which ranks have no shares, but values of their own: buffers between two steps; with local SGD, the
@@ -131,7 +128,9 @@ class TrainingState:
         return sharded_checkpoint.with_parts(content, self.parallel.world, targets)
 
     def check(self) -> None:
-        plain_state.encode(self._content(), copy=self.parallel.saved_tensor)
+        plain_state.encode(
+            self._content(), copy=lambda tensor, name: plain_state.plain_tensor(plain_state.local(tensor), name)
+        )
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
@@ -165,10 +164,11 @@ class TrainingState:
         averaged = content.get("ema")
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
         others = {name: part for name, part in content.items() if name not in ("model", "ema")}
-        copied = (lambda: others) if is_own else plain_state.begin_copy(others, lambda tensor, _: tensor.detach())
+        if not is_own:
+            others = plain_state.begin_copy(others, lambda tensor, _: tensor.detach().clone())()
         if averaged:
             averaged = {**averaged, "model": self.parallel.shard_state(averaged["model"])}
-        content = plain_state.decode({**copied(), "ema": averaged})
+        content = plain_state.decode({**others, "ema": averaged})
         # What each group has to have: torch adds options to the defaults when it loads a state.
         needed = {
             name: optimizer.defaults.keys() & optimizer.param_groups[0].keys()
