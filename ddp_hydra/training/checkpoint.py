@@ -68,7 +68,7 @@ def read(path: Path, whole: bool = True) -> dict[str, Any]:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the kind of an error and the first sentence of its message: torch goes on for a page."""
+    # Torch goes on for a page.
     line = printable(f"{type(error).__name__}: {error}").splitlines()[0]
     return line.partition(". ")[0].rstrip(".")
 

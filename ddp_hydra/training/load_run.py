@@ -331,17 +331,8 @@ _REFERENCE = re.compile(r"\$\{(oc\.select:)?[\w., -]+\}")
 def refuse_targets(
     cfg: DictConfig, stored: Mapping[str, Any], words: Sequence[str] = (), groups: Collection[str] = ()
 ) -> None:
-    """Check the targets that a config has from a checkpoint, and what its interpolations read.
-
-    Args:
-        cfg: the config to build from, resolved.
-        stored: the checkpoint's config, with its interpolations.
-        words: overrides that were typed.
-        groups: groups that were typed.
-
-    Raises:
-        ConfigError: a target may do anything, or an interpolation reads more than the config.
-    """
+    # A target of a checkpoint may do anything, and an interpolation may read more than the config. `stored` is the
+    # checkpoint's config with its interpolations, `words` and `groups` were typed.
     typed = [word.lstrip("+").partition("=")[::2] for word in words]
 
     def is_typed(key: str, value: Any) -> bool:

@@ -226,10 +226,7 @@ def each(part: Any) -> Iterable[tuple[str, Any]]:
 
 
 def by_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """Return an optimizer's state as torch's, with names of parameters in place of their numbers.
-
-    Numbers depend on the order of the groups, and say nothing of the model.
-    """
+    # The state as torch's, with names of parameters in place of their numbers, which depend on the order of the groups.
     state, own = optimizer.state_dict(), _own_names(optimizer, names)
     if not _is_by_numbers(state, len(own)):
         return state
@@ -247,11 +244,7 @@ def by_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[st
 
 
 def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state of `by_names` as this optimizer numbers its parameters.
-
-    Raises:
-        ValueError: it is of other parameters, or its groups are others.
-    """
+    # The state of `by_names` as this optimizer numbers its parameters. ValueError: it is of others, or of other groups.
     if not _is_by_numbers(optimizer.state_dict(), len(own := _own_names(optimizer, names))):
         return state
     groups = state["param_groups"]

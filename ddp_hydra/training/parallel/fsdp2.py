@@ -351,7 +351,7 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def hidden_parameters(model: nn.Module) -> Iterator[str]:
-    """Yield names of attributes that hold parameters which torch does not know to be the model's."""
+    # Names of attributes with parameters that torch does not know to be the model's.
     known = {id(one) for one in model.parameters()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -366,7 +366,7 @@ def hidden_parameters(model: nn.Module) -> Iterator[str]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse one whose state no checkpoint could hold. Optimizers of torchao make theirs in the first step."""
+    # Optimizers of torchao make their state in the first step.
     is_of_torchao = type(optimizer).__module__.startswith("torchao.")
     values = (one for slots in optimizer.state.values() for one in slots.values() if isinstance(one, Tensor))
     has_low_moments = is_of_torchao and getattr(optimizer, "block_size", math.inf) < math.inf
@@ -390,7 +390,6 @@ def shard_of(value: Any, like: Any) -> Any:
 
 
 def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
-    """Return a share of a tensor as DTensor, which is placed as another one."""
     shape = {"shape": like.shape, "stride": like.stride()}
     made: Tensor = DTensor.from_local(share, mesh, like.placements, run_check=False, **shape)
     return made
