@@ -191,10 +191,8 @@ class TrainingState:
         except (KeyError, TypeError, ValueError) as error:
             what = f"the checkpoint does not fit this optimizer and schedule ({error})"
             raise CheckpointError(f"{what}: resume with the config it was made with") from error
-        self.best = content.get("best")
-        self.validations = int(content.get("validations") or 0)
-        self.validation_due = bool(content.get("validation_due"))
-        self.unfrozen = list(content.get("unfrozen") or [])
+        self.best, self.validations = content["best"], content["validations"]
+        self.validation_due, self.unfrozen = content["validation_due"], content.get("unfrozen") or []
 
     def improves_best(self, value: float | None, direction: str) -> bool:
         if value is None or value != value:
