@@ -143,8 +143,7 @@ def test_what_is_recomputed_may_be_called_with_keywords():
     assert torch.equal(model.part.bias.grad, torch.full((2,), 6.0))
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_batchnorm_counts_once_what_is_computed_twice(compiled):
     x, found = torch.randn(8, 4), []
     for classes in ([], ["Sequential"]):
