@@ -137,7 +137,7 @@ def test_arguments_of_a_loss_and_a_task_may_refer_to_other_parts_of_the_config()
     assert criterion(_target_=target, label_smoothing="${share}", weight=[1, 2]).label_smoothing == 0.25
     cfg = config()
     cfg.task = {"_target_": "ddp_hydra.tasks.classification.LanguageModel", "ignore": "${seed}"}
-    assert builders.task(cfg, Numbers(3), torch.device("cpu")).ignore == cfg.seed
+    assert builders.task(cfg, Numbers(3), torch.device("cpu")).counting.ignore == cfg.seed
 
 
 def test_a_fused_optimizer_and_complex_parameters_are_refused_with_what_to_type():
