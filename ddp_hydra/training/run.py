@@ -137,8 +137,8 @@ class TrainingRun:
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
-        trainer = cfg.trainer
-        profiler = Profiler(trainer.profile_steps, self.rank, self.model, device, trainer.precision, total_steps)
+        passes = setup.passes_of(self) if cfg.trainer.profile_steps and self.rank == 0 else []
+        profiler = Profiler(self.rank, self.model, device, cfg.trainer, total_steps, passes, cfg.data.batch_size)
         self.monitor = Monitor(
             self.consensus,
             self.task,
@@ -147,7 +147,7 @@ class TrainingRun:
             profiler,
             self.position.samples,
             self.epoch_means,
-            setup.operations(self),
+            setup.operations(self, passes),
         )
         self.log_clock = LogClock(cfg.trainer.log_every_s if self.rank == 0 else None, cfg.trainer.log_growth)
         self.metrics: dict[str, float] = {}
