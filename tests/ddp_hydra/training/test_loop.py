@@ -125,7 +125,7 @@ def test_a_regression_has_no_accuracy_and_its_best_is_that_of_the_least_loss(tra
 
 @pytest.mark.medium
 @pytest.mark.parametrize("val", [5, 0], ids=["validated", "no validation set"])
-@pytest.mark.parametrize("settings", [{}, {"checkpoint_every_epochs": 0}, {"ema_decay": 0.9}, {"epochs": 3}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"checkpoint_every_epochs": 0, "ema_decay": 0.9, "epochs": 3}], ids=str)
 def test_a_run_pauses_after_a_validation_with_one_checkpoint_and_goes_on_to_the_same_end(settings, val, train):
     given = {"val": val, **settings} | ({} if val else {"parts": {"objective": {"metric": "train/loss"}}})
     whole = train(**given)
