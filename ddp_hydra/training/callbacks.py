@@ -235,13 +235,7 @@ class MetricNames:
 
 
 class Callbacks:
-    """Calls the callbacks of a run, and sees that they change nothing that a resume would not repeat.
-
-    Args:
-        callbacks: by their names, in the order of the config.
-        state: of the run.
-        world: of this rank.
-    """
+    """Calls the callbacks of a run, and sees that they change nothing that a resume would not repeat."""
 
     def __init__(self, callbacks: Mapping[str, Callback], state: TrainingState, world: World = ALONE) -> None:
         self.callbacks, self.state, self.world = dict(callbacks), state, world

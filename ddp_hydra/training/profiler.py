@@ -74,11 +74,6 @@ class Profiler:
     """Traces some steps of this rank; sends the trace, and rank 0 a table.
 
     Args:
-        rank: this rank.
-        model: the model inside DDP.
-        device: of the model.
-        trainer: the part of the config.
-        total_steps: of the run.
         passes: forward passes of a step; [] if torch can't count their operations.
         batch_size: their samples.
 

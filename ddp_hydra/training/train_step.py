@@ -30,11 +30,6 @@ class TrainStep(nn.Module):
     DDP wraps this module, not the model. So a task may call the model twice, parts of it, or its methods: for DDP, all
     of that is one forward pass.
 
-    Args:
-        task: computes the loss.
-        model: the model of the config.
-        update: the name of the update; "" for the only one.
-
     Attributes:
         part: what the update trains: the model, or a part of it.
         criterion: the task's loss, where it has parameters that are trained with the model; else None.
