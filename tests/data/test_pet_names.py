@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import pickle
 import threading
 import time
 from pathlib import Path
@@ -99,15 +98,6 @@ def test_one_sample_is_its_row_of_the_batch(names_file):
     data = PetNames(names_file(["bo", "rex"]))
     x, y = data[4]
     assert torch.equal(torch.cat([x, y[-1:]]), data.__getitems__([4])[0])
-
-
-def test_it_pickles_without_the_windows_and_has_them_again(names_file):
-    data = PetNames(names_file(["bo", "rex"] * 500))
-    packed = pickle.dumps(data)
-    again = pickle.loads(packed)
-    assert len(packed) < data.windows.numel() / 2
-    assert again.names == data.names
-    assert torch.equal(again.windows, data.windows)
 
 
 @real
