@@ -32,18 +32,9 @@ _SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction
 _LIBRARIES = ("datasets", "webdataset", "ddp_hydra")
 """Packages whose data sets are known."""
 _ARGUMENTS = {
-    "collate": 1,
-    "prepare": 1,
-    "sample_id": 1,
-    "error_of": 1,
-    "set_epoch": 1,
-    "expect": 1,
-    "share": 1,
-    "stats": 0,
-    "close": 0,
-    "described": 0,
+    **dict.fromkeys(("stats", "close", "described"), 0),
+    **dict.fromkeys(("collate", "prepare", "sample_id", "error_of", "set_epoch", "expect", "share", "check_model"), 1),
     "check_classes": 2,
-    "check_model": 1,
 }
 """Methods that the training loop calls, and with how many arguments."""
 _ARGUMENTS_OF_STREAMS = {**_ARGUMENTS, "of_rank": 2, "state_dict": 0, "load_state_dict": 1}
