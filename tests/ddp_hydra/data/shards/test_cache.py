@@ -266,10 +266,10 @@ def test_a_shard_that_a_crash_of_the_machine_may_have_emptied_is_downloaded_agai
 
 
 def test_a_disk_that_becomes_full_amid_a_download_leaves_nothing(server, cache_of, monkeypatch, tmp_path):
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(shard_download, "open", full, raising=False)
     with pytest.raises(OSError, match=r"cache on .* became full: free it, or type data\.cache_dir="):
         cache_of(serve(server, "a")).open(0)
     assert files(tmp_path / "cache") == ["lock"]
