@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsInt
 
@@ -155,10 +155,9 @@ class View(Dataset):
             return {key: value for part in offering for key, value in getattr(part, name).items()}
 
         def call(*args: Any) -> Any:
-            totals: defaultdict[str, float] = defaultdict(float)
+            totals: Counter[str] = Counter()
             for part in offering:
-                for key, value in (getattr(part, name)(*args) or {}).items():
-                    totals[key] += value
+                totals.update(getattr(part, name)(*args))
             return dict(totals) if name == "stats" else None
 
         return call
