@@ -6,7 +6,6 @@ import ast
 import errno
 import fcntl
 import gzip
-import os
 import pickle
 import random
 import signal
