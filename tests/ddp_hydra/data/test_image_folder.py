@@ -20,6 +20,7 @@ from ddp_hydra.data.names import is_of
 from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.storage.fsspec_store import FsspecStore
 from tests.support.s3_server import s3_server
+from tests.support.tar_server import described, index_of, numbered
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 ROOT = Path(__file__).parents[3]
@@ -444,32 +445,32 @@ def test_names_that_are_not_utf_8_or_have_a_line_break_are_read(png, monkeypatch
 LOADING = """
 import sys
 from torch.utils.data import DataLoader
-from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data import S3ImageFolder, WidsShards
 from ddp_hydra.data.transforms import EvalTransform
+from ddp_hydra.storage import Access
 
 if __name__ == "__main__":
-    data = S3ImageFolder(sys.argv[1], "pets", endpoint_url=sys.argv[2], transform=EvalTransform(8))
-    data[0]  # the store is in use before the processes begin
-    loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context=sys.argv[3])
-    print(sum(len(targets) for images, targets in loader))
-    data.close()
+    bucket, endpoint_url, folder, context = sys.argv[1:]
+    images = S3ImageFolder(bucket, "pets", endpoint_url=endpoint_url, transform=EvalTransform(8))
+    shards = WidsShards(f"s3://{bucket}/index.json", access=Access(endpoint_url), cache_dir=folder)
+    images[0], shards[0]  # the store is in use before the processes begin
+    workers = {"num_workers": 2, "multiprocessing_context": context, "collate_fn": list}
+    print(len([image for batch in DataLoader(images, 2, **workers) for image in batch]))
+    print(sum(int(sample[".cls"]) for batch in DataLoader(shards, 2, **workers) for sample in batch))
+    images.close()
+    shards.close()
 """
 
 
-def in_processes(s3, bucket: str, context: str) -> subprocess.CompletedProcess:
-    """Read a bucket with a plain DataLoader of two worker processes."""
-    return subprocess.run(
-        [sys.executable, "-c", LOADING, bucket, s3.endpoint_url, context],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("context", [pytest.param("forkserver", marks=pytest.mark.slow), "fork"])
-def test_a_data_loader_with_processes_reads_it(s3, pets, context):
-    done = in_processes(s3, pets, context)
-    assert done.stdout.split() == ["3"], done.stderr
+def test_a_data_loader_with_processes_reads_images_and_shards(s3, png, tmp_path, context):
+    """By default its workers are forked until Python 3.14."""
+    content = numbered(0, 5)
+    index = index_of(described("a.tar", 5, content))
+    bucket = s3.fill({"pets/a/1.png": png(), "pets/b/2.png": png(), "a.tar": content, "index.json": index})
+    command = [sys.executable, "-c", LOADING, bucket, s3.endpoint_url, str(tmp_path), context]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "10"], done.stderr
 
 
 # -- a part kept for validation ----------------------------------------------------------------------------

@@ -5,12 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import random
 import resource
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +18,6 @@ import msgpack
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from ddp_hydra.data.shards.cache_folder import with_index
 from ddp_hydra.data.shards.tar_index import decode_field
@@ -285,23 +282,6 @@ def test_it_pickles_before_and_after_it_was_read(three):
         assert int(pickle.loads(packed)[105][".cls"]) == 5
 
 
-def read_forked(data, told) -> None:
-    told.put([int(data[index][".cls"]) for index in (101, 199)])
-
-
-@pytest.mark.integration
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_local_shards_are_read_by_forked_processes(three):
-    data = WidsShards(three)
-    assert int(data[101][".cls"]) == 1
-    context = multiprocessing.get_context("fork")
-    told = context.SimpleQueue()
-    process = context.Process(target=read_forked, args=(data, told))
-    process.start()
-    assert told.get() == [1, 99]
-    process.join()
-
-
 def test_many_threads_read_at_once(three):
     data = WidsShards(three)
     wrong = []
@@ -379,45 +359,6 @@ def test_shards_come_from_s3(s3, credentials, tmp_path):
     data = WidsShards(f"s3://{bucket}/data/index.json", access=Access(s3.endpoint_url), cache_dir=tmp_path)
     assert int(data[7][".cls"]) == 7
     data.close()
-
-
-@pytest.mark.integration
-def test_workers_of_a_loader_read_what_was_read_here_before(remote, server):
-    data = remote()
-    assert int(data[5][".cls"]) == 5
-    loader = DataLoader(
-        data, batch_size=11, num_workers=1, multiprocessing_context="spawn", collate_fn=list, sampler=range(80)
-    )
-    assert [int(sample[".cls"]) for batch in loader for sample in batch] == list(range(80))
-    assert [server.gets(f"/{name}.tar") for name in "abcd"] == [1, 1, 1, 1]
-
-
-@pytest.mark.integration
-def test_a_process_that_has_read_from_the_network_may_fork(server, tmp_path):
-    """As the workers of a plain DataLoader do, by default until Python 3.14."""
-    contents = {name: numbered(20 * number, 20) for number, name in enumerate("ab")}
-    server.add(**contents)
-    server.files["/index.json"] = index_of(
-        *(described(f"{name}.tar", 20, content) for name, content in contents.items())
-    )
-    arguments = [sys.executable, "-c", FORKING, f"{server.url}/index.json", str(tmp_path / "cache")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["5", str(sum(range(40)))], done.stderr
-    assert [server.gets(f"/{name}.tar") for name in "ab"] == [1, 1]
-
-
-FORKING = """
-import sys
-from torch.utils.data import DataLoader
-from ddp_hydra.data import WidsShards
-
-data = WidsShards(sys.argv[1], cache_dir=sys.argv[2])
-print(int(data[5][".cls"]))
-loader = DataLoader(data, 8, num_workers=2, multiprocessing_context="fork", collate_fn=list)
-print(sum(int(sample[".cls"]) for batch in loader for sample in batch))
-data.close()
-"""
 
 
 @pytest.mark.integration

@@ -217,15 +217,6 @@ def test_a_plain_data_loader_reads_it(stored):
     assert same(plain, batches(data, collate_fn=data.collate))
 
 
-@pytest.mark.slow
-@pytest.mark.integration
-def test_a_plain_data_loader_reads_it_in_processes(stored):
-    data = stored(transform=TrainTransform(32))
-    plain = batches(data)
-    options = {"num_workers": 2, "multiprocessing_context": "spawn", "collate_fn": data.collate}
-    assert same(plain, batches(data, **options))
-
-
 def test_it_pickles_before_and_after_use(stored):
     data = stored({5: b"text"}, transform=TrainTransform(32))
     for _ in range(2):
