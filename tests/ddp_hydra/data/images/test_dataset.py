@@ -162,6 +162,7 @@ def test_what_cannot_be_read_is_replaced_by_the_next_and_named(stored, wrong):
 
 def test_the_replacement_is_the_same_for_every_reader(stored):
     """So that what a run learns from does not depend on who read what, and in which order."""
+    assert stored({23: b"text"}, transform=EvalTransform(32))[23][1] == 0  # the last is followed by the first
     data, other = (stored({5: b"text", 6: b"text"}, transform=TrainTransform(32)) for _ in range(2))
     other.__getitems__([6, 4])
     assert torch.equal(data[5][0], other[5][0])
