@@ -16,7 +16,6 @@ import torch
 from ddp_hydra.data import ParquetRows
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Chunked
-from ddp_hydra.errors import DataError
 
 
 def write(path: Path, rows: int = 25, begin: int = 0, **columns: Any) -> str:
@@ -82,16 +81,6 @@ def test_memory_is_bounded_and_threads_read_the_same(folder):
             assert torch.equal(y, other_y)
     assert len(small._cache) == 1 < len(whole._cache) == 6
     assert threading.active_count() < 50
-
-
-def test_missing_features_are_refused_or_filled(tmp_path):
-    path = write(tmp_path / "holes.parquet", a=[None, *range(24)])
-    with pytest.raises(DataError, match=r"column a has 1 empty cells or NaN, the first in row 0: give data\.fill=0"):
-        ParquetRows(path, "label")[0]
-    assert ParquetRows(path, "label", fill=-1)[0][0].tolist() == [-1, 0]
-    path = write(tmp_path / "no target.parquet", label=[None, *range(24)])
-    with pytest.raises(DataError, match=r"the target label has 1 empty cells or NaN, the first in row 0"):
-        ParquetRows(path, "label")[0]
 
 
 def test_mistakes_are_said_in_a_sentence(tmp_path, folder):
