@@ -85,7 +85,7 @@ def test_the_digits_are_1797_of_which_a_fifth_of_each_is_for_validation():
         assert count == (count + parts["train"][digit]) // 5
 
 
-@pytest.mark.medium
+@pytest.mark.slow
 def test_a_digit_is_scikit_learns_picture_made_larger():
     from sklearn.datasets import load_digits
 
@@ -101,7 +101,7 @@ def test_a_digit_is_scikit_learns_picture_made_larger():
 
 
 @pytest.mark.integration
-def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(few):
+def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(few, monkeypatch):
     before = dict(os.environ)
     train = S3ImageFolder(prefix="train")
     val = S3ImageFolder(prefix="val", classes_from="train")
@@ -120,26 +120,21 @@ def test_without_a_bucket_train_and_val_share_one_server_that_ends_with_them(few
         train.close()
         val.close()
     assert stores() == []
+    monkeypatch.setattr("ddp_hydra.data.image_folder.socket.gethostname", lambda: "other-host")
+    monkeypatch.setattr(val._store, "get", lambda *_: (_ for _ in ()).throw(ConnectionError("refused")))
+    with pytest.raises(ConnectionError, match=r"runs on .* alone: give data\.bucket="):
+        val.__getitems__([5])
+    val.close()
 
 
 @pytest.mark.integration
-def test_the_store_listens_on_loopback_only_and_ctrl_c_reaches_the_job_and_not_its_server(few):
+def test_its_key_opens_it_and_no_other_on_loopback_and_ctrl_c_reaches_the_job_and_not_its_server(few):
     endpoint = demo_server.acquire()
     try:
-        assert os.getpgid(the_store().parent().pid) != os.getpgid(0)
-        assert os.getpgid(the_store().pid) != os.getpgid(0)
+        assert os.getpgid(0) not in (os.getpgid(the_store().parent().pid), os.getpgid(the_store().pid))
         listening = {connection.laddr for connection in the_store().net_connections() if connection.status == "LISTEN"}
         assert {address.ip for address in listening} == {"127.0.0.1"}
         assert urlsplit(endpoint.endpoint_url).port in {address.port for address in listening}
-    finally:
-        demo_server.release()
-    assert not listens(endpoint.endpoint_url)
-
-
-@pytest.mark.integration
-def test_its_key_opens_it_and_no_other(few):
-    endpoint = demo_server.acquire()
-    try:
         key = "train/0/0000.png"
         mine = Bucket(demo_server.BUCKET, endpoint.endpoint_url, "us-east-1", credentials=endpoint.credentials)
         assert bytes(mine.get(key)) == dict(demo_server.digits())[key]
@@ -154,6 +149,7 @@ def test_its_key_opens_it_and_no_other(few):
                 assert_refused(f"http://127.0.0.1:{address.laddr.port}/buckets/{demo_server.BUCKET}/{key}")
     finally:
         demo_server.release()
+    assert not listens(endpoint.endpoint_url)
 
 
 def assert_refused(url: str) -> None:
@@ -283,14 +279,3 @@ def test_a_port_that_was_taken_meanwhile_is_replaced_by_another(monkeypatch):
             bucket = store.wait_until_ready(60)
             bucket.put("a", b"1")
             assert dict(bucket.objects()) == {"a": 1}
-
-
-@pytest.mark.integration
-def test_on_another_host_the_embedded_server_is_told_to_be_out_of_reach(few, monkeypatch):
-    data = S3ImageFolder(prefix="val")
-    data.close()
-    monkeypatch.setattr("ddp_hydra.data.image_folder.socket.gethostname", lambda: "other-host")
-    monkeypatch.setattr(data._store, "get", lambda *_: (_ for _ in ()).throw(ConnectionError("refused")))
-    with pytest.raises(ConnectionError, match=r"runs on .* alone: give data\.bucket="):
-        data.__getitems__([0])
-    data.close()
