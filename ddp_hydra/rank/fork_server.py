@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import resource
 import select
@@ -37,12 +38,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp_hydra import forked
 from ddp_hydra.console.signals import open_standard_files
 from ddp_hydra.rank import environment
-from ddp_hydra.rank.fork_preload import import_if_wanted, preload
 from ddp_hydra.rank.processes import (
     LEFT_S,
     LeftBehind,
@@ -56,6 +59,15 @@ from ddp_hydra.rank.processes import (
 from ddp_hydra.rank.spare_forks import REQUEST_S, Caller, SpareForks, become_rank
 
 MODULE = "ddp_hydra.rank.fork_server"
+PRELOAD = (
+    "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torchvision",
+    "numpy.random", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
+    "ddp_hydra.tasks.losses", "torch.utils.serialization",
+)  # fmt: skip
+"""Modules that nearly every rank imports; those that are not installed are skipped."""
+BACKENDS = ("gloo", "nccl")
+LOOK_S = 0.05
+"""Seconds between two looks at the callers during the imports."""
 SPARES_S = 1.0
 """Seconds from the fork of a rank until others are forked for the next one, so that it has the cores to itself."""
 QUIET_S = 0.002
@@ -213,8 +225,6 @@ class ForkServer:
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         caller.has_requested = True
         self.keep_warm_s = 0.0 if environment.batch_job() else float(request.get("keep_warm_s", 0.0))
-        if import_if_wanted():
-            self.spares.end()
         try:
             pid = self.spares.take(request, caller.fds) or os.fork()
         except OSError as error:  # the host allows no other process; those that run go on
@@ -335,6 +345,44 @@ class ForkServer:
 
     def is_current(self) -> bool:
         return not self.has_served or are_current(self.loaded)
+
+
+def preload(look: Callable[[], object]) -> None:
+    """Import modules that ranks need, so that a fork has them at once; call `look` meanwhile."""
+    watcher = _Watcher(look)
+    forked.pause_garbage()
+    sys.meta_path.insert(0, watcher)
+    try:
+        for name in PRELOAD:
+            with contextlib.suppress(Exception):  # a rank that needs the module reports the error
+                importlib.import_module(name)
+        register_backends()
+    finally:
+        sys.meta_path.remove(watcher)
+    forked.resume_garbage()
+
+
+def register_backends() -> None:
+    """Register the backends of process groups with torch, as each rank would have to do otherwise.
+
+    Since 2.14, torch finds even its own ones in the metadata of all installed packages.
+    """
+    for found in entry_points(group="torch.distributed.backends"):
+        if found.name in BACKENDS:
+            with contextlib.suppress(Exception):  # a rank that needs the backend reports the error
+                found.load()()
+
+
+class _Watcher(MetaPathFinder):
+    """Finds no module, but is asked for each one before it is imported: about 2,000 times."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self.look, self.looked_at = look, time.monotonic()
+
+    def find_spec(self, *_: Any) -> None:
+        if time.monotonic() - self.looked_at > LOOK_S:
+            self.look()
+            self.looked_at = time.monotonic()
 
 
 def loaded_files() -> dict[str, tuple[int, int, int]]:
