@@ -10,7 +10,6 @@ import pytest
 from ddp_hydra.dispatch import Gang, call
 from ddp_hydra.dispatch import attempt as module
 from ddp_hydra.dispatch.attempt import RecordQueue
-from ddp_hydra.dispatch.gang import UnreadRecords
 from ddp_hydra.record import File, Histogram, Log, Metrics, Notice, Record, Text
 
 Make = Callable[..., RecordQueue]
@@ -202,10 +201,11 @@ def hear(attempt, on_record) -> Gang:
 
 @pytest.mark.parametrize("on_record", [None, call.show])
 def test_what_nobody_takes_is_counted_said_and_does_not_stay_on_the_way(attempt, on_record, caplog, capsys):
+    Gang(None).unread.report()
     gang = hear(attempt, on_record)
     assert attempt.dropped == [FILE]
     assert not caplog.text
-    gang.report_dropped()
+    gang.unread.report()
     assert (
         "results.*: 2 metrics records, 1 text, 1 histogram, 2 files (4.0 MiB); have it written with "
         "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=" in caplog.text
@@ -227,8 +227,3 @@ def test_a_reader_gets_no_warnings_for_they_are_logged(attempt):
     read = []
     Gang(None, on_record=read.append).read(attempt, Record(Notice("a slow disk")))
     assert not read
-
-
-def test_where_nothing_was_dropped_nothing_is_said(caplog):
-    Gang(None).report_dropped()
-    assert (UnreadRecords().sentence(), caplog.text) == ("", "")
