@@ -56,6 +56,13 @@ class Place:
     first: bool = True
 
 
+def file_in_memory(name: str) -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 class SharedStatus:
     """Reads and writes the page of memory that a rank and its worker's task share.
 
@@ -71,11 +78,7 @@ class SharedStatus:
     @classmethod
     def create(cls) -> tuple[SharedStatus, int]:
         """Create a page; return it with a file descriptor by which another process can map it."""
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("ddp_hydra-heartbeat")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        fd = file_in_memory("ddp_hydra-heartbeat")
         try:
             os.ftruncate(fd, _SIZE)
             shared_status = cls(mmap.mmap(fd, _SIZE))

@@ -211,11 +211,7 @@ def _forget_topic(topic: str | None, scheduler: Any) -> None:
 
 
 class ReservationPlugin(SchedulerPlugin):
-    """Reports a lost worker to its gang, in the gang's topic; releases the workers of a lost client.
-
-    Args:
-        scheduler: of the cluster.
-    """
+    """Reports a lost worker to its gang, in the gang's topic; releases the workers of a lost client."""
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
@@ -359,13 +355,7 @@ def holders(scheduler: Any) -> list[str]:
 
 
 class IdleShutdown:
-    """Ends the cluster when a client is away and nobody uses the workers.
-
-    Args:
-        scheduler: of the cluster.
-        client: its id.
-        timeout_s: how long it may be away.
-    """
+    """Ends the cluster when a client is away for too long and nobody uses the workers."""
 
     def __init__(self, scheduler: Any, client: str, timeout_s: float) -> None:
         self.scheduler, self.client, self.timeout_s = scheduler, client, timeout_s

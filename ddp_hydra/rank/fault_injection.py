@@ -96,8 +96,6 @@ class FaultInjector:
     """Triggers the faults of this rank.
 
     Args:
-        rank: this rank.
-        attempt: this attempt.
         pids: process ids of this rank's "worker" and "nanny".
         faults: of the job, without those that were triggered.
     """

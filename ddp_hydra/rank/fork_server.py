@@ -84,8 +84,7 @@ class ForkServer:
     """Forks ranks on request, until the last connection has ended and nobody wants to find it warm.
 
     Args:
-        listener: the socket on which it listens.
-        address: the socket's path.
+        listener: the socket on which it listens, at `address`.
         start_anew: starts this program again, with the same socket.
 
     Attributes:

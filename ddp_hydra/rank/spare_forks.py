@@ -86,11 +86,7 @@ class SpareForks:
         self.become_rank(json.loads(request), fds)
 
     def take(self, request: dict[str, Any], fds: list[int]) -> int | None:
-        """Hand a request to a fork.
-
-        Returns:
-            The process id of the rank; None if there is no fork.
-        """
+        """Hand a request to a fork; return the process id of the rank, None if there is no fork."""
         line = json.dumps(request).encode() + b"\n"
         while self.connections:
             pid, connection = self.connections.popitem()
@@ -191,11 +187,7 @@ class Caller:
         return bool(self.partial_line) and time.monotonic() - self.since > REQUEST_S
 
     def requests(self) -> list[Any]:
-        """Return the requests that have arrived.
-
-        Raises:
-            ValueError: the connection has ended, or what came is not a request.
-        """
+        """Return the requests that have arrived; ValueError if the connection has ended, or what came is none."""
         try:
             data, fds, _, _ = socket.recv_fds(self.connection, 2**18, MAX_FDS)
         except BlockingIOError:
