@@ -206,12 +206,6 @@ def test_a_killed_client_leaves_nothing_on_the_nodes(cli, nodes):
         process.communicate()
 
 
-def test_a_sweep_has_one_cluster(cli, nodes):
-    cli.done("-m", *nodes.job, "seed=1,2", "hydra.sweep.dir=sweep", **nodes.variables)
-    for number in "01":
-        assert summary(cli.folder / "sweep" / number)["status"] == "done"
-
-
 def test_without_an_address_the_job_starts_a_ray_and_ends_it(cli):
     before = set(Path("/tmp").glob("ddp_hydra-ray-*"))
     cli.done(*JOB, "cluster.n_workers=3", "dispatch.ranks=3", "hydra.run.dir=run")

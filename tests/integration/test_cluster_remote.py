@@ -113,14 +113,6 @@ def test_certificates_may_come_from_dasks_own_config(cli, secured):
     results_are_whole(cli.folder / "run")
 
 
-@pytest.mark.slow
-def test_a_sweep_over_tls(cli, secured):
-    given = json.dumps(secured.certificates()).replace('"', "")
-    where = (f"cluster.address={secured.address}", f"cluster.security={given}", "cluster.n_workers=2")
-    cli.done("-m", *TINY, *where, "dispatch.ranks=1", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=sweep")
-    assert [json.loads((cli.folder / f"sweep/{n}/summary.json").read_text())["status"] for n in (0, 1)] == ["done"] * 2
-
-
 def test_files_go_to_ranks_and_come_back_over_tls(secured, gang, heard, tmp_path):
     def read(files):
         from ddp_hydra import results

@@ -73,13 +73,6 @@ def test_the_main_job_on_hosts_over_ssh(cli, server):
 
 
 @pytest.mark.slow
-def test_a_sweep_on_hosts_over_ssh(cli, server):
-    cli.done("-m", *TINY, *login(server, hosts=2), "seed=1,2", "hydra.sweep.dir=sweep")
-    for number in "01":
-        assert json.loads((cli.folder / "sweep" / number / "summary.json").read_text())["status"] == "done"
-
-
-@pytest.mark.slow
 def test_a_client_that_is_killed_leaves_nothing_running_on_the_hosts(cli, server, wait_for):
     endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", "cluster.client_timeout_s=1")
     process = cli.start(*TINY, *login(server, hosts=2), *endless)

@@ -107,47 +107,17 @@ def test_a_killed_rank_is_replaced_unseen_by_torchrun_and_the_numbers_are_those_
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_resume(cli, client2, project, tmp_path):
-    on_dask = train(client2, project, tmp_path / "dask", *TINY, "trainer.epochs=2", ranks=2)
-    first = torchrun(cli, job=("cluster=torchrun", *TINY, "trainer.epochs=1"))
-    assert first.returncode == 0, first.stderr
-    half = len(metrics(run_directory(cli)))
-    more = (f"resume={run_directory(cli)}", "trainer.epochs=2", "hydra.run.dir=rest")
-    rest = torchrun(cli, job=("cluster=torchrun", *TINY, *more))
-    assert rest.returncode == 0, rest.stderr
-    assert metrics(cli.folder / "rest") == on_dask.metrics()[half:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "status"), [("raise", "raised"), ("segv", "killed"), ("exit", "exited")])
-def test_one_failure_is_reported_with_its_rank(cli, kind, status):
-    ended = torchrun(cli, job=("cluster=torchrun", *TINY, f"+fault={kind},rank=1,step=3", "dispatch.max_restarts=0"))
+def test_one_failure_is_reported_with_its_rank(cli):
+    ended = torchrun(cli, job=("cluster=torchrun", *TINY, "+fault=raise,rank=1,step=3", "dispatch.max_restarts=0"))
     assert ended.returncode != 0
     failure = summary_of(run_directory(cli))["failure"]
-    assert (failure["kind"], failure["rank"], failure["step"]) == (status, 1, 3)
+    assert (failure["kind"], failure["rank"], failure["step"]) == ("raised", 1, 3)
     said = f"rank 1 on {failure['host']}: {failure['message']}"
     assert ended.stderr.count(f"ddp_hydra: {said}") == 1
     assert failure["traceback"] in ended.stderr
     cause = ended.stderr.partition("Root Cause (first observed failure):")[2]
     assert "rank      : 0 " in cause
     assert said in cause
-
-
-@pytest.mark.slow
-def test_a_hang_is_named(cli):
-    quick = ("dispatch.hang_timeout_s=5", "dispatch.max_restarts=0")
-    ended = torchrun(cli, job=("cluster=torchrun", *TINY, *quick, "+fault=hang,rank=1,step=3,at=load"))
-    assert ended.returncode != 0
-    failure = summary_of(run_directory(cli))["failure"]
-    assert (failure["kind"], failure["rank"]) == ("hung", 1)
-    assert "fault_injection.py" in failure["traceback"]
-
-
-@pytest.mark.slow
-def test_a_model_that_cannot_be_built_is_a_failed_run(cli):
-    ended = torchrun(cli, job=("cluster=torchrun", *TINY, "model.num_classes=nine"))
-    assert ended.returncode != 0
-    assert summary_of(run_directory(cli))["status"] == "failed"
 
 
 @pytest.mark.slow

@@ -65,10 +65,6 @@ def test_records_are_read_in_order_on_another_thread_and_acknowledged(stage):
     assert threads == {reader.thread}
 
 
-def test_a_reader_with_nothing_to_read_has_caught_up(stage):
-    assert stage.reader().catch_up()
-
-
 def test_a_slow_record_does_not_hold_up_who_puts_them(stage):
     resume = threading.Event()
     reader = stage.reader(on_record=lambda one: (resume.wait(), stage.on_record(one)))
@@ -90,15 +86,9 @@ def test_reading_stops_at_the_first_record_that_cannot_be_read(stage, error):
     assert not reader.catch_up()
     assert (reader.error, reader.failed.step) == (error, 1)
     assert (numbers(stage.read), stage.acknowledged) == ([0], [(0, 1)])
-
-
-def test_the_failed_record_is_known_when_the_alarm_comes(stage):
-    seen = []
-    stage.refused[0] = ValueError("bad")
-    reader = stage.reader(on_error=lambda: (seen.append((reader.error, reader.failed)), stage.alarms.release()))
-    reader.put(record(0), 1)
-    assert stage.alarms.acquire(timeout=60)
-    assert seen == [(stage.refused[0], record(0))]
+    reader.close()
+    reader.close()
+    assert not reader.thread.is_alive()
 
 
 def test_a_record_that_is_skipped_is_left_out_and_reading_goes_on(stage, caplog):
@@ -141,15 +131,6 @@ def test_a_closed_reader_reads_no_more(stage):
     assert numbers(stage.read) == [0]
 
 
-def test_a_queue_that_waits_to_skip_a_record_can_be_closed(stage):
-    stage.refused[0] = ValueError("bad")
-    reader = stage.reader()
-    reader.put(record(0), 1)
-    assert stage.alarms.acquire(timeout=60)
-    reader.close()
-    assert not reader.thread.is_alive()
-
-
 def test_a_record_that_fails_while_the_reader_is_closed_does_not_keep_its_thread(stage, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.0)
     reading, resume = threading.Event(), threading.Event()
@@ -162,12 +143,6 @@ def test_a_record_that_fails_while_the_reader_is_closed_does_not_keep_its_thread
     resume.set()
     reader.thread.join(30)
     assert not reader.thread.is_alive()
-
-
-def test_closing_twice_is_closing_once(stage):
-    reader = stage.reader()
-    reader.close()
-    reader.close()
 
 
 # -- those that nobody reads -------------------------------------------------------------------------------
