@@ -13,9 +13,8 @@ its last rank. A caller that sends anything else, or belongs to another user, is
 
 If all callers go while it imports torch, it ends at once. After its last connection it stays for `keep_warm_s` of the
 last request, 0 without that: the next command finds torch imported. It then belongs to no command: its folder is /, its
-output goes nowhere, and it has neither code of a project nor a GPU. It ends earlier where a file
-that it has imported was changed, after SIGTERM, and when its socket is removed. A command that comes before it has
-noticed a change has it start anew.
+output goes nowhere, and it has neither code of a project nor a GPU. It ends earlier after SIGTERM, and when its socket
+is removed. A command that comes after a file was changed that it has imported has it start anew.
 
 Forks wait for the next ranks, as many as have run at once: a rank takes one of them instead of waiting for its own.
 
@@ -56,7 +55,7 @@ from ddp_hydra.rank.processes import (
     kill_group,
     user_of,
 )
-from ddp_hydra.rank.spare_forks import REQUEST_S, Caller, SpareForks, become_rank
+from ddp_hydra.rank.spare_forks import Caller, SpareForks, become_rank
 
 MODULE = "ddp_hydra.rank.fork_server"
 PRELOAD = (
@@ -76,8 +75,6 @@ IDLE_S = 1.0
 """Seconds between two looks whether to leave while nobody is connected."""
 FIRST_S = 30.0
 """Seconds that a server waits for its first connection."""
-CURRENT_S = 10.0
-"""Seconds between two looks at the imported files, which take some milliseconds."""
 
 
 class ForkServer:
@@ -141,9 +138,8 @@ class ForkServer:
                 elif key.fd in self.callers:
                     self.receive(self.callers[key.fd])
             self.reap()
-            self.drop_slow()
             self.left_behind.kill()
-            if self.is_idle and self.is_time_over() and self.leave():
+            if self.is_idle and self.is_time_over and self.leave():
                 self.spares.end()
                 return
 
@@ -158,9 +154,7 @@ class ForkServer:
             return LEFT_S
         if self.lacks_spares:
             return max(QUIET_S, self.spares_after - time.monotonic())
-        if not self.callers:
-            return IDLE_S
-        return REQUEST_S if any(caller.partial_line for caller in self.callers.values()) else None
+        return None if self.callers else IDLE_S
 
     @property
     def lacks_spares(self) -> bool:
@@ -215,11 +209,6 @@ class ForkServer:
             raise ValueError("one connection is one rank")
         else:
             self.spawn(caller, request)
-
-    def drop_slow(self) -> None:
-        for caller in list(self.callers.values()):
-            if caller.is_slow:
-                self.drop(caller)
 
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         caller.has_requested = True
@@ -320,20 +309,15 @@ class ForkServer:
 
     def begin_waiting(self) -> None:
         self.loaded = loaded_files()
-        self.idle_since = self.looked_at = time.monotonic()
+        self.idle_since = time.monotonic()
 
     @property
     def remaining_s(self) -> float:
         return 0.0 if self.is_retired else max(0.0, self.idle_since + self.stay_s - time.monotonic())
 
+    @property
     def is_time_over(self) -> bool:
-        if not self.remaining_s or not self.is_found():
-            return True
-        now = time.monotonic()
-        if now - self.looked_at > CURRENT_S:
-            self.looked_at = now
-            return not self.is_current()
-        return False
+        return not self.remaining_s or not self.is_found()
 
     def is_found(self) -> bool:
         """Return whether its socket still has its place; logind removes it with the user's last session."""
