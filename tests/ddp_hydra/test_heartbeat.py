@@ -28,7 +28,6 @@ def page() -> Iterator[tuple[SharedStatus, int]]:
 
 @pytest.fixture
 def shared_status() -> Iterator[SharedStatus]:
-    """The shared_status of this process."""
     heartbeat.connect(None)
     yield heartbeat.here()
     heartbeat.connect(None)

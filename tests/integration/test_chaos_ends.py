@@ -120,7 +120,6 @@ def three_machines(warm_server, tmp_path_factory) -> Iterator[tuple[Dask, Client
 
 @pytest.fixture
 def machines(three_machines) -> tuple[Dask, Client]:
-    """All of them there."""
     cluster, client = three_machines
     cluster.heal(client)
     return cluster, client

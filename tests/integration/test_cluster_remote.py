@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import socket
 import ssl
@@ -22,6 +21,7 @@ from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.errors import ClusterError
 from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.support.certificates import Authority
+from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
 
@@ -30,13 +30,7 @@ TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=
 
 @dataclass
 class Secured:
-    """A cluster that speaks TLS.
-
-    Args:
-        file: of its scheduler.
-        authority: the one that it trusts.
-        other: one that it does not.
-    """
+    """A cluster that speaks TLS."""
 
     file: Path
     authority: Authority
@@ -86,7 +80,7 @@ def why_not(**arguments: object) -> str:
 
 
 def results_are_whole(run: Path) -> None:
-    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    assert summary_of(run)["status"] == "done"
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert {
         "metrics.jsonl",

@@ -346,8 +346,6 @@ def test_a_client_that_is_gone_leaves_its_workers_free_and_nothing_running(clien
 
 
 def spooled(client: Client) -> list[str]:
-    """Files that wait on the workers."""
-
     def find(dask_worker):
         from pathlib import Path
 
@@ -357,8 +355,6 @@ def spooled(client: Client) -> list[str]:
 
 
 def left_on_scheduler(client: Client) -> tuple[list[str], list[str], list[str]]:
-    """Tasks, topics with records, and held workers."""
-
     def look(dask_scheduler):
         topics = [name for name in dask_scheduler._broker._topics if name.startswith("gang-")]
         return [str(key) for key in dask_scheduler.tasks], topics, list(dask_scheduler._ddp_hydra_reservations)

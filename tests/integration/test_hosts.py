@@ -82,7 +82,6 @@ with hosts.network(2) as made:
 
 
 def sleeping(namespace: str) -> psutil.Process | None:
-    """The program that a host was told to run."""
     for pid in ip("netns", "pids", namespace).split():
         with contextlib.suppress(psutil.NoSuchProcess):
             if (process := psutil.Process(int(pid))).name() == "sleep":
@@ -204,8 +203,6 @@ TIMES = ("time", "samples_per_s", "tokens_per_s", "slowest_rank", "data_wait", "
 
 @dataclass
 class Run:
-    """A job's run directory."""
-
     folder: Path
 
     def lines(self) -> list[dict[str, Any]]:
@@ -239,7 +236,6 @@ def new_run(tmp_path) -> Callable[[str], Run]:
 
 @pytest.fixture
 def train(client, project, monkeypatch) -> Callable[..., None]:
-    """Run a job on the hosts, with its results in a run directory; meanwhile, something happens."""
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
     monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client))
 
@@ -301,7 +297,6 @@ def uninterrupted(train, wholes, tmp_path_factory) -> Callable[..., Run]:
 
 
 def assert_same_weights(run: Run, other: Run) -> None:
-    """Bit for bit."""
     weights, expected = run.weights(), other.weights()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)

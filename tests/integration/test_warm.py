@@ -52,7 +52,6 @@ def library(runtime, tmp_path, monkeypatch) -> Path:
 
 
 def fork(keep_warm_s: float) -> None:
-    """Have a rank forked, and wait for its end."""
     with fork_client.connect() as server, server.makefile("rb") as lines:
         server.sendall(FAILS % keep_warm_s)
         assert "pid" in json.loads(lines.readline())
@@ -60,7 +59,6 @@ def fork(keep_warm_s: float) -> None:
 
 
 def status() -> dict[str, Any] | None:
-    """The status of the server for this process; None if there is none."""
     return fork_client.ask(fork_client.socket_path(), "status")
 
 

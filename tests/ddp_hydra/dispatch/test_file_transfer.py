@@ -67,8 +67,6 @@ def worker(client2) -> str:
 
 
 def in_outbox(client: Client, worker: str, content: bytes) -> Path:
-    """A file of a rank."""
-
     def put(dask_worker: Any) -> str:
         path = outbox.folder(dask_worker, "direct", 0) / "file"
         path.write_bytes(content)

@@ -24,8 +24,6 @@ def numbers(records):
 
 
 class Stage:
-    """Readers, and what happened to what they read."""
-
     def __init__(self) -> None:
         self.read: list[Record] = []
         self.acknowledged: list[tuple[int, int]] = []

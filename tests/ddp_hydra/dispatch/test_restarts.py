@@ -22,7 +22,6 @@ def entry_of(failure: Failure, steps_done: int) -> AttemptEntry:
 
 
 def are_the_same(*messages: str) -> bool:
-    """Whether two failures with these messages are one."""
     return repeated([failed(message=message)[0] for message in messages]) is not None
 
 

@@ -22,7 +22,6 @@ def gang() -> Iterator[str]:
 
 
 def post(gang, message, rank=None, worker=WORKER, attempt=0):
-    """As the client does."""
     return inbox.deliver(gang, attempt, rank, message, dask_worker=SimpleNamespace(address=worker))
 
 

@@ -74,7 +74,6 @@ def test_a_scratch_folder_of_somebody_else_is_refused_also_where_it_is_roots():
 
 
 def written(worker: SimpleNamespace, gang: str, content: bytes) -> str:
-    """A checkpoint in a rank's outbox."""
     name = f"step-{len(content)}.pt"
     (outbox.folder(worker, gang, 0) / name).write_bytes(content)
     return name

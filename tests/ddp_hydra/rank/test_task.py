@@ -31,7 +31,6 @@ SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
 
 
 def job(*ranks: RankSpec, gang: str = "gang", attempt: int = 0, **settings: Any) -> JobSpec:
-    """A job of some ranks, of `SPEC` if none are given."""
     places = ranks or (SPEC,)
     return JobSpec(gang=gang, attempt=attempt, ranks=places, call=b"the call", settings=GangSettings(**settings))
 
@@ -161,7 +160,6 @@ def one(worker) -> Iterator[rank_process.RankProcess]:
 def rank_of(
     worker, number: int = 0, gang: str = "gang", attempt: int = 0, **settings: Any
 ) -> Iterator[rank_process.RankProcess]:
-    """A rank of a worker's task."""
     spec = replace(SPEC, rank=number)
     one = job(spec, gang=gang, attempt=attempt, **settings)
     with ExitStack() as stack:
