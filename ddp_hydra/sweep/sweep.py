@@ -25,7 +25,7 @@ from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job, with_trace
-from ddp_hydra.sweep.plot import DRAW_S, draw_saved
+from ddp_hydra.sweep.plot import DRAW_S, draw
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
 from ddp_hydra.sweep.rows import JobState, describe_counts
@@ -246,7 +246,7 @@ class Sweep:
         self.end_all()
         if self.batches > 1:  # a sweeper may ask for a hundred batches
             self.table.close(self.rows, self.closing_lines)
-        picture = ForkedProcess(lambda pipe: draw_saved(self.folder, self.objective))
+        picture = ForkedProcess(lambda pipe: draw(self.rows, self.objective, self.folder))
         self.scheduler.close_cluster()
         picture.process.join(DRAW_S)
         picture.end()
