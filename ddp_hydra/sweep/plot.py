@@ -97,7 +97,8 @@ def _panel(axes: Axes, values: Mapping[int, str | None], ordered: Sequence[JobRo
     failed = [at[row.number] for row in ordered if row.number not in points and row.state in _OVER]
     for drawn, label, color in ((done, "done", JOB), (others, "stopped, running or interrupted", "white")):
         if drawn:
-            axes.scatter(*zip(*drawn, strict=True), s=30, label=label, color=color, edgecolor=JOB, zorder=2)
+            across, up = zip(*drawn, strict=True)
+            axes.scatter(across, up, s=30, label=label, color=color, edgecolor=JOB, zorder=2)
     if objective.ranks(ordered):
         best = next(iter(points.values()))
         axes.scatter(*best, marker="*", s=200, label="the best", color=BEST, edgecolor="#5a3f00", zorder=4)

@@ -39,7 +39,6 @@ from ddp_hydra.sweep.scheduler import (
     wait_for_message,
 )
 from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
-from ddp_hydra.sweep.stop_rules import GroupedPolicy
 from ddp_hydra.sweep.stopping import JobStopper
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 from ddp_hydra.sweep.tables import LiveTable
@@ -86,8 +85,7 @@ class Sweep:
         mirror = str((config.get("results") or {}).get("mirror") or "")
         self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
         make_policy = partial(stop_policy, settings.stop, self.objective, config, settings.ranks)
-        policy = make_policy() and GroupedPolicy(make_policy)
-        self.stopping = JobStopper(policy, self.queue, self.running, self.objective)
+        self.stopping = JobStopper(make_policy, self.queue, self.running, self.objective)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.rows, self.batches = earlier or [], 0
         for row in self.rows:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.stop_rules import (
-    GroupedPolicy,
     Halving,
     Median,
     OptunaRule,
@@ -150,22 +149,6 @@ def test_a_decision_waits_for_the_jobs_before_and_what_comes_after_it_does_not_c
     (stop,) = policy.decide()
     assert (stop.number, stop.report) == (2, 1)
     assert policy.is_settled(2)
-
-
-@pytest.mark.parametrize("make", [lambda: ReportPolicy(Median(True, trials=1)), lambda: Rungs(True, reduction=2)])
-def test_jobs_with_other_data_are_judged_apart(make):
-    """Those of the harder set are all worse than those of the easier one."""
-    policy = GroupedPolicy(make)
-    assert policy.pauses is make().pauses
-    curves = {number: [0.1 * number, 0.1 * number] if number % 2 else [9.0 - number] * 2 for number in range(6)}
-    for number in curves:
-        policy.add(number, group="hard" if number % 2 else "easy")
-    for number, values in curves.items():
-        policy.update(number, values[: policy.goal(number)])
-    verdicts = [(verdict.number, verdict.goes_on) for verdict in policy.decide()]
-    stopped = {number for number, goes_on in verdicts if not goes_on}
-    gone_on = {number for number, goes_on in verdicts if goes_on}
-    assert (stopped, gone_on) == (({2, 4}, set()) if not policy.pauses else (set(), {0, 3, 5}))
 
 
 def test_a_job_that_has_failed_keeps_nobody_waiting():

@@ -45,7 +45,7 @@ class Sweep:
         config = OmegaConf.create(OURS if ours else {"lr": 1})
         self.folder, self.running = folder, []
         self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
-        self.stopping = JobStopper(ReportPolicy(rule), self.queue, self.running, LOSS)
+        self.stopping = JobStopper(lambda: ReportPolicy(rule), self.queue, self.running, LOSS)
         self.ours = ours
 
     def add(self, count: int) -> list[PlannedJob]:
@@ -242,7 +242,7 @@ class RungSweep:
     def __init__(self, folder: Path, earlier: list[JobRow] | None = None) -> None:
         self.folder, config = folder, OmegaConf.create(PAUSING)
         self.queue = JobQueue(folder, None, config, Need(), earlier, False)  # type: ignore[arg-type]
-        self.stopping = JobStopper(Rungs(maximize=False), self.queue, [], LOSS)
+        self.stopping = JobStopper(lambda: Rungs(maximize=False), self.queue, [], LOSS)
 
     def add(self, *lrs: float) -> list[PlannedJob]:
         jobs = [self.queue.add([f"optimizer.lr={lr}"], number) for number, lr in enumerate(lrs)]
@@ -297,6 +297,15 @@ def test_one_that_goes_on_starts_before_those_that_have_not_begun(tmp_path):
     assert [sweep.run_next() for _ in range(5)] == [(0, 1), (1, 1), (2, 1), (1, 3), (3, 1)]
 
 
+def test_jobs_with_other_data_are_judged_apart(tmp_path):
+    sweep = RungSweep(tmp_path)
+    lrs = {"easy": (0.01, 0.02, 0.03), "hard": (0.3, 0.1, 0.2)}
+    words = [[f"optimizer.lr={lr}", f"data.target={target}"] for target, values in lrs.items() for lr in values]
+    sweep.stopping.add([sweep.queue.add(own, number) for number, own in enumerate(words)])
+    runs = [(0, 1), (1, 1), (2, 1), (0, 3), (3, 1), (4, 1), (5, 1), (4, 3)]
+    assert [sweep.run_next() for _ in runs] == runs
+
+
 def test_a_job_that_fails_holds_up_nobody(tmp_path):
     sweep = RungSweep(tmp_path)
     jobs = sweep.add(0.3, 0.1, 0.2)
@@ -338,7 +347,7 @@ def test_jobs_that_pause_by_themselves_are_refused(tmp_path):
     config = OmegaConf.create({**PAUSING, "trainer": {**NINE_EPOCHS, "pause_after_validations": 2}})
     sweep.queue.config = config
     with pytest.raises(ConfigError, match="asha and hyperband pause jobs"):
-        JobStopper(Rungs(maximize=False), sweep.queue, [], LOSS)
+        JobStopper(lambda: Rungs(maximize=False), sweep.queue, [], LOSS)
 
 
 def line(step: int | None, **metrics: Any) -> str:
