@@ -34,8 +34,7 @@ from ddp_hydra.sweep.scheduler import (
     ForkedProcess,
     JobScheduler,
     RunningJob,
-    lock,
-    unlock,
+    sweep_locked,
     wait_for_message,
 )
 from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
@@ -73,7 +72,8 @@ class Sweep:
         is_resumed: bool,
     ) -> None:
         self.folder, self.settings, self.context, self.task = folder, settings, context, task
-        self.lock = lock(folder)
+        self.locks = contextlib.ExitStack()
+        self.locks.enter_context(sweep_locked(folder))
         own_need = planned_job.own_need(settings.ranks, settings.cluster)
         earlier = read(folder) if is_resumed else None
         self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
@@ -248,7 +248,7 @@ class Sweep:
         self.scheduler.close_cluster()
         picture.process.join(DRAW_S)
         picture.end()
-        unlock(self.lock)
+        self.locks.close()
 
     # -- results -------------------------------------------------------------------------------------------
 

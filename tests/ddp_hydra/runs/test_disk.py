@@ -21,7 +21,7 @@ from ddp_hydra.runs import disk, run_files
 from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage import urls
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
-from ddp_hydra.sweep.scheduler import lock, unlock
+from ddp_hydra.sweep.scheduler import sweep_locked
 from ddp_hydra.sweep.summary_files import SummaryFiles, json_text
 from ddp_hydra.writers.files import FileWriter
 from ddp_hydra.writers.run_dir import locked as run_locked
@@ -165,10 +165,8 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
     (folder / "sweep.json").write_text(
         json_text([JobRow(0, [], "0", JobState.done), JobRow(1, [], "1", JobState.done)], VALUE)
     )
-    handle = lock(folder)
-    with pytest.raises(ConfigError, match="the sweep is running"):
+    with sweep_locked(folder), pytest.raises(ConfigError, match="the sweep is running"):
         disk.remove(str(folder))
-    unlock(handle)
     assert len(disk.removable(str(folder))) == 2
     (folder / "multirun.yaml").write_text("")
     (folder / "1" / "notes.txt").write_text("")
