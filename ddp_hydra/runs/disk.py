@@ -69,12 +69,7 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
 
 @dataclass
 class Removal:
-    """What was removed, and what was not.
-
-    Args:
-        freed: bytes.
-        left: paths that neither a run nor a sweep has written; they are still there.
-    """
+    """What was removed, and what was not."""
 
     freed: int = 0
     left: list[str] = field(default_factory=list)

@@ -98,12 +98,7 @@ def first_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """The cluster and the workers that a job needs.
-
-    Args:
-        cluster: the cluster's config, as canonical YAML; "" for a job that is one process on this machine.
-        workers: how many; None for all of the cluster.
-    """
+    """The cluster that a job needs, in canonical YAML, "" for a process on this machine; its workers, None for all."""
 
     cluster: str = ""
     workers: int | None = None

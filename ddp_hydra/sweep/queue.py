@@ -38,9 +38,6 @@ class CachingConfigLoader:
     """Caches the configs that Hydra's loader composes.
 
     Sweepers compose each job to check it, and launchers compose it again to run it.
-
-    Args:
-        loader: the loader of Hydra.
     """
 
     def __init__(self, loader: Any) -> None:

@@ -202,7 +202,8 @@ class JobStopper:
         for running in self.running if self.is_on and not self.pauses else ():
             self._read(running.planned)
         for number, job in self.jobs.items():
-            if job.row.state == JobState.failed and not self.policy_of[number].trials[number].end:  # it failed before it began
+            # It failed before it began.
+            if job.row.state == JobState.failed and not self.policy_of[number].trials[number].end:
                 self.queue.remove(job)
                 self._update(job, "failed")
         self._decide()

@@ -49,17 +49,7 @@ POLL_S = 0.2
 
 
 class Sweep:
-    """Runs all jobs of one `--multirun`, which Hydra hands over in one or more batches.
-
-    Args:
-        folder: of the sweep.
-        settings: of the launcher.
-        context: Hydra's.
-        loader: composes configs.
-        task: the app's function.
-        config: as Hydra composed it without the swept overrides.
-        is_resumed: whether to resume an earlier run of this sweep in the folder.
-    """
+    """Runs all jobs of one `--multirun`, which Hydra hands over in one or more batches."""
 
     def __init__(
         self,
