@@ -136,11 +136,8 @@ TASKS = {"models.gan", "models.distillation"}
 def test_models_know_nothing_of_ddp_hydra_but_where_they_define_a_task():
     found = {module for module, path in modules("models").items() if "ddp_hydra" in roots_of(path)}
     assert found == TASKS
-    of_ours = {name for module in TASKS for name in imports(EVERY_MODEL[module]) if name.startswith("ddp_hydra")}
+    of_ours = {name for module in TASKS for name in imports(EVERY[module]) if name.startswith("ddp_hydra")}
     assert {".".join(name.split(".")[:2]) for name in of_ours} <= {"ddp_hydra.tasks", "ddp_hydra.training"}
-
-
-EVERY_MODEL = modules("models")
 
 
 def test_who_imports_distributed():
