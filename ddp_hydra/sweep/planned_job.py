@@ -166,10 +166,6 @@ class PlannedJob:
         return result
 
 
-def without_hydras(overrides: Sequence[str]) -> list[str]:
-    return [override for override in overrides if not override.lstrip("+~").startswith(("hydra.", "hydra/"))]
-
-
 @contextmanager
 def hydra_config_of(config: DictConfig) -> Iterator[None]:
     before = HydraConfig.instance().cfg
