@@ -112,18 +112,6 @@ def test_an_interrupt_at_its_very_start_ends_it_and_runs_nothing_of_this_process
     assert (ran.stdout, ran.stderr) == ("[] 130\nend of this process\n", "")
 
 
-def test_one_that_hangs_at_its_very_start_can_be_ended(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import os, time\nfrom pathlib import Path\nfrom ddp_hydra.sweep.scheduler import ForkedProcess\n"
-        "os.register_at_fork(after_in_child=lambda: time.sleep(60))\n"
-        f"child = ForkedProcess(lambda pipe: 1, Path({str(tmp_path)!r}) / 'out')\n"
-        "child.end(0.1)\nprint(child.process.exitcode)\n"
-    )
-    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    assert ran.stdout == "-9\n"
-
-
 def test_it_dies_with_us(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
