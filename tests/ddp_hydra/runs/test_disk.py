@@ -110,7 +110,7 @@ def test_a_running_run_is_refused_and_a_killed_one_is_not(make_run, process_of):
 
 
 def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(uploader, "WATCH_S", 2.0)
+    monkeypatch.setattr(uploader, "WATCH_S", 1.0)
     run_dir = tmp_path / "run"
     store = FencedStore(urls.open_folder(str(run_dir)))
     store.acquire(None)
@@ -119,7 +119,7 @@ def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp
     written = threading.Event()
 
     def write():
-        written.wait(0.5)
+        written.wait(0.3)
         store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old + 1)))
 
     driver = threading.Thread(target=write)

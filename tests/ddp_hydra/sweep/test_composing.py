@@ -145,6 +145,8 @@ def ours():
 def test_a_value_that_no_job_can_have_is_refused_before_the_first_job(ours, key, value, said, monkeypatch):
     monkeypatch.setattr(queue, "CHECKED", 2)
     loader, master = ours
+    for of_the_job in ("optimizer.lr", "+optimizer.stamp"):  # what only the job knows is not looked at before
+        loader.load_sweep_config(master, [of_the_job + "=${hydra:job.num}", "seed=1"])
     for number in range(1, 4):
         loader.load_sweep_config(master, [f"{key}={number}", "seed=1"])
     with pytest.raises(ConfigError, match=said):
@@ -152,12 +154,6 @@ def test_a_value_that_no_job_can_have_is_refused_before_the_first_job(ours, key,
     loader.take(master, [f"{key}=1", "seed=1"])
     loader.load_sweep_config(master, [f"{key}={value}", "seed=2"])
     loader.load_sweep_config(master, [f"{key}={value.replace('-1', '-2')}", "seed=3"])  # a sweeper's later batch
-
-
-@pytest.mark.parametrize("key", ["optimizer.lr", "+optimizer.stamp"])
-def test_a_value_that_only_the_job_knows_is_not_looked_at_before(ours, key):
-    loader, master = ours
-    loader.load_sweep_config(master, [key + "=${hydra:job.num}", "seed=1"])
 
 
 def test_what_was_composed_to_be_checked_is_not_composed_again(real):

@@ -166,7 +166,7 @@ curves = st.lists(st.lists(values, min_size=0, max_size=8), min_size=1, max_size
 
 @pytest.mark.medium
 @given(curves=curves, seed=st.integers(0, 10**6), kill_after=st.integers(1, 30), which=st.integers(0, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=max(60, settings().max_examples), deadline=None)
 def test_no_order_of_arrival_and_no_kill_of_the_sweep_changes_what_a_rule_decides(curves, seed, kill_after, which):
     rules: list[Callable[[], Rule]] = [
         lambda: Median(True, trials=2),
@@ -334,7 +334,7 @@ curve = st.integers(1, LENGTH).flatmap(lambda n: st.lists(values, min_size=n, ma
     brackets=st.integers(1, 2),
     batch=st.one_of(st.none(), st.integers(1, 6)),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max(80, settings().max_examples), deadline=None)
 def test_no_order_of_arrival_and_no_kill_of_the_sweep_changes_what_rungs_decide(
     curves, seed, kill_after, fails, first, reduction, brackets, batch
 ):
