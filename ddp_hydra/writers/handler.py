@@ -173,9 +173,9 @@ def default_writers(
         CheckpointWriter(folder, fetch, keep, keep_every),
     ]
     if mirror:
-        from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
+        from ddp_hydra.writers.checkpoint_mirror import start_mirror
 
-        writers.append(MirrorWriter(folder, mirror, retry_s, give_up))
+        writers.append(start_mirror(folder, mirror, retry_s, give_up))
     if tensorboard:
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 

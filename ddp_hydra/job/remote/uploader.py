@@ -27,7 +27,7 @@ from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
 from ddp_hydra.storage.manifest import FOLDER
-from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror, Repeater, entries_in
+from ddp_hydra.writers.checkpoint_mirror import Mirror, entries_in
 from ddp_hydra.writers.run_dir import STATUS, SUMMARY, encode_status, write_summary
 
 WATCH_S = 2.5 * HEARTBEAT_S
@@ -44,8 +44,8 @@ class AlreadyEnded(Exception):
     """A run needs no other driver."""
 
 
-class Uploader(Repeater):
-    """Uploads the files of a folder about once a second, and retries what fails.
+class Uploader(Mirror):
+    """Uploads the files of a folder about once a second, its checkpoints and its status.
 
     Args:
         folder: the run directory.
@@ -55,15 +55,19 @@ class Uploader(Repeater):
             driver has taken over the run.
     """
 
+    what = "results"
+
     def __init__(self, folder: Path, store: Store, status: DriverStatus, on_stop: Callable[[str], None]) -> None:
-        # Three threads, so that the upload of a large file does not delay the heartbeat.
-        super().__init__("results", store.url, [self._upload, self._write_status, self._copy_checkpoints])
-        self.folder, self.store, self.status, self.on_stop = folder, store, status, on_stop
+        super().__init__(folder, store)
+        self.run_dir, self.place, self.status, self.on_stop = folder, store.url, status, on_stop
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
         self._known = set(status.files)  # a driver that took the run over has more
-        self.checkpoints = CheckpointMirror(folder, store)
         self._is_stopping = False
         self._lock = threading.Lock()
+
+    def works(self) -> list[Callable[[], None]]:
+        """Return three works, so that the upload of a large file does not delay the heartbeat."""
+        return [self._upload, self._write_status, self.copy]
 
     def finish_run(self, retry_s: float, state: str, message: str) -> str:
         """Upload all that is left; summary.json comes last, as the sign that everything is there.
@@ -82,14 +86,14 @@ class Uploader(Repeater):
 
     def _finish_once(self, state: str, message: str) -> None:
         self._upload(EVERYTHING)
-        self._copy_checkpoints()
-        if missing := self.checkpoints.missing():
+        self.copy()
+        if missing := self.missing():
             raise ConnectionError(f"its newest checkpoint, {missing[0]}, is not there")
         self.store.delete(STOP)
         self.status.now.state, self.status.now.message = state, message
         self.store.put(STATUS, encode_status(self.status.content()))
         if state != LOST:
-            self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
+            self.store.put(SUMMARY, (self.run_dir / SUMMARY).read_bytes())
 
     def _write_status(self) -> None:
         if (content := self.status.next_update()) is not None:
@@ -100,11 +104,11 @@ class Uploader(Repeater):
             self._is_stopping = True
             self.on_stop("it was asked for")
 
-    def _copy_checkpoints(self) -> None:
+    def copy(self) -> None:
         """Copy checkpoints, after the metrics that another driver which resumes from them needs."""
-        if self.checkpoints.is_behind():
+        if self.is_behind():
             self._upload(CURVES, others=False)
-            self.checkpoints.copy()
+            super().copy()
 
     def _upload(self, at_once: tuple[str, ...] = (), others: bool = True) -> None:
         """Upload files that have changed and are due. Names that begin as `at_once` are due."""
@@ -135,8 +139,8 @@ class Uploader(Repeater):
             raise ConnectionError(failure)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder)
+        for path in sorted(self.run_dir.rglob("*")):
+            name = path.relative_to(self.run_dir)
             is_hidden = any(part.startswith(".") and part != ".hydra" for part in name.parts)
             if not is_hidden and name.parts[0] not in EXCLUDED and path.is_file() and not path.is_symlink():
                 yield name.as_posix(), path

@@ -112,7 +112,7 @@ def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypat
     monkeypatch.setattr(uploader, "BYTES_PER_S", 1.0)
     one = make()
     wait_until(lambda: "metrics.jsonl" in there.order)
-    wait_until(lambda: not one.checkpoints.is_behind())  # before checkpoints, the metrics are brought at once
+    wait_until(lambda: not one.is_behind())  # before checkpoints, the metrics are brought at once
     (run_dir / "metrics.jsonl").write_text("x" * 20)
     time.sleep(0.1)
     assert there.order.count("metrics.jsonl") == 1
@@ -140,10 +140,10 @@ def test_a_checkpoint_waits_for_the_metrics_before_it(there, run_dir, status):
     (run_dir / "checkpoints" / "manifest.json").write_bytes(encode_manifest({name: entry}))
     there.away = True
     with pytest.raises(ConnectionError, match="away"):
-        one._copy_checkpoints()
+        one.copy()
     there.away = False
-    one._copy_checkpoints()
-    one._copy_checkpoints()
+    one.copy()
+    one.copy()
     assert there.order == [
         "metrics.jsonl", f"checkpoints/step-000001-{entry.digest[:12]}.pt", "checkpoints/manifest.json",
     ]  # fmt: skip
