@@ -6,7 +6,6 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -46,7 +45,7 @@ def returned(monkeypatch) -> dict[str, Any]:
     value = dict(VALUE)
 
     def run_on_dask(self, packed, stop):
-        self.summarise(SimpleNamespace(step=7, samples=56, metrics={}))
+        self.summary.steps, self.summary.samples = 7, 56
         return value
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
@@ -130,7 +129,7 @@ def test_a_paused_job_went_well_and_says_how_to_go_on(returned, tmp_path, capsys
 
 def test_the_objective_of_a_validation_just_before_a_restart_is_returned(returned, monkeypatch, tmp_path):
     def run_on_dask(self, packed, stop):
-        self.summarise(SimpleNamespace(step=20, samples=160, metrics={"val/accuracy": 0.75}))
+        self.summary.update({"steps": 20, "samples": 160, "metrics": {"val/accuracy": 0.75}})
         return {**returned, "metrics": {}}
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
