@@ -141,7 +141,7 @@ class Gang:
         self.readers: list[Callable[[Record], None]] = [] if on_record is None else [on_record]
         self.read_from: Attempt | None = None
         self.is_fetched = False
-        self.unread = UnreadRecords()
+        self.unread, self.unread_bytes = Counter[str](), 0  # records that nothing reads, by kind
         self.notice: Callable[[], str] | None = None
         self.interrupts = Interrupts(lambda: (self.notice or default_notice)())
         self.attempt: Attempt | None = None
@@ -219,7 +219,7 @@ class Gang:
         self.readers = [*readers, *([self.on_record] if self.on_record else [])]
         self.notice, self.attempt = notice, None
         settings, name = self.settings, f"{self.settings.name}-{secrets.token_hex(4)}"
-        self.restarts, self.unread = Restarts(settings.max_restarts), UnreadRecords()
+        self.restarts, self.unread, self.unread_bytes = Restarts(settings.max_restarts), Counter[str](), 0
         with ExitStack() as stack:
             stack.callback(self.report_dropped)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
@@ -280,9 +280,18 @@ class Gang:
         return attempt is not None and attempt.health.in_loop(attempt.rank_states.running)
 
     def report_dropped(self) -> None:
-        """Warn if records were dropped because nothing reads them."""
-        if sentence := self.unread.sentence():
-            log.warning("%s", sentence)
+        """Warn if records were dropped because nothing reads them, and say how to receive them."""
+        if not self.unread:
+            return
+        named = [counted(self.unread[kind], name) for kind, name in FOR_READERS.items() if self.unread[kind]]
+        size = f" ({self.unread_bytes / 2**20:,.1f} MiB)" if self.unread["file"] else ""
+        log.warning(
+            "dropped, because nothing reads what the ranks sent with results.*: %s%s; have it written with "
+            "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) and files in "
+            "there with the gang's fetch(record, path)",
+            ", ".join(named),
+            size,
+        )
 
     def release_tasks(self) -> None:
         """End the tasks that wait for another attempt."""
@@ -333,8 +342,9 @@ class Gang:
             for read in self.readers:
                 read(record)
             is_unfetched = isinstance(record.data, File) and record.data.source is not None and not self.is_fetched
-            if is_unfetched or self.readers in ([], [show]):
-                self.unread.note(record)
+            if record.kind in FOR_READERS and (is_unfetched or self.readers in ([], [show])):
+                self.unread[record.kind] += 1
+                self.unread_bytes += record.data.size if isinstance(record.data, File) else 0
             if is_unfetched:  # the rank may be waiting for room in its outbox
                 attempt.workers.drop(record)
 
@@ -343,28 +353,3 @@ class Gang:
         assert self.read_from is not None, "fetch is for on_record"
         self.is_fetched = True
         self.read_from.workers.fetch(record, target)
-
-
-class UnreadRecords:
-    """Counts dropped records by kind."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.bytes = 0
-
-    def note(self, record: Record) -> None:
-        if record.kind in FOR_READERS:
-            self.counts[record.kind] += 1
-            self.bytes += record.data.size if isinstance(record.data, File) else 0
-
-    def sentence(self) -> str:
-        """Say what was dropped and how to receive it; "" if nothing was."""
-        if not self.counts:
-            return ""
-        named = [counted(self.counts[kind], name) for kind, name in FOR_READERS.items() if self.counts[kind]]
-        size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
-        return (
-            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; have it "
-            "written with run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
-            "and files in there with the gang's fetch(record, path)"
-        )
