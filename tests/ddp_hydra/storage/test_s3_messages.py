@@ -35,7 +35,7 @@ def answering():
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         running.append((server, thread))
-        return Bucket("photos", f"http://127.0.0.1:{server.server_port}", **arguments)
+        return Bucket("photos", f"http://127.0.0.1:{server.server_port}", retry_timeout_s=0.2, **arguments)
 
     yield start
     for server, thread in running:
