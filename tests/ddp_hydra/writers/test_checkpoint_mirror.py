@@ -401,24 +401,6 @@ def test_fetching_what_is_not_there_is_a_sentence(front, tmp_path):
         fetch_checkpoint("s3://runs/a", tmp_path)
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "runs/a",
-        "s3://",
-        "s3://key:top-secret@runs/a",
-        "s3://runs/a?token=top-secret",
-        "s3://runs/../a",
-        "http://runs/a",
-    ],
-)
-def test_a_url_that_is_none_of_a_bucket_is_refused_and_not_repeated(tmp_path, url):
-    with pytest.raises(ConfigError, match=r"a bucket is given as s3://bucket/folder, .*without password") as caught:
-        start_mirror(tmp_path, url)
-    assert "top-secret" not in str(caught.value)
-
-
 def test_a_bucket_that_can_never_work_is_refused_before_training(front, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="there is no bucket 'nowhere'"):
         default_writers(tmp_path, mirror="s3://nowhere/a")

@@ -23,6 +23,8 @@ from ddp_hydra.storage.run_ref import fetch_checkpoint
 from ddp_hydra.writers.checkpoint_mirror import Mirror
 from ddp_hydra.writers.files import CheckpointWriter
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""The operations are counted, so no disk has to do them."""
 OPERATIONS = ("replace", "rename", "fsync", "link", "unlink", "mkdir", "rmdir", "open")
 
 
@@ -106,7 +108,7 @@ def crash(form: str, steps: list[tuple[int, bool]], left: int, after: bool, link
 
     Steps may come again, as after a rollback.
     """
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
         run_dir, spool = Path(folder) / "run", Path(folder)
         run_dir.mkdir()
         disk = Disk(left, after, links)
@@ -161,7 +163,7 @@ def test_a_crash_at_every_operation_leaves_what_can_be_resumed_from(form, after,
 
 def crash_of_mirror(form: str, left: int, after: bool) -> bool:
     """Let a mirror die at an operation, look what is in the store, and let the next one go on. Returns if it died."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
         run_dir, store = Path(folder) / "run", LocalFolder(Path(folder) / "store")
         run_dir.mkdir()
         writer, mirror = CheckpointWriter(run_dir, move, keep=1), Mirror(run_dir, store)

@@ -273,24 +273,3 @@ def test_a_folder_of_a_dead_driver_is_removed_and_that_of_a_live_one_is_not(tmp_
     with scratch_folder(SCRATCH, str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == [kept]
-
-
-def test_the_names_of_many_files_are_noted_at_once(there, run_dir):
-    noted = []
-
-    class Status(DriverStatus):
-        """Counts how often the names of the files are set."""
-
-        def __setattr__(self, name, value):
-            noted.extend([name] * (name == "files"))
-            super().__setattr__(name, value)
-
-    for number in range(30):
-        (run_dir / f"{number}.txt").write_text("x")
-    status = Status("tcp://scheduler:8786", "abc")
-    uploads = Uploader(run_dir, there, status, lambda reason: None)
-    uploads.start()
-    uploads._upload(uploader.CURVES, others=False)
-    noted.clear()
-    assert uploads.finish_run(0, "done", "") == ""
-    assert (len(noted), len(status.files)) == (1, 32)
