@@ -65,13 +65,7 @@ TRAIN = "ddp_hydra.training.loop:train"
 
 @dataclass(frozen=True)
 class RemoteContext:
-    """Connects a job to the driver that runs it.
-
-    Args:
-        spec: the job as the command has sent it.
-        writers: further writers that get the job's records.
-        status: what is known of the run; the job adds its failed attempts.
-    """
+    """Connects a job to the driver that runs it: the job as the command has sent it, further writers, its status."""
 
     spec: DriverSpec
     writers: Sequence[Writer]
@@ -196,12 +190,8 @@ class Job:
     """Runs one job and writes its results: on a Dask cluster, or in this process.
 
     Args:
-        run_dir: where its results are written.
-        cfg: the composed config.
-        config: the same as plain values, for the ranks.
+        config: `cfg` as plain values, for the ranks.
         files: files of the client that rank 0 needs, by name: "resume", a checkpoint; "weights", to start with.
-        summary: filled in while the job runs.
-        remote: the driver's part, if a driver runs the job.
         saved_config: the config as checkpoints contain it; None for all of it but the cluster.
         loggers: further writers, which get each record last.
     """

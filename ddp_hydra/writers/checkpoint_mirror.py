@@ -31,6 +31,7 @@ from ddp_hydra.storage.manifest import (
     name_in_store,
     newest_first,
     read_manifest,
+    readable_steps,
 )
 from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.storage.run_ref import RunRef, remove_checkpoint
@@ -67,7 +68,7 @@ class Mirror:
         self.folder, self.place, self.store, self.retry_s = run_dir / FOLDER, f"{store.url}/{FOLDER}", store, retry_s
         self.give_up = give_up or threading.Event()
         self.damaged: dict[str, str] = {}
-        self._own: set[str] = {name_in_store(name, entry) for name, entry in _steps(self.folder).items()}
+        self._own: set[str] = {name_in_store(name, entry) for name, entry in readable_steps(self.folder).items()}
         self._sent: set[str] = set()  # the part of `_own` that is known to be in the store
         self._copied: Entries | None = None
         self._end = threading.Event()
@@ -146,7 +147,7 @@ class Mirror:
 
     def missing(self) -> tuple[str, str] | None:
         """Return the newest checkpoint if it was not copied, and why it cannot be, if that is known."""
-        for name, entry in _steps(self.folder).items():
+        for name, entry in readable_steps(self.folder).items():
             key = name_in_store(name, entry)
             return None if key in self._sent else (name, self.damaged.get(key, ""))
         return None
@@ -265,12 +266,3 @@ def entries_in(store: Store) -> Entries:
         raise ConfigError(
             f"{store.url}/{FOLDER}/{NAME} is no manifest ({error}): give another results.mirror"
         ) from None
-
-
-def _steps(folder: Path) -> Entries:
-    """Return the checkpoints of a local manifest, the newest first; none if it cannot be read."""
-    try:
-        entries = read_manifest(folder)
-    except CheckpointError:
-        return {}
-    return {name: entries[name] for name in newest_first(entries)}

@@ -125,7 +125,8 @@ class ResultsHandler:
                 what = f"{_CANNOT}{obstacle.filename or type(writer).__name__}"
                 if backoff is None:  # not made before: the first try may have copied for minutes
                     backoff = Backoff(self._retry_s, self.give_up.wait, LONGEST_PAUSE_S)
-                    self._warn(what, obstacle)
+                    reason, advice = obstacle.strerror or str(obstacle), _ADVICE.get(obstacle.errno or 0, "")
+                    log.warning("%s: %s; trying again for up to %g s%s", what, reason.lower(), self._retry_s, advice)
                 if not backoff.wait():
                     self._is_spent = True
                     if isinstance(error, OSError):
@@ -135,11 +136,6 @@ class ResultsHandler:
                     ) from obstacle
         if backoff is not None:
             log.warning("written, after %.0f s of retrying: %s", backoff.elapsed_s, what.removeprefix(_CANNOT))
-
-    def _warn(self, what: str, obstacle: OSError) -> None:
-        reason = (obstacle.strerror or str(obstacle)).lower()
-        advice = _ADVICE.get(obstacle.errno or 0, "")
-        log.warning("%s: %s; trying again for up to %g s%s", what, reason, self._retry_s, advice)
 
 
 def default_writers(

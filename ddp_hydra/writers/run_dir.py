@@ -219,10 +219,6 @@ STOPPED_EARLY = "stopped early"
 class JobStatus:
     """Collects from the records of rank 0 what the display and status.json show.
 
-    Args:
-        clock: a monotonic clock, in seconds.
-        base: what is known of the job before it begins.
-
     Attributes:
         now: the fields of status.json; its state is starting, then running; a remote job's driver sets further ones.
         start: the start record of the newest attempt.
@@ -327,12 +323,8 @@ def encode_status(content: Status) -> bytes:
 class StatusWriter:
     """Writes status.json into the run directory while the job runs, and removes it at the end.
 
-    `summary.json` then says how the job ended. A write that fails is left out, because no job depends on it.
-
-    Args:
-        run_dir: the job's run directory.
-        clock: a monotonic clock, in seconds.
-        base: what is known of the job apart from its records; others may change it.
+    `summary.json` then says how the job ended. A write that fails is left out, because no job depends on it. `base` is
+    what is known of the job apart from its records; others may change it.
     """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:

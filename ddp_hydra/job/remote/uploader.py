@@ -45,14 +45,10 @@ class AlreadyEnded(Exception):
 
 
 class Uploader(Mirror):
-    """Uploads the files of a folder about once a second, its checkpoints and its status.
+    """Uploads the files of a run directory about once a second, its checkpoints and its status.
 
-    Args:
-        folder: the run directory.
-        store: the run's folder in the store.
-        status: the run's status, which is written to the store, too.
-        on_stop: called with the reason, once when an object in the store asks the run to end, and once when another
-            driver has taken over the run.
+    `on_stop` is called with the reason, once when an object in the store asks the run to end, and once when another
+    driver has taken over the run.
     """
 
     what = "results"
@@ -184,9 +180,7 @@ def is_active(store: FencedStore) -> bool:
 def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
     """Wait until a run has lost its driver, and return True; return False once it has ended, or was removed.
 
-    Args:
-        store: the run's folder.
-        is_connected: whether the scheduler hears of the driver, which may only be slow to reach the store.
+    `is_connected` asks whether the scheduler hears of the driver, which may only be slow to reach the store.
     """
     changed, seen = time.monotonic(), None
     while True:
