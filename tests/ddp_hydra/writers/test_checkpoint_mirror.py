@@ -24,6 +24,8 @@ from ddp_hydra.writers.files import CheckpointWriter
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from tests.support.s3_front import Answer, Front
 from tests.support.s3_front import front as front
+from tests.support.s3_server import credentials as credentials
+from tests.support.s3_server import plain_environment as plain_environment
 from tests.support.s3_server import s3 as s3
 
 pytestmark = pytest.mark.integration
