@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from ddp_hydra.errors import RankFailed
-from tests.integration.test_exactness import assert_equal
 from tests.integration.test_exactness import train as train
 
 pytestmark = pytest.mark.integration
@@ -196,34 +195,6 @@ def test_all_begin_with_the_statistics_of_rank_0(client2, gang, batchnorm):
     assert gang(client2, backend="gloo").run(first_statistics) == [[5.0, 5.0]] * 2
 
 
-COMMON = ("trainer.epochs=3", "trainer.clip_norm=0.5", "trainer.ema_decay=0.9", "scheduler.warmup_steps=2")
-
-
-@pytest.mark.slow
-def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
-    runs = [
-        train(client2, "none", *COMMON, "parallel=none", "data.batch_size=24", ranks=1),
-        train(client2, "dp", *COMMON, "parallel=dp", "data.batch_size=24", ranks=1),
-        train(client2, "ddp", *COMMON, "parallel=ddp", "data.batch_size=12", ranks=2),
-        train(
-            client2,
-            "parts",
-            *COMMON,
-            "parallel=ddp",
-            "data.batch_size=4",
-            "trainer.gradient_accumulation_steps=3",
-            ranks=2,
-        ),
-        train(client2, "hook", *COMMON, "parallel.comm_hook=fp16", "data.batch_size=12", ranks=2),
-    ]
-    reference = runs[0].metrics()
-    assert max(line.get("grad_norm", 0) for line in reference) > 0.5  # some are clipped
-    for run, tolerance in zip(runs[1:], (1e-4, 1e-4, 1e-4, 1e-2), strict=True):
-        assert len(run.metrics()) == len(reference)
-        for line, expected in zip(run.metrics(), reference, strict=True):
-            assert line == pytest.approx(expected, rel=tolerance)
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -241,15 +212,6 @@ def test_one_process_dp_and_ddp_come_to_the_same(client2, train):
 def test_what_does_not_fit_is_said(client2, train, override, said):
     with pytest.raises(RankFailed, match=said):
         train(client2, "run", override)
-
-
-@pytest.mark.slow
-def test_recomputing_changes_nothing(client2, train):
-    settings = ("model.norm=true", "model.dropout=0.5", "trainer.max_steps=4")
-    plain = train(client2, "plain", *settings)
-    twice = train(client2, "twice", *settings, "trainer.activation_checkpointing=[Sequential]")
-    assert twice.metrics() == plain.metrics()
-    assert_equal(twice.checkpoint("last.pt")["model"], plain.checkpoint("last.pt")["model"])
 
 
 @pytest.mark.slow
