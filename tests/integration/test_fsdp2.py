@@ -97,6 +97,14 @@ REFUSED = {
     "parameters of a block need one type": [*ODD, "+model.odd=double"],
     "the task's step did not call the model itself": ["task._target_=models.blocks.HeadAlone"],
 }
+OTHERS_REFUSED = {
+    "parallel=none is for one rank, but this job has 2: give dispatch.ranks=1": ["parallel=none"],
+    "parallel.comm_hook=zip: give one of auto, none, shared, fp16": ["parallel=ddp", "parallel.comm_hook=zip"],
+    "sync_batchnorm=true needs GPUs": ["parallel=ddp", "parallel.sync_batchnorm=true"],
+    "trainer.freeze has 'nothing.*', but no parameter has such a name; ": ["trainer.freeze=['nothing.*']"],
+    "'Bottleneck', but the model has BatchNorm1d": ["trainer.activation_checkpointing=[Bottleneck]"],
+}
+"""Of other kinds, and of all."""
 
 
 @in_world
@@ -115,9 +123,11 @@ def messages(world: World, configs: list[dict[str, Any]]) -> list[str]:
 
 
 def test_what_can_not_be_sharded_is_refused(client2, gang, project):
-    configs = [training.composed(project, *BLOCKS, "parallel=fsdp2", *words) for words in REFUSED.values()]
+    fsdp2 = {sentence: ["parallel=fsdp2", *words] for sentence, words in REFUSED.items()}
+    refused = fsdp2 | OTHERS_REFUSED
+    configs = [training.composed(project, *BLOCKS, *words) for words in refused.values()]
     for found in gang(client2, project=pack(project), backend="gloo").run(messages, configs):
-        for sentence, said in zip(REFUSED, found, strict=True):
+        for sentence, said in zip(refused, found, strict=True):
             assert sentence in said
 
 

@@ -195,25 +195,6 @@ def test_all_begin_with_the_statistics_of_rank_0(client2, gang, batchnorm):
     assert gang(client2, backend="gloo").run(first_statistics) == [[5.0, 5.0]] * 2
 
 
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("parallel=none", r"parallel=none is for one rank, but this job has 2: give dispatch\.ranks=1"),
-        ("parallel.comm_hook=zip", r"parallel\.comm_hook=zip: give one of auto, none, shared, fp16"),
-        ("parallel.sync_batchnorm=true", r"sync_batchnorm=true needs GPUs"),
-        ("trainer.freeze=['nothing.*']", r"freeze has 'nothing\.\*'.*layers\.0\.weight"),
-        pytest.param("trainer.freeze=['*']", r"leaves nothing to train", marks=pytest.mark.slow),
-        (
-            "trainer.activation_checkpointing=[Bottleneck]",
-            r"'Bottleneck', but the model has .*Tiny",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_said(client2, train, override, said):
-    with pytest.raises(RankFailed, match=said):
-        train(client2, "run", override)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="torch compiles by a C++ compiler")
 def test_the_ranks_of_a_job_compile_the_model(cli):
