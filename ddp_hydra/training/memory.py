@@ -72,7 +72,7 @@ def _is_about_memory(error: RuntimeError) -> bool:
 def _message(cfg: DictConfig, reason: str) -> str:
     place = heartbeat.here().read()
     models = [model for reference in _watched if (model := reference()) is not None]
-    device = next((one.device for model in models for one in model.parameters()), torch.device("cpu"))
+    device = next((one for model in models for one in weights.devices(model)), torch.device("cpu"))
     on_gpu = device.type == "cuda"
     total = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     batch, halves = cfg.data.batch_size, 2 * cfg.trainer.gradient_accumulation_steps

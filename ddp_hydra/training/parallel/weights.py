@@ -114,6 +114,10 @@ def bytes_on_rank(model: nn.Module, trained_only: bool = False) -> int:
     return sum(local(parameter).nbytes for parameter in found)
 
 
+def devices(model: nn.Module) -> list[torch.device]:
+    return [parameter.device for parameter in model.parameters()]
+
+
 def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
     # It returns whether channels are last now. By default, they are where there are convolutions of images.
     is_last = channels_last
