@@ -29,7 +29,7 @@ BY_GLOO = {"parallel": {"comm_hook": "none"}}
 CASES = {
     "smaller": (2, {0: 0, 1: 1}, {}),
     "with a new process": (3, {0: 0, 1: 1}, {}),
-    "a newcomer is rank 0": (3, {1: 0, 2: 1}, BY_GLOO),
+    "a newcomer is rank 0": pytest.param(3, {1: 0, 2: 1}, BY_GLOO, marks=pytest.mark.slow),
     "with other ranks": pytest.param(2, {0: 1, 1: 0}, {}, marks=pytest.mark.slow),
     "smaller, by gloo": pytest.param(2, {0: 0, 1: 1}, BY_GLOO, marks=pytest.mark.slow),
     "with other ranks, by gloo": pytest.param(2, {0: 1, 1: 0}, BY_GLOO, marks=pytest.mark.slow),
