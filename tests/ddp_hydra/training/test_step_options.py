@@ -19,7 +19,7 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.parallel import Parallel, PartStep
 from ddp_hydra.training.parallel.dp import DP
 from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.update import OptimizerStep
+from ddp_hydra.training.update import Update
 from tests.ddp_hydra.training.loop_runs import STEPS, Numbers, check_resume, config, flat, weights
 
 
@@ -39,13 +39,13 @@ def test_gradients_that_are_added_in_place_are_the_same_bits(train, monkeypatch,
     parts = {"parallel": {"_target_": f"ddp_hydra.training.parallel.{parallel}"}}
     usual = train(**given, parts=parts)
     monkeypatch.setattr(builders, "makes_cuda_graphs", lambda cfg, device: True)
-    kept, backward = [], OptimizerStep.backward
+    kept, backward = [], Update.backward
 
-    def looked_at(step: OptimizerStep, loss: torch.Tensor) -> None:
+    def looked_at(step: Update, loss: torch.Tensor) -> None:
         kept.append([parameter.grad is not None for _, parameter in step.trained])
         backward(step, loss)
 
-    monkeypatch.setattr(OptimizerStep, "backward", looked_at)
+    monkeypatch.setattr(Update, "backward", looked_at)
     assert torch.equal(weights(train(**given, parts=parts)), weights(usual))
     assert kept == [[True, True]] * 4
 
