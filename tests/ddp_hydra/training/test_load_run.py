@@ -126,11 +126,11 @@ def test_a_run_may_begin_with_the_weights_of_another_but_its_last_layer(train, t
     start = train(epochs=3)
     same = train(epochs=1, start=start.last, parts={"optimizer": {"lr": 1e-30}})
     assert torch.allclose(weights(same), weights(start))
-    assert "weights   all from a file" in same.records[0].data.lines
+    assert "weights   all from a file" in same.header
     wider = train(
         epochs=1, start=start.last, parts={"model": {"_target_": "tests.ddp_hydra.training.test_load_run.Deeper"}}
     )
-    assert "weights   all from a file but head.weight, head.bias" in wider.records[0].data.lines
+    assert "weights   all from a file but head.weight, head.bias" in wider.header
 
 
 class Deeper(torch.nn.Linear):

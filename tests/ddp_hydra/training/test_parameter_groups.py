@@ -201,7 +201,7 @@ def test_a_function_of_the_model_makes_groups_as_by_hand(train):
             optimizer.step()
     run = train(whole=by_function("layerwise"))
     assert flat(read(run.last)["model"]) == flat(model.state_dict())
-    assert "rate      0.01 to 0.1" in run.records[0].data.lines
+    assert "rate      0.01 to 0.1" in run.header
 
 
 def test_an_argument_of_such_a_function_may_change_in_a_resume(train):
