@@ -89,7 +89,8 @@ def test_validation_sees_as_much_of_a_photo_at_any_size(size):
 
 
 @pytest.mark.medium
-def test_parquet_rows_and_huggingface_read_the_same_files(tmp_path):
+def test_parquet_rows_and_huggingface_read_the_same_files(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
     for part in ("train", "val"):
         (tmp_path / part).mkdir()
         table = pyarrow.table({"a": [1.0, 2.0, 3.0], "note": ["x", "y", "z"], "label": [0, 1, 0]})

@@ -89,9 +89,7 @@ def test_batches_come_in_order_from_all_workers_pass_after_pass(loader):
         there = found[1:] if epoch == 0 else found  # the first one of all says how large they are
         assert {batch.epoch[0].item() for batch in there} == {epoch}
         assert len({batch.pid[0].item() for batch in there} - {os.getpid()}) == 2
-    for pid in {batch.pid[0].item() for batch in found} - {
-        os.getpid()
-    }:  # signals to the whole group leave them at work
+    for pid in {batch.pid[0].item() for batch in found} - {os.getpid()}:  # these go to the whole group
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             os.kill(pid, number)
     left = one.load(batches(40))
