@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import pickle
 import threading
 import time
 from pathlib import Path
@@ -87,15 +86,6 @@ def test_a_batch_becomes_one_hot_input_and_the_next_characters(names_file):
     assert [text(row) for row in y.tolist()] == ["******bo", "*****bo+"]
     x, y = data[1]
     assert text([*x.tolist(), y[-1].item()]) == "*******bo"
-
-
-def test_it_pickles_without_the_windows_and_has_them_again(names_file):
-    data = PetNames(names_file(["bo", "rex"] * 500))
-    packed = pickle.dumps(data)
-    again = pickle.loads(packed)
-    assert len(packed) < data.windows.numel() / 2
-    assert again.names == data.names
-    assert torch.equal(again.windows, data.windows)
 
 
 @real
