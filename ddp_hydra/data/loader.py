@@ -96,7 +96,9 @@ class Loader:
         if hasattr(self.dataset, "expect"):
             wanted = list(wanted)
             self.dataset.expect(list(chain.from_iterable(wanted)))
-        yield from map(self.placed, self.ahead(wanted))
+        on_demand = (self.wait(partial(self.make, indices)) for indices in wanted)
+        for batch in self.ahead(wanted) if self.prefetch and self.in_threads else on_demand:
+            yield self.placed(batch)
 
     def placed(self, batch: Any) -> Any:
         return laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
@@ -126,8 +128,7 @@ class Loader:
 
     def ahead(self, batches: Iterable[Indices]) -> Iterator[Any]:
         calls = (partial(self.make, indices) for indices in batches)
-        threads, depth_of = (self.prefetch, self.affordable) if self.in_threads and self.prefetch else (0, None)
-        with Lookahead(calls, threads, depth_of=depth_of, here=lambda: self._made_in_s < QUICK_S) as made:
+        with Lookahead(calls, self.prefetch, depth_of=self.affordable, here=lambda: self._made_in_s < QUICK_S) as made:
             while self.wait(partial(made.wait_for, 1)):
                 yield made.take()
 
@@ -158,7 +159,7 @@ class Loader:
                     f"{name_of(self.source)} can't be unpickled in a worker, so the thread that trains "
                     f"makes its batches: {refused}"
                 )
-        yield from self.ahead(chain(pending, rest))
+        yield from (self.wait(partial(self.make, indices)) for indices in chain(pending, rest))
 
     def wait(self, batch: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
