@@ -7,10 +7,8 @@ import io
 import json
 import os
 import pickle
-import random
 import resource
 import sys
-import threading
 from pathlib import Path
 
 import msgpack
@@ -232,25 +230,6 @@ def test_a_damaged_shard_says_its_name_each_time_and_harms_no_other(write, tmp_p
 # In other processes and threads
 
 
-def test_many_threads_read_at_once(three):
-    data = WidsShards(three)
-    wrong = []
-
-    def read(seed: int) -> None:
-        chance = random.Random(seed)
-        for _ in range(200):
-            index = chance.randrange(203)
-            if data[index]["__index__"] != index:
-                wrong.append(index)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_more_shards_than_files_that_may_be_open(write, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (60, 60))
     data = WidsShards(write(**{f"s{number}": (numbered(10 * number, 2), 2) for number in range(40)}))
@@ -298,16 +277,6 @@ def test_shards_come_over_http(remote, server):
     again = remote()
     assert int(again[45][".cls"]) == 45
     assert (again.stats()["cache_hits"], server.gets("/c.tar")) == (1, 1)
-
-
-@pytest.mark.integration
-def test_expected_shards_are_fetched_in_the_order_of_the_samples(remote, server):
-    data = remote(prefetch_shards=1)
-    data.expect([*range(60, 80), *range(20, 40), *range(20)])
-    for index in (*range(60, 80), *range(20, 40), *range(20)):
-        assert int(data[index][".cls"]) == index
-    assert server.gets("/c.tar") == 0
-    assert data.stats()["downloads"] == 3
 
 
 @pytest.mark.integration
