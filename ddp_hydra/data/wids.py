@@ -170,9 +170,7 @@ class WidsShards(ProcessLocal, Dataset):
         return number, index - (self._ends[number] - self.shard_lengths[number])
 
     def _open(self, number: int, inner: int) -> OpenShard:
-        shard = self._cache.held.get(number)
-        if shard is None:
-            shard = self._cache.open(number)
+        shard = self._cache.open(number)
         self._note_read(number, inner)
         return shard
 
