@@ -5,7 +5,7 @@
     background      a gang in a thread, with futures; the run directory of a user's own function
     attempt         one start of a gang, from its tasks to their ends, and the queue of its records
     placement       which worker gets which rank; workers: what is asked of them, and files from there
-    watchdog        notices failed tasks, silent hosts and hangs; health decides, also on restarts
+    health          decides which ranks are alive and make progress, also on restarts
     inline          the only rank, in this process
 
 Its names are imported when they are first used: ranks without Dask are in this package, too, and need no `distributed`.
