@@ -82,14 +82,10 @@ def exists(dotted: str) -> bool:
 
 
 @pytest.mark.medium
-def test_many_are_found():
+def test_all_that_is_named_exists():
     found = named().keys()
     assert {"ddp_hydra.training.loop:train", "ddp_hydra.rank.dask_preload", "ddp_hydra.rank.process"} <= found
     assert "ddp_hydra.data.transforms.TrainTransform" in found
-
-
-@pytest.mark.medium
-def test_all_of_it_exists():
     missing = {
         what: places
         for what, places in named().items()
