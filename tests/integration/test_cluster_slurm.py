@@ -112,8 +112,3 @@ def test_batch_jobs_that_end_at_once(cli, queue):
     )
     said = r"0 of 2 workers .*squeue says: (10\d) is no longer in the queue.*\(see /.*/run/logs/slurm-\1\.out\)"
     assert re.search(said, ended.stderr), ended.stderr
-
-
-def test_its_scheduler_can_not_be_kept(cli, queue):
-    ended = cli.run(*TINY, "cluster.keep=true", **queue.variables)
-    assert "cluster.keep=true: the scheduler of a SLURMCluster ends with the process that started it" in ended.stderr
