@@ -61,6 +61,7 @@ def running(server: Path) -> list[psutil.Process]:
     return psutil.Process(int((server / "pid").read_text())).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_the_main_job_on_hosts_over_ssh(cli, server):
     cli.done(*TINY, *login(server, hosts=3), "hydra.run.dir=run")
     summary = summary_of(cli.folder / "run")

@@ -412,11 +412,6 @@ def test_a_worker_that_is_gone_with_what_its_rank_returned_is_lost(error, make, 
     assert is_cleared_up(one)
 
 
-def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        make().send_files({"resume": tmp_path / "a.pt"})
-
-
 def test_a_worker_that_does_not_send_a_file_is_lost_and_not_the_job(make, monkeypatch):
     monkeypatch.setattr(module, "CALL_S", 0.0)
     one, skipped = make(), []
