@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -213,17 +214,11 @@ class SummaryFiles:
         wanted = list(dict.fromkeys([self.objective.metric, *others])), [row.overrides for row in rows]
         if not names or self._written.get("columns") == wanted:
             return
-        if any(self._has_curves(row) for row in rows if row.metrics):
+        if any(os.path.isdir(self.folder / row.folder / "tensorboard") for row in rows if row.metrics):  # noqa: PTH112
             from ddp_hydra.writers import tensorboard
 
             tensorboard.write_experiment(self.folder, wanted[1], wanted[0])
             self._written["columns"] = wanted[0], [list(overrides) for overrides in wanted[1]]
-
-    def _has_curves(self, row: JobRow) -> bool:
-        try:
-            return (self.folder / row.folder / "tensorboard").is_dir()
-        except (OSError, ValueError):  # not a valid folder name
-            return False
 
 
 def json_text(rows: Iterable[JobRow], objective: SweepObjective, over_seeds: Sequence[SeedSummary] = ()) -> str:

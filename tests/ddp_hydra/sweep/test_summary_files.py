@@ -370,12 +370,6 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog)
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
 
 
-@pytest.mark.parametrize("folder", ["x" * 5000, "a\0b"])
-def test_a_job_whose_folder_has_no_name_for_one_ends_no_sweep(tmp_path, folder):
-    SummaryFiles(tmp_path, ACCURACY).write([job(0, folder=folder, metrics={"a": 1.0})])
-    assert read(tmp_path)[0].folder == folder
-
-
 def test_drafts_of_a_killed_sweep_are_removed(tmp_path):
     (tmp_path / ".part-0123").write_text("half")
     SummaryFiles(tmp_path, ACCURACY).write(ROWS)
