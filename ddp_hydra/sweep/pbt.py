@@ -253,10 +253,6 @@ class PopulationSweeper(Sweeper):
         self.config: DictConfig = config
         self.settings = PopulationSettings(**self.options)
         self.objective = objective_of(config)
-        if self.objective.maximize is None:
-            raise ConfigError(
-                "hydra/sweeper=pbt needs to know what is better: give objective.direction=maximize or minimize"
-            )
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
