@@ -90,9 +90,6 @@ class Pruning:
         keep: see `number_kept`.
         objective: the metric that jobs are compared by.
         mirror: `results.mirror` of the sweep, in which each job has a folder; "" for none.
-
-    Raises:
-        ConfigError: it is not known which jobs are better, or `keep` has no such value.
     """
 
     def __init__(self, folder: Path, keep: str | None, objective: SweepObjective, mirror: str = "") -> None:
@@ -102,10 +99,6 @@ class Pruning:
         self.process: ForkedProcess | None = None
         self.asked: list[int] = []
         self.tried: set[int] = set()
-        if self.most and objective.maximize is None:
-            raise ConfigError(
-                f"{self.reason} needs to know what is better: give objective.direction=maximize or minimize"
-            )
 
     def update(self, rows: Sequence[JobRow]) -> None:
         if self.most is None:
