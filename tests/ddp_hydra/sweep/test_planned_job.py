@@ -30,7 +30,6 @@ from ddp_hydra.sweep.planned_job import (
     describe_error,
     portable,
     run_planned_job,
-    with_trace,
 )
 from ddp_hydra.sweep.rows import JobRow, JobState
 
@@ -169,9 +168,12 @@ def test_a_result_keeps_its_configs_in_little_space():
     assert found.cfg is None
 
 
-def test_an_error_shows_where_it_was_raised():
-    found = with_trace(result(ValueError("no"), JobStatus.FAILED), "Traceback: line 7")._return_value
-    assert "in the job's process:\nTraceback: line 7" in str(found.__cause__)
+@pytest.mark.medium
+def test_an_error_shows_where_it_was_raised(end):
+    found = pickle.loads(pickle.dumps(end(lambda _: 1 / 0).result))
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = found.return_value
+    assert "end(lambda _: 1 / 0)" in str(caught.value.__cause__), "the line of the task in the job's process"
 
 
 @pytest.mark.parametrize(
