@@ -127,9 +127,8 @@ class Pruning:
         if process is None or process.receive():
             return
         self.process = None
-        results: dict[int, str | None] = dict.fromkeys(
-            self.asked, f"the process that removes them {process.describe_end()}"
-        )
+        said = f"the process that removes them ended ({process.describe_end()})"
+        results: dict[int, str | None] = dict.fromkeys(self.asked, said)
         results |= process.messages[-1] if process.messages else {}
         process.end()
         for row in rows:
