@@ -122,7 +122,7 @@ def rm(words: Sequence[str]) -> None:
         if not sys.stdin.isatty():
             raise ConfigError("rm asks on a terminal only: give yes=true")
         what = shown(runs[0]) if len(runs) == 1 else f"{len(runs)} folders"
-        answer = input(f"remove {what} with {count} run{'s' if count != 1 else ''}? [y/N] ")
+        answer = input(f"remove {what} with {counted(count, 'run')}? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             raise Interrupted("nothing was removed")
     for run in runs:

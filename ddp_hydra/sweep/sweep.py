@@ -22,6 +22,7 @@ from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import Interrupted, SweepFailed
+from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job
@@ -134,8 +135,7 @@ class Sweep:
 
     @property
     def shown_dir(self) -> str:
-        relative = os.path.relpath(self.folder)
-        return str(self.folder) if relative.startswith("..") else relative
+        return shown_path(self.folder)
 
     # -- running jobs --------------------------------------------------------------------------------------
 

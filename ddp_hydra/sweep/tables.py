@@ -24,6 +24,7 @@ from ddp_hydra.sweep.rows import (
     JobState,
     SweepObjective,
     best_first,
+    comparable,
     data_of,
     describe_counts,
     group_of,
@@ -249,11 +250,7 @@ def _cell(value: object) -> object:
     if not isinstance(value, str):
         return value
     text = _one_line(value)
-    return f"'{text}" if text.startswith(_FORMULA) and not _is_number(text) else text
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", text, re.ASCII) is not None
+    return f"'{text}" if text.startswith(_FORMULA) and not isinstance(comparable(text), float) else text
 
 
 def _markup(text: str) -> str:
