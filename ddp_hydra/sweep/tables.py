@@ -7,7 +7,6 @@ import io
 import math
 import re
 import statistics
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ddp_hydra.console.text import duration, printable
+from ddp_hydra.console.text import duration, one_line, printable
 from ddp_hydra.sweep.rows import (
     JobRow,
     JobState,
@@ -178,7 +177,7 @@ def _table(
             steps = f"{row.step or 0}/{row.total_steps}"
         values = [_markup(row.labels.get(label, "")) for label in labels]
         values += [_markup(overrides[row.number].get(key, "")) for key in keys]
-        message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
+        message = _markup(one_line(row.message, _MAX_MESSAGE))
         took = duration(row.wall_s or None)
         yield _line([str(row.number), row.shown_state, *values, number, steps, took, message])
 
@@ -239,22 +238,18 @@ def _keys(overrides: Iterable[dict[str, str]]) -> list[str]:
     return list(dict.fromkeys(key for values in overrides for key in values))
 
 
-def _one_line(text: str) -> str:
-    return " ".join(printable(text).split())
-
-
 def _cell(value: object) -> object:
     """Return a value as one line that no spreadsheet reads as a formula."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if not isinstance(value, str):
         return value
-    text = _one_line(value)
+    text = one_line(value)
     return f"'{text}" if text.startswith(_FORMULA) and not isinstance(comparable(text), float) else text
 
 
 def _markup(text: str) -> str:
-    return _MARKUP.sub(r"\\\g<0>", _one_line(text))
+    return _MARKUP.sub(r"\\\g<0>", one_line(text))
 
 
 def _line(cells: Iterable[str]) -> str:
