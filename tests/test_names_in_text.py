@@ -102,7 +102,7 @@ def test_what_shows_that_a_rank_waits_for_others_is_a_file_of_ours():
 
 
 def test_all_that_the_fork_server_loads_of_ours_can_be_imported():
-    from ddp_hydra.rank.fork_preload import PRELOAD
+    from ddp_hydra.rank.fork_server import PRELOAD
 
     ours = [name for name in PRELOAD if name.startswith("ddp_hydra")]
     assert len(ours) == 3

@@ -6,23 +6,20 @@ import atexit
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ddp_hydra
 from ddp_hydra.console.signals import Interrupts
 from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.results import finite
 from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.files import Fetch
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
-from ddp_hydra.writers.run_dir import add_error, locked, read_summary, write_summary
+from ddp_hydra.writers.run_dir import locked, read_summary, summary_written
 
 log = logging.getLogger(__name__)
 CLOSE_S = 15.0
@@ -201,25 +198,15 @@ def recorded(
     with locked(run_dir, ANOTHER):
         if (before := read_summary(run_dir)) is not None and before.status == "done":
             raise ConfigError(f"{run_dir} holds a run that is done, and its results would be mixed: {ANOTHER}")
-        begin = time.time()
-        summary = Summary(status="failed", started=begin)
-        try:
+        summary = Summary(status="failed")
+        with summary_written(run_dir, summary):
             writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
-            with ResultsHandler(writers, retry_s, give_up) as handler:
-                try:
+            try:
+                with ResultsHandler(writers, retry_s, give_up, summary) as handler:
                     yield with_starts(handler.handle)
-                except KeyboardInterrupt:
-                    give_up.set()
-                    raise
-                finally:
-                    summary.update({"steps": handler.step, "metrics": finite(handler.metrics), **describe()})
+            finally:
+                summary.update(describe())
             summary.status = "done"
-        except BaseException as error:
-            add_error(summary, error)
-            raise
-        finally:
-            summary.update({"wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__})
-            write_summary(run_dir, summary)
 
 
 def with_starts(handle: Callable[[Record], None]) -> Callable[[Record], None]:

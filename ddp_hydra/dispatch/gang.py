@@ -221,24 +221,21 @@ class Gang:
         settings, name = self.settings, f"{self.settings.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(settings.max_restarts), UnreadRecords()
         with ExitStack() as stack:
-            stack.callback(self.report_dropped)
+            stack.callback(self.unread.report)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
-            stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
+            stack.callback(self._clear_outboxes)  # after the release of the workers, for which other gangs may wait
             self.slots = placement.slots_of_workers(self.client, settings.ranks_per_worker)
             wanted = self.workers_for(settings.ranks)
             reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
-            stack.callback(self.release_tasks)
+            stack.callback(self._release_tasks)
             settings = structs.replace(settings, cwd=settings.cwd or str(Path.cwd()))
             job = JobSpec(gang=name, attempt=first_attempt, ranks=(), project=self.project, settings=settings)
             workers = reservation.reserve(job.topic, settings.queue_timeout_s)
             preflight.check_workers(self.client, workers, settings.pip, settings.interface)
             while True:
-                job = structs.replace(
-                    job,
-                    ranks=tuple(placement.plan(workers, self.slots, settings.ranks)),
-                    ranks_on_host=self.ranks_on_host(),
-                )
+                places = tuple(placement.plan(workers, self.slots, settings.ranks))
+                job = structs.replace(job, ranks=places, ranks_on_host=self.ranks_on_host())
                 waiting: Mapping[str, Future] = {} if self.attempt is None else self.attempt.waiting
                 self.attempt = Attempt(self.client, job, self.interrupts, self.read, self.stop, on_give_up, waiting)
                 try:
@@ -279,18 +276,11 @@ class Gang:
         attempt = self.attempt
         return attempt is not None and attempt.health.in_loop(attempt.rank_states.running)
 
-    def report_dropped(self) -> None:
-        """Warn if records were dropped because nothing reads them."""
-        if sentence := self.unread.sentence():
-            log.warning("%s", sentence)
-
-    def release_tasks(self) -> None:
-        """End the tasks that wait for another attempt."""
+    def _release_tasks(self) -> None:
         if self.attempt is not None:
             self.attempt.release(self.attempt.waiting.values())
 
-    def clean_up(self) -> None:
-        """Empty the outboxes of the last attempt."""
+    def _clear_outboxes(self) -> None:
         if self.attempt is not None:
             self.attempt.workers.clear()
 
@@ -346,7 +336,7 @@ class Gang:
 
 
 class UnreadRecords:
-    """Counts dropped records by kind."""
+    """Counts records by kind that are dropped because nothing reads them."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -357,14 +347,13 @@ class UnreadRecords:
             self.counts[record.kind] += 1
             self.bytes += record.data.size if isinstance(record.data, File) else 0
 
-    def sentence(self) -> str:
-        """Say what was dropped and how to receive it; "" if nothing was."""
-        if not self.counts:
-            return ""
+    def report(self) -> None:
+        """Warn of what was dropped, and say how to receive it."""
         named = [counted(self.counts[kind], name) for kind, name in FOR_READERS.items() if self.counts[kind]]
-        size = f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else ""
-        return (
-            f"dropped, because nothing reads what the ranks sent with results.*: {', '.join(named)}{size}; have it "
-            "written with run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
-            "and files in there with the gang's fetch(record, path)"
-        )
+        if named:
+            log.warning(
+                "dropped, because nothing reads what the ranks sent with results.*: %s%s; have it written with "
+                "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
+                "and files in there with the gang's fetch(record, path)",
+                ", ".join(named), f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else "",
+            )  # fmt: skip

@@ -24,17 +24,7 @@ PREDICT = "ddp_hydra.training.inference:predict"
 
 @dataclass
 class InferenceJob:
-    """Computes something with a trained model.
-
-    Args:
-        cfg: where and how: cluster, dispatch, results and trainer of a job's config.
-        checkpoint: the file, on this host.
-        overrides: changes of the checkpoint's config, for the ranks.
-        groups: nodes that replace groups of the checkpoint's config, for the ranks.
-        split: the data set, "val" or "train".
-        faults: to inject on purpose.
-        trust: build whatever the checkpoint's config names.
-    """
+    """Computes something with a trained model; `overrides` and `groups` are changes of the checkpoint's config."""
 
     cfg: DictConfig
     checkpoint: Path

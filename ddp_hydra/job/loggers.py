@@ -82,12 +82,7 @@ class RecordBuffer(queue.Queue[bytes | str | None]):
 class LoggerProcess:
     """Runs a logger in a process of its own. It is a writer, none of whose methods fails or waits.
 
-    Args:
-        name: of the logger, for messages.
-        order: what the process begins with.
-        log_file: gets what its libraries print.
-        on_run: called in another thread with the run's `id` and `url` at the service.
-        buffer: what waits for the process.
+    `on_run` is called in another thread with the run's `id` and `url` at the service.
     """
 
     def __init__(
@@ -207,11 +202,7 @@ class LoggerProcess:
 class LoggedJob:
     """Holds what loggers need to know of a job. It travels to a driver, so it has no paths.
 
-    Args:
-        name: of the run.
-        sweep: name of its sweep; "" for none.
-        params: the parameters to log.
-        earlier: the runs at the services that it continues, as in `RUNS`.
+    `earlier` are the runs at the services that it continues, as in `RUNS`.
     """
 
     name: str

@@ -46,19 +46,11 @@ class PredictionPlan(Struct):
 
 
 class Parts:
-    """Keeps the parts of one prediction in a folder.
-
-    Args:
-        folder: made if it is missing.
-        plan: what is predicted: checkpoint, changes, code. Parts of another plan are refused.
-        overwrite: remove the parts of another plan.
+    """Keeps the parts of one prediction in a folder; parts of another plan are refused, or removed to `overwrite` them.
 
     Attributes:
         samples: of the data set; None until a rank has told it, of an iterable one at its end.
         length: rows of each part but the last.
-
-    Raises:
-        ConfigError: the folder holds parts of another prediction.
     """
 
     def __init__(self, folder: Path, plan: Mapping[str, Any], overwrite: bool = False) -> None:

@@ -7,8 +7,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,6 @@ from ddp_hydra.writers.handler import ResultsHandler, Writer, default_writers
 from ddp_hydra.writers.run_dir import locked, next_attempt, read_summary
 
 if TYPE_CHECKING:  # these import Dask
-    from ddp_hydra.dispatch.gang import Gang
     from ddp_hydra.job.remote.start_driver import DriverSpec
 
 log = logging.getLogger(__name__)
@@ -66,13 +65,7 @@ TRAIN = "ddp_hydra.training.loop:train"
 
 @dataclass(frozen=True)
 class RemoteContext:
-    """Connects a job to the driver that runs it.
-
-    Args:
-        spec: the job as the command has sent it.
-        writers: further writers that get the job's records.
-        status: what is known of the run; the job adds its failed attempts.
-    """
+    """Connects a job to the driver that runs it: the job as the command has sent it, further writers, its status."""
 
     spec: DriverSpec
     writers: Sequence[Writer]
@@ -197,12 +190,8 @@ class Job:
     """Runs one job and writes its results: on a Dask cluster, or in this process.
 
     Args:
-        run_dir: where its results are written.
-        cfg: the composed config.
-        config: the same as plain values, for the ranks.
+        config: `cfg` as plain values, for the ranks.
         files: files of the client that rank 0 needs, by name: "resume", a checkpoint; "weights", to start with.
-        summary: filled in while the job runs.
-        remote: the driver's part, if a driver runs the job.
         saved_config: the config as checkpoints contain it; None for all of it but the cluster.
         loggers: further writers, which get each record last.
     """
@@ -233,12 +222,7 @@ class Job:
         self.ended: list[AttemptEntry] = []
         self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)
 
-    @contextmanager
-    def handler(self, fetch: Any) -> Iterator[ResultsHandler]:
-        """Open the writers of this job.
-
-        An interrupt inside the block also ends their waiting for a full disk or a bucket that does not answer.
-        """
+    def handler(self, fetch: Any) -> ResultsHandler:
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
         kept = {"keep": results.keep_checkpoints, "keep_every": results.keep_every, "mirror": results.mirror}
@@ -246,15 +230,7 @@ class Job:
         if faults := [fault for fault in fault_injection.parse(self.cfg.faults) if fault.kind == "interrupt"]:
             writers.append(fault_injection.InterruptWriter(faults))
         writers += self.remote.writers if self.remote else ()
-        writers += self.loggers
-        with ResultsHandler(writers, **settings) as handler:
-            try:
-                yield handler
-            except KeyboardInterrupt:
-                self.give_up.set()
-                raise
-            finally:
-                self.summarise(handler)
+        return ResultsHandler([*writers, *self.loggers], **settings, summary=self.summary)
 
     def run_here(self) -> dict[str, Any]:
         self.summary.world_size = 1
@@ -274,21 +250,6 @@ class Job:
                 settings=gang_settings(self.cfg),
             )[0]
 
-    def watch(self, gang: Gang, handler: ResultsHandler, restarts: Callable[[], int]) -> dict[str, Any]:
-        try:
-            value: dict[str, Any] = gang.run_attempts(
-                self.call,
-                handler.handle,
-                first_attempt=self.first_attempt,
-                notice=lambda: self.interrupt_notice(gang.trains),
-                goes_on=lambda done: self.end_attempt(done, gang.restarts.ended),
-                on_give_up=self.give_up.set,
-            )[0]
-            return value
-        finally:
-            self.summary.world_size, self.summary.restarts = gang.world_size, restarts()
-            self.summary.attempts = [*self.earlier_attempts, *gang.restarts.ended]
-
     def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:
         from ddp_hydra.cluster import preflight
 
@@ -299,10 +260,21 @@ class Job:
             cwd = self.remote.spec.cwd if self.remote else ""
             settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd)
             gang = Gang(client, project=packed, stop=stop, settings=settings)
-            with self.handler(gang.fetch) as handler:
-                return self.watch(
-                    gang, handler, lambda: gang.attempt.number - self.first_attempt if gang.attempt else 0
-                )
+            try:
+                with self.handler(gang.fetch) as handler:
+                    values: list[dict[str, Any]] = gang.run_attempts(
+                        self.call,
+                        handler.handle,
+                        first_attempt=self.first_attempt,
+                        notice=lambda: self.interrupt_notice(gang.trains),
+                        goes_on=lambda done: self.end_attempt(done, gang.restarts.ended),
+                        on_give_up=self.give_up.set,
+                    )
+                return values[0]
+            finally:
+                self.summary.world_size = gang.world_size
+                self.summary.restarts = gang.attempt.number - self.first_attempt if gang.attempt else 0
+                self.summary.attempts = [*self.earlier_attempts, *gang.restarts.ended]
 
     @property
     def cluster_config(self) -> DictConfig:
@@ -374,7 +346,3 @@ class Job:
         begin = self.first_step if saved is None else saved
         again = max(0, steps_done - begin)
         return f", from step {begin}" + (f" ({again} step{'s' if again > 1 else ''} again)" if again else "")
-
-    def summarise(self, handler: ResultsHandler) -> None:
-        self.summary.steps, self.summary.samples = handler.step, handler.samples
-        self.summary.metrics = finite(handler.metrics)

@@ -24,8 +24,8 @@ from ddp_hydra.storage.manifest import (
     CheckpointEntry,
     decode_manifest,
     has_checkpoint,
-    newest_first,
     read_manifest,
+    readable_steps,
 )
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked, read_summary
@@ -117,15 +117,7 @@ def _link(source: Path, target: Path) -> None:
 
 
 def saved_step(run_dir: Path) -> int | None:
-    newest = _newest_checkpoint(run_dir)
-    return None if newest is None else newest.step or 0
-
-
-def _newest_checkpoint(run_dir: Path) -> CheckpointEntry | None:
-    with contextlib.suppress(CheckpointError):
-        entries = read_manifest(run_dir / FOLDER)
-        return next((entries[name] for name in newest_first(entries)), None)
-    return None
+    return next((entry.step or 0 for entry in readable_steps(run_dir / FOLDER).values()), None)
 
 
 def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
@@ -140,7 +132,7 @@ def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float | None]:
     """Return the metrics of the newest checkpoint of a run that goes on in its own directory; {} if there are none."""
     if not is_resumed(run_dir, resume):
         return {}
-    return _metrics_of(_newest_checkpoint(run_dir))
+    return _metrics_of(next(iter(readable_steps(run_dir / FOLDER).values()), None))
 
 
 def metrics_at(resume: str, step: int) -> dict[str, float | None]:

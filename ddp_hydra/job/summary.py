@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,17 +13,16 @@ from hydra.errors import CompactHydraException, InstantiationException
 from msgspec import Struct
 from omegaconf import DictConfig
 
-import ddp_hydra
 from ddp_hydra.checked import Count, Finite
 from ddp_hydra.config import project, unknown_keys
 from ddp_hydra.console import text
 from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of, typed
-from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, Failure, RankFailed, RecordError
+from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.job.run_dir import full_disk_advice, saved_step
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.manifest import BEST, FOLDER
-from ddp_hydra.writers.run_dir import add_error, is_full, write_summary
+from ddp_hydra.writers.run_dir import is_full, summary_written
 
 ENOUGH_STEPS, ENOUGH_S = 20, 5.0
 """What limits shorter runs is not described: the first steps wait for connections, caches and compilation."""
@@ -69,13 +67,12 @@ def read_result(value: Any) -> TrainResult:
 @contextmanager
 def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[Summary]:
     """Write summary.json at the end of the block, also when the job fails. `shown_dir`: as the user would type it."""
-    begin, shown_dir = time.time(), shown_dir or shown_path(run_dir)
+    shown_dir = shown_dir or shown_path(run_dir)
     summary = Summary(status="failed", tags=[str(tag) for tag in cfg.tags])
     try:
-        yield summary
+        with summary_written(run_dir, summary):
+            yield summary
     except BaseException as error:
-        add_error(summary, error)
-        _finish(run_dir, summary, begin, error)
         if isinstance(error, KeyboardInterrupt) and not error.args:  # ended at once, without another checkpoint
             step = saved_step(run_dir)
             error.args = (
@@ -88,18 +85,6 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
             if lines := failed_lines(run_dir, shown_dir, failure):
                 error.add_note(f"\n{lines}")
         raise
-    _finish(run_dir, summary, begin)
-
-
-def _finish(run_dir: Path, summary: Summary, begin: float, error: BaseException | None = None) -> None:
-    summary.update({"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__})
-    try:
-        write_summary(run_dir, summary)
-    except ConfigError as unwritten:
-        if error is None:
-            raise
-        if not is_full(error):  # then the advice about the full disk is added instead
-            error.add_note(str(unwritten))
 
 
 def failed_lines(run_dir: Path, shown_dir: str, failure: Failure | None) -> str:

@@ -46,6 +46,9 @@ class ObjectChangedError(Exception):
     """A conditional put found another object than it expected."""
 
 
+_EXPLAINED = (TemporaryError, StaleCredentialsError, ObjectChangedError, NotImplementedError)
+
+
 class ProcessLocal:
     """Leaves what `_set_process_state` sets out of pickles: each process sets it anew.
 
@@ -286,7 +289,7 @@ class Store(ProcessLocal):
         """Return the client's store."""
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
-        """Turn an error of the client into a builtin one that says what to type."""
+        """Turn an error of the client, which is none of ours, into a builtin one that says what to type."""
         return error
 
     def _get(self, client: Any, key: str, size: int | None) -> Any:
@@ -321,7 +324,7 @@ class Store(ProcessLocal):
             try:
                 result = request(self._client())
             except Exception as raised:
-                error = self._explained(raised, key)
+                error = raised if isinstance(raised, _EXPLAINED) else self._explain(raised, key)
             else:
                 self._worked = True
                 return result
@@ -340,11 +343,6 @@ class Store(ProcessLocal):
         if not self._worked and first:
             return min(self.retry_timeout_s, self.FIRST_RETRY_TIMEOUT_S)
         return self.retry_timeout_s
-
-    def _explained(self, error: Exception, key: str | None) -> Exception:
-        if isinstance(error, TemporaryError | StaleCredentialsError | ObjectChangedError | NotImplementedError):
-            return error
-        return self._explain(error, key)
 
     def _final(self, error: Exception) -> Exception:
         """Return the error to raise; see the class for what stores of results raise."""

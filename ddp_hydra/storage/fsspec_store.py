@@ -25,6 +25,8 @@ _NO_STORES = frozenset((
 _CHANGED = ("ETag", "etag", "mtime", "modified", "LastModified", "last_modified", "updated", "created")
 """What file systems call the part of their information that differs for each content."""
 _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+_STATUSES = ("status", "status_code", "code")
+"""What clients call the HTTP status in their errors."""
 _REFUSED = re.compile("auth|credential|denied|forbidden|permission", re.IGNORECASE)
 
 
@@ -197,8 +199,10 @@ class FsspecStore(Store):
         if isinstance(error, _NO_FILE):
             return FileNotFoundError(f"there is no {'file' if key else 'folder'} {where}: check {self._typed()}")
         reason = str(error).strip().partition("\n")[0][:200] or type(error).__name__
-        if _is_refusal(error):
-            return (StaleCredentialsError if _status(error) == 401 else PermissionError)(
+        status = next((found for name in _STATUSES if (found := getattr(error, name, None))), None)
+        is_refused = status in (401, 403) or _REFUSED.search(type(error).__name__)
+        if is_refused or isinstance(error, PermissionError):
+            return (StaleCredentialsError if status == 401 else PermissionError)(
                 f"{where} was refused ({reason}): check the user and the rights; fsspec takes credentials from "
                 f"FSSPEC_{self.scheme.upper()}_... in the environment (of the workers, too)"
             )
@@ -273,18 +277,6 @@ def s3fs_options(bucket: BucketAddress, timeout_s: float) -> dict[str, Any]:
         "use_listings_cache": False,
         "max_concurrency": 1,  # more would ask for the size of each object before it is read
     }
-
-
-def _status(error: Exception) -> Any:
-    return next((found for name in ("status", "status_code", "code") if (found := getattr(error, name, None))), None)
-
-
-def _is_refusal(error: Exception) -> bool:
-    return (
-        isinstance(error, PermissionError)
-        or _status(error) in (401, 403)
-        or bool(_REFUSED.search(type(error).__name__))
-    )
 
 
 def is_known(scheme: str) -> bool:

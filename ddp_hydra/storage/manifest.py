@@ -186,6 +186,14 @@ def newest_first(entries: Entries) -> list[str]:
     return [name for name in reversed(entries) if STEP.fullmatch(name)]
 
 
+def readable_steps(folder: Path) -> Entries:
+    """Return the checkpoints of a folder but for aliases, the newest first; none if its manifest cannot be read."""
+    with contextlib.suppress(CheckpointError):
+        entries = read_manifest(folder)
+        return {name: entries[name] for name in newest_first(entries)}
+    return {}
+
+
 def has_checkpoint(run_dir: Path) -> bool:
     """Return whether a run has left a checkpoint. What a kill has cut off before the manifest is none."""
     folder = run_dir / FOLDER

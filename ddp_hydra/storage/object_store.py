@@ -286,9 +286,9 @@ class ObjectStore(Store):
     def _etag(self, client: Any, key: str) -> str:
         return str(client.head(key)["e_tag"])
 
-    def _explained(self, error: Exception, key: str | None) -> Exception:
+    def _explain(self, error: Exception, key: str | None) -> Exception:
         text = str(error)
-        if isinstance(error, TemporaryError):
+        if isinstance(error, RuntimeError | ImportError | PermissionError):
             return error
         if "non-partial response" in text or "Range request not supported" in text:
             return RangesIgnoredError(
@@ -301,7 +301,10 @@ class ObjectStore(Store):
             return TemporaryError(
                 f"{self.public_url()} gave what is not a listing: try again later, or check data.endpoint_url=..."
             )
-        return super()._explained(error, key)
+        return self._explain_answer(error, key)
+
+    def _explain_answer(self, error: Exception, key: str | None) -> Exception:
+        raise NotImplementedError
 
     def _client(self) -> Any:
         note_use()
@@ -353,9 +356,7 @@ class WebServer(ObjectStore):
 
         return HTTPStore.from_url(self.url, **self._options(self.url))
 
-    def _explain(self, error: Exception, key: str | None) -> Exception:
-        if isinstance(error, RuntimeError | ImportError | PermissionError):
-            return error
+    def _explain_answer(self, error: Exception, key: str | None) -> Exception:
         full = str(error)
         status = (re.findall(r"status code: (\d{3})", full.split("\n\nDebug source")[0]) or [""])[0]
         if isinstance(error, FileNotFoundError):

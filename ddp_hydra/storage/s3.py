@@ -114,8 +114,6 @@ def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> 
         FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for an unknown error. It is a kind
         of `base.py` where another try may help.
     """
-    if isinstance(error, RuntimeError | ImportError | PermissionError):
-        return error
     full = str(error)
     text = full.split("\n\nDebug source")[0]
     status = (re.findall(r"status code: (\d{3})", text) or re.findall(r"\b([45]\d\d) [A-Z]", text) or [""])[0]
@@ -136,7 +134,11 @@ def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> 
             f"no credentials were found for {name}: set {keys} in the environment (of the workers, too){public}"
         )
     if "without LOCATION" in text or code in _OTHER_REGION:
-        return _other_region(text, bucket, where, endpoint)
+        region = repr(bucket.region) if bucket.region else "the default one"
+        there = (re.findall(r"<Region>([\w-]+)</Region>", text) or [""])[0]
+        typed = "type data.region=" if is_data else "set AWS_REGION="
+        typed += there or f"..., for example {typed.split()[1]}us-east-2"
+        return OtherRegionError(f"{name} {where} is in another region than {region}: {typed}; or check {endpoint}")
     if code in _REFUSED or status in ("401", "403") or type(error).__name__ in _REFUSALS:
         refused = StaleCredentialsError if code in _STALE else PermissionError
         return refused(
@@ -185,16 +187,6 @@ def _where(bucket: BucketAddress) -> str:
     if bucket.scheme != "s3":
         return "at Google" if bucket.scheme == "gs" else "at Azure"
     return f"at AWS (no {'data.endpoint_url is given' if bucket.setting else 'AWS_ENDPOINT_URL is set'})"
-
-
-def _other_region(text: str, bucket: BucketAddress, where: str, endpoint: str) -> OtherRegionError:
-    region = repr(bucket.region) if bucket.region else "the default one"
-    there = (re.findall(r"<Region>([\w-]+)</Region>", text) or [""])[0]
-    key = "type data.region=" if bucket.setting else "set AWS_REGION="
-    typed = f"{key}{there}" if there else f"{key}..., for example {key.split()[1]}us-east-2"
-    return OtherRegionError(
-        f"bucket {bucket.name!r} {where} is in another region than {region}: {typed}; or check {endpoint}"
-    )
 
 
 def _credentials(bucket: BucketAddress) -> str:
@@ -289,7 +281,7 @@ class Bucket(ObjectStore):
             }
         return options
 
-    def _explain(self, error: Exception, key: str | None) -> Exception:
+    def _explain_answer(self, error: Exception, key: str | None) -> Exception:
         return explain(error, self.address, key)
 
 

@@ -68,10 +68,12 @@ class Pass:
     Args:
         activations: bytes that it keeps for the backward pass.
         flops: floating-point operations.
+        parts: operations of each direct child of the model, by its name.
     """
 
     activations: int
     flops: int
+    parts: dict[str, int]
 
 
 def moments(optimizer: Optimizer, size: Callable[[Tensor], int]) -> int:
@@ -162,7 +164,9 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
                 torch.func.functional_call(step, fakes, (given,))
     except Exception:  # they may do anything with values, which are not there
         return None
-    return Pass(kept.n_bytes, counter.get_total_flops())
+    of_modules = counter.get_flop_counts()  # by the names of modules within `step`
+    parts = {name: sum(of_modules.get(f"_Step.model.{name}", {}).values()) for name, _ in model.named_children()}
+    return Pass(kept.n_bytes, counter.get_total_flops(), parts)
 
 
 @dataclass

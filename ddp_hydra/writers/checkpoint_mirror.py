@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from ddp_hydra.errors import CheckpointError, ConfigError, TakenOver
@@ -31,6 +31,7 @@ from ddp_hydra.storage.manifest import (
     name_in_store,
     newest_first,
     read_manifest,
+    readable_steps,
 )
 from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.storage.run_ref import RunRef, remove_checkpoint
@@ -43,28 +44,110 @@ INTERVAL_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class CheckpointMirror:
-    """Copies the checkpoints of a run to a store. There, the manifest names checkpoints of other runs first.
+class Mirror:
+    """Copies the checkpoints of a run to a store, about once a second, in a thread. It is a writer.
+
+    There, the manifest names checkpoints of other runs first. What fails is retried; a warning is logged if it goes on
+    failing, and when it works again. A subclass copies more.
 
     Args:
-        run_dir: the run directory.
+        run_dir: the run directory; another writer fills its `checkpoints`.
         store: the run's folder in the store.
+        retry_s: how long copying may fail without a warning, and at the end without being given up.
+        give_up: an event that ends all waiting at once.
 
     Attributes:
         damaged: why a checkpoint cannot be copied, by its name in the store.
     """
 
-    def __init__(self, run_dir: Path, store: Store) -> None:
-        self.folder, self.place = run_dir / FOLDER, f"{store.url}/{FOLDER}"
+    what = "checkpoints"
+
+    def __init__(
+        self, run_dir: Path, store: Store, retry_s: float = 0.0, give_up: threading.Event | None = None
+    ) -> None:
+        self.folder, self.place, self.store, self.retry_s = run_dir / FOLDER, f"{store.url}/{FOLDER}", store, retry_s
+        self.give_up = give_up or threading.Event()
         self.damaged: dict[str, str] = {}
-        self._remote = store
-        self._own: set[str] = {name_in_store(name, entry) for name, entry in _steps(self.folder).items()}
+        self._own: set[str] = {name_in_store(name, entry) for name, entry in readable_steps(self.folder).items()}
         self._sent: set[str] = set()  # the part of `_own` that is known to be in the store
         self._copied: Entries | None = None
+        self._end = threading.Event()
+        self._failing: dict[str, float] = {}  # works, and since when
+        self._is_reported = False
+        self._threads = [
+            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
+            for work in self.works()
+        ]
+
+    def works(self) -> list[Callable[[], None]]:
+        """Return what is done once a second, each in a thread of its own; they raise what has failed."""
+        return [self.copy]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def write(self, record: Record) -> None:
+        """Do nothing: the manifest in the run directory names new checkpoints."""
+
+    def close(self) -> None:
+        """Wait while checkpoints are being copied or retried, and log a warning if the newest one did not arrive."""
+        reasons: list[str] = []
+        last = threading.Thread(target=lambda: reasons.append(self.finish(self.copy, self.retry_s)), daemon=True)
+        last.start()  # a request may hang: `give_up` ends the wait for it, too
+        while last.is_alive() and not self.give_up.is_set():
+            last.join(timeout=0.1)
+        if missing := self.missing():
+            name, damage = missing
+            reason = damage or "".join(reasons) or "there was no time for it"
+            log.warning(
+                "the newest checkpoint, %s, is not in %s (%s); it is in %s", name, self.place, reason, self.folder
+            )
+
+    def finish(self, work: Callable[[], None], retry_s: float) -> str:
+        """End the threads, then do a last work until it succeeds.
+
+        Returns:
+            The reason why it failed for `retry_s`; "" if it succeeded.
+        """
+        self._end.set()
+        for thread in self._threads:
+            thread.join()
+        backoff = Backoff(retry_s, self.give_up.wait)
+        while (failure := self._try(work)) and backoff.wait():
+            pass
+        return failure
+
+    def _repeat(self, work: Callable[[], None]) -> None:
+        while not self._end.wait(INTERVAL_S):
+            failure, now = self._try(work), time.monotonic()
+            if not failure:
+                self._failing.pop(work.__name__, None)
+                if self._is_reported and not self._failing:
+                    self._is_reported = False
+                    log.warning("%s are uploaded to %s again", self.what, self.place)
+            elif now - self._failing.setdefault(work.__name__, now) >= self.retry_s and not self._is_reported:
+                self._is_reported = True
+                log.warning("%s cannot be uploaded to %s: %s; the upload is retried", self.what, self.place, failure)
+
+    def _try(self, work: Callable[[], None]) -> str:
+        try:
+            work()
+        except TakenOver as error:
+            self.on_taken_over(error)
+            return str(error)
+        except Exception as error:  # whatever happened, it may succeed later
+            return str(error) or type(error).__name__
+        return ""
+
+    def on_taken_over(self, error: TakenOver) -> None:
+        """End all works: another process writes there now."""
+        self._end.set()
+        self.give_up.set()
 
     def missing(self) -> tuple[str, str] | None:
         """Return the newest checkpoint if it was not copied, and why it cannot be, if that is known."""
-        for name, entry in _steps(self.folder).items():
+        for name, entry in readable_steps(self.folder).items():
             key = name_in_store(name, entry)
             return None if key in self._sent else (name, self.damaged.get(key, ""))
         return None
@@ -88,7 +171,7 @@ class CheckpointMirror:
 
     def _copy(self) -> None:
         local = read_manifest(self.folder)
-        before = entries_in(self._remote)
+        before = entries_in(self.store)
         self._sent &= before.keys()
         keys = {name: name_in_store(name, local[name]) for name in newest_first(local)}
         self._own.update(keys.values())
@@ -99,7 +182,7 @@ class CheckpointMirror:
             self._save(local, keys, before, self._sent)
         if next(iter(keys.values()), None) in self._sent:  # nothing goes before the newest one is there
             for key in sorted(self._own - set(keys.values())):
-                remove_checkpoint(self._remote, key)
+                remove_checkpoint(self.store, key)
                 self._own.discard(key)
                 self._sent.discard(key)
         self._copied = local
@@ -109,7 +192,7 @@ class CheckpointMirror:
         for (file, part), (target, _) in zip(
             files_of(path, entry), files_of(PurePosixPath(FOLDER, key), entry), strict=True
         ):
-            if self._remote.size_or_none(str(target)) == part.size:
+            if self.store.size_or_none(str(target)) == part.size:
                 continue
             try:
                 content = file.open("rb")  # an open file stays readable when its name is removed
@@ -121,7 +204,7 @@ class CheckpointMirror:
                     self.damaged[key] = reason
                 if key in self.damaged:
                     return False
-                self._remote.put(str(target), content, part.size)
+                self.store.put(str(target), content, part.size)
         self._sent.add(key)
         return True
 
@@ -146,137 +229,31 @@ class CheckpointMirror:
         known = {entry.digest for entry in named.values()}
         named |= {alias: entry for alias, entry in aliases.items() if entry.digest in known}
         if named != before or list(named) != list(before):
-            self._remote.put(f"{FOLDER}/{NAME}", encode_manifest(named))
+            self.store.put(f"{FOLDER}/{NAME}", encode_manifest(named))
         return named
 
 
-class Repeater:
-    """Does works once a second, each in a thread of its own; logs when they have failed for a while, and work again.
+def start_mirror(
+    run_dir: Path, url: str, retry_s: float = 60.0, give_up: threading.Event | None = None, timeout_s: float = 60.0
+) -> Mirror:
+    """Begin to copy the checkpoints of a run to a folder, "s3://bucket/folder". Training never waits for that.
 
     Args:
-        what: the works copy.
-        place: where to.
-        works: they raise what has failed.
-        patience_s: how long a work may fail before that is logged.
-        give_up: an event that ends all waiting at once.
-    """
-
-    def __init__(
-        self,
-        what: str,
-        place: str,
-        works: Iterable[Callable[[], None]],
-        patience_s: float = 0.0,
-        give_up: threading.Event | None = None,
-    ) -> None:
-        self._what, self._place, self._patience_s = what, place, patience_s
-        self.give_up = give_up or threading.Event()
-        self._end = threading.Event()
-        self._failing: dict[str, float] = {}  # works, and since when
-        self._is_reported = False
-        self._threads = [
-            threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True) for work in works
-        ]
-
-    def start(self) -> None:
-        for thread in self._threads:
-            thread.start()
-
-    def finish(self, work: Callable[[], None], retry_s: float) -> str:
-        """End the threads, then do a last work until it succeeds.
-
-        Returns:
-            The reason why it failed for `retry_s`; "" if it succeeded.
-        """
-        self._end.set()
-        for thread in self._threads:
-            thread.join()
-        backoff = Backoff(retry_s, self.give_up.wait)
-        while (failure := self._try(work)) and backoff.wait():
-            pass
-        return failure
-
-    def _repeat(self, work: Callable[[], None]) -> None:
-        while not self._end.wait(INTERVAL_S):
-            failure, now = self._try(work), time.monotonic()
-            if not failure:
-                self._failing.pop(work.__name__, None)
-                if self._is_reported and not self._failing:
-                    self._is_reported = False
-                    log.warning("%s are uploaded to %s again", self._what, self._place)
-            elif now - self._failing.setdefault(work.__name__, now) >= self._patience_s and not self._is_reported:
-                self._is_reported = True
-                log.warning("%s cannot be uploaded to %s: %s; the upload is retried", self._what, self._place, failure)
-
-    def _try(self, work: Callable[[], None]) -> str:
-        try:
-            work()
-        except TakenOver as error:
-            self.on_taken_over(error)
-            return str(error)
-        except Exception as error:  # whatever happened, it may succeed later
-            return str(error) or type(error).__name__
-        return ""
-
-    def on_taken_over(self, error: TakenOver) -> None:
-        """End all works: another process writes there now."""
-        self._end.set()
-        self.give_up.set()
-
-
-class MirrorWriter:
-    """Copies each checkpoint of a run to a bucket, after it is complete in the run directory.
-
-    Copying to a bucket that fails is retried; after a while a warning is logged. Training never waits for the bucket.
-
-    Args:
-        run_dir: the job's run directory; another writer fills its `checkpoints`.
-        url: destination, "s3://bucket/folder".
-        retry_s: how long copying may fail without a warning, and at the end without being given up.
-        give_up: an event that ends all waiting at once.
         timeout_s: timeout of one request.
 
     Raises:
         ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
     """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        url: str,
-        retry_s: float = 60.0,
-        give_up: threading.Event | None = None,
-        timeout_s: float = 60.0,
-    ) -> None:
-        self._retry_s = retry_s
-        ref = RunRef.own(url)
-        if not ref.is_stored and Path(ref.folder).resolve() == run_dir.resolve():
-            raise ConfigError(f"results.mirror={url} is the run directory itself: give another folder, or leave it out")
-        self._mirror = CheckpointMirror(run_dir, open_folder(RunRef.own(url).folder, timeout_s))
-        try:
-            entries_in(open_folder(RunRef.own(url).folder, min(timeout_s, FIRST_TIMEOUT_S)))
-        except ConnectionError as error:
-            log.warning("%s; it is asked again when there is a checkpoint", error)
-        self._repeater = Repeater("checkpoints", self._mirror.place, [self._mirror.copy], retry_s, give_up)
-        self._repeater.start()
-
-    def write(self, record: Record) -> None:
-        """Do nothing: the manifest in the run directory names new checkpoints."""
-
-    def close(self) -> None:
-        """Wait while checkpoints are being copied or retried, and log a warning if the newest one did not arrive."""
-        reasons: list[str] = []
-        last = threading.Thread(
-            target=lambda: reasons.append(self._repeater.finish(self._mirror.copy, self._retry_s)), daemon=True
-        )
-        last.start()  # a request may hang: `give_up` ends the wait for it, too
-        while last.is_alive() and not self._repeater.give_up.is_set():
-            last.join(timeout=0.1)
-        if missing := self._mirror.missing():
-            name, damage = missing
-            reason = damage or "".join(reasons) or "there was no time for it"
-            place, folder = self._mirror.place, self._mirror.folder
-            log.warning("the newest checkpoint, %s, is not in %s (%s); it is in %s", name, place, reason, folder)
+    ref = RunRef.own(url)
+    if not ref.is_stored and Path(ref.folder).resolve() == run_dir.resolve():
+        raise ConfigError(f"results.mirror={url} is the run directory itself: give another folder, or leave it out")
+    mirror = Mirror(run_dir, open_folder(ref.folder, timeout_s), retry_s, give_up)
+    try:
+        entries_in(open_folder(ref.folder, min(timeout_s, FIRST_TIMEOUT_S)))
+    except ConnectionError as error:
+        log.warning("%s; it is asked again when there is a checkpoint", error)
+    mirror.start()
+    return mirror
 
 
 def entries_in(store: Store) -> Entries:
@@ -289,12 +266,3 @@ def entries_in(store: Store) -> Entries:
         raise ConfigError(
             f"{store.url}/{FOLDER}/{NAME} is no manifest ({error}): give another results.mirror"
         ) from None
-
-
-def _steps(folder: Path) -> Entries:
-    """Return the checkpoints of a local manifest, the newest first; none if it cannot be read."""
-    try:
-        entries = read_manifest(folder)
-    except CheckpointError:
-        return {}
-    return {name: entries[name] for name in newest_first(entries)}

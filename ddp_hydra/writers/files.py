@@ -69,11 +69,8 @@ _PIECE = 2**20
 class FileReceiver:
     """Receives the files of records into a run directory, one after the other.
 
-    A record whose file could not be written may come again. The fetched content is kept for that, because its sender
-    may have deleted it.
-
-    Args:
-        fetch: copies content that is not inline.
+    A record whose file could not be written may come again. The fetched content is kept for that: its sender may have
+    deleted it.
     """
 
     def __init__(self, fetch: Fetch | None) -> None:
@@ -177,12 +174,7 @@ SUBMITTED = "submitted.txt"
 
 
 class FileWriter:
-    """Writes each submitted file into the run directory; another writer handles checkpoints.
-
-    Args:
-        run_dir: the job's run directory.
-        fetch: copies files that are not inline.
-    """
+    """Writes each submitted file into the run directory; another writer handles checkpoints."""
 
     def __init__(self, run_dir: Path, fetch: Fetch | None = None) -> None:
         self._run_dir = run_dir
@@ -230,11 +222,9 @@ class _Save:
 
 
 class CheckpointWriter:
-    """Keeps a run's checkpoints.
+    """Keeps a run's checkpoints; a manifest that is there already is continued.
 
     Args:
-        run_dir: the job's run directory; a manifest that is there already is continued.
-        fetch: copies files that are not inline.
         keep: newest checkpoints to keep, besides those that last.pt and best.pt name; None keeps all.
         keep_every: also keep the first checkpoint after each multiple of this number of steps.
 
@@ -407,9 +397,6 @@ class JsonLinesWriter:
 
     When a new attempt starts, or the run is resumed in its folder, the lines after the step from which it continues are
     removed, so that the file has each step once.
-
-    Args:
-        run_dir: the job's run directory.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -474,39 +461,25 @@ def _is_until(last: int, line: bytes) -> bool:
 
 
 class LogWriter:
-    """Appends each rank's output to its own file.
-
-    The file has what the rank wrote, byte for byte. From the second attempt on, a line marks where an attempt begins.
-
-    Args:
-        run_dir: the job's run directory.
-    """
+    """Appends each rank's output to its own file, byte for byte; a line marks where each further attempt begins."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._attempts: dict[int, int] = {}  # of each rank: the newest
         self._in_line: set[int] = set()  # ranks whose last line has not ended
-        self._last: tuple[Record | None, bytes] = (None, b"")
 
     def write(self, record: Record) -> None:
         if not isinstance(record.data, Log):
             return
-        if record is not self._last[0]:  # the handler gives the same record again after a failed write
-            self._last = (record, self._content(record, record.data.text))
+        rank, text = record.rank, record.data.text
+        if record.attempt != self._attempts.get(rank, 0):
+            text = f"{chr(10) if rank in self._in_line else ''}--- attempt {record.attempt} ---\n{text}"
         # Opened each time: a job may have more ranks than a process may have open files.
-        with AppendFile(prepared_path(self._run_dir, f"logs/rank-{record.rank}.log")) as file:
-            file.append(self._last[1])
+        with AppendFile(prepared_path(self._run_dir, f"logs/rank-{rank}.log")) as file:
+            file.append(text.encode(errors="backslashreplace"))
+        self._attempts[rank] = record.attempt  # not before: the handler gives a record again after a failed write
+        if text:
+            (self._in_line.discard if text.endswith("\n") else self._in_line.add)(rank)
 
     def close(self) -> None:
         """Do nothing: no file stays open."""
-
-    def _content(self, record: Record, text: str) -> bytes:
-        rank = record.rank
-        head = ""
-        if record.attempt != self._attempts.get(rank, 0):
-            head = f"{chr(10) if rank in self._in_line else ''}--- attempt {record.attempt} ---\n"
-            self._in_line.discard(rank)
-        self._attempts[rank] = record.attempt
-        if text:
-            (self._in_line.discard if text.endswith("\n") else self._in_line.add)(rank)
-        return (head + text).encode(errors="backslashreplace")

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record
-from ddp_hydra.run_state import Status
+from ddp_hydra.results import finite
+from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.files import cannot_write, passing
 from ddp_hydra.storage.retry import Backoff
 
@@ -43,35 +44,36 @@ log = logging.getLogger(__name__)
 
 
 class ResultsHandler:
-    """Gives each record of a job to every writer, and keeps the values that the job's summary needs.
+    """Gives each record of a job to every writer, and notes in the summary what rank 0 logged last.
 
-    Call it from one thread. Leaving its `with` block closes all writers, also when one of them fails.
+    Call it from one thread. Leaving its `with` block closes all writers, also when one of them fails. An interrupt in
+    it also ends their waiting for a full disk or a bucket that does not answer.
 
     Args:
         writers: each gets every record, in this order.
         retry_s: how long a write is retried while the disk is full or away; 0: not at all.
         give_up: an event that ends all waiting at once; None: a new one.
-
-    Attributes:
-        give_up: that event.
-        metrics: the last value of each metric that rank 0 logged.
-        step: optimizer steps done at the last metrics of rank 0; None before the first.
-        samples: samples seen at the last metrics of rank 0; None if they had none.
+        summary: gets the steps, the samples and the metrics.
     """
 
-    def __init__(self, writers: Iterable[Writer], retry_s: float = 0.0, give_up: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        writers: Iterable[Writer],
+        retry_s: float = 0.0,
+        give_up: threading.Event | None = None,
+        summary: Summary | None = None,
+    ) -> None:
         self.writers = list(writers)
         self.give_up = give_up or threading.Event()
+        self.summary = summary or Summary(status="failed")
         self._retry_s, self._is_spent = retry_s, retry_s <= 0
-        self.metrics: dict[str, float] = {}
-        self.step: int | None = None
-        self.samples: float | None = None
 
     def handle(self, record: Record) -> None:
-        if isinstance(record.data, Metrics) and record.rank == 0:
-            self.metrics.update(record.data.metrics)
-            self.step = record.step if record.step is not None else self.step
-            self.samples = record.data.samples if record.data.samples is not None else self.samples
+        data, summary = record.data, self.summary
+        if isinstance(data, Metrics) and record.rank == 0:
+            summary.metrics.update(finite(data.metrics))
+            summary.steps = summary.steps if record.step is None else record.step
+            summary.samples = summary.samples if data.samples is None else data.samples
         self._each(lambda writer: self._write(writer, record))
 
     def close(self) -> None:
@@ -85,6 +87,8 @@ class ResultsHandler:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KeyboardInterrupt):
+            self.give_up.set()
         try:
             self.close()
         except Exception as failure:
@@ -121,7 +125,8 @@ class ResultsHandler:
                 what = f"{_CANNOT}{obstacle.filename or type(writer).__name__}"
                 if backoff is None:  # not made before: the first try may have copied for minutes
                     backoff = Backoff(self._retry_s, self.give_up.wait, LONGEST_PAUSE_S)
-                    self._warn(what, obstacle)
+                    reason, advice = obstacle.strerror or str(obstacle), _ADVICE.get(obstacle.errno or 0, "")
+                    log.warning("%s: %s; trying again for up to %g s%s", what, reason.lower(), self._retry_s, advice)
                 if not backoff.wait():
                     self._is_spent = True
                     if isinstance(error, OSError):
@@ -131,11 +136,6 @@ class ResultsHandler:
                     ) from obstacle
         if backoff is not None:
             log.warning("written, after %.0f s of retrying: %s", backoff.elapsed_s, what.removeprefix(_CANNOT))
-
-    def _warn(self, what: str, obstacle: OSError) -> None:
-        reason = (obstacle.strerror or str(obstacle)).lower()
-        advice = _ADVICE.get(obstacle.errno or 0, "")
-        log.warning("%s: %s; trying again for up to %g s%s", what, reason, self._retry_s, advice)
 
 
 def default_writers(
@@ -173,9 +173,9 @@ def default_writers(
         CheckpointWriter(folder, fetch, keep, keep_every),
     ]
     if mirror:
-        from ddp_hydra.writers.checkpoint_mirror import MirrorWriter
+        from ddp_hydra.writers.checkpoint_mirror import start_mirror
 
-        writers.append(MirrorWriter(folder, mirror, retry_s, give_up))
+        writers.append(start_mirror(folder, mirror, retry_s, give_up))
     if tensorboard:
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 

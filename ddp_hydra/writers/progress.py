@@ -27,13 +27,7 @@ class ProgressWriter:
 
     A terminal gets a live bar, and so does a notebook that has ipywidgets. Other outputs get lines without control
     characters, and between the permanent lines at most one line per `interval_s`. A closed output (`| head`), or one
-    whose encoding lacks a character, ends the display, not the job.
-
-    Args:
-        console: console to print to; None: stdout.
-        interval_s: least seconds between two lines of progress.
-        restarts: whether to print a line where an attempt begins; False if the caller does that.
-        clock: a monotonic clock, in seconds.
+    whose encoding lacks a character, ends the display, not the job. With `restarts`, it says where an attempt begins.
     """
 
     def __init__(

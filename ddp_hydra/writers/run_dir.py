@@ -16,6 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+import ddp_hydra
 from ddp_hydra.console.text import duration, is_chosen, message_of, printable, traceback_of, typed
 from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RecordError, RunFailed
 from ddp_hydra.record import Metrics, Record, Start, Text
@@ -172,7 +173,28 @@ def is_full(error: BaseException) -> bool:
     return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-def add_error(summary: Summary, error: BaseException) -> None:
+@contextmanager
+def summary_written(run_dir: Path, summary: Summary) -> Iterator[None]:
+    """Write summary.json at the end of the block, also when the block fails."""
+    begin, failure = time.time(), None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        _add_error(summary, error)
+        raise
+    finally:
+        summary.update({"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__})
+        try:
+            write_summary(run_dir, summary)
+        except ConfigError as unwritten:
+            if failure is None:
+                raise
+            if not is_full(failure):
+                failure.add_note(str(unwritten))
+
+
+def _add_error(summary: Summary, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
         summary.status = "interrupted"
     elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure
@@ -196,10 +218,6 @@ STOPPED_EARLY = "stopped early"
 
 class JobStatus:
     """Collects from the records of rank 0 what the display and status.json show.
-
-    Args:
-        clock: a monotonic clock, in seconds.
-        base: what is known of the job before it begins.
 
     Attributes:
         now: the fields of status.json; its state is starting, then running; a remote job's driver sets further ones.
@@ -305,12 +323,8 @@ def encode_status(content: Status) -> bytes:
 class StatusWriter:
     """Writes status.json into the run directory while the job runs, and removes it at the end.
 
-    `summary.json` then says how the job ended. A write that fails is left out, because no job depends on it.
-
-    Args:
-        run_dir: the job's run directory.
-        clock: a monotonic clock, in seconds.
-        base: what is known of the job apart from its records; others may change it.
+    `summary.json` then says how the job ended. A write that fails is left out, because no job depends on it. `base` is
+    what is known of the job apart from its records; others may change it.
     """
 
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:

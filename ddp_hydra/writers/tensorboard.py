@@ -84,9 +84,6 @@ class TensorBoardWriter:
     When a new attempt starts, or the job runs again in the same folder, an event has TensorBoard drop the points after
     the step from which it starts, so that each curve has one line. (TensorBoard's fast loader drops them tag by tag,
     from the first new point on.)
-
-    Args:
-        run_dir: the job's run directory.
     """
 
     def __init__(self, run_dir: Path) -> None:

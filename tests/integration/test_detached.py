@@ -32,6 +32,15 @@ from tests.integration.test_shared_results import server as server
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
+def detached(cli, remote, root, access, name: str, *words: str) -> tuple[Results, psutil.Process]:
+    """Start a run that its command leaves alone; return its results after some steps, and its driver."""
+    cli.done(*SLOW, *remote, f"results.root={root}", f"hydra.run.dir={name}", "detach=true", *words)
+    results = Results(f"{root}/{name}", access)
+    wait_for(lambda: results.step() >= 6, "some steps")
+    (driver,) = drivers()
+    return results, driver
+
+
 def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, remote, root, access):
     job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "hydra.run.dir=outputs/day/alone")
     url = f"{root}/day/alone"
@@ -115,11 +124,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
     def guards(dask_scheduler):
         return [task.processing_on.address for key, task in dask_scheduler.tasks.items() if "-guard-" in str(key)]
 
-    job = (*SLOW, f"results.root={root}", "hydra.run.dir=hurt", "dispatch.lost_timeout_s=5", "detach=true")
-    cli.done(*job, *remote)
-    results = Results(f"{root}/hurt", access)
-    wait_for(lambda: results.step() >= 6, "some steps")
-    (driver,) = drivers()
+    results, driver = detached(cli, remote, root, access, "hurt", "dispatch.lost_timeout_s=5")
     with dask.client() as client:  # the guard runs beside ranks that take all slots
         killed = client.run(os.getpid, workers=client.run_on_scheduler(guards)).values()
     for pid in {driver.ppid(), *killed}:
@@ -154,11 +159,7 @@ def test_a_killed_worker_and_a_killed_driver_do_not_end_a_run(cli, dask, remote,
 
 
 def test_a_driver_that_is_lost_for_good_is_missed(cli, dask, remote, root, access):
-    job = (*SLOW, f"results.root={root}", "hydra.run.dir=lost", "dispatch.max_restarts=0", "detach=true")
-    cli.done(*job, *remote)
-    results = Results(f"{root}/lost", access)
-    wait_for(lambda: results.step() >= 6, "some steps")
-    (driver,) = drivers()
+    _, driver = detached(cli, remote, root, access, "lost", "dispatch.max_restarts=0")
     driver.kill()
     began = time.monotonic()
     missed = attach(cli, access, f"run={root}/lost", "lost_timeout_s=5")
@@ -209,11 +210,7 @@ def test_a_run_goes_on_once_its_scheduler_is_back_and_ends_without_one(cli, tmp_
 
 
 def test_a_driver_that_is_suspended_is_replaced_and_writes_no_more(cli, remote, root, access):
-    job = (*SLOW, f"results.root={root}", "hydra.run.dir=asleep", "dispatch.lost_timeout_s=5", "detach=true")
-    cli.done(*job, *remote)
-    results = Results(f"{root}/asleep", access)
-    wait_for(lambda: results.step() >= 6, "some steps")
-    (asleep,) = drivers()
+    results, asleep = detached(cli, remote, root, access, "asleep", "dispatch.lost_timeout_s=5")
     asleep.suspend()
     try:
         step = results.step()

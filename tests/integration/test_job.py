@@ -18,6 +18,7 @@ import torch
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.project import pack
+from tests.integration.support.training import train
 
 pytestmark = pytest.mark.integration
 
@@ -157,18 +158,6 @@ def test_the_logs_name_each_rank_and_the_terminal_shows_plain_lines(digits):
     assert "Warning" not in ended.stderr
 
 
-def test_evaluate_gives_the_same_numbers_as_the_training_did(digits, module_cli):
-    run, _ = digits
-    ended = module_cli.done("evaluate", f"run={run}", "which=last")
-    first, *rest = ended.stdout.splitlines()
-    assert first == f"{run}/checkpoints/last.pt (step 4), 355 samples"
-    (validation,) = [line for line in lines_of(run) if "val/accuracy" in line]
-    numbers = {name: float(value) for name, value in map(str.split, rest)}
-    # The same weights and images; only sums go in another order, over one rank instead of two.
-    assert numbers["val/loss"] == pytest.approx(validation["val/loss"], rel=1e-5)
-    assert numbers["val/accuracy"] == pytest.approx(validation["val/accuracy"], abs=5e-7)
-
-
 # -- other ways to run it ----------------------------------------------------------------------------------
 
 
@@ -301,18 +290,19 @@ def test_an_interrupt_ends_the_job_with_130_and_leaves_nothing_running(cli, wait
     )
 
 
-def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, wait_for, ranks_alive):
+def test_a_killed_client_leaves_a_whole_run_behind_that_can_be_resumed(cli, client2, project, wait_for, ranks_alive):
     """Killed at any moment, and resumed in its run directory: the same numbers as never stopped, each of them once."""
     settings = (
         *TINY,
         "trainer.epochs=4",
         "trainer.checkpoint_every_steps=2",
-        "data.delay_s=0.05",  # time to stop it
+        "trainer.threads=1",
         "model.dropout=0.3",
     )
     whole, killed = cli.folder / "whole", cli.folder / "killed"
-    cli.done(*settings, "data.delay_s=0", f"hydra.run.dir={whole}")
-    process = cli.start(*settings, f"hydra.run.dir={killed}")
+    train(client2, project, whole, *settings)
+    slow = "data.delay_s=0.05"  # time to stop it
+    process = cli.start(*settings, slow, f"hydra.run.dir={killed}")
     try:
         wait_for((killed / "checkpoints" / "step-000004.pt").exists, "the job has trained 4 steps")
         process.send_signal(signal.SIGSTOP)  # however long the other takes
@@ -353,17 +343,13 @@ def imported(importtime: str) -> set[str]:
         (["--cfg", "job"], "n_workers: 2"),
         pytest.param(["--info", "defaults"], "base_config", marks=pytest.mark.slow),
         (["--info", "plugins"], "DaskDDPLauncher"),
+        (["cluster.n_workers=0"], "cluster.n_workers=0"),
     ],
-    ids=["help", "cfg", "defaults", "plugins"],
+    ids=["help", "cfg", "defaults", "plugins", "mistake"],
 )
-def test_questions_are_answered(cli, arguments, said):
-    ended = cli.run(*arguments)
+def test_questions_and_mistakes_are_answered_without_torch(cli, arguments, said):
+    ended = cli.run(*arguments, PYTHONPROFILEIMPORTTIME="1")
     assert said in ended.stdout + ended.stderr
-
-
-@pytest.mark.parametrize("argument", ["--help", "cluster.n_workers=0"])
-def test_answers_need_no_torch(cli, argument):
-    ended = cli.run(argument, PYTHONPROFILEIMPORTTIME="1")
     assert not imported(ended.stderr) & {"torch", "distributed", "tensorboard"}
     assert "hydra" in imported(ended.stderr)
 

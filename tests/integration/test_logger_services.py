@@ -293,20 +293,3 @@ def test_mlflows_server_is_killed_and_comes_back(server, cli, wait_for):
     assert rows(server.database, "SELECT status FROM runs") == [("KILLED",)]
     steps = [step for (step,) in rows(server.database, "SELECT step FROM metrics WHERE key='train/loss' ORDER BY step")]
     assert steps == list(range(1, len(steps) + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_mlflows_server_is_killed_for_good(server, cli, wait_for):
-    process = cli.start(*arguments(server, "hydra.run.dir=outputs/a", "trainer.epochs=30", "data.delay_s=0.02"))
-    try:
-        wait_for((cli.folder / "outputs" / "a" / "loggers.json").exists, "a run at the server")
-        server.stop()
-        out, err = process.communicate()
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 0, err
-    assert "done: 360 steps" in out.replace(",", "")
-    assert "mlflow does not answer (" in err
-    assert "mlflow lacks records of this job" in err

@@ -17,7 +17,7 @@ from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.training.consensus import StopSignal
-from ddp_hydra.training.loop import begin_from, fit
+from ddp_hydra.training.loop import fit, furthest
 from ddp_hydra.training.run import TrainingRun
 from tests.ddp_hydra.training import loop_runs
 from tests.integration.support.worlds import WorldGang
@@ -49,7 +49,7 @@ def settings(ranks: int, **parts: Any) -> Any:
 
 def built(world: World, parts: Any, faults: list[str]) -> TrainingRun:
     data, fault, before = loop_runs.Numbers(2 * GLOBAL_BATCH), fault_injection.activate(faults), world.kept.get("run")
-    given = (data, None, None, fault, StopSignal(), None, world, lambda: begin_from(world, before, None))
+    given = (data, None, None, fault, StopSignal(), None, world, lambda: furthest(world, before))
     run = TrainingRun(settings(world.size, **parts), *given, before and before.parallel)
     assert before is None or run.model is before.model
     return run

@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-Fault = str | None
-FAULTS = ("503", "500", "reset", "half", "stall", "slow", "404", "403", "expired")
+Fault = str | tuple[int, str] | None
+ANSWERS = {
+    "503": (503, "SlowDown"), "500": (500, ""), "301": (301, "PermanentRedirect"), "404": (404, "NoSuchKey"),
+    "403": (403, "AccessDenied"), "expired": (400, "ExpiredToken"),
+}  # fmt: skip
+"""Faults that are an answer: its status, and the code of its error."""
 WRONG_ANSWERS = {
     "error": b"<?xml version='1.0'?><Error><Code>InternalError</Code><Message>try again</Message></Error>",
     "html": b"<html><body><h1>We will be back soon</h1></body></html>",
@@ -36,8 +40,9 @@ class FaultServer:
         tls: certificate and key in one file, to speak https.
 
     Attributes:
-        fault: called with each request's number and path; returns one of `FAULTS`, `WRONG_ANSWERS`, `WRONG_PAGES`,
-            "short" (half an object under a clean 200 or 206) or "301" (another region), or None to serve it.
+        fault: called with each request's number and path; returns one of `ANSWERS`, `WRONG_ANSWERS`, `WRONG_PAGES`,
+            a status and a code, "reset", "half", "stall", "slow" or "short" (half an object under a clean 200 or 206),
+            or None to serve it.
         requests: (method, path, Host header) of all so far.
         access_keys: those that are taken; None: all, and none at all.
         page: keys in a page of a listing.
@@ -99,22 +104,15 @@ class FaultServer:
             self.requests.append((request.command, path, request.headers.get("Host", "")))
             number = len(self.requests) - 1
         fault = self.fault(number, path)
-        if fault in ("500", "503"):
-            return self._say(request, int(fault), b"<Error><Code>SlowDown</Code></Error>" if fault == "503" else b"")
         if fault == "reset":
             request.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             request.close_connection = True
             return request.connection.close()
         if fault in WRONG_ANSWERS:
             return self._say(request, 200, WRONG_ANSWERS[fault])
-        if fault == "301":
-            return self._say(request, 301, b"<Error><Code>PermanentRedirect</Code></Error>")
-        if fault == "404":
-            return self._say(request, 404, b"<Error><Code>NoSuchKey</Code></Error>")
-        if fault == "403":
-            return self._say(request, 403, b"<Error><Code>AccessDenied</Code></Error>")
-        if fault == "expired":
-            return self._say(request, 400, b"<Error><Code>ExpiredToken</Code></Error>")
+        if said := fault if isinstance(fault, tuple) else ANSWERS.get(fault or ""):
+            status, code = said
+            return self._say(request, status, f"<Error><Code>{code}</Code></Error>".encode() if code else b"")
         if self.access_keys is not None:
             key = re.findall(r"Credential=([^/]+)/", request.headers.get("Authorization", ""))
             if not key or key[0] not in self.access_keys:

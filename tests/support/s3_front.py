@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import http.server
-import os
 import re
 import socket
 import struct
@@ -57,7 +56,7 @@ class Front:
 
 
 @pytest.fixture
-def front(monkeypatch, tmp_path, s3) -> Iterator[Front]:  # noqa: F811
+def front(monkeypatch, plain_environment, credentials, s3) -> Iterator[Front]:  # noqa: F811
     """An S3 server with an empty bucket 'runs', and the environment that leads there."""
 
     class FrontHandler(http.server.BaseHTTPRequestHandler):
@@ -115,13 +114,7 @@ def front(monkeypatch, tmp_path, s3) -> Iterator[Front]:  # noqa: F811
     before = FrontServer(("127.0.0.1", 0), FrontHandler)
     front = Front(f"http://127.0.0.1:{before.server_port}", s3)
     monkeypatch.setattr("ddp_hydra.writers.checkpoint_mirror.INTERVAL_S", 0.02)
-    for name in list(os.environ):
-        if name.startswith("AWS_") or name.lower() in ("http_proxy", "https_proxy", "all_proxy"):
-            monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing-key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing-secret")
     thread = threading.Thread(target=before.serve_forever, args=(0.01,))
     thread.start()
     yield front

@@ -181,14 +181,7 @@ def _start(client: Any, worker: str, spec: DriverSpec) -> StartedDriver:
 
 
 class Follower:
-    """Shows a driver's messages, and asks it to stop when the user presses Ctrl-C.
-
-    Args:
-        client: of the cluster.
-        driver: the driver.
-        messages: the driver's messages.
-        run_dir: gets a status.json, for sweeps.
-    """
+    """Shows a driver's messages, asks it to stop when the user presses Ctrl-C, and keeps a status.json for sweeps."""
 
     def __init__(self, client: Any, driver: StartedDriver, messages: Messages, run_dir: Path) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
@@ -254,12 +247,7 @@ RESTART_FACTOR = 4
 
 
 class Attached:
-    """Follows one run.
-
-    Args:
-        store: the run's folder.
-        lost_timeout_s: a driver that has not updated its status for so long is considered lost, in seconds.
-    """
+    """Follows one run; a driver that has not updated its status for `lost_timeout_s` is considered lost."""
 
     def __init__(self, store: Store, lost_timeout_s: float) -> None:
         from ddp_hydra.writers.progress import ProgressWriter

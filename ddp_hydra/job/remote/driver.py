@@ -90,15 +90,7 @@ def open_runner(spec: DriverSpec, scheduler: Scheduler, scratch_root: str) -> It
 
 
 class RemoteJobRunner:
-    """Runs one job and uploads its results.
-
-    Args:
-        spec: the job.
-        scratch: the temporary folder.
-        store: the run's folder in the store.
-        status: of the run.
-        client: connected to the scheduler.
-    """
+    """Runs one job in a temporary folder and uploads its results."""
 
     def __init__(self, spec: DriverSpec, scratch: Path, store: FencedStore, status: DriverStatus, client: Any) -> None:
         self.spec, self.scratch, self.store, self.status, self.client = spec, scratch, store, status, client

@@ -52,17 +52,10 @@ class DriverSpec:
     """Describes a job to a driver. It is sent through Dask and a pipe, and never written to a disk.
 
     Args:
-        name: the driver's name, which is also the topic of its messages.
-        url: the URL of the results.
-        config: the config as plain values.
+        name: of the driver, which is also the topic of its messages.
         saved_config: the config as checkpoints contain it.
-        overrides: the overrides it was composed with.
-        project: the packed project space.
-        hydra_files: the files that Hydra has saved of the job, by name.
-        cwd: the folder where the command was typed.
         client: the id of the command's client at the scheduler; None: the run goes on without the command.
         sweep: the sweep that workers are reserved for.
-        logged: the job as loggers see it.
         resume: the checkpoint to resume from, as the worker finds it; "" for none.
         goes_on: it may write where a run has left its results: it resumes that run, or is a job of a sweep.
         max_restarts: how many more drivers may follow, each when the one before is lost.
@@ -170,12 +163,7 @@ def stop_topic(driver: str) -> str:
 
 
 class EventChannel(logging.Handler):
-    """Sends the driver's records and log lines to the command. It is a writer and a logging handler.
-
-    Args:
-        client: the driver's client.
-        driver: the driver's name.
-    """
+    """Sends the driver's records and log lines to the command. It is a writer and a logging handler."""
 
     def __init__(self, client: Any, driver: str) -> None:
         super().__init__(logging.INFO)

@@ -37,15 +37,8 @@ LOST_S = 20.0
 class DriverStatus(JobStatus):
     """Collects the status of a remote run. It is also a writer: it takes the records of the job.
 
-    Args:
-        scheduler: address of the scheduler.
-        project: sha256 of the project space.
-        max_restarts: how many drivers may follow this one.
-        more: further fields of `Status`.
-
-    Attributes:
-        now: its state is starting, running, ending, and at last `LOST` or one of `ENDED`.
-        files: names of the uploaded files.
+    `files` are the names of the uploaded files. `now` has a state: starting, running, ending, at last `LOST` or one of
+    `ENDED`.
     """
 
     def __init__(self, scheduler: str, project: str, max_restarts: int = 0, **more: Any) -> None:
@@ -117,13 +110,10 @@ log = logging.getLogger(__name__)
 
 
 class FencedStore(Store):
-    """Writes to a store as its owner, until another process acquires it.
+    """Writes to a run's folder in a store as its owner, until another process acquires it.
 
     A small object is replaced only if nobody else has changed it since this process became the owner (If-Match,
     If-None-Match). Large objects have a new name each time or only grow, so the owner is just checked before.
-
-    Args:
-        store: the run's folder.
     """
 
     def __init__(self, store: Store) -> None:

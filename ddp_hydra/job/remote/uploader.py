@@ -27,7 +27,7 @@ from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
 from ddp_hydra.storage.manifest import FOLDER
-from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror, Repeater, entries_in
+from ddp_hydra.writers.checkpoint_mirror import Mirror, entries_in
 from ddp_hydra.writers.run_dir import STATUS, SUMMARY, encode_status, write_summary
 
 WATCH_S = 2.5 * HEARTBEAT_S
@@ -44,26 +44,26 @@ class AlreadyEnded(Exception):
     """A run needs no other driver."""
 
 
-class Uploader(Repeater):
-    """Uploads the files of a folder about once a second, and retries what fails.
+class Uploader(Mirror):
+    """Uploads the files of a run directory about once a second, its checkpoints and its status.
 
-    Args:
-        folder: the run directory.
-        store: the run's folder in the store.
-        status: the run's status, which is written to the store, too.
-        on_stop: called with the reason, once when an object in the store asks the run to end, and once when another
-            driver has taken over the run.
+    `on_stop` is called with the reason, once when an object in the store asks the run to end, and once when another
+    driver has taken over the run.
     """
 
+    what = "results"
+
     def __init__(self, folder: Path, store: Store, status: DriverStatus, on_stop: Callable[[str], None]) -> None:
-        # Three threads, so that the upload of a large file does not delay the heartbeat.
-        super().__init__("results", store.url, [self._upload, self._write_status, self._copy_checkpoints])
-        self.folder, self.store, self.status, self.on_stop = folder, store, status, on_stop
+        super().__init__(folder, store)
+        self.run_dir, self.place, self.status, self.on_stop = folder, store.url, status, on_stop
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
         self._known = set(status.files)  # a driver that took the run over has more
-        self.checkpoints = CheckpointMirror(folder, store)
         self._is_stopping = False
         self._lock = threading.Lock()
+
+    def works(self) -> list[Callable[[], None]]:
+        """Return three works, so that the upload of a large file does not delay the heartbeat."""
+        return [self._upload, self._write_status, self.copy]
 
     def finish_run(self, retry_s: float, state: str, message: str) -> str:
         """Upload all that is left; summary.json comes last, as the sign that everything is there.
@@ -82,14 +82,14 @@ class Uploader(Repeater):
 
     def _finish_once(self, state: str, message: str) -> None:
         self._upload(EVERYTHING)
-        self._copy_checkpoints()
-        if missing := self.checkpoints.missing():
+        self.copy()
+        if missing := self.missing():
             raise ConnectionError(f"its newest checkpoint, {missing[0]}, is not there")
         self.store.delete(STOP)
         self.status.now.state, self.status.now.message = state, message
         self.store.put(STATUS, encode_status(self.status.content()))
         if state != LOST:
-            self.store.put(SUMMARY, (self.folder / SUMMARY).read_bytes())
+            self.store.put(SUMMARY, (self.run_dir / SUMMARY).read_bytes())
 
     def _write_status(self) -> None:
         if (content := self.status.next_update()) is not None:
@@ -100,11 +100,11 @@ class Uploader(Repeater):
             self._is_stopping = True
             self.on_stop("it was asked for")
 
-    def _copy_checkpoints(self) -> None:
+    def copy(self) -> None:
         """Copy checkpoints, after the metrics that another driver which resumes from them needs."""
-        if self.checkpoints.is_behind():
+        if self.is_behind():
             self._upload(CURVES, others=False)
-            self.checkpoints.copy()
+            super().copy()
 
     def _upload(self, at_once: tuple[str, ...] = (), others: bool = True) -> None:
         """Upload files that have changed and are due. Names that begin as `at_once` are due."""
@@ -135,8 +135,8 @@ class Uploader(Repeater):
             raise ConnectionError(failure)
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        for path in sorted(self.folder.rglob("*")):
-            name = path.relative_to(self.folder)
+        for path in sorted(self.run_dir.rglob("*")):
+            name = path.relative_to(self.run_dir)
             is_hidden = any(part.startswith(".") and part != ".hydra" for part in name.parts)
             if not is_hidden and name.parts[0] not in EXCLUDED and path.is_file() and not path.is_symlink():
                 yield name.as_posix(), path
@@ -180,9 +180,7 @@ def is_active(store: FencedStore) -> bool:
 def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
     """Wait until a run has lost its driver, and return True; return False once it has ended, or was removed.
 
-    Args:
-        store: the run's folder.
-        is_connected: whether the scheduler hears of the driver, which may only be slow to reach the store.
+    `is_connected` asks whether the scheduler hears of the driver, which may only be slow to reach the store.
     """
     changed, seen = time.monotonic(), None
     while True:

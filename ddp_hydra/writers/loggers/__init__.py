@@ -68,13 +68,9 @@ class ServiceRun:
 
 @dataclass(frozen=True)
 class Order:
-    """What a logger's process begins with.
+    """What a logger's process begins with: the logger's config, its job, layers of the project space if it is in it.
 
-    Args:
-        node: the logger's config.
-        job: for `Logger.begin`.
-        roots: layers of the project space, if the logger is in it.
-        timeout_s: how long the process may go on after the job's process has died.
+    It may go on for `timeout_s` after the job's process has died.
     """
 
     node: Mapping[str, Any]

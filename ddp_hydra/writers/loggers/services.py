@@ -28,13 +28,6 @@ class MlflowLogger(Logger):
     """Logs to an MLflow server, or to a local store of MLflow.
 
     The sweep of a job is the tag `sweep`, by which MLflow's page groups runs.
-
-    Args:
-        tracking_uri: None: MLflow's own choice, which is MLFLOW_TRACKING_URI or a file in this folder.
-        experiment: None: MLFLOW_EXPERIMENT_NAME, else "ddp_hydra".
-        run_name: None: the name of the run directory.
-        tags: further tags of the run.
-        checkpoints: see `Logger`.
     """
 
     advice = "Start its server, or give results.mlflow.tracking_uri=<address>, or leave it out with results.loggers=[]"
@@ -173,17 +166,7 @@ STEP = "trainer/global_step"
 
 @dataclass(eq=False, repr=False)
 class WandbLogger(Logger):
-    """Logs to W&B, or offline into the run directory. The sweep of a job is its W&B group.
-
-    Args:
-        project: None: WANDB_PROJECT, else "ddp_hydra".
-        entity: None: WANDB_ENTITY, else the user's own.
-        run_name: None: WANDB_NAME, else the name of the run directory.
-        group: None: the sweep, else WANDB_RUN_GROUP.
-        mode: "online", "offline" or None: WANDB_MODE.
-        tags: further tags of the run.
-        checkpoints: see `Logger`.
-    """
+    """Logs to W&B, or offline into the run directory. The sweep of a job is its W&B group."""
 
     advice = "Type `wandb login`, or set WANDB_MODE=offline, or leave it out with results.loggers=[]"
 
@@ -273,13 +256,6 @@ class AimLogger(Logger):
     """Logs to a repository of Aim, or to its server. The sweep of a job is a tag of its run, "sweep <name>".
 
     Aim keeps no files, so checkpoints are not uploaded.
-
-    Args:
-        repo: folder, or address of a server, "aim://host:53800"; None: the current folder.
-        experiment: None: "ddp_hydra".
-        run_name: None: the name of the run directory.
-        tags: further tags of the run.
-        checkpoints: only None is allowed.
     """
 
     advice = "Start `aim server`, or give a folder with results.aim.repo=..., or leave it out with results.loggers=[]"
@@ -343,14 +319,7 @@ class AimLogger(Logger):
 
 @dataclass(eq=False, repr=False)
 class ClearmlLogger(Logger):
-    """Logs to ClearML, or offline into ClearML's cache. The sweep of a job is a tag of its task, "sweep <name>".
-
-    Args:
-        project: None: CLEARML_PROJECT, else "ddp_hydra".
-        run_name: None: CLEARML_TASK, else the name of the run directory.
-        tags: further tags of the task.
-        checkpoints: see `Logger`.
-    """
+    """Logs to ClearML, or offline into ClearML's cache. The sweep of a job is a tag of its task, "sweep <name>"."""
 
     advice = "Type `clearml-init`, or set CLEARML_OFFLINE_MODE=1, or leave it out with results.loggers=[]"
 

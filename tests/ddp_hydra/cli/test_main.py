@@ -14,7 +14,7 @@ from ddp_hydra.api import ComposedConfig
 from ddp_hydra.cli import main
 from ddp_hydra.config.schema import resolved
 from ddp_hydra.errors import ConfigError, Interrupted
-from tests.ddp_hydra.config.test_schema import composed
+from tests.ddp_hydra.config.configs import composed
 
 ROOT = Path(__file__).parents[3]
 

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.job import loggers
+from tests.ddp_hydra.job.jobs import config
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,13 @@ def test_a_broken_file_begins_new_runs_with_a_warning(content, tmp_path, caplog)
     (tmp_path / loggers.RUNS).write_text(content, encoding="latin1")
     assert loggers.read_runs(str(tmp_path)) == {}
     assert "the loggers begin new runs" in caplog.text
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_resumed_job_continues_its_runs_unless_new_ones_are_wanted(is_new, tmp_path):
+    loggers.save_runs(tmp_path, RUNS)
+    cfg = config(resume=str(tmp_path), results__loggers=["mlflow"], results__new_logger_runs=is_new)
+    assert loggers.describe(cfg, tmp_path / "b").earlier == ({} if is_new else RUNS)
 
 
 class Sender:

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import run_dir
-from ddp_hydra.job.run_dir import RunDirCallback, is_resumed, refuse_other_run, remove_unused
+from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run, remove_unused
 from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, CheckpointPart, encode_manifest
 from ddp_hydra.writers.run_dir import locked, next_attempt
 
@@ -153,13 +153,15 @@ def test_a_disk_that_knows_no_locks_will_do(tmp_path, monkeypatch):
         pass
 
 
-@pytest.mark.parametrize("resume", ["", "/checkpoints", "/checkpoints/step-000010.pt"])
+@pytest.mark.parametrize(
+    "resume", ["{}/run", "run", "file://{}/run", "{}/run/checkpoints", "run/checkpoints/step-000010.pt"]
+)
 def test_a_run_goes_on_in_its_own_folder(tmp_path, resume, monkeypatch):
     (tmp_path / "run/checkpoints").mkdir(parents=True)
     (tmp_path / "run/checkpoints/step-000010.pt").touch()
-    refuse_other_run(tmp_path / "run", f"{tmp_path}/run{resume}")
     monkeypatch.chdir(tmp_path)
-    refuse_other_run(tmp_path / "run", f"run{resume}")
+    refuse_other_run(tmp_path / "run", resume.format(tmp_path))
+    assert next_attempt(tmp_path / "run") == next_attempt(tmp_path / "nowhere") == 0
 
 
 @pytest.mark.parametrize("resume", [None, "other", "s3://bucket/run", "/"])
@@ -187,10 +189,6 @@ def test_a_run_that_was_killed_while_it_wrote_its_first_checkpoint_may_begin_aga
         refuse_other_run(tmp_path, None)
 
 
-def test_a_new_run_has_no_earlier_attempt(tmp_path):
-    assert next_attempt(tmp_path) == next_attempt(tmp_path / "nowhere") == 0
-
-
 def test_hydra_is_stopped_before_it_writes_into_the_folder_of_another_run(tmp_path):
     hydra = {"run": {"dir": str(tmp_path / "run")}, "output_subdir": ".hydra"}
     cfg = OmegaConf.create({"resume": None, "dry_run": False, "hydra": hydra})
@@ -212,9 +210,11 @@ def test_a_dry_run_writes_no_config_over_that_of_the_run_in_its_folder(tmp_path)
     OmegaConf.set_readonly(cfg.hydra, True)
     RunDirCallback().on_run_start(cfg)
     assert cfg.hydra.output_subdir is None
+    (tmp_path / "notes.txt").touch()
     (tmp_path / "empty").mkdir()
-    remove_unused(tmp_path / "empty", None)
-    assert not (tmp_path / "empty").exists()
+    for name in ("empty", "", "missing"):
+        remove_unused(tmp_path / name, None)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 @pytest.mark.parametrize(
@@ -238,13 +238,6 @@ def test_only_a_folder_in_which_nobody_but_hydra_has_written_is_removed(tmp_path
     )
 
 
-def test_where_hydra_writes_nothing_nothing_is_removed(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    remove_unused(tmp_path, None)
-    remove_unused(tmp_path / "missing", ".hydra")
-    assert (tmp_path / "notes.txt").exists()
-
-
 def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
     part = CheckpointPart(name="step.pt", size=1, sha256="")
     entries = {
@@ -256,10 +249,3 @@ def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
     for given in (tmp_path, tmp_path / FOLDER / "step-000004.pt"):
         assert run_dir.metrics_at(str(given), 4) == {"val/loss": 0.5}
     assert run_dir.metrics_at(str(tmp_path), 5) == run_dir.metrics_at(str(tmp_path / "none"), 4) == {}
-
-
-@pytest.mark.parametrize("given", ["{}", "file://{}", "{}/checkpoints/last.pt"])
-def test_a_run_is_resumed_in_its_own_folder_however_that_is_named(given, tmp_path):
-    assert is_resumed(tmp_path / "a", given.format(tmp_path / "a"))
-    assert not is_resumed(tmp_path / "a", given.format(tmp_path / "b"))
-    assert not is_resumed(tmp_path / "a", "s3://bucket/a")

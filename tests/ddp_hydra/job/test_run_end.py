@@ -6,7 +6,6 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -46,7 +45,7 @@ def returned(monkeypatch) -> dict[str, Any]:
     value = dict(VALUE)
 
     def run_on_dask(self, packed, stop):
-        self.summarise(SimpleNamespace(step=7, samples=56, metrics={}))
+        self.summary.steps, self.summary.samples = 7, 56
         return value
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
@@ -87,6 +86,7 @@ def test_what_was_downloaded_to_begin_with_goes_at_the_end(returned, tmp_path, m
     downloads = tmp_path / "run" / ".resume"
 
     def fetch(url, folder, which, retry_s):
+        assert (url, folder, which, retry_s) == ("s3://bucket/run", downloads, "last", 7.0)
         (folder / "step-000010-0123456789ab.pt").write_bytes(zipped(b"content"))
         return folder / "step-000010-0123456789ab.pt"
 
@@ -97,7 +97,7 @@ def test_what_was_downloaded_to_begin_with_goes_at_the_end(returned, tmp_path, m
 
     monkeypatch.setattr("ddp_hydra.storage.run_ref.fetch_checkpoint", fetch)
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
-    run_job(config(resume="s3://bucket/run"), tmp_path / "run")
+    run_job(config(resume="s3://bucket/run", results__retry_s=7.0), tmp_path / "run")
     assert not downloads.exists()
 
 
@@ -130,7 +130,7 @@ def test_a_paused_job_went_well_and_says_how_to_go_on(returned, tmp_path, capsys
 
 def test_the_objective_of_a_validation_just_before_a_restart_is_returned(returned, monkeypatch, tmp_path):
     def run_on_dask(self, packed, stop):
-        self.summarise(SimpleNamespace(step=20, samples=160, metrics={"val/accuracy": 0.75}))
+        self.summary.update({"steps": 20, "samples": 160, "metrics": {"val/accuracy": 0.75}})
         return {**returned, "metrics": {}}
 
     monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
@@ -239,28 +239,26 @@ def test_who_does_not_wait_for_a_checkpoint_hears_of_the_last_one(tmp_path):
         raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("mistake", [False, True])
-def test_who_failed_hears_where_the_log_and_the_checkpoint_are(tmp_path, mistake):
+@pytest.mark.parametrize(
+    ("error", "has_log"),
+    [
+        (RankFailed("m", FAILURE), True),
+        (RankFailed("m", replace(FAILURE, mistake=True)), False),
+        (SchedulerLost("m"), False),
+    ],
+)
+def test_who_failed_hears_where_the_log_and_the_checkpoint_are(tmp_path, error, has_log):
     checkpoint(tmp_path, 10, 20)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-3.log").write_text("printed\n")
-    with pytest.raises(RankFailed) as caught, summarised(tmp_path, config()):
-        raise RankFailed("m", replace(FAILURE, mistake=mistake))
+    with (
+        pytest.raises(ClusterError if isinstance(error, SchedulerLost) else RankFailed),
+        summarised(tmp_path, config()),
+    ):
+        raise error
     saved = f"saved:   step 20; go on with resume={tmp_path}"
     log = f"log:     {tmp_path}/logs/rank-3.log"
-    assert explain(caught.value) == "\n".join(["m", "", *([] if mistake else [log]), saved])
-
-
-def test_who_loses_the_scheduler_hears_where_the_checkpoint_is(tmp_path):
-    checkpoint(tmp_path, 10, 20)
-    with pytest.raises(ClusterError) as caught, summarised(tmp_path, config()):
-        raise SchedulerLost("the scheduler is lost")
-    assert explain(caught.value) == f"the scheduler is lost\n\nsaved:   step 20; go on with resume={tmp_path}"
-
-
-def test_a_job_that_is_done_has_no_failure(tmp_path):
-    summary = summary_after(None, tmp_path)
-    assert (summary["status"], summary["failure"]) == ("done", None)
+    assert explain(error) == "\n".join(["m", "", *([log] if has_log else []), saved])
 
 
 def test_odd_words_of_a_rank_can_be_written_down(tmp_path):

@@ -91,6 +91,7 @@ def test_an_object_is_replaced(place, tmp_path):
     place.store.put(key, tmp_path / "file")
     assert bytes(place.store.get(key)) == b"third"
     assert [name for name, _ in place.store.objects(place.key("a"))] == [key]
+    assert not list(tmp_path.rglob(".*.part"))
 
 
 def test_a_large_object_is_whole(place):
@@ -206,9 +207,11 @@ def test_many_threads_read_a_store(place):
     assert found == [str(n % 9).encode() for n in range(200)]
 
 
-def test_it_is_pickled_while_it_is_in_use(place):
+def test_it_is_pickled_while_it_is_in_use_and_counts_anew(place):
     place.store.put(place.key("a"), b"x")
-    assert bytes(pickle.loads(pickle.dumps(place.store)).get(place.key("a"))) == b"x"
+    again = pickle.loads(pickle.dumps(place.store))
+    assert bytes(again.get(place.key("a"))) == b"x"
+    assert again.traffic.requests == 1
 
 
 @pytest.mark.parametrize("place", BUCKETS, indirect=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import contextlib
 import threading
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -12,7 +12,8 @@ from botocore.credentials import RefreshableCredentials
 
 from ddp_hydra.storage import Bucket
 from ddp_hydra.storage.base import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
-from ddp_hydra.storage.s3 import _ProfileCredentials
+from ddp_hydra.storage.fsspec_store import FsspecStore
+from ddp_hydra.storage.s3 import BucketAddress, _ProfileCredentials
 from tests.support.fault_server import WRONG_ANSWERS, WRONG_PAGES, serving
 from tests.support.warm_server import wait_for
 
@@ -28,16 +29,25 @@ def store():
         yield server
 
 
-def bucket(store, **arguments) -> Bucket:
-    return Bucket("photos", store.url, **{"timeout_s": 0.5, "retry_timeout_s": 20, **arguments})
+def bucket(store, client: str = "obstore", **arguments) -> Bucket | FsspecStore:
+    given = {"timeout_s": 0.5, "retry_timeout_s": 20, **arguments}
+    if client == "s3fs":
+        return FsspecStore("s3://photos", bucket=BucketAddress("photos", store.url), **given)
+    return Bucket("photos", store.url, **given)
 
 
+both = pytest.mark.parametrize("client", ["obstore", "s3fs"])
+
+
+@both
 @pytest.mark.parametrize("fault", ["503", "500", "reset", "half", "stall"])
-def test_what_passes_is_read_in_the_end_and_counted(store, fault):
+def test_what_passes_is_read_in_the_end_and_counted(store, fault, client):
     store.fault = lambda number, path: fault if number < 2 else None
-    data = bucket(store)
+    data = bucket(store, client)
     assert bytes(data.get("a.bin")) == CONTENT
-    assert (data.traffic.requests, data.traffic.retries, data.traffic.bytes) == (1, 2, len(CONTENT))
+    assert (data.traffic.requests, data.traffic.bytes) == (1, len(CONTENT))
+    # aiohttp itself repeats a connection that was reset
+    assert data.traffic.retries == (1 if (client, fault) == ("s3fs", "reset") else 2)
 
 
 @pytest.mark.parametrize("fault", ["503", "half", "stall"])
@@ -53,11 +63,12 @@ def test_slow_is_not_broken(store):
     assert data.traffic.retries == 0
 
 
+@both
 @pytest.mark.parametrize(("fault", "kind"), [("404", FileNotFoundError), ("403", PermissionError)])
-def test_what_does_not_pass_is_asked_for_once(store, fault, kind):
+def test_what_does_not_pass_is_asked_for_once(store, fault, kind, client):
     store.fault = lambda number, path: fault
-    with pytest.raises(kind):
-        bucket(store).get("a.bin")
+    with pytest.raises(kind, match="photos"):
+        bucket(store, client).get("a.bin")
     assert len(store.requests) == 1
 
 
@@ -107,6 +118,14 @@ def test_an_odd_page_ends_no_listing(store, fault, at):
     assert list(bucket(store).objects("many")) == MANY
 
 
+@pytest.mark.parametrize("fault", ["503", "reset", "stall", *WRONG_ANSWERS, *WRONG_PAGES])
+def test_a_listing_of_s3fs_is_whole_or_an_error(store, fault):
+    store.page = 10
+    store.fault = lambda number, path: fault if number == 1 else None
+    with contextlib.suppress(ConnectionError):
+        assert list(bucket(store, "s3fs").objects("many")) == MANY
+
+
 @pytest.mark.parametrize("fault", [*WRONG_ANSWERS, "cut"])
 def test_a_listing_that_never_comes_to_its_end_is_an_error(store, fault):
     store.page = 4
@@ -148,12 +167,15 @@ def test_folders_are_listed_until_two_answers_agree(store):
     assert bucket(store).folders() == ["a", "b", "many"]
 
 
+@both
 @pytest.mark.parametrize("fault", ["short", *WRONG_ANSWERS])
-def test_what_came_with_another_size_than_was_listed_is_read_again(store, fault):
+def test_what_came_with_another_size_than_was_listed_is_read_again(store, fault, client):
     store.fault = lambda number, path: fault if number < 1 else None
-    data = bucket(store)
+    data = bucket(store, client)
     assert bytes(data.get("a.bin", len(CONTENT))) == CONTENT
     assert data.traffic.retries == 1
+    if client == "s3fs":
+        return
     store.fault = lambda number, path: fault if store.requests[-1][0] == "GET" else None
     data.retry_timeout_s = 0.2
     with pytest.raises(ValueError, match=r"s3://photos/a\.bin came with [\d,]+ bytes in place of 102,400"):
@@ -205,8 +227,9 @@ def test_credentials_that_expire_are_read_anew(store, monkeypatch, tmp_path):
     assert data.traffic.retries >= 1
 
 
-def test_a_head_request_that_credentials_have_expired_for_is_made_again(store):
-    data = bucket(store)
+@both
+def test_a_head_request_that_credentials_have_expired_for_is_made_again(store, client):
+    data = bucket(store, client)
     store.fault = lambda number, path: "expired" if number == 1 else None
     assert [data.size("a.bin"), data.size("a.bin")] == [len(CONTENT)] * 2
     assert data.traffic.retries == 1
@@ -235,11 +258,3 @@ def test_credentials_that_never_worked_are_refused_at_once(store):
     with pytest.raises(StaleCredentialsError, match="InvalidAccessKeyId"):
         bucket(store).get("a.bin")
     assert len(store.requests) == 1
-
-
-def test_it_pickles_in_use_and_counts_anew(store):
-    data = bucket(store)
-    data.get("a.bin")
-    again = pickle.loads(pickle.dumps(data))
-    assert bytes(again.get("a.bin")) == CONTENT
-    assert (data.traffic.requests, again.traffic.requests) == (1, 1)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
-
 import pytest
 
 from ddp_hydra.storage import Bucket
@@ -16,32 +13,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 @pytest.fixture
 def answering():
     """Return a bucket whose store gives one answer to everything."""
-    running = []
+    with serving({}) as server:
 
-    def start(status: int, code: str, **arguments) -> Bucket:
-        body = f"<Error><Code>{code}</Code></Error>".encode() if code else b"hello"
+        def start(status: int, code: str, **arguments) -> Bucket:
+            server.fault = lambda *_: (status, code)
+            return Bucket("photos", server.url, retry_timeout_s=0.2, **arguments)
 
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *args):
-                pass
-
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        running.append((server, thread))
-        return Bucket("photos", f"http://127.0.0.1:{server.server_port}", **arguments)
-
-    yield start
-    for server, thread in running:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+        yield start
 
 
 @pytest.mark.parametrize(

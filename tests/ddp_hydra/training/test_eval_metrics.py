@@ -179,7 +179,7 @@ def test_an_objective_that_no_validation_gives_is_refused_before_the_first_step(
     assert not [record for record in found[0].records if record.kind in ("metrics", "file")]
 
 
-def test_an_objective_of_a_chosen_metric_is_known(train):
+def test_an_objective_may_be_a_chosen_metric_beside_those_of_the_task(train):
     parts = {**chosen("recall", "MulticlassRecall"), "objective": {"metric": "val/recall", "direction": "maximize"}}
     run = train(parts=parts, epochs=1)
     assert run.metrics("val/recall")

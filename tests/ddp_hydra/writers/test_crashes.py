@@ -20,9 +20,11 @@ from ddp_hydra.record import Checkpoint, File, Record
 from ddp_hydra.storage import LocalFolder
 from ddp_hydra.storage.manifest import find_checkpoint, has_checkpoint
 from ddp_hydra.storage.run_ref import fetch_checkpoint
-from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror
+from ddp_hydra.writers.checkpoint_mirror import Mirror
 from ddp_hydra.writers.files import CheckpointWriter
 
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""The operations are counted, so no disk has to do them."""
 OPERATIONS = ("replace", "rename", "fsync", "link", "unlink", "mkdir", "rmdir", "open")
 
 
@@ -106,7 +108,7 @@ def crash(form: str, steps: list[tuple[int, bool]], left: int, after: bool, link
 
     Steps may come again, as after a rollback.
     """
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
         run_dir, spool = Path(folder) / "run", Path(folder)
         run_dir.mkdir()
         disk = Disk(left, after, links)
@@ -161,10 +163,10 @@ def test_a_crash_at_every_operation_leaves_what_can_be_resumed_from(form, after,
 
 def crash_of_mirror(form: str, left: int, after: bool) -> bool:
     """Let a mirror die at an operation, look what is in the store, and let the next one go on. Returns if it died."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
         run_dir, store = Path(folder) / "run", LocalFolder(Path(folder) / "store")
         run_dir.mkdir()
-        writer, mirror = CheckpointWriter(run_dir, move, keep=1), CheckpointMirror(run_dir, store)
+        writer, mirror = CheckpointWriter(run_dir, move, keep=1), Mirror(run_dir, store)
         disk = Disk(left, after, links=True)
         bodies, n_copied = [], 0
         try:
@@ -185,7 +187,7 @@ def crash_of_mirror(form: str, left: int, after: bool) -> bool:
             for which, oldest in (("last", n_copied - 1), ("best", 0 if n_copied < 3 else 2)):
                 found = fetch_checkpoint(str(store.folder), Path(folder) / which, which, retry_s=0)
                 assert bodies.index(content(found)) >= oldest
-        CheckpointMirror(run_dir, store).copy()
+        Mirror(run_dir, store).copy()
         found = fetch_checkpoint(str(store.folder), Path(folder) / "found", retry_s=0)
         assert content(found) == bodies[-1]
         return disk.dead
@@ -201,7 +203,7 @@ def test_a_mirror_that_dies_at_any_operation_leaves_whole_checkpoints(form, afte
 
 def write_on(form: str, run_dir: Path, store: LocalFolder, first: int) -> None:
     """Write checkpoints and copy them, for ever."""
-    writer, mirror = CheckpointWriter(run_dir, move, keep=2), CheckpointMirror(run_dir, store)
+    writer, mirror = CheckpointWriter(run_dir, move, keep=2), Mirror(run_dir, store)
     for step in itertools.count(first):
         for record, _ in saved(form, step, step, step % 3 == 0, run_dir.parent):
             writer.write(record)

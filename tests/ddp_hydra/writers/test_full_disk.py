@@ -234,9 +234,7 @@ class Failing:
         return self.real(*args, **kwargs)
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-@pytest.mark.parametrize("after", range(0, 9, 2))
+@pytest.mark.parametrize(("number", "after"), [*((errno.EIO, after) for after in range(0, 9, 2)), (errno.EDQUOT, 2)])
 @pytest.mark.parametrize("name", ["fsync", "replace", "write", "unlink"])
 def test_whatever_fails_for_a_while_nothing_is_lost_or_doubled(
     tmp_path, monkeypatch, metrics_record, spooled, name, after, number

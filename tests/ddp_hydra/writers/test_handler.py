@@ -39,9 +39,8 @@ def test_remembers_what_the_summary_needs(metrics_record):
         handler.handle(metrics_record(3, rank=1, train__loss=99.0))
         handler.handle(Record(Log("hi")))
         handler.handle(Record(Metrics({"val/loss": math.nan}), step=4))
-    assert (handler.metrics["train/loss"], handler.metrics["lr"]) == (1.0, 0.1)
-    assert math.isnan(handler.metrics["val/loss"])
-    assert (handler.step, handler.samples) == (4, 16)
+    assert handler.summary.metrics == {"train/loss": 1.0, "lr": 0.1, "val/loss": None}
+    assert (handler.summary.steps, handler.summary.samples) == (4, 16)
     assert len(writer.records) == 5
     assert writer.closed == 1
 

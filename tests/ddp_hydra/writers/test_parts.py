@@ -17,7 +17,7 @@ from ddp_hydra.storage.manifest import find_checkpoint, read_manifest, state_fil
 from ddp_hydra.storage.run_ref import RunRef, fetch_checkpoint, remove_checkpoints
 from ddp_hydra.sweep import pruning
 from ddp_hydra.writers import files
-from ddp_hydra.writers.checkpoint_mirror import CheckpointMirror
+from ddp_hydra.writers.checkpoint_mirror import Mirror
 from ddp_hydra.writers.files import CheckpointWriter
 from ddp_hydra.writers.loggers import Logger
 
@@ -204,7 +204,7 @@ def mirrored(tmp_path, two) -> Path:
     """A copy of the run in a store."""
     store = tmp_path / "store"
     store.mkdir()
-    CheckpointMirror(tmp_path, LocalFolder(str(store))).copy()
+    Mirror(tmp_path, LocalFolder(str(store))).copy()
     return store
 
 
@@ -223,7 +223,7 @@ def test_parts_go_to_a_store_and_come_back(tmp_path, two, mirrored, part, caplog
 
 
 def test_a_store_loses_the_folders_that_are_too_many(tmp_path, two, mirrored, part):
-    mirror, writer = CheckpointMirror(tmp_path, LocalFolder(str(mirrored))), CheckpointWriter(tmp_path, keep=1)
+    mirror, writer = Mirror(tmp_path, LocalFolder(str(mirrored))), CheckpointWriter(tmp_path, keep=1)
     for rank in (0, 1):
         writer.write(part(3, rank, best=True))
     mirror.copy()
@@ -236,7 +236,7 @@ def test_a_damaged_part_is_not_copied(tmp_path, two, caplog):
     (two / "step-000002" / "rank-1.pt").write_bytes(b"rank 1 OF 2")
     store = tmp_path / "store"
     store.mkdir()
-    CheckpointMirror(tmp_path, LocalFolder(str(store))).copy()
+    Mirror(tmp_path, LocalFolder(str(store))).copy()
     assert [name[:11] for name in read_manifest(store / "checkpoints")] == ["step-000001", "best.pt"]
     assert "rank-1.pt is damaged: its sha256" in caplog.text
 

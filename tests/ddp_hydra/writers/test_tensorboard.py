@@ -101,15 +101,6 @@ def test_a_job_that_goes_on_or_begins_again_in_its_folder_has_one_clean_curve(tm
     assert points == [(step, step if step <= begin else step * 10) for step in (10, 20, 30, 40)]
 
 
-def test_a_second_writer_adds_a_file_that_is_read_after_the_first(tmp_path, metrics_record):
-    for step in (1, 2):
-        writer = TensorBoardWriter(tmp_path)
-        writer.write(metrics_record(step, loss=step))
-        writer.close()
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
-    assert [event.step for event in read_back(tmp_path).Scalars("loss")] == [1, 2]
-
-
 @pytest.mark.parametrize("content", ["%%%", "é", base64.b64encode(b"GIF89a" + bytes(60)).decode()])
 def test_an_image_that_is_no_png_is_refused(tmp_path, content):
     with pytest.raises(RecordError, match="image 'x' of rank 3 is not a PNG"):

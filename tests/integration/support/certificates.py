@@ -26,7 +26,6 @@ class Authority:
         self.ca = self._write("ca.pem", self._sign(self.key, self.name, is_ca=True))
 
     def issue(self, name: str) -> tuple[Path, Path]:
-        """Make a certificate and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         return self._write(f"{name}.pem", self._sign(key, _name(name))), self._write(f"{name}.key", _private(key))
 

@@ -23,12 +23,8 @@ class Run:
         self.time_s = 0.0
 
     def start(self, attempt=0, step=0):
-        data = {
-            "lines": ["model  \x1b[31mTiny"],
-            "total_steps": 10,
-            "epochs": 2,
-        }
-        self.status.write(Record(Start(**data), step=step, attempt=attempt))
+        start = Start(lines=["model  \x1b[31mTiny"], total_steps=10, epochs=2)
+        self.status.write(Record(start, step=step, attempt=attempt))
         self.beat()
 
     def step(self, step, attempt=0, **metrics):
@@ -59,31 +55,22 @@ def run(tmp_path) -> Run:
     return Run(urls.open_folder(str(tmp_path)))
 
 
-def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys):
-    run.start()
-    for step in range(1, 6):
-        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.5} if step == 5 else {})})
-    attached = Attached(run.store, 5)
+def following(run: Run, lost_timeout_s: float = 5.0) -> Attached:
+    attached = Attached(run.store, lost_timeout_s)
     attached.begin()
     attached.show_metrics()
+    return attached
+
+
+@pytest.mark.parametrize("reached", [5, 7], ids=["after an epoch", "amid one"])
+def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys, reached):
+    run.start()
+    for step in range(1, reached + 1):
+        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.5} if step == 5 else {})})
+    attached = following(run)
     shown = capsys.readouterr().out.splitlines()
     assert shown == ["  model  Tiny", "epoch 1/2  train/loss 0.2  val/loss 0.5"]
-    for step in range(6, 11):
-        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.25} if step == 10 else {})})
-    run.end("done", "done: 10 steps")
-    attached.follow()
-    assert capsys.readouterr().out.splitlines() == ["epoch 2/2  train/loss 0.1  val/loss 0.25", "done: 10 steps"]
-
-
-def test_amid_an_epoch_it_begins_with_the_numbers_of_the_one_before(run, capsys):
-    run.start()
-    for step in range(1, 8):
-        run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.5} if step == 5 else {})})
-    attached = Attached(run.store, 5)
-    attached.begin()
-    attached.show_metrics()
-    assert capsys.readouterr().out.splitlines() == ["  model  Tiny", "epoch 1/2  train/loss 0.2  val/loss 0.5"]
-    for step in range(8, 11):
+    for step in range(reached + 1, 11):
         run.step(step, **{"train/loss": 1 / step, **({"val/loss": 0.25} if step == 10 else {})})
     run.end("done", "done: 10 steps")
     attached.follow()
@@ -93,9 +80,7 @@ def test_amid_an_epoch_it_begins_with_the_numbers_of_the_one_before(run, capsys)
 def test_a_new_attempt_is_shown(run, capsys):
     run.start()
     run.step(1, loss=1.0)
-    attached = Attached(run.store, 5)
-    attached.begin()
-    attached.show_metrics()
+    attached = following(run)
     run.start(attempt=1, step=1)
     run.step(2, attempt=1, loss=1.0)
     run.end("done", "done")
@@ -108,8 +93,7 @@ def test_it_begins_with_what_rank_0_said_although_others_spoke_later(run, capsys
     run.step(1, **{"train/loss": 1.0})
     run.lines += b'{"time":2.0,"attempt":0,"step":3,"rank":1,"train/loss":9.0}\n'
     run.store.put("metrics.jsonl", run.lines)
-    attached = Attached(run.store, 5)
-    attached.begin()
+    attached = following(run)
     run.end("done", "done")
     attached.follow()
     assert capsys.readouterr().out.splitlines() == ["  model  Tiny", "epoch 1/2  train/loss 1", "done"]
@@ -121,9 +105,7 @@ def test_a_restart_shows_each_epoch_once(run, capsys, further):
     """It cuts the file, which has grown beyond its old size, or not, until it is looked at."""
     run.start()
     run.step(1, loss=1.0)
-    attached = Attached(run.store, 5)
-    attached.begin()
-    attached.show_metrics()
+    attached = following(run)
     kept = []
     for step in range(2, 7):
         run.step(step, loss=1.0, **({"val/loss": 0.1} if step == 4 else {}))
@@ -144,9 +126,7 @@ def test_another_run_in_the_same_folder_is_shown_from_its_begin(run, capsys):
     run.start()
     for step in range(1, 7):
         run.step(step, loss=1.0)
-    attached = Attached(run.store, 5)
-    attached.begin()
-    attached.show_metrics()
+    attached = following(run)
     run.lines = b""
     run.step(1, **{"loss": 1.0, "val/loss": 0.25})
     run.end("done", "done")
@@ -158,8 +138,7 @@ def test_another_run_in_the_same_folder_is_shown_from_its_begin(run, capsys):
 def test_it_ends_as_the_run_did(run, state, error):
     run.start()
     run.end(state, "rank 1 failed:\x1b[31m boom")
-    attached = Attached(run.store, 5)
-    attached.begin()
+    attached = following(run)
     with pytest.raises(error, match=r"^rank 1 failed: boom$"):
         attached.follow()
 
@@ -175,8 +154,7 @@ def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
 
     thread = threading.Thread(target=beat)
     thread.start()
-    attached = Attached(run.store, 1.5)
-    attached.begin()
+    attached = following(run, 1.5)
     threading.Timer(2, end.set).start()
     with pytest.raises(RunFailed, match=r"driver, process \d+ on .*, has not updated its status for 1.5 s: .*resume=/"):
         attached.follow()
@@ -193,9 +171,7 @@ def test_nonsense_of_a_store_is_no_crash(run, caplog, capsys):
     run.start()
     run.store.put("metrics.jsonl", b'[1]\n{"step": "x", "epoch": 1, "a": 1}\nhalf')
     run.end("done", "done")
-    attached = Attached(run.store, 5)
-    attached.begin()
-    attached.follow()
+    following(run).follow()
     assert capsys.readouterr().out.splitlines()[-1] == "done"
 
 

@@ -9,7 +9,6 @@ from obstore.exceptions import NotSupportedError
 from ddp_hydra.errors import TakenOver
 from ddp_hydra.job.remote.status import FencedStore
 from ddp_hydra.storage import LocalFolder, Store, urls
-from ddp_hydra.storage.base import ObjectChangedError
 from tests.support.s3_server import KEYS, s3  # noqa: F401 (a fixture)
 
 
@@ -20,21 +19,6 @@ def there(request, tmp_path, monkeypatch, s3) -> Store:  # noqa: F811
     for name, value in {**KEYS, "AWS_ENDPOINT_URL": s3.endpoint_url}.items():
         monkeypatch.setenv(name, value)
     return urls.open_folder(f"s3://{s3.fill({})}/runs")
-
-
-@pytest.mark.medium
-def test_an_object_is_replaced_only_where_it_is_what_it_was(there):
-    assert there.etag("x") is None
-    first = there.put_if("x", b"1", None)
-    assert there.etag("x") == first
-    with pytest.raises(ObjectChangedError):
-        there.put_if("x", b"2", None)
-    second = there.put_if("x", b"22", first)
-    for stale in (first, None):
-        with pytest.raises(ObjectChangedError):
-            there.put_if("x", b"333", stale)
-    assert there.get("x") == b"22"
-    assert there.etag("x") == second
 
 
 @pytest.mark.medium

@@ -99,6 +99,7 @@ def test_no_driver_starts_beside_a_folder_that_another_user_can_swap(tmp_path, m
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_the_guard_is_on_another_worker_once_its_own_ends_as_planned(tmp_path):
     status = DriverStatus("tcp://scheduler:8786", "abc")
     (tmp_path / STATUS).write_bytes(encode_status(status.content()))

@@ -112,7 +112,7 @@ def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypat
     monkeypatch.setattr(uploader, "BYTES_PER_S", 1.0)
     one = make()
     wait_until(lambda: "metrics.jsonl" in there.order)
-    wait_until(lambda: not one.checkpoints.is_behind())  # before checkpoints, the metrics are brought at once
+    wait_until(lambda: not one.is_behind())  # before checkpoints, the metrics are brought at once
     (run_dir / "metrics.jsonl").write_text("x" * 20)
     time.sleep(0.1)
     assert there.order.count("metrics.jsonl") == 1
@@ -140,10 +140,10 @@ def test_a_checkpoint_waits_for_the_metrics_before_it(there, run_dir, status):
     (run_dir / "checkpoints" / "manifest.json").write_bytes(encode_manifest({name: entry}))
     there.away = True
     with pytest.raises(ConnectionError, match="away"):
-        one._copy_checkpoints()
+        one.copy()
     there.away = False
-    one._copy_checkpoints()
-    one._copy_checkpoints()
+    one.copy()
+    one.copy()
     assert there.order == [
         "metrics.jsonl", f"checkpoints/step-000001-{entry.digest[:12]}.pt", "checkpoints/manifest.json",
     ]  # fmt: skip
@@ -273,24 +273,3 @@ def test_a_folder_of_a_dead_driver_is_removed_and_that_of_a_live_one_is_not(tmp_
     with scratch_folder(SCRATCH, str(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == [kept]
-
-
-def test_the_names_of_many_files_are_noted_at_once(there, run_dir):
-    noted = []
-
-    class Status(DriverStatus):
-        """Counts how often the names of the files are set."""
-
-        def __setattr__(self, name, value):
-            noted.extend([name] * (name == "files"))
-            super().__setattr__(name, value)
-
-    for number in range(30):
-        (run_dir / f"{number}.txt").write_text("x")
-    status = Status("tcp://scheduler:8786", "abc")
-    uploads = Uploader(run_dir, there, status, lambda reason: None)
-    uploads.start()
-    uploads._upload(uploader.CURVES, others=False)
-    noted.clear()
-    assert uploads.finish_run(0, "done", "") == ""
-    assert (len(noted), len(status.files)) == (1, 32)
