@@ -29,7 +29,7 @@ from ddp_hydra.config.schema import AtLeast1, AtLeast2, check_limits, limits_of
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, LAST
-from ddp_hydra.sweep.rows import sort_key
+from ddp_hydra.sweep.rows import score
 
 log = logging.getLogger(__name__)
 PAUSE = "trainer.pause_after_validations"
@@ -217,8 +217,8 @@ def next_generation(
 
 
 def ranked(scores: Sequence[float | None], maximize: bool) -> list[int]:
-    good = [score if _is_good(score) else None for score in scores]
-    return sorted(range(len(scores)), key=lambda place: sort_key(good[place], maximize))
+    good = [one if _is_good(one) else None for one in scores]
+    return sorted(range(len(scores)), key=lambda place: -score(good[place], maximize))
 
 
 def _is_good(score: float | None) -> bool:
@@ -229,9 +229,8 @@ class PopulationSweeper(Sweeper):
     """Trains a population in generations: each is one batch of jobs, which go on from checkpoints of the one before.
 
     Args:
-        direction: maximize or minimize; None for the direction of the objective.
         params: the keys to search, in Hydra's syntax for sweeps.
-        options: see `population.PopulationSettings`.
+        options: see `PopulationSettings`.
 
     Attributes:
         scores: objectives of the members of the last generation, by their place; None for one that has failed.

@@ -12,7 +12,7 @@ from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.storage import files
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP, encode_manifest, read_manifest
-from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, sort_key, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, score, typed
 from ddp_hydra.sweep.scheduler import ForkedProcess, wait_for_message
 from ddp_hydra.writers.run_dir import locked
 
@@ -60,7 +60,7 @@ def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list
 
 
 def _first(values: Mapping[int, float | None], objective: SweepObjective, most: int) -> set[int]:
-    return set(sorted(values, key=lambda number: (*sort_key(values[number], objective.maximize), number))[:most])
+    return set(sorted(values, key=lambda number: (-score(values[number], objective.maximize), number))[:most])
 
 
 def _by_generation(rows: Sequence[JobRow]) -> tuple[list[JobRow], list[JobRow]]:

@@ -27,7 +27,7 @@ from ddp_hydra.sweep.rows import (
     data_of,
     describe_counts,
     group_of,
-    sort_key,
+    score,
     swept,
 )
 
@@ -77,7 +77,7 @@ def repeated(rows: Sequence[JobRow], objective: SweepObjective) -> list[SeedSumm
     places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
     found = [(places[data[same[0].number]], _summed(dict(given), same, objective)) for given, same in configs.items()]
     if objective.maximize is not None:
-        found.sort(key=lambda pair: (pair[0], *sort_key(pair[1].mean, objective.maximize)))
+        found.sort(key=lambda pair: (pair[0], -score(pair[1].mean, objective.maximize)))
     return [entry for _, entry in found]
 
 
