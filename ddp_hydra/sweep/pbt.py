@@ -188,20 +188,19 @@ def next_generation(
     space: Mapping[str, Dimension],
     settings: PopulationSettings,
 ) -> list[Member]:
-    """Return the next generation; scores are None for members that have failed. Raise ValueError if all have.
+    """Return the next generation; scores are None for members without a finite one. Raise ValueError if all are.
 
     The worst go on from a checkpoint of one of the best, with changed values (truncation selection); so do those that
     have failed. The others go on as they are. What is drawn depends on the seed, the number and the scores only.
     """
     rng = random.Random(f"{settings.seed}/{number}")  # noqa: S311
     ranking = ranked(scores, maximize)
-    alive = [place for place in ranking if _is_good(scores[place])]
+    alive = [place for place in ranking if scores[place] is not None]
     if not alive:
         raise ValueError("no member is left")
     n = min(math.ceil(settings.quantile * len(members)), len(members) // 2)
-    best = [place for place in ranking[: max(1, n)] if _is_good(scores[place])]
-    replaced = {place for place in (ranking[-n:] if n else []) if place not in best}
-    replaced |= {place for place in ranking if not _is_good(scores[place])}
+    best = alive[: max(1, n)]
+    replaced = set(ranking[len(ranking) - n :]) - set(best) | set(ranking) - set(alive)
     found = []
     for place, member in enumerate(members):
         if place not in replaced:
@@ -217,12 +216,7 @@ def next_generation(
 
 
 def ranked(scores: Sequence[float | None], maximize: bool) -> list[int]:
-    good = [one if _is_good(one) else None for one in scores]
-    return sorted(range(len(scores)), key=lambda place: -score(good[place], maximize))
-
-
-def _is_good(score: float | None) -> bool:
-    return score is not None and math.isfinite(score)
+    return sorted(range(len(scores)), key=lambda place: -score(scores[place], maximize))
 
 
 class PopulationSweeper(Sweeper):
@@ -273,11 +267,11 @@ class PopulationSweeper(Sweeper):
                     raise SweepFailed(f"generation {generation - 1}: {error}; see {folder}/sweep.md") from None
             returns.append(self.train(generation, members, fixed))
         best = ranked(self.scores, maximize)[0]
-        if (score := self.scores[best]) is None:
+        if (value := self.scores[best]) is None:
             log.warning("all members of the last generation have failed: see %s/sweep.md", os.path.relpath(folder))
             return returns
         checkpoint = Path(os.path.relpath(self.folders[best]), FOLDER, LAST)
-        log.info("best: member %d with %s %.5g  ->  %s", best, self.objective.metric, score, checkpoint)
+        log.info("best: member %d with %s %.5g  ->  %s", best, self.objective.metric, value, checkpoint)
         return returns
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:
@@ -321,7 +315,7 @@ class PopulationSweeper(Sweeper):
 
 def score_of(result: JobReturn) -> float | None:
     value = result._return_value if result.status == JobStatus.COMPLETED else None
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def folder_of(result: JobReturn) -> str:

@@ -12,7 +12,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError, SweepFailed
-from ddp_hydra.sweep.pbt import PopulationSweeper
+from ddp_hydra.sweep.pbt import PopulationSweeper, score_of
 
 ARGUMENTS = ["trainer.epochs=3", "optimizer.lr=tag(log,interval(1e-4,1.0))", "resume=start"]
 
@@ -116,3 +116,10 @@ def test_keys_of_its_own_are_refused(made, arguments, message):
 def test_what_it_cannot_train_is_refused():
     with pytest.raises(ConfigError, match="for ddp_hydra's configs only"):
         PopulationSweeper().setup(hydra_context=None, task_function=None, config=OmegaConf.create({}))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "x"])
+def test_what_is_no_finite_number_is_no_score(value):
+    result = JobReturn(status=JobStatus.COMPLETED)
+    result._return_value = value
+    assert score_of(result) is None
