@@ -26,7 +26,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.run_state import Status, Summary, decode
-from ddp_hydra.storage.files import remove_parts, write_atomic, writing
+from ddp_hydra.storage.files import remove_parts, write_atomic
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, typed
 from ddp_hydra.sweep.tables import SeedSummary, csv_text, markdown_text, repeated, seeds_csv_text
 from ddp_hydra.writers import run_dir
@@ -173,20 +173,16 @@ class SummaryFiles:
     def __init__(self, folder: Path, objective: SweepObjective) -> None:
         self.folder, self.objective = folder, objective
         self._written: dict[str, object] = {}
-        self._is_open = False
         self._wait_until = 0.0
         self._warned = False
+        with contextlib.suppress(OSError):
+            remove_parts(folder)  # of a sweep that was killed
 
     def write(self, rows: Sequence[JobRow], now: bool = False) -> None:
         if time.monotonic() < self._wait_until and not now:
             return
         begin = time.process_time()
         try:
-            if not self._is_open:
-                with writing(self.folder):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    remove_parts(self.folder)
-                self._is_open = True
             over_seeds = repeated(rows, self.objective)
             self._update("sweep.json", json_text(rows, self.objective, over_seeds), durable=True)
             self._update("sweep.csv", csv_text(rows, self.objective), durable=False)

@@ -311,7 +311,7 @@ def test_files_are_written_about_once_a_second_and_at_the_end(tmp_path, monkeypa
     monkeypatch.setattr(summary_files.time, "process_time", lambda: 0.0)
     monkeypatch.setattr(summary_files, "json_text", lambda *given: texts.append(now[0]) or json_text(*given))
     rows = [job(number) for number in range(500)]
-    made = SummaryFiles(tmp_path / "new" / "sweep", ACCURACY)
+    made = SummaryFiles(tmp_path, ACCURACY)
     for row in rows:  # a job begins and ends each 10 ms
         for row.state in (JobState.running, JobState.done):
             made.write(rows)
