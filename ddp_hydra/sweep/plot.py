@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddp_hydra.console.text import one_line
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, best_first, comparable, describe_counts, swept
-from ddp_hydra.sweep.tables import is_seed, repeated
+from ddp_hydra.sweep.tables import is_seed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +40,7 @@ def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> boo
     The same rows give the same file. An error, such as that matplotlib is missing, is logged, and ends no sweep.
     """
     keys = list(dict.fromkeys(key for values in swept(rows).values() for key in values))
-    if repeated(rows, objective):
-        keys = [key for key in keys if not is_seed(key)] or keys
+    keys = [key for key in keys if not is_seed(key)] or keys
     if len(rows) < 2 or not keys or not any(map(_has_value, rows)):
         return False
     try:
