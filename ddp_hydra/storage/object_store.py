@@ -274,10 +274,11 @@ class ObjectStore(Store):
             raise TemporaryError(f"{self.public_url()} lists its folders differently each time: try again later")
         return sorted(folder.rsplit("/", 1)[-1] for folder in answers[0])
 
-    def _put(self, client: Any, key: str, content: Any, size: int) -> None:
+    def _put(self, client: Any, key: str, content: Any) -> None:
+        piece = PIECE_BYTES
         if hasattr(content, "seek"):
+            piece = max(piece, -(-content.seek(0, os.SEEK_END) // _MOST_PIECES))
             content.seek(0)
-        piece = max(PIECE_BYTES, -(-size // _MOST_PIECES))
         client.put(key, content, chunk_size=piece, max_concurrency=4)
 
     def _delete(self, client: Any, key: str) -> None:
