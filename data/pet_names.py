@@ -85,13 +85,6 @@ class PetNames(Dataset):
         self.names = names
         self.windows = make_windows(names, window)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "windows"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self.windows = make_windows(self.names, self.window)
-
     def __len__(self) -> int:
         return len(self.windows)
 

@@ -15,8 +15,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 Phase = Literal["join", "run", "start", "load", "forward", "backward", "update", "log", "validate", "save", "end"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -39,21 +38,25 @@ SAVE_S = 30.0
 """Longest wait for a checkpoint that is being saved when the gang has failed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Holds a rank's step and phase.
+class Place(NamedTuple):
+    """A rank's step, counted from 1 (0 before the first), and its phase.
 
     Args:
         ticks: a counter that grows with everything the rank does.
-        step: step that the rank works on, counted from 1; 0 before the first.
-        phase: one of `PHASES`.
         first: whether the rank is in this phase for the first time, when things are set up and compiled.
     """
 
-    ticks: int = 0
-    step: int = 0
-    phase: Phase = "join"
-    first: bool = True
+    ticks: int
+    step: int
+    phase: Phase
+    first: bool
+
+
+def file_in_memory(name: str) -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class SharedStatus:
@@ -71,11 +74,7 @@ class SharedStatus:
     @classmethod
     def create(cls) -> tuple[SharedStatus, int]:
         """Create a page; return it with a file descriptor by which another process can map it."""
-        if hasattr(os, "memfd_create"):
-            fd = os.memfd_create("ddp_hydra-heartbeat")
-        else:
-            with tempfile.TemporaryFile() as file:
-                fd = os.dup(file.fileno())
+        fd = file_in_memory("ddp_hydra-heartbeat")
         try:
             os.ftruncate(fd, _SIZE)
             shared_status = cls(mmap.mmap(fd, _SIZE))

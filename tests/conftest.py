@@ -99,6 +99,7 @@ def logging_as_before() -> Iterator[None]:
     logging.root.setLevel(level)
     for handler in [one for one in logging.root.handlers if one not in handlers]:
         logging.root.removeHandler(handler)
+        handler.close()
 
 
 @pytest.fixture(autouse=True)

@@ -57,12 +57,17 @@ EVERY = {name: path for package in OURS for name, path in modules(package).items
 
 @functools.cache
 def imports(path: Path) -> tuple[str, ...]:
-    """Return the modules that a file imports, anywhere in it. Each file is parsed once."""
+    """Return the modules that a file imports, anywhere in it."""
     return tuple(imports_of(path))
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports_of(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -136,11 +141,8 @@ TASKS = {"models.gan", "models.distillation"}
 def test_models_know_nothing_of_ddp_hydra_but_where_they_define_a_task():
     found = {module for module, path in modules("models").items() if "ddp_hydra" in roots_of(path)}
     assert found == TASKS
-    of_ours = {name for module in TASKS for name in imports(EVERY_MODEL[module]) if name.startswith("ddp_hydra")}
+    of_ours = {name for module in TASKS for name in imports(EVERY[module]) if name.startswith("ddp_hydra")}
     assert {".".join(name.split(".")[:2]) for name in of_ours} <= {"ddp_hydra.tasks", "ddp_hydra.training"}
-
-
-EVERY_MODEL = modules("models")
 
 
 def test_who_imports_distributed():
@@ -156,9 +158,8 @@ MAY_NAME_FILES_OF_TORCH = {"ddp_hydra.storage.manifest", "ddp_hydra.data.shards.
 def test_one_module_knows_the_names_of_checkpoints():
     found = set()
     for name, path in EVERY.items():
-        tree = ast.parse(path.read_text())
-        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-        texts = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose]
+        prose = {id(node.value) for node in nodes(path) if isinstance(node, ast.Expr)}
+        texts = [node for node in nodes(path) if isinstance(node, ast.Constant) and id(node) not in prose]
         found |= {name for node in texts if isinstance(node.value, str) and re.search(r"\.pt\b", node.value)}
     assert found == MAY_NAME_FILES_OF_TORCH
 
@@ -176,7 +177,7 @@ MAY_WALK = {
 
 
 def walks(path: Path) -> bool:
-    calls = (node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    calls = (node.func for node in nodes(path) if isinstance(node, ast.Call))
     return any(isinstance(called, ast.Attribute) and called.attr in WALKS for called in calls)
 
 
@@ -195,8 +196,7 @@ def test_ddp_and_dp_are_known_in_their_own_files_only():
 
 
 def names_in(path: Path) -> set[str]:
-    tree = ast.parse(path.read_text())
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    return {node.id for node in nodes(path) if isinstance(node, ast.Name)}
 
 
 SAME_NAME_ON_PURPOSE = {"MLP", "S3ImageFolder"}
@@ -208,7 +208,7 @@ def test_every_class_has_a_name_of_its_own():
     places = defaultdict(list)
     for root in OURS:
         for module, path in modules(root).items():
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in nodes(path):
                 if isinstance(node, ast.ClassDef) and node.name not in SAME_NAME_ON_PURPOSE:
                     places[node.name].append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}

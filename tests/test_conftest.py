@@ -63,8 +63,7 @@ def test_whatever_a_test_leaves_behind_fails_it(tmp_path):
         "pytest",
         "-p",
         "no:cacheprovider",
-        "--basetemp",
-        str(tmp_path / "base"),
+        f"--basetemp={tmp_path / 'base'}",
         str(tmp_path),
     ]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False).stdout

@@ -32,9 +32,6 @@ def compared(old: Stub, new: Stub) -> bool:
 def test_equal_jobs_are_right(capsys):
     assert compared(Stub(whole="a", resumed="a"), Stub(whole="a", resumed="a"))
     assert "all 2 jobs are right" in capsys.readouterr().out
-
-
-def test_a_job_that_changed_on_purpose_has_its_reason(capsys):
     assert compared(Stub(tokens="a"), Stub(tokens="b"))
     assert "changed: they weigh the same" in capsys.readouterr().out
 

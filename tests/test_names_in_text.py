@@ -82,14 +82,10 @@ def exists(dotted: str) -> bool:
 
 
 @pytest.mark.medium
-def test_many_are_found():
+def test_all_that_is_named_exists():
     found = named().keys()
     assert {"ddp_hydra.training.loop:train", "ddp_hydra.rank.dask_preload", "ddp_hydra.rank.process"} <= found
     assert "ddp_hydra.data.transforms.TrainTransform" in found
-
-
-@pytest.mark.medium
-def test_all_of_it_exists():
     missing = {
         what: places
         for what, places in named().items()
@@ -106,7 +102,7 @@ def test_what_shows_that_a_rank_waits_for_others_is_a_file_of_ours():
 
 
 def test_all_that_the_fork_server_loads_of_ours_can_be_imported():
-    from ddp_hydra.rank.fork_preload import PRELOAD
+    from ddp_hydra.rank.fork_server import PRELOAD
 
     ours = [name for name in PRELOAD if name.startswith("ddp_hydra")]
     assert len(ours) == 3

@@ -38,18 +38,7 @@ LIMIT = 100
 
 @dataclass
 class ListOptions:
-    """The options of `ls`.
-
-    Args:
-        status: one or more, with commas.
-        tag: of the run; * stands for any characters, as in `model` and `data`.
-        model: option of the group `model`.
-        data: option of the group `data`.
-        since: a date, or a time up to now, 7d.
-        sort: the order; see the usage.
-        limit: how many to show; 0 for all.
-        json: print a JSON object for each run.
-    """
+    """The options of `ls`."""
 
     status: str = ""
     tag: str = ""

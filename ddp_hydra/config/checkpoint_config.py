@@ -69,13 +69,8 @@ def composed(
     """Apply changes to a stored config, and then resolve its interpolations.
 
     Args:
-        config: from `of`.
-        overrides: "key=value" changes; "+key=value" for a new key.
         split: the only data set that is read, to evaluate or predict it: "train" or "val". The other one is left out
             once the rest is resolved, so that its own values may be missing. "train" is read as validation data are.
-
-    Returns:
-        The resolved config.
     """
     cfg = changed(config, overrides, groups)
     if split == "train":
@@ -119,7 +114,6 @@ def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
 def changed(
     config: Mapping[str, Any], overrides: Sequence[str] = (), groups: Mapping[str, Any] | None = None
 ) -> DictConfig:
-    """Apply changes to a config; arguments and errors as for `composed`."""
     cfg = OmegaConf.create({**config, **(groups or {})})
     OmegaConf.set_struct(cfg, True)
     try:

@@ -65,11 +65,9 @@ def settle(
     """Write the batch of each rank into a config.
 
     Args:
-        cfg: the resolved config, which is changed.
         kept: the part of the config that checkpoints keep.
         before: content of the checkpoint that the run goes on from; {} for none. Its global batch stays, unless the
             config asks for another batch than the checkpoint's.
-        ranks: number of ranks.
         first_ranks: number of ranks of the job's first attempt.
 
     Returns:

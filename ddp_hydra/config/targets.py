@@ -42,12 +42,7 @@ def check(config: dict[str, Any], roots: Sequence[Path], installed_here: bool) -
 
 
 class Sources:
-    """Reads the modules of a project space without importing them.
-
-    Args:
-        roots: its layers; a module of an earlier one wins.
-        installed_here: see `check`.
-    """
+    """Reads the modules of a project space without importing them; a module of an earlier layer wins."""
 
     def __init__(self, roots: Sequence[Path], installed_here: bool) -> None:
         self.roots, self.installed_here = roots, installed_here

@@ -157,12 +157,7 @@ def _interpolated(node: Any) -> Iterator[str]:
 
 
 def _is_read(key: str, words: Iterable[str]) -> bool:
-    """Return whether an interpolation refers to a key: to itself, to a node around it, or to a part of it.
-
-    Args:
-        key: its full name, "trainer.seed".
-        words: from `_interpolated`; one that ends with a dot goes on with the value of another interpolation.
-    """
+    # To itself, to a node around it, or to a part of it. A word that ends with a dot goes on with another value.
     return any(meet(key, word.rstrip(".")) for word in words)
 
 

@@ -116,11 +116,7 @@ def held_back(signals: Collection[signal.Signals] = OF_TERMINALS) -> Iterator[No
 
 
 class SignalExit:
-    """The handler of a signal that ends this process with one line.
-
-    Args:
-        tidy: called before the end, as exit handlers are not.
-    """
+    """The handler of a signal that ends this process with one line."""
 
     def __init__(self, tidy: Callable[[], object]) -> None:
         self.tidy = tidy
@@ -177,11 +173,7 @@ def open_standard_files() -> None:
 
 
 class LastingFile(io.FileIO):
-    """Writes to a file descriptor, and drops what cannot be written.
-
-    Args:
-        descriptor: file descriptor; it is not closed.
-    """
+    """Writes to a file descriptor, and drops what cannot be written."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)

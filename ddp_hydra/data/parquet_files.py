@@ -25,6 +25,7 @@ from ddp_hydra.storage import Access, Store, bare_url, is_remote
 with contextlib.suppress(ImportError):  # `open_files` says what to install
     import pyarrow.compute
     import pyarrow.parquet
+    import pyarrow.types as kinds
 
 SUFFIXES = (".parquet", ".pq", ".parq")
 LAKES = {"_delta_log": "Delta Lake", ".hoodie": "Hudi"}
@@ -235,10 +236,6 @@ class StoredFile(io.RawIOBase):
         self.place += len(content)
         return len(content)
 
-
-with contextlib.suppress(ImportError):  # `open_files` says what to install
-    import pyarrow.compute
-    import pyarrow.types as kinds
 
 _LARGEST = 2**63 - 1
 _INDEX = re.compile(r"__index_level_\d+__|__null_dask_index__|Unnamed: 0|")

@@ -10,24 +10,11 @@ from typing import Any, Generic, Self, TypeVar
 
 Item = TypeVar("Item")
 
-_METHODS = frozenset(
-    [
-        "__call__",
-        "__getitem__",
-        "__getitems__",
-        "__iter__",
-        "collate",
-        "draw",
-        "expect",
-        "fetch",
-        "forward",
-        "make_image",
-        "of_jpeg",
-        "of_rank",
-        "sample_target",
-        "target",
-    ]
-)
+_METHODS = frozenset([
+    "__call__", "__getitem__", "__getitems__", "__iter__", "collate", "draw", "expect", "fetch", "forward",
+    "make_image", "of_jpeg", "of_rank", "sample_target", "target",
+])  # fmt: skip
+"""Methods that make samples."""
 _PARTS = ("transform", "target_transform", "collate", "collate_fn")
 
 

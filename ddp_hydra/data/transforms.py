@@ -104,7 +104,9 @@ class _Transform(ABC):
         if part.shape[:2] != (self.size, self.size):
             part = resize(part, self.size, self.smooth)
         if params.shift != (0, 0):
-            part = _shifted(part, *params.shift)
+            down, right = params.shift
+            move = np.array([[1, 0, right], [0, 1, down]], np.float32)
+            part = cv2.warpAffine(part, move, (self.size, self.size), flags=cv2.INTER_NEAREST)  # over black
         if params.flip:
             part = cv2.flip(part, 1)
         made = torch.from_numpy(part.transpose(2, 0, 1))
@@ -230,17 +232,6 @@ def resize(pixels: np.ndarray, size: int, smooth: bool = True) -> np.ndarray:
     batch = torch.from_numpy(pixels)[None].permute(0, 3, 1, 2)
     resized = F.interpolate(batch, size=(size, size), mode="bilinear", antialias=True)
     return resized[0].permute(1, 2, 0).numpy()
-
-
-def _shifted(pixels: np.ndarray, down: int, right: int) -> np.ndarray:
-    moved = np.zeros_like(pixels)
-    size = len(pixels)
-    moved[_overlap(down, size), _overlap(right, size)] = pixels[_overlap(-down, size), _overlap(-right, size)]
-    return moved
-
-
-def _overlap(shift: int, size: int) -> slice:
-    return slice(min(size, max(0, shift)), max(0, min(size, size + shift)))
 
 
 def _random_box(

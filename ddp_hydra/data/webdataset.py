@@ -11,6 +11,7 @@ from copy import copy
 from glob import glob
 from itertools import groupby
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -118,23 +119,30 @@ class TarSamples(IterableDataset):
         expected = -(-self.n_samples // self.world_size) if self.n_samples else _ASSUMED
         seen = bad = in_a_row = 0
 
-        def lose(error: _LostShard, n_read: int, lengths: Sequence[int]) -> None:
+        def samples(own: Sequence[str]) -> Iterator[dict[str, Any]]:
             nonlocal seen, bad
-            known = (
-                self.n_samples / len(urls) if self.n_samples else sum(lengths) / len(lengths) if lengths else _ASSUMED
-            )
-            left = max(1, round(known) - n_read)
-            seen, bad = seen + left, bad + left
-            self.bad[error.shard], self.bad_counts[error.shard] = error.reason, left
-            try:
-                self._judge(bad, max(seen, expected), 0)
-            except TooManyBadSamplesError as too_many:
-                raise TooManyBadSamplesError(f"{error}. So {too_many}") from None
+            lengths: list[int] = []  # of the shards that were read whole
+            for url in own:
+                n_read = 0
+                try:
+                    for sample in _samples_of(url):
+                        n_read += 1
+                        yield sample
+                    lengths.append(n_read)
+                except _LostShard as error:
+                    known = self.n_samples / len(urls) if self.n_samples else mean(lengths or [_ASSUMED])
+                    left = max(1, round(known) - n_read)
+                    seen, bad = seen + left, bad + left
+                    self.bad[error.shard], self.bad_counts[error.shard] = error.reason, left
+                    try:
+                        self._judge(bad, max(seen, expected), 0)
+                    except TooManyBadSamplesError as too_many:
+                        raise TooManyBadSamplesError(f"{error}. So {too_many}") from None
 
         own = urls[self.rank :: self.world_size]
         if (info := get_worker_info()) is not None:  # in a DataLoader of the user, as webdataset does
             own = own[info.id :: info.num_workers]
-        found: Any = samples_of(own, lose)
+        found: Any = samples(own)
         if self.shuffle_buffer:
             chance = random.Random(f"{self.seed} {self.epoch} {self.rank}")  # noqa: S311
             found = webdataset.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer, rng=chance)(found)
@@ -209,36 +217,9 @@ def _expanded(pattern: str) -> list[str]:
     return found
 
 
-def samples_of(urls: Sequence[str], lose: Callable[[_LostShard, int, Sequence[int]], None]) -> Iterator[dict[str, Any]]:
-    """Yield the samples of shards.
-
-    Args:
-        urls: of the shards.
-        lose: called where a shard is missing, damaged, or no tar file, with the error, the number of its samples that
-            were read before, and the lengths of the shards that were read whole.
-
-    Raises:
-        ConnectionError: the host of a shard is not reachable.
-    """
-    lengths: list[int] = []
-    for url in urls:
-        n_read = 0
-        try:
-            for sample in samples_of_shard(url):
-                n_read += 1
-                yield sample
-            lengths.append(n_read)
-        except _LostShard as error:
-            lose(error, n_read, lengths)
-
-
-def samples_of_shard(url: str) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a shard: the bytes of each field under its extension, `__key__` and `__url__`.
-
-    Neighbours in a tar file are one sample if their names are the same up to the first dot of the file name, as
-    `tar_index.TarMembers` says.
-    """
-    for key, members in groupby(members_of(url), lambda member: split_name(member[0])[0]):
+def _samples_of(url: str) -> Iterator[dict[str, Any]]:
+    # Yield the samples of a shard. Neighbours in a tar file are one sample as `tar_index.TarMembers` says.
+    for key, members in groupby(_members_of(url), lambda member: split_name(member[0])[0]):
         sample: dict[str, Any] = {"__key__": key, "__url__": url}
         for name, content in members:
             extension = split_name(name)[1][1:]
@@ -248,8 +229,8 @@ def samples_of_shard(url: str) -> Iterator[dict[str, Any]]:
         yield sample
 
 
-def members_of(url: str) -> Iterator[tuple[str, bytes]]:
-    """Yield name and content of the files in a shard that belong to samples; raises as `samples_of`."""
+def _members_of(url: str) -> Iterator[tuple[str, bytes]]:
+    # Yield name and content of the files in a shard that belong to samples.
     from webdataset.gopen import gopen
 
     # webdataset's own reader leaves files open, and takes a damaged header for the end.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsInt
 
@@ -32,18 +32,9 @@ _SAME = ("classes", "num_classes", "class_to_idx", "labelled", "max_bad_fraction
 _LIBRARIES = ("datasets", "webdataset", "ddp_hydra")
 """Packages whose data sets are known."""
 _ARGUMENTS = {
-    "collate": 1,
-    "prepare": 1,
-    "sample_id": 1,
-    "error_of": 1,
-    "set_epoch": 1,
-    "expect": 1,
-    "share": 1,
-    "stats": 0,
-    "close": 0,
-    "described": 0,
+    **dict.fromkeys(("stats", "close", "described"), 0),
+    **dict.fromkeys(("collate", "prepare", "sample_id", "error_of", "set_epoch", "expect", "share", "check_model"), 1),
     "check_classes": 2,
-    "check_model": 1,
 }
 """Methods that the training loop calls, and with how many arguments."""
 _ARGUMENTS_OF_STREAMS = {**_ARGUMENTS, "of_rank": 2, "state_dict": 0, "load_state_dict": 1}
@@ -164,10 +155,9 @@ class View(Dataset):
             return {key: value for part in offering for key, value in getattr(part, name).items()}
 
         def call(*args: Any) -> Any:
-            totals: defaultdict[str, float] = defaultdict(float)
+            totals: Counter[str] = Counter()
             for part in offering:
-                for key, value in (getattr(part, name)(*args) or {}).items():
-                    totals[key] += value
+                totals.update(getattr(part, name)(*args))
             return dict(totals) if name == "stats" else None
 
         return call

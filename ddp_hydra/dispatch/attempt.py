@@ -48,11 +48,6 @@ CLOSE_S = 5.0
 class RecordQueue:
     """Has records read in order, once it is started; stops at the first that cannot be read.
 
-    Args:
-        on_record: reads one record.
-        acknowledge: called with rank and number of bytes after each record.
-        on_error: called when `on_record` has raised.
-
     Attributes:
         error: that `on_record` raised.
         failed: the record for which it did.
@@ -83,11 +78,7 @@ class RecordQueue:
         self.waiting.put((record, size))
 
     def catch_up(self, until: float = math.inf) -> bool:
-        """Wait until all queued records are read.
-
-        Returns:
-            Whether all are read; False also if a record could not be read.
-        """
+        """Wait until all queued records are read; return False if they are not, also if one could not be read."""
         while self.read_count < self.put_count and self.error is None and time.monotonic() < until:
             time.sleep(0.002)
         return self.read_count == self.put_count
@@ -157,14 +148,7 @@ class Attempt(watchdog.Watchdog):
         self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, wake_up)
 
     def run(self, call: bytes, is_script: bool = False) -> list[Any]:
-        """Run a pickled call on each rank, and read all records of the ranks.
-
-        Returns:
-            The ranks' return values, in order of rank.
-
-        Raises:
-            RankFailed: at least one rank did not end well.
-        """
+        """Run a pickled call on each rank, and read all records; return the ranks' values, in order of rank."""
         job = self.job = structs.replace(self.job, call=call, is_script=is_script)
         self.records.start()
         try:
@@ -247,11 +231,7 @@ class Attempt(watchdog.Watchdog):
     # -- watching ------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Handle events until all ranks have ended.
-
-        Raises:
-            RankFailed: at least one rank did not end well.
-        """
+        """Handle events until all ranks have ended, or one has failed."""
         while not self.rank_states.is_over:
             self.handle_next(watchdog.CHECK_S)
             if time.monotonic() - self.checked_at > watchdog.CHECK_S:
@@ -411,11 +391,7 @@ class Attempt(watchdog.Watchdog):
             self.health.note_heartbeat(rank, Beat(end.step, end.phase), time.monotonic())
 
     def send_files(self, files: Mapping[str, Path]) -> dict[str, str]:
-        """Send files of the client to rank 0's host, and folders to all workers; return the paths on rank 0's host.
-
-        Raises:
-            RankFailed: a worker is gone.
-        """
+        """Send files of the client to rank 0's host, and folders to all workers; return the paths on rank 0's host."""
         first = self.specs[0]
         folders = {name: path for name, path in files.items() if path.is_dir()}
         for spec in {spec.worker: spec for spec in reversed(self.specs)}.values() if folders else ():

@@ -141,7 +141,7 @@ class Gang:
         self.readers: list[Callable[[Record], None]] = [] if on_record is None else [on_record]
         self.read_from: Attempt | None = None
         self.is_fetched = False
-        self.unread, self.unread_bytes = Counter[str](), 0  # records that nothing reads, by kind
+        self.unread = UnreadRecords()
         self.notice: Callable[[], str] | None = None
         self.interrupts = Interrupts(lambda: (self.notice or default_notice)())
         self.attempt: Attempt | None = None
@@ -219,26 +219,23 @@ class Gang:
         self.readers = [*readers, *([self.on_record] if self.on_record else [])]
         self.notice, self.attempt = notice, None
         settings, name = self.settings, f"{self.settings.name}-{secrets.token_hex(4)}"
-        self.restarts, self.unread, self.unread_bytes = Restarts(settings.max_restarts), Counter[str](), 0
+        self.restarts, self.unread = Restarts(settings.max_restarts), UnreadRecords()
         with ExitStack() as stack:
-            stack.callback(self.report_dropped)
+            stack.callback(self.unread.report)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
-            stack.callback(self.clean_up)  # after the release of the workers, for which other gangs may wait
+            stack.callback(self._clear_outboxes)  # after the release of the workers, for which other gangs may wait
             self.slots = placement.slots_of_workers(self.client, settings.ranks_per_worker)
             wanted = self.workers_for(settings.ranks)
             reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
-            stack.callback(self.release_tasks)
+            stack.callback(self._release_tasks)
             settings = structs.replace(settings, cwd=settings.cwd or str(Path.cwd()))
             job = JobSpec(gang=name, attempt=first_attempt, ranks=(), project=self.project, settings=settings)
             workers = reservation.reserve(job.topic, settings.queue_timeout_s)
             preflight.check_workers(self.client, workers, settings.pip, settings.interface)
             while True:
-                job = structs.replace(
-                    job,
-                    ranks=tuple(placement.plan(workers, self.slots, settings.ranks)),
-                    ranks_on_host=self.ranks_on_host(),
-                )
+                places = tuple(placement.plan(workers, self.slots, settings.ranks))
+                job = structs.replace(job, ranks=places, ranks_on_host=self.ranks_on_host())
                 waiting: Mapping[str, Future] = {} if self.attempt is None else self.attempt.waiting
                 self.attempt = Attempt(self.client, job, self.interrupts, self.read, self.stop, on_give_up, waiting)
                 try:
@@ -279,27 +276,11 @@ class Gang:
         attempt = self.attempt
         return attempt is not None and attempt.health.in_loop(attempt.rank_states.running)
 
-    def report_dropped(self) -> None:
-        """Warn if records were dropped because nothing reads them, and say how to receive them."""
-        if not self.unread:
-            return
-        named = [counted(self.unread[kind], name) for kind, name in FOR_READERS.items() if self.unread[kind]]
-        size = f" ({self.unread_bytes / 2**20:,.1f} MiB)" if self.unread["file"] else ""
-        log.warning(
-            "dropped, because nothing reads what the ranks sent with results.*: %s%s; have it written with "
-            "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) and files in "
-            "there with the gang's fetch(record, path)",
-            ", ".join(named),
-            size,
-        )
-
-    def release_tasks(self) -> None:
-        """End the tasks that wait for another attempt."""
+    def _release_tasks(self) -> None:
         if self.attempt is not None:
             self.attempt.release(self.attempt.waiting.values())
 
-    def clean_up(self) -> None:
-        """Empty the outboxes of the last attempt."""
+    def _clear_outboxes(self) -> None:
         if self.attempt is not None:
             self.attempt.workers.clear()
 
@@ -342,9 +323,8 @@ class Gang:
             for read in self.readers:
                 read(record)
             is_unfetched = isinstance(record.data, File) and record.data.source is not None and not self.is_fetched
-            if record.kind in FOR_READERS and (is_unfetched or self.readers in ([], [show])):
-                self.unread[record.kind] += 1
-                self.unread_bytes += record.data.size if isinstance(record.data, File) else 0
+            if is_unfetched or self.readers in ([], [show]):
+                self.unread.note(record)
             if is_unfetched:  # the rank may be waiting for room in its outbox
                 attempt.workers.drop(record)
 
@@ -353,3 +333,27 @@ class Gang:
         assert self.read_from is not None, "fetch is for on_record"
         self.is_fetched = True
         self.read_from.workers.fetch(record, target)
+
+
+class UnreadRecords:
+    """Counts records by kind that are dropped because nothing reads them."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.bytes = 0
+
+    def note(self, record: Record) -> None:
+        if record.kind in FOR_READERS:
+            self.counts[record.kind] += 1
+            self.bytes += record.data.size if isinstance(record.data, File) else 0
+
+    def report(self) -> None:
+        """Warn of what was dropped, and say how to receive it."""
+        named = [counted(self.counts[kind], name) for kind, name in FOR_READERS.items() if self.counts[kind]]
+        if named:
+            log.warning(
+                "dropped, because nothing reads what the ranks sent with results.*: %s%s; have it written with "
+                "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=<function of a record>) "
+                "and files in there with the gang's fetch(record, path)",
+                ", ".join(named), f" ({self.bytes / 2**20:,.1f} MiB)" if self.counts["file"] else "",
+            )  # fmt: skip

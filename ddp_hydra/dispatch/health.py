@@ -27,12 +27,7 @@ ACTIVITY = {
 
 @dataclass(frozen=True, slots=True)
 class Hang:
-    """Describes a gang that makes no progress.
-
-    Args:
-        rank: that holds up the others.
-        message: for the user.
-    """
+    """Describes a gang that makes no progress: the rank that holds up the others, and a message for the user."""
 
     rank: int
     message: str
@@ -149,13 +144,7 @@ class HealthMonitor:
 
 
 class RankStates:
-    """Tracks the ranks of one attempt.
-
-    Args:
-        specs: the ranks' places.
-        attempt: its number.
-        health: knows where each rank was last.
-    """
+    """Tracks the ranks of one attempt; `health` knows where each one was last."""
 
     def __init__(self, specs: list[RankSpec], attempt: int, health: HealthMonitor) -> None:
         self.specs, self.attempt, self.health = specs, attempt, health
@@ -215,11 +204,7 @@ FROM_OUTSIDE = ("killed by SIGKILL", "killed by SIGTERM")
 
 
 def repeated(attempts: Sequence[AttemptEntry]) -> str | None:
-    """Return why there should be no other attempt: the last two have failed alike.
-
-    Returns:
-        A sentence; None if they differ, or if there are fewer.
-    """
+    """Return why there should be no other attempt: the last two have failed alike; else None."""
     last = [(entry.failure or FailureEntry(), entry.steps_done) for entry in attempts[-2:]]
     own = [one for one, _ in last if one.kind in OWN_FAULT and not one.message.startswith(FROM_OUTSIDE)]
     if len(own) < 2:

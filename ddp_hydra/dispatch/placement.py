@@ -64,12 +64,7 @@ ANSWER_S = 10.0
 
 
 def slots_of_workers(client: Client, given: int | str) -> int:
-    """Return how many ranks each worker of a cluster holds.
-
-    Args:
-        client: of the cluster.
-        given: a number; or "auto" for as many as each worker has GPUs, the same for all workers.
-    """
+    """Return how many ranks each worker holds: the number given, or with "auto" as many as each has GPUs."""
     if given != "auto":
         return int(given)
     workers = workers_of(client)

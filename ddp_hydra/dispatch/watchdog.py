@@ -36,10 +36,6 @@ class Watchdog:
         client: of the Dask cluster.
         job: what the workers are sent, without the call.
         interrupts: says whether the user wants to end.
-
-    Attributes:
-        silent: addresses of workers that went silent.
-        stacks: the stacks that ranks have printed.
     """
 
     def __init__(self, client: Client, job: JobSpec, interrupts: Interrupts) -> None:
@@ -63,19 +59,12 @@ class Watchdog:
         raise NotImplementedError
 
     def check(self) -> None:
-        """Check the records, the tasks, and whether the user wants to end.
-
-        Raises:
-            SchedulerLost: the scheduler is gone.
-            KeyboardInterrupt: the user wants to end, and nothing can be saved, or no longer.
-        """
         self.health.look(time.monotonic())
         self.check_records()
         self.check_interrupt()
         self.check_tasks()
 
     def check_progress(self) -> None:
-        """Check for silent hosts, and for a hang."""
         self.check_silence()
         hang = self.health.hang(self.rank_states.running, time.monotonic())
         if hang is not None:
@@ -101,11 +90,7 @@ class Watchdog:
             raise KeyboardInterrupt
 
     def check_tasks(self) -> None:
-        """Check for tasks that failed, were cancelled with the scheduler, or did not start in time.
-
-        Raises:
-            SchedulerLost: the scheduler is gone.
-        """
+        """Check for tasks that failed, were cancelled with the scheduler, or did not start in time."""
         running = [self.specs[rank] for rank in self.rank_states.running]
         futures = {spec.worker: self.workers.futures[spec.worker] for spec in running}
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.

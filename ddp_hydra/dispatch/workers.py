@@ -1,8 +1,7 @@
 """Reaches the workers of one attempt from the client; a worker that is lost is never waited for.
 
-Files travel between ranks and the client by a move on one host, otherwise in pieces through Dask. A worker that sees
-the client's disk writes large files there itself. Pieces go directly between the client and the worker where the client
-reaches it, otherwise through the scheduler.
+Files travel between ranks and the client by a move on one host, otherwise in pieces through Dask: directly between the
+client and the worker where the client reaches it, otherwise through the scheduler.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
 import shutil
 import tempfile
 import time
@@ -44,10 +42,6 @@ again, and both tasks would run its ranks."""
 
 class WorkerClient:
     """Sends messages and files to the ranks of an attempt, and fetches their files.
-
-    Args:
-        client: of the Dask cluster.
-        job: of the attempt.
 
     Attributes:
         futures: the Dask tasks that run the ranks, by their workers' addresses.
@@ -106,8 +100,7 @@ class WorkerClient:
     ) -> dict[str, Any]:
         """Run a short function on workers, but not on lost ones: Dask would try for half a minute.
 
-        Returns:
-            Worker address -> what it returned, for those that have answered.
+        Returns what it returned, by the addresses of the workers that have answered.
         """
         reachable = [address for address in workers if address not in self.lost]
         if reachable:
@@ -143,11 +136,6 @@ class WorkerClient:
                 drop(self.source(rank, file), file, partial(self.call_outbox, rank))
 
     def returned(self, rank: int, value: File) -> Any:
-        """Decode a rank's return value.
-
-        Raises:
-            RecordError: it is malformed.
-        """
         if value.inline is not None:
             try:
                 data = base64.b64decode(value.inline)
@@ -163,11 +151,7 @@ class WorkerClient:
         return spec.decode(data)
 
     def send_files(self, rank: int, files: Mapping[str, Path]) -> dict[str, str]:
-        """Send files of the client, and checkpoints, to a rank's host; return their paths there.
-
-        Raises:
-            OSError: its worker does not answer, or a file cannot be read or written.
-        """
+        """Send files of the client, and checkpoints, to a rank's host; return their paths there."""
         worker = self.specs[rank].worker
         return {name: send(self.caller, worker, self.name, rank, path) for name, path in files.items()}
 
@@ -190,32 +174,18 @@ def fetch(source: Path, file: File, target: Path, call: Callable[..., Any]) -> N
 
     Args:
         source: its path in the outbox, on the rank's host.
-        file: its size and sha256, and whether it is a checkpoint.
-        target: the path here.
         call: calls a function of `rank.outbox` there, for the rank.
     """
     if _is_here(source, file.size):
         shutil.move(source, target)
         return
-    path, done = str(target.absolute()), 0
-    if file.size > outbox.CHUNK_BYTES and _is_seen(target, partial(call, outbox.sees, path)):
-        while done < file.size and (copied := call(outbox.copy, source.name, path, done)):
-            done += copied
-        target.open("rb").close()  # NFS looks for a file's size when it is opened
-    else:
-        with target.open("wb") as out:
-            while out.tell() < file.size and (piece := call(outbox.read, source.name, out.tell())):
-                out.write(piece)
+    with target.open("wb") as out:
+        while out.tell() < file.size and (piece := call(outbox.read, source.name, out.tell())):
+            out.write(piece)
     if file.checkpoint is not None:  # a rank may resume from it there
         call(outbox.keep, source.name, file.sha256)
     else:
         call(outbox.remove, source.name)
-
-
-def _is_seen(target: Path, is_there: Callable[[bytes], bool]) -> bool:
-    nonce = secrets.token_bytes(32)
-    target.write_bytes(nonce)
-    return is_there(nonce)
 
 
 def drop(source: Path, file: File, call: Callable[..., Any]) -> None:
@@ -232,11 +202,7 @@ def _is_here(source: Path, size: int) -> bool:
 
 
 class WorkerCaller:
-    """Calls functions on workers, directly where the client reaches them, otherwise through the scheduler.
-
-    Args:
-        client: of the Dask cluster.
-    """
+    """Calls functions on workers, directly where the client reaches them, otherwise through the scheduler."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -245,11 +211,7 @@ class WorkerCaller:
     def call(
         self, worker: str, function: Callable[..., Any], *args: Any, is_lost: Callable[[], bool] = lambda: False
     ) -> Any:
-        """Run a function on one worker, and return its result.
-
-        Raises:
-            WorkerSilent: it does not answer in time, or is gone. Dask alone would try for half a minute.
-        """
+        """Run a function on one worker; WorkerSilent if that does not answer: Dask would try for half a minute."""
         if self.reaches(worker, is_lost):
             try:
                 return self._wait(ask(self.client, worker, function, *args), worker, is_lost)
@@ -307,12 +269,9 @@ async def ask(client: Client, worker: str, function: Callable[..., Any], *args: 
 
 
 def send(caller: WorkerCaller, worker: str, gang: str, rank: int, source: Path) -> str:
-    """Send a file or a checkpoint's folder of the client to a rank's host, unless that has it already.
+    """Send a file or a checkpoint's folder of the client to a rank's host, and return its path there.
 
-    It has it if it sees it under the same path, or wrote it and has kept it.
-
-    Returns:
-        The path there.
+    The host has it already if it sees it under the same path, or wrote it and has kept it.
     """
     if source.is_dir():
         sent = [send_file(caller, worker, gang, rank, file, f"{source.name}/{file.name}") for file in source.iterdir()]

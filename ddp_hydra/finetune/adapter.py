@@ -65,7 +65,6 @@ def lora(model: nn.Module, *, autocast_adapter_dtype: bool = True, **options: An
 
 
 def adapted(model: nn.Module) -> list[Any]:
-    """Return the layers of peft in a model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -76,11 +75,7 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def merged(model: Any) -> nn.Module:
-    """Add an adapter's weights to the model's, and remove its layers. A model without an adapter stays as it is.
-
-    Raises:
-        ConfigError: the model is quantised.
-    """
+    # A model without an adapter stays as it is.
     if not has_adapter(model):
         return model
     if getattr(model, "is_quantized", False):
@@ -98,7 +93,7 @@ def merged(model: Any) -> nn.Module:
 
 
 def save(model: Any, base: nn.Module, folder: Path) -> nn.Module:
-    """Write the adapter of a model as peft does, and return the model that peft makes of it and the base."""
+    # It returns the model that peft makes of the files and the base.
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,7 @@ def _is_no_report(record: logging.LogRecord) -> bool:
 
 
 def read_from_files(model: nn.Module, folder: Path) -> None:
-    """Have the ranks of a sharded model read the rows of their shards, if the files have all parameters as they are."""
+    # Ranks of a sharded model read the rows of their shards, if the files have all parameters as they are.
     from safetensors import safe_open
 
     files: dict[str, Path] = {}
@@ -173,7 +173,6 @@ def read_from_files(model: nn.Module, folder: Path) -> None:
 
 
 def imported(package: str) -> Any:
-    """Return a package of the extra `finetune`."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -182,16 +181,10 @@ def imported(package: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Return a value of a config as Python's own."""
     return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def find_folder(path: str, revision: str | None = None, with_code: bool = False, with_weights: bool = True) -> Path:
-    """Return the folder of a model, which is downloaded if it is on the hub.
-
-    Raises:
-        ConfigError: there is none.
-    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
@@ -211,7 +204,6 @@ def find_folder(path: str, revision: str | None = None, with_code: bool = False,
 
 
 def four_bit() -> Any:
-    """Return the quantisation of QLoRA."""
     if find_spec("bitsandbytes") is None:
         raise ConfigError("model.load_in_4bit=true needs bitsandbytes: type pip install bitsandbytes")
     return imported("transformers").BitsAndBytesConfig(
@@ -223,7 +215,7 @@ def four_bit() -> Any:
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a hash of samples of the weights' files, which takes little time for large ones."""
+    # Of samples of the weights' files, which takes little time for large ones.
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     digest = hashlib.sha256()
     for path in files:
@@ -240,11 +232,6 @@ def fingerprint(folder: Path) -> str:
 
 
 def load_tokenizer(path: str) -> Any:
-    """Return the tokenizer in a folder, or of a name on the hub.
-
-    Raises:
-        ConfigError: there is none.
-    """
     tokenizers = imported("transformers").AutoTokenizer
     try:
         return tokenizers.from_pretrained(find_folder(path, with_weights=False), trust_remote_code=False)
@@ -254,7 +241,6 @@ def load_tokenizer(path: str) -> Any:
 
 
 def tokenizer_of(model: nn.Module) -> Any:
-    """Return the tokenizer in the folder of a model; None if there is none."""
     source = getattr(model, "pretrained", None)
     if source is None or not any(path for name in ("*token*", "vocab*") for path in source.folder.glob(name)):
         return None
@@ -262,56 +248,36 @@ def tokenizer_of(model: nn.Module) -> Any:
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Return whether a model's class is of transformers; the package is not imported."""
+    # The package is not imported.
     return any(kind.__module__ == "transformers.modeling_utils" for kind in type(model).__mro__)
 
 
 def takes_tokens(model: Any) -> bool:
-    """Return whether a model of transformers takes token numbers alone."""
     is_text = is_of_transformers(model) and model.main_input_name == "input_ids"
     return is_text and not model.config.is_encoder_decoder and hasattr(model.config, "vocab_size")
 
 
 def example_of(model: Any) -> dict[str, Tensor]:
-    """Return arguments for a model that takes tokens."""
     ids = torch.arange(1, 2 * LENGTH + 1).reshape(2, LENGTH) % model.config.vocab_size
     return {"input_ids": ids.to(model.device), "attention_mask": torch.ones_like(ids, device=model.device)}
 
 
 def save(model: Any, folder: Path, max_shard_size: str) -> nn.Module:
-    """Write a model and its tokenizer as transformers does, and return the model that it loads from there."""
-    source, config = getattr(model, "pretrained", None), model.config
+    # It returns the model that transformers loads from there.
+    source = getattr(model, "pretrained", None)
     if source is not None and source.use_cache is not None:
-        config.use_cache = source.use_cache
-    try:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-        again = type(model).from_pretrained(folder, dtype="auto").eval()
-    finally:
-        if source is not None and source.use_cache is not None:
-            config.use_cache = False
+        model.config.use_cache = source.use_cache
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     if (tokenizer := tokenizer_of(model)) is not None:
         tokenizer.save_pretrained(folder)
-    again.config.use_cache = getattr(config, "use_cache", None)
+    again: nn.Module = type(model).from_pretrained(folder, dtype="auto").eval()
     return again
 
 
 def generate(
     model: Any, prompt: str, n: int, temperature: float, seed: int, max_new_tokens: int, chat: bool
 ) -> list[str]:
-    """Return texts that a language model continues.
-
-    Args:
-        model: of `causal_lm`.
-        prompt: the beginning; "": of any text.
-        n: number of texts.
-        temperature: values below 1 prefer likely tokens.
-        seed: of the random numbers.
-        max_new_tokens: the most tokens after the prompt.
-        chat: the prompt is the message of a user, in the tokenizer's chat template; then answers are returned.
-
-    Raises:
-        ConfigError: the folder of the model has no tokenizer, or the tokenizer lacks what is needed.
-    """
+    # With `chat`, the prompt is a user's message in the tokenizer's chat template, and answers alone are returned.
     if (tokenizer := tokenizer_of(model)) is None:
         raise ConfigError("the folder of the model holds no tokenizer, so there is no text to generate")
     if chat and tokenizer.chat_template is None:
@@ -323,13 +289,13 @@ def generate(
         )["input_ids"]
     else:
         given = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     if not given.numel():
-        first = next((one for one in (tokenizer.bos_token_id, tokenizer.eos_token_id) if one is not None), None)
+        first = eos if bos is None else bos
         if first is None:
             raise ConfigError("the tokenizer has no token that begins a text: give prompt=<text>")
         given = torch.tensor([[first]])
     given = given.to(model.device)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     torch.manual_seed(seed)
     said = model.generate(
         given,
@@ -338,6 +304,6 @@ def generate(
         temperature=temperature,
         num_return_sequences=n,
         max_new_tokens=max_new_tokens,
-        pad_token_id=pad,
+        pad_token_id=eos if pad is None else pad,
     )
     return list(tokenizer.batch_decode(said[:, given.shape[1] if chat else 0 :], skip_special_tokens=True))

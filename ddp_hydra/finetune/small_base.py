@@ -72,7 +72,7 @@ def make(folder: Path, steps: int = 100, vocab_size: int = 512, width: int = 64,
 
 
 def write_texts(folder: Path) -> list[str]:
-    """Write the paragraphs of the topics as rows of JSON, and return the ones for training."""
+    # It returns the texts for training.
     folder.mkdir(parents=True, exist_ok=True)
     texts: dict[str, list[str]] = {}
     for split in ("val", "train"):
@@ -84,7 +84,6 @@ def write_texts(folder: Path) -> list[str]:
 
 
 def train(model: Any, tokens: list[int], steps: int) -> None:
-    """Train a model on the first tokens of a text."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     size = BATCH * LENGTH
     for batch in torch.tensor(tokens[: min(steps, len(tokens) // size) * size]).reshape(-1, BATCH, LENGTH):

@@ -226,7 +226,6 @@ class TokenizedText(Dataset):
         return batch
 
     def described(self) -> str:
-        """Return what the rows are made of and what is left out, for the header of a run."""
         documents = f"{' + '.join(self.columns)} -> {counted(self.n_documents, 'document')}"
         of_states = {
             State.CUT: f"{OVERFLOW[self.overflow]} {self.sequence_length} tokens",
@@ -241,14 +240,6 @@ class TokenizedText(Dataset):
         return "; ".join([documents, *notes])
 
     def check_model(self, model: Any) -> None:
-        """Refuse a model that lacks words or positions, or that does not keep packed documents apart.
-
-        Args:
-            model: takes the batches.
-
-        Raises:
-            ConfigError: it is such a model.
-        """
         import pyarrow.compute
 
         table, name = self.data.data, type(model).__name__
@@ -293,16 +284,8 @@ class TokenizedText(Dataset):
 
 
 def check_apart(model: Any, words: int, flat: bool = False) -> None:
-    """Compute two rows whose second documents are equal, and refuse a model that computes them differently.
-
-    Args:
-        model: takes input_ids, position_ids and use_cache.
-        words: that it knows.
-        flat: each row is a batch.
-
-    Raises:
-        ConfigError: the first document changes the second one's logits, or it takes no position_ids.
-    """
+    # The second documents of two rows are equal, and the first ones must not change their logits. `flat`: each row is a
+    # batch.
     first = next(model.parameters(), torch.empty(0))
     ids = torch.tensor([[1, 2, 3, 4, 3], [4, 3, 3, 4, 3]], device=first.device) % words
     positions = torch.tensor([[0, 1, 0, 1, 2]] * 2, device=first.device)
@@ -333,15 +316,6 @@ def _leaks(model: Any) -> str:
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
-    """Return a tokenizer of transformers.
-
-    Args:
-        name: folder, or name on the hub.
-        chat_template: a template or its file; None: the tokenizer's own.
-
-    Raises:
-        ConfigError: there is none, or no such file.
-    """
     try:
         tokenizer = models.load_tokenizer(name)
     except ConfigError as error:
@@ -355,12 +329,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> Any:
 
 
 def packed(lengths: np.ndarray, size: int) -> list[np.ndarray]:
-    """Return the documents of each row: the longest first, each in the fullest row that has room for it.
-
-    Args:
-        lengths: tokens of each document, (documents,), at most `size`.
-        size: tokens of a row.
-    """
+    # The longest document first, each in the fullest row that has room for it.
     rows: list[list[int]] = []
     with_room: defaultdict[int, list[int]] = defaultdict(list)  # tokens that are free -> rows
     rooms: list[int] = []  # in order
@@ -388,6 +357,8 @@ def _is_text(source: Any, column: str) -> bool:
 
 
 def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) -> tuple[str, ...]:
+    import datasets
+
     there = list(source.column_names)
     names = tuple([given] if isinstance(given, str) else given or ())
     if not names:
@@ -404,26 +375,19 @@ def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) 
             "the column messages holds text, not lists of messages with role and content: write them as lists, or give "
             "data.columns=[messages] to take them as documents"
         )
-    numbers = [name for name in names if getattr(source.features[name], "dtype", "dict") in _numeric()]
-    others = [name for name in names if len(names) == 2 and not _is_text(source, name)]
-    if others and not numbers and hasattr(source.features[others[0]], "feature"):
-        raise ConfigError(
-            f"the columns {' and '.join(names)} hold lists of messages: join each two to one list, in a column messages"
-        )
-    if wrong := numbers or others:
-        raise ConfigError(f"the column {wrong[0]} holds {source.features[wrong[0]]}, not text: give data.columns=[…]")
+    for name in names:
+        feature = source.features[name]
+        if _is_text(source, name) or (len(names) == 1 and not isinstance(feature, datasets.Value)):
+            continue
+        if hasattr(feature, "feature"):
+            raise ConfigError(
+                f"the columns {' and '.join(names)} hold lists of messages: join each two to one list, in a column "
+                "messages"
+            )
+        raise ConfigError(f"the column {name} holds {feature}, not text: give data.columns=[…]")
     if label and source.features[label].dtype in ("string", "large_string"):
         raise ConfigError(f"the column {label} holds text: write the numbers of the classes, 0, 1, 2, …")
     return names
-
-
-def _numeric() -> set[str]:
-    return {
-        "bool",
-        "binary",
-        "date32",
-        *(f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)),
-    }
 
 
 def _tokenized(source: Any, encoder: Encoder, cache_dir: str | None) -> Any:

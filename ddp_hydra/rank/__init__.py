@@ -4,7 +4,7 @@ task            the Dask task that runs a worker's ranks
 rank_process    one of them: has its process started, watches it, says how it ended
 record_relay    passes the ranks' records and output on to the client
 process         the rank itself: joins the process group (process_group) and calls the function
-fork_server     imports torch once (fork_preload, which puts off its compiler); each rank is a fork of it
+fork_server     imports torch once; each rank is a fork of it
 spare_forks     its connections, and forks that wait for the next ranks
 fork_client     finds the host's fork server, or starts it
 inbox           messages of the client to a worker's task, and of a worker that is shut down

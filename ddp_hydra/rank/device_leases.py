@@ -59,9 +59,7 @@ def acquire(gang: str, ranks: int, cores: Sequence[int], gpus: Sequence[str], pr
     """Lease a GPU and a share of the cores to a rank, until the block ends.
 
     Args:
-        gang: name of its gang, without the attempt.
-        ranks: how many ranks of the gang are on this host.
-        cores: that they share.
+        gang, ranks, cores: see `Lease`.
         gpus: UUIDs of the visible GPUs; only these are leased.
         preferred: position of the GPU to lease if several have equally few leases.
     """

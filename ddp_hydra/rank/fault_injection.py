@@ -15,9 +15,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -28,20 +28,10 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.heartbeat import PHASES
 from ddp_hydra.record import Metrics, Record
 
-KINDS = {
-    "raise": "raises RuntimeError",
-    "exit": "calls os._exit(3)",
-    "kill": "is killed by SIGKILL, as by the out-of-memory killer",
-    "segv": "reads address 0",
-    "hang": "sleeps for ever",
-    "stop": "is suspended by SIGSTOP",
-    "slow": "sleeps for seconds=…",
-    "nan": "has a loss of NaN",
-    "worker": "its Dask worker is killed",
-    "nanny": "its Dask worker's nanny is killed",
-    "term": "its Dask worker gets SIGTERM, as in a preemption",
-    "interrupt": "no rank: the command gets Ctrl-C when it hears of the step",
-}
+KINDS = (
+    "raise", "exit", "kill", "segv", "hang", "stop", "slow", "nan", "worker", "nanny", "term", "interrupt",
+)  # fmt: skip
+"""What they do: docs/failures.md. `interrupt` is for the command, which gets Ctrl-C when it hears of the step."""
 OF_WORKERS = ("worker", "nanny", "term")
 """Faults that need a worker that is a process of its own."""
 PLACES = (*PHASES[2:-1], "write")
@@ -96,8 +86,6 @@ class FaultInjector:
     """Triggers the faults of this rank.
 
     Args:
-        rank: this rank.
-        attempt: this attempt.
         pids: process ids of this rank's "worker" and "nanny".
         faults: of the job, without those that were triggered.
     """
@@ -118,24 +106,30 @@ class FaultInjector:
         return due
 
     def trigger(self, fault: Fault) -> None:
-        actions: dict[str, Callable[[], Any]] = {
-            "raise": _raise,
-            "exit": lambda: os._exit(3),
-            "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-            "segv": lambda: ctypes.string_at(0),
-            "hang": lambda: _sleep(1e9),
-            "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-            "slow": lambda: _sleep(fault.seconds),
-            "worker": self._kill_worker,
-            "nanny": lambda: self._signal("nanny", signal.SIGKILL),
-            "term": lambda: self._signal("nanny", signal.SIGTERM),
-        }
-        actions[fault.kind]()
-
-    def _kill_worker(self) -> None:
-        self._signal("worker", signal.SIGKILL)
-        # This rank is stopped when that is noticed; on a loaded machine, it would meanwhile pass the next fault's step.
-        _sleep(10)
+        match fault.kind:
+            case "raise":
+                raise InjectedFault("a fault on purpose")
+            case "exit":
+                os._exit(3)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "segv":
+                ctypes.string_at(0)
+            case "hang":
+                _sleep(1e9)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "slow":
+                _sleep(fault.seconds)
+            case "worker":
+                self._signal("worker", signal.SIGKILL)
+                # This rank is stopped when that is noticed; on a loaded machine, it would meanwhile pass the next
+                # fault's step.
+                _sleep(10)
+            case "nanny":
+                self._signal("nanny", signal.SIGKILL)
+            case "term":
+                self._signal("nanny", signal.SIGTERM)
 
     def _signal(self, who: str, number: int) -> None:
         pid = self.pids.get(who, 0)
@@ -187,10 +181,6 @@ def activate(texts: Iterable[str]) -> FaultInjector:
 
 def write(step: int) -> None:
     _here("write", step)
-
-
-def _raise() -> None:
-    raise InjectedFault("a fault on purpose")
 
 
 def _sleep(seconds: float) -> None:

@@ -13,9 +13,8 @@ its last rank. A caller that sends anything else, or belongs to another user, is
 
 If all callers go while it imports torch, it ends at once. After its last connection it stays for `keep_warm_s` of the
 last request, 0 without that: the next command finds torch imported. It then belongs to no command: its folder is /, its
-output goes nowhere, and it has neither code of a project nor a GPU. It ends earlier where a file
-that it has imported was changed, after SIGTERM, and when its socket is removed. A command that comes before it has
-noticed a change has it start anew.
+output goes nowhere, and it has neither code of a project nor a GPU. It ends earlier after SIGTERM, and when its socket
+is removed. A command that comes after a file was changed that it has imported has it start anew.
 
 Forks wait for the next ranks, as many as have run at once: a rank takes one of them instead of waiting for its own.
 
@@ -28,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import importlib
 import os
 import resource
 import select
@@ -37,12 +37,14 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from importlib.abc import MetaPathFinder
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ddp_hydra import forked
 from ddp_hydra.console.signals import open_standard_files
 from ddp_hydra.rank import environment
-from ddp_hydra.rank.fork_preload import import_if_wanted, preload
 from ddp_hydra.rank.processes import (
     LEFT_S,
     LeftBehind,
@@ -53,9 +55,18 @@ from ddp_hydra.rank.processes import (
     kill_group,
     user_of,
 )
-from ddp_hydra.rank.spare_forks import REQUEST_S, Caller, SpareForks, become_rank
+from ddp_hydra.rank.spare_forks import Caller, SpareForks, become_rank
 
 MODULE = "ddp_hydra.rank.fork_server"
+PRELOAD = (
+    "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torchvision",
+    "numpy.random", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
+    "ddp_hydra.tasks.losses", "torch.utils.serialization",
+)  # fmt: skip
+"""Modules that nearly every rank imports; those that are not installed are skipped."""
+BACKENDS = ("gloo", "nccl")
+LOOK_S = 0.05
+"""Seconds between two looks at the callers during the imports."""
 SPARES_S = 1.0
 """Seconds from the fork of a rank until others are forked for the next one, so that it has the cores to itself."""
 QUIET_S = 0.002
@@ -64,16 +75,13 @@ IDLE_S = 1.0
 """Seconds between two looks whether to leave while nobody is connected."""
 FIRST_S = 30.0
 """Seconds that a server waits for its first connection."""
-CURRENT_S = 10.0
-"""Seconds between two looks at the imported files, which take some milliseconds."""
 
 
 class ForkServer:
     """Forks ranks on request, until the last connection has ended and nobody wants to find it warm.
 
     Args:
-        listener: the socket on which it listens.
-        address: the socket's path.
+        listener: the socket on which it listens, at `address`.
         start_anew: starts this program again, with the same socket.
 
     Attributes:
@@ -130,9 +138,8 @@ class ForkServer:
                 elif key.fd in self.callers:
                     self.receive(self.callers[key.fd])
             self.reap()
-            self.drop_slow()
             self.left_behind.kill()
-            if self.is_idle and self.is_time_over() and self.leave():
+            if self.is_idle and self.is_time_over and self.leave():
                 self.spares.end()
                 return
 
@@ -147,9 +154,7 @@ class ForkServer:
             return LEFT_S
         if self.lacks_spares:
             return max(QUIET_S, self.spares_after - time.monotonic())
-        if not self.callers:
-            return IDLE_S
-        return REQUEST_S if any(caller.partial_line for caller in self.callers.values()) else None
+        return None if self.callers else IDLE_S
 
     @property
     def lacks_spares(self) -> bool:
@@ -205,16 +210,9 @@ class ForkServer:
         else:
             self.spawn(caller, request)
 
-    def drop_slow(self) -> None:
-        for caller in list(self.callers.values()):
-            if caller.is_slow:
-                self.drop(caller)
-
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         caller.has_requested = True
         self.keep_warm_s = 0.0 if environment.batch_job() else float(request.get("keep_warm_s", 0.0))
-        if import_if_wanted():
-            self.spares.end()
         try:
             pid = self.spares.take(request, caller.fds) or os.fork()
         except OSError as error:  # the host allows no other process; those that run go on
@@ -311,20 +309,15 @@ class ForkServer:
 
     def begin_waiting(self) -> None:
         self.loaded = loaded_files()
-        self.idle_since = self.looked_at = time.monotonic()
+        self.idle_since = time.monotonic()
 
     @property
     def remaining_s(self) -> float:
         return 0.0 if self.is_retired else max(0.0, self.idle_since + self.stay_s - time.monotonic())
 
+    @property
     def is_time_over(self) -> bool:
-        if not self.remaining_s or not self.is_found():
-            return True
-        now = time.monotonic()
-        if now - self.looked_at > CURRENT_S:
-            self.looked_at = now
-            return not self.is_current()
-        return False
+        return not self.remaining_s or not self.is_found()
 
     def is_found(self) -> bool:
         """Return whether its socket still has its place; logind removes it with the user's last session."""
@@ -335,6 +328,44 @@ class ForkServer:
 
     def is_current(self) -> bool:
         return not self.has_served or are_current(self.loaded)
+
+
+def preload(look: Callable[[], object]) -> None:
+    """Import modules that ranks need, so that a fork has them at once; call `look` meanwhile."""
+    watcher = _Watcher(look)
+    forked.pause_garbage()
+    sys.meta_path.insert(0, watcher)
+    try:
+        for name in PRELOAD:
+            with contextlib.suppress(Exception):  # a rank that needs the module reports the error
+                importlib.import_module(name)
+        register_backends()
+    finally:
+        sys.meta_path.remove(watcher)
+    forked.resume_garbage()
+
+
+def register_backends() -> None:
+    """Register the backends of process groups with torch, as each rank would have to do otherwise.
+
+    Since 2.14, torch finds even its own ones in the metadata of all installed packages.
+    """
+    for found in entry_points(group="torch.distributed.backends"):
+        if found.name in BACKENDS:
+            with contextlib.suppress(Exception):  # a rank that needs the backend reports the error
+                found.load()()
+
+
+class _Watcher(MetaPathFinder):
+    """Finds no module, but is asked for each one before it is imported: about 2,000 times."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self.look, self.looked_at = look, time.monotonic()
+
+    def find_spec(self, *_: Any) -> None:
+        if time.monotonic() - self.looked_at > LOOK_S:
+            self.look()
+            self.looked_at = time.monotonic()
 
 
 def loaded_files() -> dict[str, tuple[int, int, int]]:

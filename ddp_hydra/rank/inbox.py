@@ -42,11 +42,7 @@ _ended: OrderedDict[Key, int] = OrderedDict()
 
 
 class Inbox:
-    """A queue with a file descriptor to wait on.
-
-    Attributes:
-        has_reader: a task reads it.
-    """
+    """A queue with a file descriptor to wait on."""
 
     def __init__(self) -> None:
         self.has_reader = False
@@ -56,13 +52,7 @@ class Inbox:
         self.writer.setblocking(False)
 
     def put(self, message: Message, rank: int | None = None, attempt: int | None = None) -> None:
-        """Add a message and wake the reader.
-
-        Args:
-            message: for the task.
-            rank: that it is about; None for all ranks of the task.
-            attempt: of the gang that it is about; None for any.
-        """
+        """Add a message about a rank (None: all) in an attempt (None: any), and wake the reader."""
         self.messages.append((attempt, rank, message))
         with contextlib.suppress(OSError):  # full: the reader is awake; closed: there is none
             self.writer.send(b"!")
@@ -93,17 +83,11 @@ class Inbox:
 
 
 def deliver(gang: str, attempt: int, rank: int | None, message: Message, dask_worker: Any = None) -> bool:
-    """Deliver a message to the task of a gang on this worker. Runs on the worker, called by the client.
+    """Deliver a message to a gang's task on this worker; return whether that is there. Called by the client.
 
     Args:
         gang: the gang's name, without its attempt.
-        attempt: that the message is about.
         rank: that the message is about; None for all on this worker.
-        message: for the worker's task.
-        dask_worker: passed by Dask.
-
-    Returns:
-        Whether the task is there to read it.
     """
     key = gang, dask_worker.address
     with _lock:

@@ -14,12 +14,11 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import psutil
@@ -29,7 +28,7 @@ from msgspec.structs import replace
 from ddp_hydra import results
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import Failure, describe_exit
-from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus
+from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus, file_in_memory
 from ddp_hydra.rank import (
     dask_preload,
     device_leases,
@@ -66,8 +65,6 @@ class RankContext:
         is_cancelled: returns whether the client is gone, or gave up.
 
     Attributes:
-        sender: of the ranks' records.
-        selector: waits for what they, and the client, send.
         project: folder of the unpacked project space; None without one.
     """
 
@@ -80,12 +77,7 @@ class RankContext:
 
 
 class RankProcess:
-    """Stands between one rank's process and the client.
-
-    Args:
-        context: of the worker's ranks.
-        spec: the rank's place.
-    """
+    """Stands between one rank's process and the client."""
 
     def __init__(self, context: RankContext, spec: RankSpec) -> None:
         self.context, self.spec, self.selector = context, spec, context.selector
@@ -109,13 +101,13 @@ class RankProcess:
         output, their_end = os.pipe()
         self.stack.callback(os.close, output)
         their_output = self.stack.enter_context(os.fdopen(their_end, "wb", buffering=0))
-        share = self.device = self.share()
+        self.device = self.share()
         fds = [theirs.fileno(), their_output.fileno(), self.shared_status_fd]
         self.send_launch()
         fork_client.hold()
         inbox.prepare(self.worker)
         self.server = self.stack.enter_context(fork_client.connect())
-        socket.send_fds(self.server, [json.dumps(self.request(share)).encode() + b"\n"], fds)
+        socket.send_fds(self.server, [json.dumps(self.request()).encode() + b"\n"], fds)
         for end in (theirs, their_output):
             end.close()
         self.stack.callback(self.relay.close)
@@ -125,7 +117,9 @@ class RankProcess:
 
     def send_launch(self) -> None:
         """Send the process its place and call. Have it serve the place where the ranks meet, if it is rank 0."""
-        with self.write_launch_file(self.device) as file:
+        with os.fdopen(file_in_memory("ddp_hydra-launch"), "w+b") as file:
+            file.write(msgspec.msgpack.encode(self.launch()))
+            file.flush()
             self.send({"launch": True}, file.fileno())
         if self.spec.rank == 0:
             interface = self.job.settings.interface
@@ -157,21 +151,18 @@ class RankProcess:
         is_quiet = self.relay.open.isdisjoint(sources)
         return not self.relay.open or self.context.is_cancelled() or self.is_drained(is_quiet)
 
-    def close(self) -> None:
-        self.stack.close()
-
     # -- the start -----------------------------------------------------------------------------------------
 
     def send(self, message: inbox.Message, *fds: int) -> None:
         socket.send_fds(self.control, [json.dumps(message).encode() + b"\n"], fds)
 
-    def request(self, share: device_leases.Share) -> dict[str, Any]:
+    def request(self) -> dict[str, Any]:
         spec, job, settings = self.spec, self.job, self.job.settings
         project = self.context.project
         return {
             "title": f"ddp_hydra rank {spec.rank}/{spec.world_size} {job.topic}",
             "environment": environment.of_rank(
-                job, spec, self.interface(), str(self.outbox.with_name("error.json")), share.position
+                job, spec, self.interface(), str(self.outbox.with_name("error.json")), self.device.position
             ),
             "cwd": self.working_folder(),
             "path": [*([str(project)] if project else []), *map(environment.search_place, sys.path)],
@@ -217,9 +208,9 @@ class RankProcess:
     def cores(self) -> list[int]:
         return environment.shared_cores(os.getppid() if self.worker.nanny else None)
 
-    def launch(self, share: device_leases.Share) -> RankLaunch:
+    def launch(self) -> RankLaunch:
         spec, job = self.spec, self.job
-        ranks = max(spec.local_world_size + share.other_ranks, job.ranks_on_host.get(spec.host, 0))
+        ranks = max(spec.local_world_size + self.device.other_ranks, job.ranks_on_host.get(spec.host, 0))
         threads = job.settings.threads or environment.threads(len(self.cores()) or os.cpu_count() or 1, ranks)
         own = replace(
             job,
@@ -233,16 +224,6 @@ class RankProcess:
             worker_pid=0 if dask_preload.in_client else os.getpid(),
             nanny_pid=os.getppid() if self.worker.nanny and not dask_preload.is_local else 0,
         )
-
-    def write_launch_file(self, share: device_leases.Share) -> IO[bytes]:
-        file: IO[bytes]
-        if hasattr(os, "memfd_create"):
-            file = self.stack.enter_context(os.fdopen(os.memfd_create("ddp_hydra-launch"), "w+b"))
-        else:
-            file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
-        file.write(msgspec.msgpack.encode(self.launch(share)))
-        file.flush()
-        return file
 
     # -- events --------------------------------------------------------------------------------------------
 

@@ -27,28 +27,20 @@ TAIL_BYTES = 8192
 
 
 class RecordSender:
-    """Sends the records of a worker's ranks to the client, several as one event.
-
-    Args:
-        worker: the Dask worker.
-        gang: the gang's name, with its attempt; the topic of its records.
-        attempt: number of the gang's start.
+    """Sends the records of a worker's ranks to the client, several as one event of a topic.
 
     Attributes:
         ended: rank -> how it has ended.
     """
 
-    def __init__(self, worker: Worker, gang: str, attempt: int) -> None:
-        self.worker, self.gang, self.attempt = worker, gang, attempt
+    def __init__(self, worker: Worker, topic: str, attempt: int) -> None:
+        self.worker, self.topic, self.attempt = worker, topic, attempt
         self.buffer: list[bytes] = []
         self.flushed_at = 0.0
         self.ended: dict[int, End] = {}
 
-    def add(self, record: bytes) -> None:
-        self.buffer.append(record)
-
     def say(self, rank: int, data: AnyData) -> None:
-        self.add(Record(data, rank, None, time.time(), self.attempt).encode())
+        self.buffer.append(Record(data, rank, None, time.time(), self.attempt).encode())
 
     def warn(self, rank: int, sentence: str) -> None:
         self.say(rank, Notice(sentence))
@@ -62,18 +54,13 @@ class RecordSender:
     def flush(self, at_once: bool = False) -> None:
         now = time.monotonic()
         if self.buffer and (at_once or now - self.flushed_at >= FLUSH_S):
-            self.worker.log_event(self.gang, b"\n".join(self.buffer))
+            self.worker.log_event(self.topic, b"\n".join(self.buffer))
             self.buffer.clear()
             self.flushed_at = now
 
 
 class RecordRelay:
     """Reads one rank's records and output, and gives them to the sender.
-
-    Args:
-        sender: of the worker's records.
-        spec: the rank's place.
-        selector: waits for the rank's control socket and output.
 
     Attributes:
         open: control socket and output, while the rank or a process that it started holds the other end.
@@ -150,7 +137,7 @@ class RecordRelay:
         self.log(self.decoder.decode(chunk))
 
     def _forward(self, record: bytes) -> None:
-        self.sender.add(record)
+        self.sender.buffer.append(record)
         self.unacknowledged += len(record)
         self._update_selector()
 

@@ -12,7 +12,6 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -86,11 +85,7 @@ class SpareForks:
         self.become_rank(json.loads(request), fds)
 
     def take(self, request: dict[str, Any], fds: list[int]) -> int | None:
-        """Hand a request to a fork.
-
-        Returns:
-            The process id of the rank; None if there is no fork.
-        """
+        """Hand a request to a fork; return the process id of the rank, None if there is no fork."""
         line = json.dumps(request).encode() + b"\n"
         while self.connections:
             pid, connection = self.connections.popitem()
@@ -159,12 +154,6 @@ def become_rank(request: dict[str, Any], fds: list[int]) -> NoReturn:
     forked.run_and_exit(run)
 
 
-MAX_REQUEST = 2**24
-"""Allowed bytes of a request; most of it is the environment."""
-REQUEST_S = 30.0
-"""Seconds that a caller may take from the first byte of a line to the last."""
-
-
 @dataclass
 class Caller:
     """A connection, and its rank if it has requested one.
@@ -172,7 +161,6 @@ class Caller:
     Attributes:
         pid: of the rank; None before it starts and after it has ended.
         partial_line: the beginning of a line whose end has not come yet.
-        since: when that began.
         fds: descriptors for the rank.
         has_requested: it has requested its rank.
         only_asks: it has asked for the status, or for the end.
@@ -181,21 +169,12 @@ class Caller:
     connection: socket.socket
     pid: int | None = None
     partial_line: bytes = b""
-    since: float = 0.0
     fds: list[int] = field(default_factory=list)
     has_requested: bool = False
     only_asks: bool = False
 
-    @property
-    def is_slow(self) -> bool:
-        return bool(self.partial_line) and time.monotonic() - self.since > REQUEST_S
-
     def requests(self) -> list[Any]:
-        """Return the requests that have arrived.
-
-        Raises:
-            ValueError: the connection has ended, or what came is not a request.
-        """
+        """Return the requests that have arrived; ValueError if the connection has ended, or what came is none."""
         try:
             data, fds, _, _ = socket.recv_fds(self.connection, 2**18, MAX_FDS)
         except BlockingIOError:
@@ -203,10 +182,9 @@ class Caller:
         except OSError:
             data, fds = b"", []
         self.fds += fds
-        self.since = self.since if self.partial_line else time.monotonic()
         *lines, self.partial_line = (self.partial_line + data).split(b"\n")
-        if not data or len(self.partial_line) > MAX_REQUEST or len(self.fds) > MAX_FDS:
-            raise ValueError("the connection has ended, or a request is too long")
+        if not data or len(self.fds) > MAX_FDS:
+            raise ValueError("the connection has ended, or it sends too many descriptors")
         return [json.loads(line) for line in lines]
 
     def reply(self, message: dict[str, Any]) -> None:

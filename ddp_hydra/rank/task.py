@@ -99,10 +99,6 @@ def not_started(error: Exception, what: str = "could not be started") -> End:
 class WorkerTask(RankContext):
     """Serves the ranks of one worker, in one attempt, until all have ended.
 
-    Args:
-        worker, job, is_cancelled: see `RankContext`.
-        box: messages of the client.
-
     Attributes:
         ranks: the ranks that have not ended, by number.
         is_closing: the worker is shut down.
@@ -138,7 +134,7 @@ class WorkerTask(RankContext):
                 self.serve()
         finally:
             for rank in self.ranks.values():
-                rank.close()
+                rank.stack.close()
         if self.is_cancelled():  # nobody will fetch the ranks' files
             outbox.clear(self.job.topic, self.worker)
 
@@ -150,7 +146,7 @@ class WorkerTask(RankContext):
             rank.start()
         except Exception as error:
             if rank is not None:
-                rank.close()
+                rank.stack.close()
             self.sender.say_end(spec.rank, not_started(error))
         else:
             self.ranks[spec.rank] = rank
@@ -165,7 +161,7 @@ class WorkerTask(RankContext):
             if rank.look(sources):
                 del self.ranks[number]
                 end = rank.end()
-                rank.close()
+                rank.stack.close()
                 self.sender.say_end(number, end)
                 is_urgent = True
         self.sender.flush(at_once=is_urgent)
@@ -208,22 +204,12 @@ class WorkerTask(RankContext):
             self.with_room(partial(outbox.folder, self.worker, self.job.topic, spec.rank))
 
     def with_room(self, action: Callable[[], T]) -> T:
-        """Write into the worker's folder; if the disk is full, send heartbeats and try again.
-
-        Raises:
-            DiskFull: there was no room in time.
-            Stopped: the client stopped the ranks meanwhile.
-        """
+        """Write into the worker's folder; if the disk is full, send heartbeats and try again, for a while."""
         folder, first = Path(self.worker.local_directory), self.specs[0].rank
         retry_s, describe = self.job.settings.retry_s, partial(retry.describe_full_folder, folder)
         return retry.retry_while_full(action, describe, retry_s, partial(self.sender.warn, first), self.wait)
 
     def wait(self, seconds: float) -> None:
-        """Wait before the processes are started.
-
-        Raises:
-            Stopped: the client stopped the ranks meanwhile.
-        """
         for spec in self.specs:
             self.sender.say(spec.rank, Beat(phase="join", first=True))
         self.sender.flush(at_once=True)

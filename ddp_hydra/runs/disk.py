@@ -7,8 +7,8 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -69,12 +69,7 @@ def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
 
 @dataclass
 class Removal:
-    """What was removed, and what was not.
-
-    Args:
-        freed: bytes.
-        left: paths that neither a run nor a sweep has written; they are still there.
-    """
+    """What was removed, and what was not."""
 
     freed: int = 0
     left: list[str] = field(default_factory=list)
@@ -144,8 +139,10 @@ def remove(run: str) -> Removal:
         return _remove_stored(run)
     folder, runs, removal = Path(ref.place), removable(run), Removal()
     is_sweep = runs != [folder]
+    if is_sweep:
+        from ddp_hydra.sweep.scheduler import sweep_locked  # it imports Dask
     try:
-        with sweep_held(folder) if is_sweep else nullcontext():
+        with sweep_locked(folder) if is_sweep else nullcontext():
             for one in runs:
                 if status_of(one) == "running":
                     raise ConfigError(f"{one} is running: end it first")
@@ -165,17 +162,6 @@ def remove(run: str) -> Removal:
     if folder.is_dir():
         removal.left = sorted(os.listdir(folder))  # noqa: PTH208
     return removal
-
-
-@contextmanager
-def sweep_held(folder: Path) -> Iterator[None]:
-    from ddp_hydra.sweep.scheduler import lock, unlock
-
-    handle = lock(folder)
-    try:
-        yield
-    finally:
-        unlock(handle)
 
 
 def written_by_run(files: RunFiles) -> Callable[[str], object]:

@@ -54,11 +54,7 @@ class IndexFile(Struct):
 
 
 class Index:
-    """The index of one folder, whose file is read only once.
-
-    Args:
-        root: the folder, as it was typed: rows carry their paths in the same way.
-    """
+    """The index of one folder, whose file is read only once; rows carry their paths as the folder was typed."""
 
     def __init__(self, root: str) -> None:
         self.root = os.path.normpath(root)
@@ -255,11 +251,7 @@ class SweepContent(Struct):
 
 
 class SweepJobs:
-    """The jobs in the sweep.json of a folder, by their own folders' names; none if there is no such file.
-
-    Args:
-        folder: of the sweep.
-    """
+    """The jobs in the sweep.json of a folder, by their own folders' names; none if there is no such file."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -300,13 +292,7 @@ OBJECTIVE = "objective"
 
 @dataclass(frozen=True)
 class Comparison:
-    """Compares a metric with a number.
-
-    Args:
-        metric: its name, or "objective" for the one that the run goes by.
-        sign: >, >=, < or <=.
-        limit: the number.
-    """
+    """Compares a metric with a number."""
 
     metric: str
     sign: str
@@ -329,16 +315,7 @@ def comparison(word: str) -> Comparison | None:
 
 @dataclass(frozen=True)
 class Filter:
-    """Chooses runs: those that match each argument, and at least one word of a list.
-
-    Args:
-        status: such as "done,failed"; "" for any, as for the others.
-        tag: tags, of which * stands for any characters, as in `model` and `data`.
-        model: options of the group `model`.
-        data: options of the group `data`.
-        since: a date, "2026-11-01" or "2026-11-01T10:30", or a time up to now, "7d".
-        comparisons: of metrics.
-    """
+    """Chooses runs: those that match each argument, and at least one word of a list."""
 
     status: str = ""
     tag: str = ""

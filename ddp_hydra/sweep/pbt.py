@@ -79,11 +79,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Choice:
-    """Some values: `choice(32, 64, 128)`, `range(1, 5)` or `32,64,128`.
-
-    Args:
-        values: in an order in which neighbours are alike.
-    """
+    """Some values: `choice(32, 64, 128)`, `range(1, 5)` or `32,64,128`."""
 
     values: tuple[str, ...]
 
@@ -142,15 +138,6 @@ Factor = Annotated[float, Meta(gt=0)]
 @dataclass
 class PopulationSettings:
     """The options of the sweeper.
-
-    Args:
-        population: members of a generation.
-        generations: how many there are; the last one trains to the end of the run.
-        validations: number of validations after which a generation ends.
-        quantile: the share of members that is replaced by copies of the best ones.
-        resample_probability: how often the value of a copy is drawn anew, instead of changed.
-        factors: numbers are multiplied by one of these.
-        seed: of all that is drawn.
 
     Raises:
         ConfigError: a value is out of its range.

@@ -98,12 +98,7 @@ def first_line(text: str) -> str:
 
 @dataclass(frozen=True)
 class Need:
-    """The cluster and the workers that a job needs.
-
-    Args:
-        cluster: the cluster's config, as canonical YAML; "" for a job that is one process on this machine.
-        workers: how many; None for all of the cluster.
-    """
+    """The cluster that a job needs, in canonical YAML, "" for a process on this machine; its workers, None for all."""
 
     cluster: str = ""
     workers: int | None = None
@@ -169,10 +164,6 @@ class PlannedJob:
         result = JobReturn(self.row.overrides, config, working_dir=str(self.folder), status=status)
         result._return_value = value
         return result
-
-
-def without_hydras(overrides: Sequence[str]) -> list[str]:
-    return [override for override in overrides if not override.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
 @contextmanager

@@ -38,9 +38,6 @@ class CachingConfigLoader:
     """Caches the configs that Hydra's loader composes.
 
     Sweepers compose each job to check it, and launchers compose it again to run it.
-
-    Args:
-        loader: the loader of Hydra.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -173,8 +170,14 @@ class JobQueue:
 
     def add(self, overrides: Sequence[str], wanted: int) -> PlannedJob:
         """Return a job; add it to the queue, unless it ended in an earlier run of this sweep."""
-        task_overrides = redact.without(planned_job.without_hydras(overrides))  # rows are written to files
-        number, earlier = self._numbered(task_overrides, wanted)
+        of_task = [word for word in overrides if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+        task_overrides = redact.without(of_task)  # rows are written to files
+        order = planned_job.in_order(task_overrides)
+        earlier = next((row for row in self.earlier if planned_job.in_order(row.overrides) == order), None)
+        if earlier is not None:  # it keeps its number
+            self.earlier.remove(earlier)
+        number = max(wanted, self.next_number) if earlier is None else earlier.number
+        self.next_number = max(self.next_number, number + 1)
         job = PlannedJob(JobRow(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))
         if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
@@ -183,16 +186,6 @@ class JobQueue:
         else:
             self.jobs.append(job)
         return job
-
-    def _numbered(self, overrides: list[str], wanted: int) -> tuple[int, JobRow | None]:
-        """Return a job's number, and its row in an earlier run of the sweep: then it keeps its number."""
-        for row in self.earlier:
-            if planned_job.in_order(row.overrides) == planned_job.in_order(overrides):
-                self.earlier.remove(row)
-                return row.number, row
-        number = max(wanted, self.next_number)
-        self.next_number = number + 1
-        return number, None
 
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""

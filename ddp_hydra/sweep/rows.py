@@ -92,12 +92,7 @@ class JobRow:
 
 @dataclass(frozen=True)
 class SweepObjective:
-    """The metric that jobs are compared by.
-
-    Args:
-        metric: its name.
-        maximize: whether higher is better; None if not known.
-    """
+    """The metric that jobs are compared by; `maximize` is None if it is not known what is better."""
 
     metric: str
     maximize: bool | None

@@ -21,7 +21,7 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
@@ -237,21 +237,17 @@ def serve(config: str, sweep: str, logs: Path, parent: int, pipe: Connection) ->
                 stack.enter_context(dask.config.set({"distributed.worker.multiprocessing-method": "forkserver"}))
             stack.enter_context(dask.config.set(SHORT_LOGS))
             client = connect.start(parsed, stack, lambda line: pipe.send(("log", line)), logs)
-            workers = _count_workers(client)
+            workers = len(workers_of(client))
             pipe.send(("workers", workers))
             pipe.send(("up", Scheduler(client.scheduler.address, client.security, sweep)))
             while os.getppid() == parent and not pipe.poll(COUNT_S):
-                if workers != (workers := _count_workers(client)):
+                if workers != (workers := len(workers_of(client))):
                     pipe.send(("workers", workers))
     except KeyboardInterrupt:
         return "workers", 0
     except DdpHydraError as error:
         return "failed", str(error)
     return "workers", 0
-
-
-def _count_workers(client: Any) -> int:
-    return len(workers_of(client))
 
 
 KILL_S = 5.0
@@ -376,18 +372,17 @@ def redirect(output: Path) -> None:
     faulthandler.enable()
 
 
-def lock(folder: Path) -> int:
-    """Keep other processes from running a sweep in the same folder; return what holds the lock."""
+@contextmanager
+def sweep_locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from running a sweep in the same folder."""
     handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ConfigError(f"another sweep runs in {folder}: wait for it, or give another hydra.sweep.dir") from None
     LOCKS.add(handle)
-    return handle
-
-
-def unlock(handle: int) -> None:
-    LOCKS.remove(handle)
-    os.close(handle)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another sweep runs in {folder}: wait for it, or give another hydra.sweep.dir") from None
+        yield
+    finally:
+        LOCKS.remove(handle)
+        os.close(handle)

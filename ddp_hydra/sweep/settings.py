@@ -38,20 +38,7 @@ RULES = ("asha", "hyperband", *REPORT_RULES)
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """The options of `hydra.launcher`.
-
-    Args:
-        max_jobs: how many jobs may run at once; None for as many as fit.
-        fail_fast: stop the sweep at the first job that fails.
-        retry_failed: when a sweep is resumed, run again the jobs that failed.
-        job_timeout_s: a job that takes longer is stopped and counts as failed, in seconds; None for no limit.
-        ranks: only for other apps: number of ranks that run the task; None for a plain process.
-        cluster: only for other apps: `_target_` and arguments of the cluster; None for a local one.
-        direction: only for other apps: maximize or minimize the return value; None for the sweeper's direction.
-        keep: the jobs that keep their checkpoints: all, none or best:5, of those that have ended. Of a population, the
-            last generation counts.
-        stop: the rule that stops jobs early, see `stop_policy`; None for none.
-    """
+    """The options of `hydra.launcher`; docs/sweeps.md says what they do."""
 
     max_jobs: AtLeast1 | None = None
     fail_fast: bool = False

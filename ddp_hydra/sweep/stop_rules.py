@@ -12,7 +12,7 @@ import logging
 import math
 import statistics
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class StopPolicy:
-    """Decides about all jobs of a sweep.
+    """Decides about the jobs of a sweep whose values can be compared: those with the same data.
 
     Attributes:
         pauses: jobs pause at their goals; otherwise they run until they are interrupted.
@@ -67,12 +67,8 @@ class StopPolicy:
     def __init__(self) -> None:
         self.trials: dict[int, Trial] = {}
 
-    def add(self, number: int, values: Sequence[float] = (), end: str = "", group: object = ()) -> None:
-        """Add a job, with what it has reported in an earlier run of the sweep, and its end there. Called by number.
-
-        Args:
-            group: of the jobs whose values can be compared with its own.
-        """
+    def add(self, number: int, values: Sequence[float] = (), end: str = "") -> None:
+        """Add a job, with what it has reported in an earlier run of the sweep, and its end there. Called by number."""
         self.trials[number] = Trial(number, values, end, is_complete=end == "done", is_known=bool(end))
 
     def update(self, number: int, values: Sequence[float], end: str = "", is_complete: bool = False) -> None:
@@ -95,45 +91,6 @@ class StopPolicy:
     def finish(self) -> list[Verdict]:
         """Decide about the jobs that are paused, when nothing is left to run."""
         return []
-
-
-class GroupedPolicy(StopPolicy):
-    """Decides about each group of jobs by a policy of its own: values of different data can't be compared.
-
-    Args:
-        make: makes the policy of a group.
-    """
-
-    def __init__(self, make: Callable[[], StopPolicy | None]) -> None:
-        super().__init__()
-        self.make, self.pauses = make, getattr(make(), "pauses", False)
-        self.groups: dict[object, StopPolicy] = {}
-        self.of_job: dict[int, StopPolicy] = {}
-
-    def add(self, number: int, values: Sequence[float] = (), end: str = "", group: object = ()) -> None:
-        policy = self.groups.get(group) or self.make()
-        assert policy is not None
-        self.groups[group] = self.of_job[number] = policy
-        policy.add(number, values, end)
-        self.trials[number] = policy.trials[number]
-
-    def update(self, number: int, values: Sequence[float], end: str = "", is_complete: bool = False) -> None:
-        self.of_job[number].update(number, values, end, is_complete)
-
-    def goal(self, number: int) -> int | None:
-        return self.of_job[number].goal(number)
-
-    def must_run(self, number: int) -> bool:
-        return self.of_job[number].must_run(number)
-
-    def is_settled(self, number: int) -> bool:
-        return self.of_job[number].is_settled(number)
-
-    def decide(self) -> list[Verdict]:
-        return [verdict for policy in self.groups.values() for verdict in policy.decide()]
-
-    def finish(self) -> list[Verdict]:
-        return [verdict for policy in self.groups.values() for verdict in policy.finish()]
 
 
 class Rule(Protocol):
@@ -388,7 +345,7 @@ class Rungs(StopPolicy):
         self.pattern = bracket_pattern(brackets, reduction)
         self.rungs: list[list[Rung]] = [[] for _ in range(brackets)]
 
-    def add(self, number: int, values: Sequence[float] = (), end: str = "", group: object = ()) -> None:
+    def add(self, number: int, values: Sequence[float] = (), end: str = "") -> None:
         super().add(number, values, end)
         self._rung(number, 0).entrants.append(number)
 

@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,7 @@ class JobStopper:
     earlier report.
 
     Args:
-        policy: decides; None stops no job.
+        make_policy: returns the policy that decides about jobs with the same data; None: no job is stopped.
         queue: of the sweep; jobs that go on are put at its front.
         running: the jobs that have started.
         objective: of the sweep.
@@ -139,15 +139,21 @@ class JobStopper:
     """
 
     def __init__(
-        self, policy: StopPolicy | None, queue: JobQueue, running: Sequence[RunningJob], objective: SweepObjective
+        self,
+        make_policy: Callable[[], StopPolicy | None],
+        queue: JobQueue,
+        running: Sequence[RunningJob],
+        objective: SweepObjective,
     ) -> None:
-        self.policy, self.queue, self.running, self.objective = policy, queue, running, objective
-        self.config = queue.config
-        self.pauses = policy is not None and policy.pauses
+        self.make_policy, self.queue, self.running, self.objective = make_policy, queue, running, objective
+        self.config, policy = queue.config, make_policy()
+        self.is_on, self.pauses = policy is not None, policy is not None and policy.pauses
         if self.pauses and self.config.trainer.pause_after_validations is not None:
             raise ConfigError(PAUSES_ITSELF)
         self.is_ours = planned_job.is_ours(self.config)
-        self.state_at_end = JobState.done if policy is None or self.pauses else JobState.paused
+        self.state_at_end = JobState.paused if self.is_on and not self.pauses else JobState.done
+        self.policies: dict[object, StopPolicy] = {}
+        self.policy_of: dict[int, StopPolicy] = {}
         self.jobs: dict[int, PlannedJob] = {}
         self.reports: dict[int, list[Report]] = {}
         self.files: dict[int, ReportFile] = {}
@@ -155,15 +161,18 @@ class JobStopper:
         self.stops: dict[int, Verdict] = {}
 
     def add(self, jobs: Sequence[PlannedJob]) -> None:
-        if self.policy is None:
+        if not self.is_on:
             return
         if self.pauses and any("pause_after_validations" in override for job in jobs for override in job.overrides):
             raise ConfigError(PAUSES_ITSELF)
         for job in sorted(jobs, key=lambda job: job.row.number):
             number, earlier = job.row.number, job.earlier
             self.jobs[number], self.reports[number] = job, self._saved_reports(job)
-            group = data_of([job.row], self.objective)[number]
-            self.policy.add(number, self._values(number), self._end_of(job), group)
+            data = data_of([job.row], self.objective)[number]
+            policy = self.policies.get(data) or self.make_policy()
+            assert policy is not None
+            self.policies[data] = self.policy_of[number] = policy
+            policy.add(number, self._values(number), self._end_of(job))
             if job.row is earlier or earlier is None or self.pauses:
                 continue
             if earlier.state == JobState.paused and earlier.value is not None:  # it had ended, but was not decided upon
@@ -174,14 +183,14 @@ class JobStopper:
                 self._update(job, "")
         self._decide()
         for job in jobs if self.pauses else ():
-            if job.row.state not in _ENDS and not self.policy.must_run(job.row.number):
+            if job.row.state not in _ENDS and not self.policy_of[job.row.number].must_run(job.row.number):
                 self._take_from_queue(job)
 
     def before_start(self, job: PlannedJob) -> None:
         """Read the reports of a job from now on, and tell it where to pause; one that has paused resumes."""
-        if self.policy is None:
+        if not self.is_on:
             return
-        if (goal := self.policy.goal(job.row.number)) is not None:
+        if (goal := self.policy_of[job.row.number].goal(job.row.number)) is not None:
             with open_dict(job.config):
                 job.config.trainer.pause_after_validations = goal
             if job.row.state == JobState.paused:
@@ -190,12 +199,11 @@ class JobStopper:
         self.files[job.row.number] = ReportFile(job.folder, self.objective.metric, job.is_ours)
 
     def poll(self) -> None:
-        if self.policy is None:
-            return
-        for running in () if self.pauses else self.running:
+        for running in self.running if self.is_on and not self.pauses else ():
             self._read(running.planned)
         for number, job in self.jobs.items():
-            if job.row.state == JobState.failed and not self.policy.trials[number].end:  # it failed before it began
+            # It failed before it began.
+            if job.row.state == JobState.failed and not self.policy_of[number].trials[number].end:
                 self.queue.remove(job)
                 self._update(job, "failed")
         self._decide()
@@ -205,7 +213,7 @@ class JobStopper:
 
         Its row says how it has ended. Not called when the sweep is being stopped.
         """
-        if self.policy is None:
+        if not self.is_on:
             return
         number = job.row.number
         self._read(job)
@@ -220,7 +228,7 @@ class JobStopper:
 
     def end_batch(self) -> bool:
         """Settle the jobs of a batch when nothing is left to run; return whether some have to run on first."""
-        while self.policy is not None and (verdicts := self.policy.finish()):
+        while verdicts := [verdict for policy in self.policies.values() for verdict in policy.finish()]:
             for verdict in verdicts:
                 self._apply(verdict)
             if self.queue:
@@ -278,9 +286,8 @@ class JobStopper:
             self._update(job, "")
 
     def _update(self, job: PlannedJob, end: str) -> None:
-        assert self.policy is not None
         number = job.row.number
-        self.policy.update(number, self._values(number), end, self._is_complete(job))
+        self.policy_of[number].update(number, self._values(number), end, self._is_complete(job))
 
     def _is_complete(self, job: PlannedJob) -> bool:
         trainer, reports = self._trainer(job), self.reports[job.row.number]
@@ -290,19 +297,17 @@ class JobStopper:
         return step >= (trainer.max_steps or step + 1) or epoch >= (trainer.epochs or epoch + 1)
 
     def _decide(self) -> None:
-        assert self.policy is not None
-        for verdict in self.policy.decide():
+        for verdict in [verdict for policy in self.policies.values() for verdict in policy.decide()]:
             self._apply(verdict)
-        for number in [number for number in self.waiting if self.policy.is_settled(number)]:
+        for number in [number for number in self.waiting if self.policy_of[number].is_settled(number)]:
             self.waiting.remove(number)
             if number not in self.stops:
                 self.jobs[number].row.state, self.jobs[number].row.message = JobState.done, ""
 
     def _apply(self, verdict: Verdict) -> None:
-        assert self.policy is not None
         job = self.jobs[verdict.number]
         if verdict.goes_on:
-            if self.policy.must_run(verdict.number):
+            if self.policy_of[verdict.number].must_run(verdict.number):
                 self.queue.put_first(job, verdict.report)
                 log.info("job %d goes on to report %d: %s", verdict.number, verdict.report, verdict.reason)
             return

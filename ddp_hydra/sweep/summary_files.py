@@ -167,10 +167,6 @@ class SummaryFiles:
     """Keeps the files of a sweep up to date.
 
     A full or missing disk does not end the sweep: a warning is logged once, and later calls try again.
-
-    Args:
-        folder: of the sweep; made if it is missing.
-        objective: the metric that jobs are compared by.
     """
 
     def __init__(self, folder: Path, objective: SweepObjective) -> None:

@@ -25,7 +25,7 @@ from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job, with_trace
-from ddp_hydra.sweep.plot import DRAW_S, draw_saved
+from ddp_hydra.sweep.plot import DRAW_S, draw
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
 from ddp_hydra.sweep.rows import JobState, describe_counts
@@ -34,12 +34,10 @@ from ddp_hydra.sweep.scheduler import (
     ForkedProcess,
     JobScheduler,
     RunningJob,
-    lock,
-    unlock,
+    sweep_locked,
     wait_for_message,
 )
 from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
-from ddp_hydra.sweep.stop_rules import GroupedPolicy
 from ddp_hydra.sweep.stopping import JobStopper
 from ddp_hydra.sweep.summary_files import SummaryFiles, read
 from ddp_hydra.sweep.tables import LiveTable
@@ -51,17 +49,7 @@ POLL_S = 0.2
 
 
 class Sweep:
-    """Runs all jobs of one `--multirun`, which Hydra hands over in one or more batches.
-
-    Args:
-        folder: of the sweep.
-        settings: of the launcher.
-        context: Hydra's.
-        loader: composes configs.
-        task: the app's function.
-        config: as Hydra composed it without the swept overrides.
-        is_resumed: whether to resume an earlier run of this sweep in the folder.
-    """
+    """Runs all jobs of one `--multirun`, which Hydra hands over in one or more batches."""
 
     def __init__(
         self,
@@ -74,7 +62,8 @@ class Sweep:
         is_resumed: bool,
     ) -> None:
         self.folder, self.settings, self.context, self.task = folder, settings, context, task
-        self.lock = lock(folder)
+        self.locks = contextlib.ExitStack()
+        self.locks.enter_context(sweep_locked(folder))
         own_need = planned_job.own_need(settings.ranks, settings.cluster)
         earlier = read(folder) if is_resumed else None
         self.queue = JobQueue(folder, loader, config, own_need, earlier, settings.retry_failed)
@@ -86,8 +75,7 @@ class Sweep:
         mirror = str((config.get("results") or {}).get("mirror") or "")
         self.pruning = Pruning(folder, settings.keep, self.objective, mirror)
         make_policy = partial(stop_policy, settings.stop, self.objective, config, settings.ranks)
-        policy = make_policy() and GroupedPolicy(make_policy)
-        self.stopping = JobStopper(policy, self.queue, self.running, self.objective)
+        self.stopping = JobStopper(make_policy, self.queue, self.running, self.objective)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.rows, self.batches = earlier or [], 0
         for row in self.rows:
@@ -246,11 +234,11 @@ class Sweep:
         self.end_all()
         if self.batches > 1:  # a sweeper may ask for a hundred batches
             self.table.close(self.rows, self.closing_lines)
-        picture = ForkedProcess(lambda pipe: draw_saved(self.folder, self.objective))
+        picture = ForkedProcess(lambda pipe: draw(self.rows, self.objective, self.folder))
         self.scheduler.close_cluster()
         picture.process.join(DRAW_S)
         picture.end()
-        unlock(self.lock)
+        self.locks.close()
 
     # -- results -------------------------------------------------------------------------------------------
 

@@ -278,12 +278,7 @@ STYLES = {
 
 
 class LiveTable:
-    """Shows jobs while they run.
-
-    Args:
-        objective: the metric that they are compared by.
-        console: where to print; None is stderr, which Hydra uses, too.
-    """
+    """Shows jobs while they run."""
 
     def __init__(self, objective: SweepObjective, console: Console | None = None) -> None:
         self.objective = objective

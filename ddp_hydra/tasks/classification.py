@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair
 from ddp_hydra.tasks.counting import IGNORED, Counting, update_perplexity
+from ddp_hydra.tasks.losses import CrossEntropy
 
 
 class Classification(Task):
@@ -197,7 +197,7 @@ def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Ten
     return None
 
 
-class LanguageModel(Task):
+class LanguageModel(Classification):
     """Computes the cross-entropy of the next token, the perplexity, and the accuracy.
 
     A batch is (x, y): the model's input and the tokens that follow, (batch, time). Or it is the tokens themselves,
@@ -208,17 +208,16 @@ class LanguageModel(Task):
     """
 
     def __init__(self, ignore: int | None = None) -> None:
-        self.ignore = IGNORED if ignore is None else ignore
+        super().__init__(CrossEntropy(ignore_index=IGNORED if ignore is None else ignore))
 
-    def step(self, model: Any, batch: Any) -> Step:
-        """Compute the loss, and count the tokens."""
+    def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return the model's input and the tokens that follow."""
         x, y = (batch[:, :-1], batch[:, 1:]) if isinstance(batch, Tensor) else pair(batch)
-        logits, y = output_of(model, x), y.long()
-        loss = F.cross_entropy(logits.flatten(0, -2), y.flatten(), ignore_index=self.ignore)
-        with torch.no_grad():
-            counted = y != self.ignore
-            right = (logits.argmax(-1) == y) & counted
-        return Step(loss, counted.sum(), {"accuracy": right.sum()}, logits, y)
+        return x, y.long()
+
+    def validation_step(self, model: Any, batch: Any) -> Step:
+        """Compute the loss as in training."""
+        return self.step(model, batch)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Return loss, accuracy and perplexity."""
@@ -226,13 +225,6 @@ class LanguageModel(Task):
         if "loss" in found:
             found["perplexity"] = math.exp(min(found["loss"], 700.0))
         return found
-
-    def update_metric(self, metric: Any, step: Step) -> None:
-        """Give a metric scores (batch, time, tokens) and tokens (batch, time)."""
-        if type(metric).__name__ == "Perplexity":
-            update_perplexity(metric, step.prediction.float(), step.target, self.ignore)
-        else:
-            metric.update(step.prediction.float(), step.target)
 
     def predict(self, model: Any, batch: Any) -> dict[str, Tensor]:
         """Return the likeliest token after the last one, and its probability."""

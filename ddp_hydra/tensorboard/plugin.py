@@ -41,11 +41,7 @@ class BadRequestError(ValueError):
 
 
 class RunsPlugin(base_plugin.TBPlugin):
-    """The tab *Runs*.
-
-    Args:
-        context: of TensorBoard.
-    """
+    """The tab *Runs*."""
 
     plugin_name = NAME
 

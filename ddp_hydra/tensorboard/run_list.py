@@ -47,14 +47,7 @@ class NoSuchRunError(LookupError):
 
 @dataclass
 class ListEntry:
-    """A run as the page knows it.
-
-    Args:
-        row: its row.
-        root: the folder or URL that it was found below.
-        shown: its row as JSON has it.
-        version: of the list, when `shown` last changed.
-    """
+    """A run as the page knows it."""
 
     row: RunRow
     root: str
@@ -63,11 +56,7 @@ class ListEntry:
 
 
 class RunList:
-    """All runs below some folders and URLs. Its methods may be called by several threads.
-
-    Args:
-        roots: the folders and URLs, by the name to show; "" for none.
-    """
+    """All runs below some folders and URLs. Its methods may be called by several threads."""
 
     def __init__(self, roots: Mapping[str, str]) -> None:
         self._roots = {title: root if urls.is_url(root) else os.path.normpath(root) for title, root in roots.items()}

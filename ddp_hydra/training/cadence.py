@@ -34,14 +34,6 @@ class Cadence:
     """Decides what is due after a step and after an epoch. An interval of 0 means never.
 
     It has no side effects: equal counts give equal answers on all ranks.
-
-    Args:
-        total_steps: the run's last step.
-        log_every_steps: steps between two logged points.
-        checkpoint_every_steps: steps between two checkpoints.
-        checkpoint_every_epochs: epochs between two checkpoints.
-        validate_every_epochs: epochs between two validations.
-        validate_every_steps: steps between two validations.
     """
 
     total_steps: int
@@ -107,8 +99,6 @@ class EarlyStopping:
     """Counts validations without progress. All ranks have the same metrics, so they agree without a vote.
 
     Args:
-        metric: the objective's name.
-        maximize: whether more is better.
         patience: validations without progress after which the run ends; None: it never does.
         min_delta: the smallest improvement that counts as progress.
     """

@@ -22,15 +22,8 @@ from ddp_hydra.training.state import TrainingState, each
 BINS = 64
 RESERVED = ("train/", "train_epoch/", "data/")
 OWN = (
-    "lr",
-    "grad_norm",
-    "loss_scale",
-    "samples_per_s",
-    "tokens_per_s",
-    "mfu",
-    "peak_memory",
-    "data_wait",
-    "slowest_rank",
+    *("lr", "grad_norm", "loss_scale", "samples_per_s", "tokens_per_s", "mfu"),
+    *("peak_memory", "data_wait", "slowest_rank"),
 )
 """Names of the metrics that a run logs itself, and how they begin."""
 
@@ -242,13 +235,7 @@ class MetricNames:
 
 
 class Callbacks:
-    """Calls the callbacks of a run, and sees that they change nothing that a resume would not repeat.
-
-    Args:
-        callbacks: by their names, in the order of the config.
-        state: of the run.
-        world: of this rank.
-    """
+    """Calls the callbacks of a run, and sees that they change nothing that a resume would not repeat."""
 
     def __init__(self, callbacks: Mapping[str, Callback], state: TrainingState, world: World = ALONE) -> None:
         self.callbacks, self.state, self.world = dict(callbacks), state, world
@@ -292,27 +279,23 @@ class Callbacks:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of each callback that has one."""
-        states = {name: callback.state_dict() for name, callback in self.callbacks.items()}
-        found = {name: state for name, state in states.items() if state}
-        return {
-            name: {"ranks": self.of_ranks.get(name, [state])} if self._has_ranks(name) else state
-            for name, state in found.items()
-        }
+        found: dict[str, Any] = {}
+        for name, callback in self.callbacks.items():
+            if state := callback.state_dict():
+                found[name] = {"ranks": self.of_ranks.get(name, [state])} if callback.on_each_rank else state
+        return found
 
     def gather(self, gather_objects: Callable[[Any], list[Any]]) -> None:
         """Collect the states that a checkpoint keeps of each rank. A collective."""
         for name, callback in self.callbacks.items():
-            if self._has_ranks(name):
+            if callback.on_each_rank:
                 self.of_ranks[name] = gather_objects(callback.state_dict())
-
-    def _has_ranks(self, name: str) -> bool:
-        return self.callbacks[name].on_each_rank
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore the state of the callbacks that the checkpoint knows."""
         for name, callback in self.callbacks.items():
             state = states.get(name)
-            if state and self._has_ranks(name):
+            if state and callback.on_each_rank:
                 state = state["ranks"][self.world.rank % len(state["ranks"])]
             if state:
                 callback.load_state_dict(state)

@@ -68,7 +68,7 @@ def read(path: Path, whole: bool = True) -> dict[str, Any]:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the kind of an error and the first sentence of its message: torch goes on for a page."""
+    # Torch goes on for a page.
     line = printable(f"{type(error).__name__}: {error}").splitlines()[0]
     return line.partition(". ")[0].rstrip(".")
 
@@ -186,14 +186,14 @@ class CheckpointSaver:
     def _parts(self, state: TrainingState, described: Checkpoint) -> Callable[[], None]:
         if self.group is None:
             self.group = dist.new_group(backend="gloo")
-        content, step, rewrappers = state.begin_capture(), described.step, state.rewrappers()
+        content, step = state.begin_capture(), described.step
         left_out = state.names_of_rank_0() if self.world.rank else set()
         path = f"{FOLDER}/{step_name(step, is_folder=True)}"
 
         def send() -> None:
             refuse_nonfinite(content(), state)
             rest, copied = sharded_checkpoint.taken_apart(content())
-            tensors = {name: rewrappers[name](tensor) for name, tensor in copied.items() if name not in left_out}
+            tensors = {name: tensor for name, tensor in copied.items() if name not in left_out}
             beside = partial(TemporaryDirectory, prefix="save-", dir=results.outbox().parent)
             with results.with_room(beside) as folder:
                 owners, files = sharded_checkpoint.write(tensors, Path(folder), self.group, step)

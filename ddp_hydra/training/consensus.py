@@ -23,7 +23,7 @@ class Decision:
     Args:
         stop: the reason to stop after this step, a number of `heartbeat.REASONS`; 0 to continue.
         bad_rank: the first rank whose step may not count; None if all may.
-        log: by the clock, it is time to log.
+        log: by the clock of some rank, it is time to log.
         changed: some rank has changed buffers in its forward pass.
         n: what the step's loss is a mean over, of each rank.
     """
@@ -123,37 +123,26 @@ class Rounds:
     """
 
     def __init__(self, world: World, stop: Callable[[], Any], spare: Callable[[], Any]) -> None:
-        self.world, self.stop, self.spare = world, stop, spare
+        self.consensus, self.stop, self.spare = StepConsensus(world), stop, spare
         self.stopped = 0
 
     def of(self, batches: Iterable[tuple[Any, list[int]]]) -> Iterator[tuple[Any, list[int], bool]]:
-        # A collective. The vote on a round travels while the round before is computed.
+        # A collective. The vote on a round travels while the round before is computed. In these votes, `changed` says
+        # that a rank has more batches.
         own = iter(batches)
         coming = next(own, None)
-        goes_on, _ = self._vote(coming is not None, lambda: 0)()
+        goes_on = self.consensus.vote(changed=coming is not None)().changed
         batch, indices = coming or (self.spare() if goes_on else None, [])
         while goes_on:
             is_own = coming is not None
             batch, indices = coming or (batch, indices)
             coming = next(own, None) if is_own else None
-            decision = self._vote(coming is not None, self.stop)
+            decide = self.consensus.vote(stop=int(self.stop()), changed=coming is not None)
             if batch is not None:
                 yield batch, indices, is_own
-            goes_on, self.stopped = decision()
-            goes_on = goes_on and not self.stopped
-
-    def _vote(self, has_more: bool, stop: Callable[[], Any]) -> Callable[[], tuple[int, int]]:
-        if self.world.size == 1:
-            return lambda: (has_more, int(stop()))
-        votes = torch.tensor([int(has_more), int(stop())])
-        work = dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.world.cpu_group, async_op=True)
-
-        def decision() -> tuple[int, int]:
-            work.wait()
-            more, reason = votes.tolist()
-            return more, reason
-
-        return decision
+            decision = decide()
+            self.stopped = decision.stop
+            goes_on = decision.changed and not self.stopped
 
 
 class StopSignal:

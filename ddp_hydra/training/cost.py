@@ -68,21 +68,23 @@ class Pass:
     Args:
         activations: bytes that it keeps for the backward pass.
         flops: floating-point operations.
+        parts: operations of each direct child of the model, by its name.
     """
 
     activations: int
     flops: int
+    parts: dict[str, int]
 
 
 def moments(optimizer: Optimizer, size: Callable[[Tensor], int]) -> int:
-    """Return the size of what an optimizer of torch keeps; 0 for other ones."""
+    # 0 for optimizers of other libraries.
     known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
     number = len(known.get("betas", ())) or bool(known.get("momentum"))
     return number * sum(size(one) for group in optimizer.param_groups for one in group["params"])
 
 
 def build_outline(cfg: DictConfig, data: Any) -> nn.Module:
-    """Build the model of a config without memory, or, if it needs values, without memory for its parameters."""
+    # Without memory, or, if the model needs values, without memory for its parameters.
     make = partial(builders.model, cfg, data)
     with StateGuard():
         try:
@@ -95,7 +97,7 @@ def build_outline(cfg: DictConfig, data: Any) -> nn.Module:
 
 
 def memory_of(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[str]) -> Memory:
-    """Return what a rank needs that has all of a model, without activations."""
+    # Of a rank that has all of the model, without activations.
     parameters = list(model.parameters())
     whole, trained = (sum(one.nbytes for one in parameters if one.requires_grad or every) for every in (True, False))
     cfg = copy.deepcopy(cfg)
@@ -110,10 +112,8 @@ def memory_of(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[s
 
 
 def gathered_bytes(cfg: DictConfig, model: nn.Module) -> int:
-    """Return the bytes of the parts of a sharded model that are whole at once.
-
-    These are what is outside of units, and of the largest unit its weights, the ones gathered ahead, and gradients.
-    """
+    # Whole at once are what is outside of units, and of the largest unit its weights, the ones gathered ahead, and
+    # gradients.
     blocks, least = cfg.parallel.get("blocks"), cfg.parallel.get("min_params", units.MIN_PARAMS)
     gathered = [units.parameters_of(unit) for unit in units.units_of(model, blocks, least)]
     inside = set().union(*gathered)
@@ -122,7 +122,7 @@ def gathered_bytes(cfg: DictConfig, model: nn.Module) -> int:
 
 
 def one_batch(loader: Any, size: int) -> Any:
-    """Return a batch like one of the loader, with nothing in it that counts; None if there is none without a step."""
+    # With nothing in it that counts; None if there is no batch without a step.
     with StateGuard():
         sample = loader.spare()
 
@@ -133,7 +133,6 @@ def one_batch(loader: Any, size: int) -> Any:
 
 
 def fitting(whole: Memory, gathered: float, ranks: int, limit: float) -> str:
-    """Return whether a rank's memory is enough for a model; if not, the number of ranks that it can be sharded over."""
     while ranks <= MOST_RANKS and whole.over(ranks, gathered).total > limit:
         ranks *= 2
     free = f"{size_text(int(limit))} are there"
@@ -146,15 +145,7 @@ def fitting(whole: Memory, gathered: float, ranks: int, limit: float) -> str:
 
 
 def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: DictConfig) -> Pass | None:
-    """Return what a step's forward pass does; None if model or task need values.
-
-    Args:
-        model: of `build_outline`.
-        task: computes the loss.
-        update: of the task.
-        batch: on the CPU.
-        cfg: of the run.
-    """
+    # None if model or task need values. The model is one of `build_outline`.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -173,7 +164,9 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
                 torch.func.functional_call(step, fakes, (given,))
     except Exception:  # they may do anything with values, which are not there
         return None
-    return Pass(kept.n_bytes, counter.get_total_flops())
+    of_modules = counter.get_flop_counts()  # by the names of modules within `step`
+    parts = {name: sum(of_modules.get(f"_Step.model.{name}", {}).values()) for name, _ in model.named_children()}
+    return Pass(kept.n_bytes, counter.get_total_flops(), parts)
 
 
 @dataclass
@@ -198,10 +191,8 @@ class Operations:
 
 
 def operations_of(model: nn.Module) -> Operations | None:
-    """Return torchtitan's count for a transformer whose `config` has its sizes; None for others.
-
-    The backward pass takes as much again for the weights as for the inputs, so frozen parameters count for two thirds.
-    """
+    # Torchtitan's count for a transformer whose `config` has its sizes; None for others. The backward pass takes as
+    # much again for the weights as for the inputs, so frozen parameters count for two thirds.
     config = getattr(model, "config", None)
     names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
     sizes: list[Any] = [getattr(config, name, None) for name in names]

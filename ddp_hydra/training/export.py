@@ -220,8 +220,8 @@ def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) 
     if not all(isinstance(part, Tensor) for part in args):
         raise ConfigError("format=onnx takes tensors as arguments of the model, and this one takes others, too")
     size = sum(tensor.nbytes for _, tensor in plain_state.tensors(model.state_dict()))
-    inputs = [f"input_{number}" for number in range(len(example.args))] + list(example.kwargs)
-    inputs[: len(example.args)] = ["input"] if len(example.args) == 1 else inputs[: len(example.args)]
+    first = ["input"] if len(example.args) == 1 else [f"input_{number}" for number in range(len(example.args))]
+    inputs = [*first, *example.kwargs]
     program, dynamic = exported(model, example)
     outputs = output_names(model(*example.args, **example.kwargs))
     written = torch.onnx.export(
@@ -290,7 +290,7 @@ class Example:
 
     @property
     def length(self) -> int:
-        """Return the number of tokens in each text, or 0 if the arguments are no texts."""
+        # Tokens in each text; 0 if the arguments are no texts.
         given = [one for one in tensors([*self.args, *self.kwargs.values()]) if not one.is_floating_point()]
         lengths = {one.shape[1] for one in given if one.ndim == 2 and self.is_batched(one)}
         return lengths.pop() if len(lengths) == 1 and min(lengths) > 2 else 0

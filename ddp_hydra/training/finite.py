@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hydra.training.plain_state import begin_copy
+from ddp_hydra.training.plain_state import begin_copy, local
 
 STATISTICS = ("running_mean", "running_var")
 """Buffers that are computed from data. Others may be infinite on purpose, as attention masks are."""
@@ -20,7 +20,7 @@ class GradientNorms:
     """The norm of each parameter's gradient in one step. On a GPU it arrives later, when the gradients may be gone.
 
     Args:
-        named: (name, parameter) pairs; those without a gradient are left out.
+        named: gradients with the names of their parameters.
         loss: returns the loss of the step, on this rank.
 
     Attributes:
@@ -29,20 +29,17 @@ class GradientNorms:
 
     @torch.no_grad()
     def __init__(self, named: Iterable[tuple[str, Tensor]], loss: Callable[[], float] = float) -> None:
-        found = [(name, gradient) for name, one in named if (gradient := self.gradient_of(one)) is not None]
-        self.names, gradients = [name for name, _ in found], [gradient for _, gradient in found]
+        named = list(named)
+        self.names, gradients = [name for name, _ in named], [gradient for _, gradient in named]
         kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
         self.sparse, self._loss = any(layout != torch.strided for layout, _ in kinds), loss
         if self.sparse or torch.float16 in {dtype for _, dtype in kinds}:
             gradients = list(map(_dense, gradients))
-        norms = torch._foreach_norm(gradients) if found else [torch.zeros(())]
+        norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
         if len(kinds) > 1 and len({norm.dtype for norm in norms}) > 1:
             norms = [norm.double() for norm in norms]
         self.norms = self.over_ranks(torch.stack(norms))
         self._on_cpu = begin_copy(self.norms)
-
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        return parameter.grad
 
     def over_ranks(self, norms: Tensor) -> Tensor:
         return norms
@@ -81,7 +78,7 @@ def are_finite(losses: Sequence[Tensor], before: GradientNorms | None = None) ->
 
 
 def is_finite(tensor: Tensor) -> bool:
-    values = tensor.detach()
+    values = local(tensor.detach())
     if values.layout is torch.sparse_coo:
         values = values._values()
     if values.layout is not torch.strided or not (values.is_floating_point() or values.is_complex()):

@@ -112,7 +112,8 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
         cfg.data.batch_size = content["batch"]["size"]
     device, data = builders.device(cfg), DataDescription.from_dict(content["data"])
     make, saved = partial(builders.model, cfg, data), content["model"]
-    parallel = builders.inference_parallel(cfg, world).prepare(cfg.trainer, make, device, saved)
+    parallel = builders.inference_parallel(cfg, world)
+    parallel.build(cfg.trainer, make, device, saved=saved, is_trained=False)
     content = dict(sharded_checkpoint.with_parts(content, world, parallel.read_targets()))
     parallel.load(content)
     step, config, model = content["position"]["step"], content["config"], parallel.model.eval()
@@ -330,17 +331,8 @@ _REFERENCE = re.compile(r"\$\{(oc\.select:)?[\w., -]+\}")
 def refuse_targets(
     cfg: DictConfig, stored: Mapping[str, Any], words: Sequence[str] = (), groups: Collection[str] = ()
 ) -> None:
-    """Check the targets that a config has from a checkpoint, and what its interpolations read.
-
-    Args:
-        cfg: the config to build from, resolved.
-        stored: the checkpoint's config, with its interpolations.
-        words: overrides that were typed.
-        groups: groups that were typed.
-
-    Raises:
-        ConfigError: a target may do anything, or an interpolation reads more than the config.
-    """
+    # A target of a checkpoint may do anything, and an interpolation may read more than the config. `stored` is the
+    # checkpoint's config with its interpolations, `words` and `groups` were typed.
     typed = [word.lstrip("+").partition("=")[::2] for word in words]
 
     def is_typed(key: str, value: Any) -> bool:

@@ -72,7 +72,8 @@ def train(
             before = world.kept.get("run") if world.generation else None
             weights = None if world.generation else paths.get("weights")  # else the state of the world before is taken
             given = (weights, fault, stop_signal, kept, world)
-            saved = lambda: begin_from(world, before, paths.get("resume"))  # noqa: E731
+            # What this process has trained in the world before goes before a checkpoint.
+            saved = lambda: furthest(world, before) or resumed(world, paths.get("resume"))  # noqa: E731
             parallel = before.parallel if before is not None else None
             run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel, first_ranks)
             if world is not ALONE:  # jobs in one process have that in common
@@ -82,12 +83,6 @@ def train(
             world.kept.clear()
             summary = summarise(run)
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(world, train_set, val_set))}
-
-
-def begin_from(world: World, before: TrainingRun | None, checkpoint: Path | None) -> dict[str, Any]:
-    # A collective. What this process has trained in the world before goes before a checkpoint.
-    found = furthest(world, before) if world.generation else {}
-    return found or resumed(world, checkpoint)
 
 
 def resumed(world: World, checkpoint: Path | None) -> dict[str, Any]:
@@ -100,8 +95,8 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
 
     An exchange that has returned on one rank holds what all ranks have computed, so no completed step is lost.
     """
-    steps = world.gather_objects(-1 if former is None else former.position.step)
-    if max(steps) < 0:
+    steps = world.gather_objects(-1 if former is None else former.position.step) if world.generation else []
+    if max(steps, default=-1) < 0:
         return {}
     found: dict[str, Any] = world.send(lambda: former and former.state.begin_capture()(), steps.index(max(steps)))
     return found

@@ -21,17 +21,10 @@ from ddp_hydra.training.state import Position, each
 
 
 class FactorLR:
-    """Sets the learning rate by the steps done, which need not be a whole number.
-
-    It has the methods of torch's schedulers.
+    """Sets the learning rate by the steps done, which need not be a whole number, as torch's schedulers do.
 
     Args:
-        optimizer: its learning rate is scheduled.
         factor: steps done -> factor of the optimizer's own rate.
-
-    Attributes:
-        base_lrs: the optimizer's own rate of each parameter group.
-        last_epoch: steps done.
     """
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float]) -> None:
@@ -48,7 +41,6 @@ class FactorLR:
             group["lr"] = rate
 
     def step(self) -> None:
-        """Count one more step as done, and set the rate of the next one."""
         self.go_to(self.last_epoch + 1)
 
     def get_last_lr(self) -> list[float]:
@@ -181,12 +173,6 @@ class ScheduleProgress:
 
     After a resume with another global batch, a step of the run is more or less than one of these steps. A schedule
     that counts these steps follows the same curve, and ends when the run ends.
-
-    Args:
-        epochs: of the run; None if only max_steps limits it.
-        max_steps: optimizer steps of the run; None if only epochs limit it.
-        sampler: the training sampler.
-        position: of the run; the loop moves it.
 
     Attributes:
         global_batch: samples in a step, when the run began.

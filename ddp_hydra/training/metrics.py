@@ -80,11 +80,7 @@ def _flat(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Meter:
-    """Adds up the sums of batches. They stay on the device until they are asked for.
-
-    Args:
-        device: of the model's output.
-    """
+    """Adds up the sums of batches. They stay on the device until they are asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -141,9 +137,6 @@ class EpochMeans:
     """Adds up what all ranks have counted in the epoch under way, and keeps the means of the last whole epoch.
 
     All ranks hold the same sums, so a checkpoint saves them once, and a resume may have another number of ranks.
-
-    Args:
-        task: makes metrics of sums.
 
     Attributes:
         sums: name -> sum over the epoch under way, float64 on the CPU.

@@ -33,14 +33,10 @@ from ddp_hydra.training.update import Update
 class ExchangeTime:
     """Estimates the time that all steps of a run have waited for gradients: between two logged points, by a step that
     torch has timed.
-
-    Attributes:
-        steps: done since the last logged point.
-        total_s: the mean over the ranks; None while it is not known.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.total_s = 0.0 if ranks == 1 else None
+        self.total_s = 0.0 if ranks == 1 else None  # the mean over the ranks; None while it is not known
         self.steps = 0
 
     def watch(self, parts: Sequence[PartStep]) -> None:
@@ -58,12 +54,7 @@ class ExchangeTime:
 
 
 class Stragglers:
-    """Measures how long this rank works alone in each step.
-
-    Args:
-        loader: of the training data.
-        device: of the model.
-    """
+    """Measures how long this rank works alone in each step."""
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader, self.device = loader, device
@@ -120,22 +111,11 @@ class Monitor:
     """Measures between two logged points, and over the whole run.
 
     Args:
-        consensus: gathers what each rank measured.
-        task: makes metrics of what was counted.
-        loader: of the training data.
-        updates: the updates of a step.
-        profiler: traces a few steps.
         samples: that all ranks had seen before this run began.
-        epoch_means: takes over what each interval has counted.
         operations: of training; None where the device's peak is not known.
 
     Attributes:
         tokens: that this rank has trained on since the last logged point.
-        meter: adds up what the task counts.
-        throughput: measures the speed.
-        data_stats: adds up what reading the data costs.
-        stragglers: compares the ranks' own work.
-        exchange: measures how long steps wait for gradients.
     """
 
     def __init__(
@@ -158,17 +138,19 @@ class Monitor:
         self.watch(updates)
 
     def watch(self, updates: Collection[Update]) -> None:
-        self.first = next(iter(updates), None)
+        self.counted: Update | None = None
         self.exchange.watch([update.part for update in updates])
         for update in updates:
             self.stragglers.watch(update.part.step)
 
     def count(self, batch: MicroBatch, update: Update) -> None:
-        self.profiler.count_batch(batch, update.part.step.unwrapped, update.name)
-        if update is self.first:  # others of a step have the same batches
+        self.counted = self.counted or update  # others of a step have the same batches
+        if update is self.counted:
+            self.profiler.count(batch.size)
             self.tokens += n_tokens(batch.batch)
 
     def after_step(self) -> None:
+        self.counted = None
         self.exchange.steps += 1
         self.profiler.after_step()
 
@@ -222,11 +204,7 @@ class Monitor:
 
 
 class Throughput:
-    """Measures training speed, without the time of validation.
-
-    Args:
-        samples: samples that all ranks had seen before this run began.
-    """
+    """Measures training speed, without the time of validation."""
 
     def __init__(self, samples: int) -> None:
         self.run_began = self.interval_began = time.perf_counter()
@@ -256,12 +234,7 @@ COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses
 
 
 class DataStats:
-    """Adds up how long the loaders of all ranks waited, and what their data sets read.
-
-    Args:
-        loader: of the training data.
-        world: of this rank.
-    """
+    """Adds up how long the loaders of all ranks waited, and what their data sets read."""
 
     def __init__(self, loader: Loader, world: World = ALONE) -> None:
         self.loader, self.world = loader, world

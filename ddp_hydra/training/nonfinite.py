@@ -14,6 +14,7 @@ from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
 from ddp_hydra.training.checkpoint import refuse_nonfinite
 from ddp_hydra.training.data_description import shown
+from ddp_hydra.training.parallel.weights import BufferCopy
 from ddp_hydra.training.state import TrainingState
 
 SHOWN = 64
@@ -55,7 +56,7 @@ class NonFiniteHandler:
     def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
         self.policy, self.max_steps, self.state = policy, max_steps, state
         self.steps: list[int] = []
-        self.buffers = state.parallel.buffer_copy() if policy != "abort" else None
+        self.buffers = BufferCopy(state.model) if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.stages = 0
         self.remember()

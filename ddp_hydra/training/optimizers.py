@@ -37,16 +37,7 @@ Stage = dict[str, Any]
 
 
 class UpdateBuilder:
-    """Builds the updates of a run.
-
-    Args:
-        cfg: the resolved config.
-        parallel: owns the model.
-        task: the task.
-        consensus: votes of the ranks.
-        global_batch: samples of all ranks in a step.
-        device: of the model.
-    """
+    """Builds the updates of a run."""
 
     def __init__(
         self,

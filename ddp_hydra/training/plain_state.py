@@ -26,7 +26,7 @@ KIND = "ddp_hydra_kind"
 """Key of the dict that stands for a value of another type."""
 
 Plain = Callable[[torch.Tensor, str], torch.Tensor]
-"""Makes a plain tensor of a value's, which is called by its name in messages."""
+"""Makes the tensor that a state holds of a value's, which is called by its name in messages."""
 
 _AS_THEY_ARE = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.Size)
 _SEQUENCES: tuple[type, ...] = (list, tuple, set)
@@ -216,10 +216,14 @@ def tensors(state: Mapping[str, Any]) -> Iterable[tuple[str, torch.Tensor]]:
     return ((name, value) for name, value in state.items() if isinstance(value, torch.Tensor))
 
 
-def begin_copy(value: Any, plain: Plain | None = None) -> Callable[[], Any]:
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    # This rank's share of a sharded tensor.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def begin_copy(value: Any, copy: Plain | None = None) -> Callable[[], Any]:
     # Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
-    plain = plain or plain_tensor
-    copied = encode(value, copy=lambda tensor, name: _copy(plain(tensor, name)))
+    copied = encode(value, copy=copy or plain_copy)
     if not torch.cuda.is_initialized():
         return lambda: copied
     done = torch.cuda.Event()
@@ -232,7 +236,8 @@ def begin_copy(value: Any, plain: Plain | None = None) -> Callable[[], Any]:
     return wait
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def plain_copy(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
+    tensor = plain_tensor(tensor, name)
     if not tensor.is_cuda:
         return tensor.clone()
     if tensor.layout != torch.strided:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from omegaconf import DictConfig
 from torch import nn
 from torch.profiler import ProfilerActivity, record_function
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.training import memory
+from ddp_hydra.training.cost import Pass
 from ddp_hydra.training.parallel import weights
 
 TRAINING = 3
@@ -40,62 +39,6 @@ PEAK_TFLOPS = {
     ("T4", "fp16"): 65.0,
 }
 """Dense peaks of matrix units, from the makers' data sheets; SXM where there are several."""
-
-
-@dataclass
-class Cost:
-    """The operations of a model for one sample.
-
-    Args:
-        forward: floating-point operations of the forward pass; 0 if torch can't count them.
-        parts: name of each direct child -> its class, number of parameters, and operations.
-    """
-
-    forward: int
-    parts: dict[str, tuple[str, int, int]] = field(default_factory=dict)
-
-
-@torch.no_grad()
-def count_flops(model: nn.Module, forward: Callable[[], Any], samples: int = 1) -> Cost:
-    from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
-
-    in_training = [module for module in model.modules() if module.training]
-    gpus = [device for device in weights.devices(model) if device.type == "cuda"]
-    model.eval()
-    counter, is_new = FlopCounterMode(display=False), hasattr(torch.compiler, "set_stance")
-    eagerly: Any = torch.compiler.set_stance("force_eager") if is_new else nullcontext()
-    try:
-        watched = _by_child(model, counter.get_total_flops)
-        with eagerly, watched as of_children, counter, torch.random.fork_rng(gpus):
-            forward()
-    finally:
-        for module in in_training:  # some may be frozen
-            module.training = True
-    parts = {
-        name: (
-            type(child).__name__,
-            weights.sizes(child)[0],
-            of_children[name] // samples,
-        )
-        for name, child in model.named_children()
-    }
-    return Cost(counter.get_total_flops() // samples, parts)
-
-
-@contextmanager
-def _by_child(model: nn.Module, total: Callable[[], int]) -> Iterator[Counter[str]]:
-    # The counter's own names depend on the caller of the model.
-    grown: Counter[str] = Counter()
-
-    def watch(name: str, child: nn.Module, stack: ExitStack) -> None:
-        began: list[int] = []
-        stack.callback(child.register_forward_pre_hook(lambda *_: began.append(total())).remove)
-        stack.callback(child.register_forward_hook(lambda *_: grown.update({name: total() - began.pop()})).remove)
-
-    with ExitStack() as stack:
-        for name, child in model.named_children():
-            watch(name, child, stack)
-        yield grown
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
@@ -131,41 +74,39 @@ class Profiler:
     """Traces some steps of this rank; sends the trace, and rank 0 a table.
 
     Args:
-        steps: number of steps to trace; 0 for none.
-        rank: this rank.
-        model: the model inside DDP.
-        device: of the model.
-        precision: trainer.precision.
-        total_steps: of the run.
+        passes: forward passes of a step; [] if torch can't count their operations.
+        batch_size: their samples.
 
     Raises:
         ConfigError: the run is too short for the profile.
     """
 
     def __init__(
-        self, steps: int, rank: int, model: nn.Module, device: torch.device, precision: str, total_steps: int
+        self,
+        rank: int,
+        model: nn.Module,
+        device: torch.device,
+        trainer: DictConfig,
+        total_steps: int,
+        passes: Sequence[Pass] = (),
+        batch_size: int = 1,
     ) -> None:
+        steps = trainer.profile_steps
         needed = WARM_UP + steps
         if steps and total_steps < needed:
             few = f"trainer.profile_steps={steps} takes {needed} steps, but this run has {total_steps}"
             raise ConfigError(f"{few}: give trainer.max_steps={needed}")
-        self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, precision
+        self.steps, self.rank, self.model, self.device, self.precision = steps, rank, model, device, trainer.precision
+        self.passes, self.batch_size = passes, batch_size
         self.steps_seen = self.samples = 0
-        self.update: str | None = None
-        self.cost: Cost | None = None
         self.trace: Any = None
         self.span: Any = None
         self.spent_s: defaultdict[str, float] = defaultdict(float)  # by phase; on a GPU, the time to launch its work
 
-    def count_batch(self, batch: MicroBatch, forward: Callable[[Any], Any], update: str = "") -> None:
-        if self.steps and self.cost is None:
-            self.cost = count_flops(self.model, lambda: forward(batch.batch), batch.size)
-        if self.update is None:
-            self.update = update
-        self.samples += batch.size if self.trace is not None and update == self.update else 0
+    def count(self, samples: int) -> None:
+        self.samples += samples if self.trace is not None else 0
 
     def after_step(self) -> None:
-        self.update = None
         if not self.steps or self.steps_seen > WARM_UP + self.steps:
             return
         self.steps_seen += 1
@@ -229,13 +170,13 @@ class Profiler:
         return "\n".join(lines) + "\n"
 
     def _computed(self, total_s: float) -> list[str]:
-        assert self.cost is not None
-        if not self.cost.forward:
+        forward = sum(one.flops for one in self.passes) / self.batch_size
+        if not forward:
             return ["Operations: torch can't count the operations of this model."]
         speed = self.samples / total_s
-        done = TRAINING * self.cost.forward * speed
+        done = TRAINING * forward * speed
         lines = [
-            f"Operations: {self.cost.forward / 1e9:.3f} GFLOP a sample forward; {done / 1e12:.3f} TFLOP/s in training "
+            f"Operations: {forward / 1e9:.3f} GFLOP a sample forward; {done / 1e12:.3f} TFLOP/s in training "
             f"at {speed:,.1f} samples/s of this rank (backward counted as twice forward)."
         ]
         if self.device.type == "cuda":
@@ -248,11 +189,12 @@ class Profiler:
             "",
             "| part | class | parameters | MFLOP a sample |",
             "| --- | --- | ---: | ---: |",
-            *(
-                f"| {name} | {kind} | {size:,} | {operations / 1e6:,.1f} |"
-                for name, (kind, size, operations) in self.cost.parts.items()
-            ),
+            *(self._row(name, part) for name, part in self.model.named_children()),
         ]
+
+    def _row(self, name: str, part: nn.Module) -> str:
+        operations = sum(one.parts[name] for one in self.passes) / self.batch_size
+        return f"| {name} | {type(part).__name__} | {weights.sizes(part)[0]:,} | {operations / 1e6:,.1f} |"
 
 
 def _export(profiler: Any, target: Path) -> None:

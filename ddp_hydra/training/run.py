@@ -41,31 +41,21 @@ class TrainingRun:
     """A training run on one rank.
 
     Args:
-        cfg: the resolved config.
-        train_set: the training data.
-        val_set: the validation data; None for none.
         weights: a file of weights to begin with; None for none.
-        fault: faults to inject into this rank.
-        stop_signal: tells whether this rank should stop.
         kept: the part of the config that checkpoints keep; None: all.
-        world: of this rank.
         saved: returns the state to go on from, the same on all ranks; {} for none.
         parallel: owns the model since the world before; None: the model is built.
         first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
 
     Attributes:
-        parallel: owns the model.
         model: the model, not wrapped.
         frozen_norms: layers that stay in evaluation mode.
-        updates: the updates of a step, by name.
-        validation: evaluates the model; None without a validation set.
         metrics: the last value of each metric; after an epoch, metrics of the training are means over it.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
         held: metrics of the step that wait for its validation.
         is_done: a callback has called the run done at a validation.
         ended_by_callback: a callback has called the run done, there or after a step.
         logged_at: the step after which the training metrics were logged last.
-        header: describes the run.
     """
 
     def __init__(
@@ -137,8 +127,8 @@ class TrainingRun:
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
-        trainer = cfg.trainer
-        profiler = Profiler(trainer.profile_steps, self.rank, self.model, device, trainer.precision, total_steps)
+        passes = setup.passes_of(self) if cfg.trainer.profile_steps and self.rank == 0 else []
+        profiler = Profiler(self.rank, self.model, device, cfg.trainer, total_steps, passes, cfg.data.batch_size)
         self.monitor = Monitor(
             self.consensus,
             self.task,
@@ -147,7 +137,7 @@ class TrainingRun:
             profiler,
             self.position.samples,
             self.epoch_means,
-            setup.operations(self),
+            setup.operations(self, passes),
         )
         self.log_clock = LogClock(cfg.trainer.log_every_s if self.rank == 0 else None, cfg.trainer.log_growth)
         self.metrics: dict[str, float] = {}

@@ -149,7 +149,8 @@ def memory_of(run: Any) -> str:
     if needed.total < LARGE or run.rank:
         return ""
     outline, device = cost.build_outline(run.cfg, run.loader.dataset), run.loader.device
-    needed.activations = activations(run.cfg, outline, run.task, run.builder.names, run.loader)
+    passes = forward_passes(run.cfg, outline, run.task, run.builder.names, run.loader)
+    needed.activations = max((one.activations for one in passes), default=None)
     gathered, shards = cost.gathered_bytes(run.cfg, outline), 1
     if run.parallel.is_sharded:
         needed.gathered, shards = gathered, run.world.size // run.cfg.parallel.get("replicas", 1)
@@ -162,17 +163,18 @@ def memory_of(run: Any) -> str:
     return f"{needed}{fits}"
 
 
-def operations(run: Any) -> cost.Operations | None:
+def passes_of(run: Any) -> list[cost.Pass]:
+    outline = cost.build_outline(run.cfg, run.loader.dataset)
+    return forward_passes(run.cfg, outline, run.task, run.builder.names, run.loader)
+
+
+def operations(run: Any, passes: Sequence[cost.Pass]) -> cost.Operations | None:
     # Only rank 0 tells them.
     if run.rank or utilisation(1.0, run.loader.device, run.cfg.trainer.precision) is None:
         return None
     if (found := cost.operations_of(run.model)) is not None:
         return found
-    outline = cost.build_outline(run.cfg, run.loader.dataset)
-    if (batch := cost.one_batch(run.loader, run.cfg.data.batch_size)) is None:
-        return None
-    passes = [cost.forward_pass(outline, run.task, update, batch, run.cfg) for update in run.builder.names]
-    flops = sum(one.flops for one in passes if one)
+    flops = sum(one.flops for one in passes or passes_of(run))
     return cost.Operations(sample=TRAINING * flops / run.cfg.data.batch_size) if flops else None
 
 
@@ -183,7 +185,8 @@ def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[s
         outline, task = cost.build_outline(cfg, train_set), builders.task(cfg, train_set, cpu)
         updates, loader = updates_of(task), build_data.loader(cfg, train_set, cpu, False, ALONE)
         whole = cost.memory_of(cfg, outline, task, updates)
-        whole.activations = activations(cfg, outline, task, updates, loader)
+        passes = forward_passes(cfg, outline, task, updates, loader)
+        whole.activations = max((one.activations for one in passes), default=None)
     is_sharded = get_object(cfg.parallel["_target_"]).shards and ranks > 1
     shards = ranks // cfg.parallel.get("replicas", 1) if is_sharded else 1
     gathered = cost.gathered_bytes(cfg, outline)
@@ -196,11 +199,15 @@ def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[s
     ]
 
 
-def activations(cfg: DictConfig, outline: nn.Module, task: Task, updates: Sequence[str], loader: Any) -> int | None:
+def forward_passes(
+    cfg: DictConfig, outline: nn.Module, task: Task, updates: Sequence[str], loader: Any
+) -> list[cost.Pass]:
+    # Of the updates of a step; [] if one of them can't be told.
     if (batch := cost.one_batch(loader, cfg.data.batch_size)) is None:
-        return None
+        return []
     passes = [cost.forward_pass(outline, task, update, batch, cfg) for update in updates]
-    return max(one.activations for one in passes if one) if all(passes) else None
+    known = [one for one in passes if one]
+    return known if len(known) == len(passes) else []
 
 
 def rates_of(run: Any) -> str:

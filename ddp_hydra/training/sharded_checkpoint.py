@@ -55,7 +55,7 @@ Like = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def taken_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a state with names in place of its tensors, and the tensors by these names."""
+    # It returns a state with names in place of its tensors, and the tensors by these names.
     tensors: dict[str, Tensor] = {}
     return {key: _without(value, key, tensors) if key in PARTS else value for key, value in content.items()}, tensors
 
@@ -69,7 +69,6 @@ def _without(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return a state with its tensors in place of their names."""
     return {key: _filled(value, tensors) if key in PARTS else value for key, value in content.items()}
 
 
@@ -80,7 +79,6 @@ def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """Return a dict with its values changed; another value as it is."""
     if not isinstance(value, dict):
         return value
     found: Any = type(value)()
@@ -92,7 +90,6 @@ def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def names_in(value: Any) -> Iterator[str]:
-    """Yield the names of the tensors that a state has in other files."""
     if isinstance(value, dict):
         if value.get(KIND) == PART:
             yield value["value"]
@@ -104,11 +101,8 @@ def names_in(value: Any) -> Iterator[str]:
 def write(
     tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup, step: int
 ) -> tuple[dict[str, int], dict[str, ReportingFile]]:
-    """Write this rank's part of some tensors into a folder. A collective.
-
-    Returns:
-        The names of the files of all ranks, each with the rank that has written it; and what this rank has written.
-    """
+    # A collective. It returns the names of the files of all ranks, each with the rank that has written it; and what
+    # this rank has written.
     from torch.distributed.checkpoint import FileSystemWriter, save
     from torch.distributed.checkpoint.filesystem import FileSystem
 
@@ -182,7 +176,7 @@ class ReportingFile(NotingFile):
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """Raise the error of a rank in place of torch's, which is no Exception."""
+    # Torch raises something that is no Exception.
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -198,16 +192,7 @@ def whole(_: str, shape: torch.Size, kind: torch.dtype) -> Tensor:
 
 
 def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[str, Any]:
-    """Return a state with its tensors, of which a rank reads what it needs.
-
-    Args:
-        content: of the folder's `state.pt`.
-        folder: of the checkpoint.
-        like: makes the tensor that a part is read into.
-
-    Raises:
-        CheckpointError: the files were not written by `write`.
-    """
+    # `content` is that of the folder's `state.pt`. Of the tensors, a rank reads what `like` makes.
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
 
     class DescribedReader(FileSystemReader):
@@ -279,7 +264,7 @@ def read_into(target: Tensor, file: FileIO, offset: int) -> None:
 
 
 def send(make: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
-    """Return a state that rank 0 makes. Its tensors stay there, and the other ranks get their layouts. A collective."""
+    # A collective. The tensors of the state stay on rank 0, and the other ranks get their layouts.
     own: dict[str, Tensor] = {}
 
     def outlined() -> dict[str, Any]:
@@ -296,7 +281,7 @@ def send(make: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
 
 
 def with_parts(content: Mapping[str, Any], world: World, like: Like) -> Mapping[str, Any]:
-    """Return a state of `send` with its tensors, of which a rank keeps what it needs. A collective."""
+    # A collective. The state is one of `send`; of its tensors, a rank keeps what `like` makes.
     parts = content.get(PARTS_IN)
     if parts is None:
         return content
@@ -335,7 +320,7 @@ class _Descriptions(pickle.Unpickler):
 
 
 def on_this_host(path: Path) -> Path:
-    """Return where a folder of the client is on this host: as it was given, or sent to one of this worker's ranks."""
+    # A folder of the client is where it was given, or was sent to one of this worker's ranks.
     if path.exists():
         return path
     found = sorted(results.outbox().parent.parent.glob(f"rank-*/in/{path.name}"))

@@ -103,10 +103,7 @@ class TrainingState:
 
     def begin_capture(self, whole: bool = False) -> Callable[[], dict[str, Any]]:
         # If `whole`, a collective where the model is sharded: only rank 0 gets the state.
-        return plain_state.begin_copy(self._content(), partial(self.parallel.saved_tensor, whole=whole))
-
-    def rewrappers(self) -> dict[str, Callable[[Tensor], Tensor]]:
-        return {name: self.parallel.rewrapper(tensor) for name, tensor in self._tensors().items()}
+        return plain_state.begin_copy(self._content(), partial(self.parallel.copy_of, whole=whole))
 
     def names_of_rank_0(self) -> set[str]:
         # Tensors of which ranks have no shares, but values of their own: buffers between two steps; with local SGD, the
@@ -131,7 +128,9 @@ class TrainingState:
         return sharded_checkpoint.with_parts(content, self.parallel.world, targets)
 
     def check(self) -> None:
-        plain_state.encode(self._content(), copy=self.parallel.saved_tensor)
+        plain_state.encode(
+            self._content(), copy=lambda tensor, name: plain_state.plain_tensor(plain_state.local(tensor), name)
+        )
 
     def _content(self) -> dict[str, Any]:
         parts = {name: part.state_dict() for name, part in self.extras.items() if part is not None}
@@ -165,10 +164,11 @@ class TrainingState:
         averaged = content.get("ema")
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
         others = {name: part for name, part in content.items() if name not in ("model", "ema")}
-        copied = (lambda: others) if is_own else plain_state.begin_copy(others, lambda tensor, _: tensor.detach())
+        if not is_own:
+            others = plain_state.begin_copy(others, lambda tensor, _: tensor.detach().clone())()
         if averaged:
             averaged = {**averaged, "model": self.parallel.shard_state(averaged["model"])}
-        content = plain_state.decode({**copied(), "ema": averaged})
+        content = plain_state.decode({**others, "ema": averaged})
         # What each group has to have: torch adds options to the defaults when it loads a state.
         needed = {
             name: optimizer.defaults.keys() & optimizer.param_groups[0].keys()
@@ -191,10 +191,8 @@ class TrainingState:
         except (KeyError, TypeError, ValueError) as error:
             what = f"the checkpoint does not fit this optimizer and schedule ({error})"
             raise CheckpointError(f"{what}: resume with the config it was made with") from error
-        self.best = content.get("best")
-        self.validations = int(content.get("validations") or 0)
-        self.validation_due = bool(content.get("validation_due"))
-        self.unfrozen = list(content.get("unfrozen") or [])
+        self.best, self.validations = content["best"], content["validations"]
+        self.validation_due, self.unfrozen = content["validation_due"], content.get("unfrozen") or []
 
     def improves_best(self, value: float | None, direction: str) -> bool:
         if value is None or value != value:
@@ -226,10 +224,7 @@ def each(part: Any) -> Iterable[tuple[str, Any]]:
 
 
 def by_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
-    """Return an optimizer's state as torch's, with names of parameters in place of their numbers.
-
-    Numbers depend on the order of the groups, and say nothing of the model.
-    """
+    # The state as torch's, with names of parameters in place of their numbers, which depend on the order of the groups.
     state, own = optimizer.state_dict(), _own_names(optimizer, names)
     if not _is_by_numbers(state, len(own)):
         return state
@@ -247,11 +242,7 @@ def by_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[st
 
 
 def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state of `by_names` as this optimizer numbers its parameters.
-
-    Raises:
-        ValueError: it is of other parameters, or its groups are others.
-    """
+    # The state of `by_names` as this optimizer numbers its parameters. ValueError: it is of others, or of other groups.
     if not _is_by_numbers(optimizer.state_dict(), len(own := _own_names(optimizer, names))):
         return state
     groups = state["param_groups"]

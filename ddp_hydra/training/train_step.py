@@ -30,11 +30,6 @@ class TrainStep(nn.Module):
     DDP wraps this module, not the model. So a task may call the model twice, parts of it, or its methods: for DDP, all
     of that is one forward pass.
 
-    Args:
-        task: computes the loss.
-        model: the model of the config.
-        update: the name of the update; "" for the only one.
-
     Attributes:
         part: what the update trains: the model, or a part of it.
         criterion: the task's loss, where it has parameters that are trained with the model; else None.
@@ -52,12 +47,12 @@ class TrainStep(nn.Module):
             raise ConfigError(f"the loss {type(self.criterion).__name__} has parameters: make it a part of the model")
         self.constant: Callable[[Step], Tensor] = self._constant
         # No children of this module: DDP has to see the parameters of the part only.
-        self._others: tuple[Task, nn.Module, Any] = (task, model, model)
+        self._others: tuple[Task, Any] = (task, model)
 
     def wrap(self, wrapper: Callable[[nn.Module], Any]) -> None:
         # A method, since a module makes a child of any module that it is set.
-        task, model, _ = self._others
-        self._others = (task, model, wrapper(model))
+        task, model = self._others
+        self._others = (task, wrapper(model))
 
     def names(self) -> dict[nn.Parameter, str]:
         found = {parameter: name for name, parameter in self.part.named_parameters(prefix=self.update)}
@@ -66,13 +61,7 @@ class TrainStep(nn.Module):
         return found
 
     def forward(self, batch: Any) -> Step:
-        return self._compute(self._others[2], batch)
-
-    def unwrapped(self, batch: Any) -> Step:
-        return self._compute(self._others[1], batch)
-
-    def _compute(self, model: Any, batch: Any) -> Step:
-        task = self._others[0]
+        task, model = self._others
         with explained(batch):
             result = task.step(model, batch, **({"update": self.update} if self.update else {}))
         step = as_step(result, task)

@@ -33,16 +33,10 @@ class Update:
 
     Args:
         name: of the part; "" for the whole model.
-        optimizer_step: applies gradients.
-        scheduler: of the learning rate.
-        consensus: votes of the ranks.
         weighing: of the losses; None: their means are over samples, as many on each rank.
         others: parameters that other updates train, and this one does not.
         late: check the gradients of a step together with the next step's loss. Then the loop need not wait for the
             backward pass of a GPU, but the weights have taken up the gradients by then.
-
-    Attributes:
-        part: the training step among its ranks.
     """
 
     def __init__(
@@ -116,16 +110,11 @@ class OptimizerStep:
     """Takes optimizer steps: scales the loss, clips gradients, and updates the weights of the model or of a part of it.
 
     Args:
-        part: the training step among its ranks.
-        optimizer: of what the step trains.
         scaler: scales the loss of fp16; disabled for other precisions.
-        clip_norm: the largest norm of all gradients together; None for no limit.
-        update: name of the update that this is for; "" for the only one.
         in_place: add gradients to memory that stays, as CUDA graphs write each micro-batch's to the same place.
 
     Attributes:
         gradients: norms of the last step's gradients; None if they are scaled.
-        lr: learning rate of the last step.
         grad_norm: norm of the last step's gradients before clipping; None without clipping.
     """
 
@@ -203,13 +192,11 @@ class Weighing:
 
     Args:
         samples: of a step, on each rank.
-        consensus: lets the ranks agree on N, once; Σ n travels with each vote.
 
     Attributes:
         scale: things for each sample in N, as in the first micro-batches of all ranks; None before these. Another
             number gives the same gradients but for rounding, so it is in checkpoints.
         n: things of this rank in the step so far; on the device where they depend on the data there.
-        summed: the losses of the step are sums.
         is_empty: nothing counted in the step, on any rank.
     """
 

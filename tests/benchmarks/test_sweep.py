@@ -41,19 +41,6 @@ def test_what_our_jobs_leave_is_read(tmp_path):
     assert read == Swept(100.0, 106.0, 2, (Job(103.25, 0.75, 3.5, 104.0), Job(104.25, 0.75, 3.5, 105.0)))
 
 
-def test_what_a_peer_leaves_is_read(tmp_path):
-    (tmp_path / "0").mkdir()
-    (tmp_path / "0" / "first-step").write_text("103.5")
-    (tmp_path / "0" / "summary.json").write_text('{"train_s": 0.25}')
-    (tmp_path / "1").mkdir()  # of a job that failed
-    assert sweep.read(tmp_path, 100.0, 104.0, at_once=1) == Swept(100.0, 104.0, 1, (Job(103.5, 0.25),))
-
-
-def test_jobs_that_are_missing_end_the_benchmark():
-    with pytest.raises(SystemExit, match="joblib: 4 of 12"):
-        sweep.shown("joblib", swept())
-
-
 def test_the_table_has_both_goals():
     peer = Swept(0.0, 128.0, 1, tuple(Job(9.0 + number, 0.25) for number in range(4)))
     figures = list(sweep.figures([swept(), swept(0.0)], [peer], [peer]))

@@ -56,12 +56,10 @@ def test_a_field_of_a_newer_version_is_left_out_and_one_that_is_missing_has_its_
     [
         (b"{", "run/summary.json can't be read: Expecting"),
         (b"[" * 100_000, "run/summary.json can't be read: maximum recursion"),
-        (b"[1]", "run/summary.json can't be read: Expected `object`"),
         (
             b'{"status": "", "steps": "3"}',
             r"run/summary.json can't be read: Expected `int \| null`, got `str` - at `\$.steps`",
         ),
-        (b'{"status": "", "steps": -1}', r"run/summary.json can't be read: Expected `int` >= 0 - at `\$.steps`"),
         (b'{"status": "", "metrics": {"x": 1%s}}' % (b"0" * 400), "run/summary.json can't be read: "),
         (b'{"status": "", "attempts": [{"failure": 7}]}', r"at `\$.attempts\[0\].failure`"),
         (b'{"format": 2, "ddp_hydra": "9.1"}', "has format 2, and this version reads format 1: use .* wrote it, 9.1"),

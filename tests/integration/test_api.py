@@ -13,7 +13,7 @@ import pytest
 import ddp_hydra
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
-from ddp_hydra.errors import ConfigError, Interrupted, RankFailed
+from ddp_hydra.errors import Interrupted, RankFailed
 from ddp_hydra.results import finite
 
 pytestmark = pytest.mark.integration
@@ -106,8 +106,3 @@ def test_a_program_keeps_a_cluster_for_its_runs(folder):
     assert "there is a cluster already: close it" in done.stdout
     assert "[1, 1]" in done.stdout
     assert "<Connection: closed>" in done.stdout
-
-
-def test_inline_is_no_cluster(folder):
-    with pytest.raises(ConfigError, match="cluster=inline is not a cluster"):
-        ddp_hydra.connect(["cluster=inline"])

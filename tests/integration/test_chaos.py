@@ -140,7 +140,6 @@ def test_a_fault_is_named_stopped_cleaned_up_and_makes_no_difference(
 
 
 def assert_step(found: int, fault: str, step: int, place: str) -> None:
-    """The failure names the step."""
     if fault == "worker":  # which the client has last heard a second ago
         assert 0 <= found <= step + 4 * (place == "write")
     elif place == "write":  # the loop goes on meanwhile, at most to the next checkpoint

@@ -6,7 +6,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 import pytest
@@ -14,7 +14,7 @@ from distributed import Client
 
 from ddp_hydra.errors import Interrupted, RankFailed
 from ddp_hydra.record import Record
-from tests.integration.support.chaos import SETTINGS, Chaos, Dask, Story, assert_same, dask, signal_all
+from tests.integration.support.chaos import Chaos, Dask, Story, assert_same, dask, signal_all
 from tests.integration.test_chaos import TWO_AND_FOUR, slow
 from tests.integration.test_chaos import chaos as chaos
 from tests.integration.test_chaos import clients as clients
@@ -108,27 +108,6 @@ def test_a_time_limit_saves_and_a_resume_comes_to_the_same_end(chaos, clients, u
     assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
 
 
-@pytest.mark.slow
-def test_a_paused_job_ends_well_and_a_resume_comes_to_the_same_end(cli, client2, uninterrupted):
-    run, resumed = cli.folder / "run", cli.folder / "resumed"
-    settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}", "trainer.pause_after_validations=1")
-    assert "go on with resume=run" in cli.done(*settings).stdout
-    assert Story(run).summary["status"] == "paused"
-    cli.done("resume=run", f"hydra.run.dir={resumed}")
-    assert_same(Story(resumed).checkpoint(), uninterrupted(client2, 2).checkpoint())
-
-
-@pytest.mark.slow
-def test_the_command_line_says_130_at_a_time_limit_and_resumes_to_the_same_end(cli, client2, uninterrupted):
-    run, resumed = cli.folder / "run", cli.folder / "resumed"
-    settings = (*SETTINGS, "data.batch_size=8", f"hydra.run.dir={run}")
-    ended = cli.run(*settings, "data.delay_s=0.02", "trainer.time_limit_s=0.4")
-    assert (ended.returncode, "Traceback" in ended.stderr) == (130, False), ended.stderr
-    assert "go on with resume=run" in ended.stderr
-    cli.done("resume=run", "data.delay_s=0", "trainer.time_limit_s=null", f"hydra.run.dir={resumed}")
-    assert_same(Story(resumed).checkpoint(), uninterrupted(client2, 2).checkpoint())
-
-
 # -- machines that go away ---------------------------------------------------------------------------------
 
 
@@ -141,7 +120,6 @@ def three_machines(warm_server, tmp_path_factory) -> Iterator[tuple[Dask, Client
 
 @pytest.fixture
 def machines(three_machines) -> tuple[Dask, Client]:
-    """All of them there."""
     cluster, client = three_machines
     cluster.heal(client)
     return cluster, client
@@ -153,20 +131,26 @@ def program_of(machines: tuple[Dask, Client], story: Story, rank: int) -> psutil
     return psutil.Process(machines[1].run(os.getppid, workers=[worker])[worker])
 
 
-@pytest.mark.slow
-def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients, uninterrupted, caplog):
-    """The global batch stays 24, and the samples come in the same order."""
-    _, client = machines
-    settings = ("data.batch_size=8", "model.tell=true")
-    fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5")
-    whole = uninterrupted(clients[4], 3, *settings, "model.dropout=0", *SLOW)
+@pytest.fixture
+def kill_rank_2(chaos, machines) -> Callable[[Record], None]:
+    """Kill the worker of rank 2 in the first attempt, after step 5."""
 
     def kill(record: Record) -> None:
         if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
             signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
 
+    return kill
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients, uninterrupted, kill_rank_2, caplog):
+    """The global batch stays 24, and the samples come in the same order."""
+    _, client = machines
+    settings = ("data.batch_size=8", "model.tell=true")
+    fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5")
+    whole = uninterrupted(clients[4], 3, *settings, "model.dropout=0", *SLOW)
     overrides = (*settings, "model.dropout=0", *fewer, *SLOW)
-    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=overrides)
+    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill_rank_2, overrides=overrides)
     assert [(failure.kind, failure.rank) for failure in story.failures] == [("lost", 2)]
     assert story.summary["world_size"] == 2
     changed = "data.batch_size=6 trainer.gradient_accumulation_steps=2"
@@ -179,15 +163,10 @@ def test_a_worker_that_is_lost_for_good_is_done_without(chaos, machines, clients
 
 
 @pytest.mark.slow
-def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, caplog):
+def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, kill_rank_2, caplog):
     _, client = machines
     fewer = ("dispatch.min_ranks=2", "dispatch.restart_wait_s=0.5", "data.batch_size=5")
-
-    def kill(record: Record) -> None:
-        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
-            signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
-
-    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=(*SLOW, *fewer))
+    story = chaos.done(client, "hang,rank=2,step=7", ranks=3, on_record=kill_rank_2, overrides=(*SLOW, *fewer))
     assert {failure.kind for failure in story.failures} == {"lost"}
     assert "2 ranks instead of 3: a global batch of 15 does not divide among them" in caplog.text
     assert "so it is 10 now, with data.batch_size=5" in caplog.text
@@ -195,15 +174,10 @@ def test_a_global_batch_that_does_not_divide_is_said_to_change(chaos, machines, 
 
 
 @pytest.mark.slow
-def test_fewer_ranks_than_allowed_end_the_job_with_what_to_do(chaos, machines):
+def test_fewer_ranks_than_allowed_end_the_job_with_what_to_do(chaos, machines, kill_rank_2):
     _, client = machines
-
-    def kill(record: Record) -> None:
-        if record.kind == "metrics" and (record.step, record.attempt) == (5, 0):
-            signal_all(program_of(machines, chaos.stories[-1], 2), signal.SIGKILL)
-
     overrides = (*SLOW, "dispatch.restart_wait_s=0.5")
-    story = chaos(client, "hang,rank=2,step=7", ranks=3, on_record=kill, overrides=overrides)
+    story = chaos(client, "hang,rank=2,step=7", ranks=3, on_record=kill_rank_2, overrides=overrides)
     assert isinstance(story.error, RankFailed)
     assert "2 of 3 workers are there, fewer than 3" in str(story.error)
 

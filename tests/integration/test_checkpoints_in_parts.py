@@ -83,6 +83,17 @@ def test_a_checkpoint_in_parts_goes_on_in_any_layout(client4, train, in_parts, l
         assert_equal(*({**content, "config": None} for content in both))
 
 
+@pytest.mark.slow
+def test_parts_of_ranks_that_have_no_share_of_some_tensors_go_on_on_one(client4, train):
+    """Megatron-FSDP's documentation warns that the default planner corrupts checkpoints of uneven shares."""
+    few = (*PARTS, "model._target_=models.blocks.Odd", "+model.odd=few")
+    whole = train(client4, "whole", *few, "parallel=fsdp2", ranks=4)
+    resumed = train(client4, "resumed", *few, ranks=1, resume=whole.folder / "checkpoints" / "step-000004")
+    lines, rest = ([line for line in run.metrics() if line["step"] > 4] for run in (resumed, whole))
+    for line, wanted in zip(lines, rest, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_save_in_parts_waits_for_space_on_any_rank(client2, train, in_parts, rank, caplog):
     full = f"+callbacks.full={{_target_: models.disturbed.FullDisk, rank: {rank}, tries: 2}}"

@@ -189,10 +189,3 @@ def test_an_idle_shutdown_can_be_switched_off(warm_server, tmp_path):
             client.run_on_scheduler(BySource(scheduler_plugin.set_up), None, 0.3)
         time.sleep(1.2)
         assert watcher.scheduler_info(n_workers=0)
-
-
-def test_an_idle_shutdown_does_not_end_the_jobs_of_others():
-    scheduler = type("", (), {"clients": {"other": None}, "plugins": {}, "periodic_callbacks": {}, "workers": {}})()
-    scheduler._ddp_hydra_reservations = {"gang": {"holder": "other", "workers": ["w"]}}
-    assert scheduler_plugin.count_other_jobs("me", scheduler) == 1
-    assert scheduler_plugin.count_other_jobs("other", scheduler) == 0

@@ -21,6 +21,7 @@ import pytest
 
 from tests.integration.support import hosts
 from tests.integration.support.by_hand import program
+from tests.integration.support.training import summary_of
 
 pytest.importorskip("dask_gateway_server", reason="its wheel, which holds its proxy, is for Linux on x86_64")
 pytestmark = pytest.mark.integration
@@ -44,13 +45,7 @@ c.LocalBackend.clusters_directory = "{folder}/clusters"
 
 @dataclass
 class Server:
-    """A dask-gateway server on loopback.
-
-    Args:
-        folder: of its files; its clusters keep theirs in `tmp` and `clusters`.
-        http: its port.
-        tcp: that of its TLS proxy.
-    """
+    """A dask-gateway server on loopback."""
 
     folder: Path
     http: int
@@ -58,7 +53,6 @@ class Server:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """What to type."""
         address = (
             f"cluster.address=http://127.0.0.1:{self.http}",
             f"cluster.proxy_address=gateway://127.0.0.1:{self.tcp}",
@@ -115,10 +109,6 @@ def no_cluster_left(gateway, wait_for) -> Iterator[None]:
     wait_for(lambda: not gateway.clusters(), "no cluster left running")
 
 
-def status_of(run: Path) -> str:
-    return json.loads((run / "summary.json").read_text())["status"]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hosts.allowed(), reason="needs root, to hide the workers' files from the client")
 def test_the_main_job_comes_home_through_the_proxy(cli, gateway):
@@ -138,7 +128,7 @@ def test_the_main_job_comes_home_through_the_proxy(cli, gateway):
         "logs/rank-0.log",
         "logs/rank-1.log",
     } <= files
-    assert status_of(run) == "done"
+    assert summary_of(run)["status"] == "done"
 
 
 @pytest.mark.slow
@@ -151,7 +141,7 @@ def test_a_cluster_that_is_kept_serves_the_next_job_which_ends_it(cli, gateway):
     cli.done(*gateway.overrides, typed, "cluster.keep=true", "hydra.run.dir=two", **LOGIN)
     assert list(gateway.clusters()) == [name]
     cli.done(*gateway.overrides, typed, "hydra.run.dir=three", **LOGIN)
-    assert [status_of(cli.folder / run) for run in ("one", "two", "three")] == ["done"] * 3
+    assert [summary_of(cli.folder / run)["status"] for run in ("one", "two", "three")] == ["done"] * 3
 
 
 @pytest.mark.slow
@@ -182,7 +172,7 @@ def test_a_sweep_has_one_cluster_for_all_jobs(cli, gateway):
 
     before = created()
     ended = cli.done("-m", *gateway.overrides, "dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", **LOGIN)
-    assert [status_of(cli.folder / "sweep" / number) for number in "01"] == ["done"] * 2, ended.stderr
+    assert [summary_of(cli.folder / "sweep" / number)["status"] for number in "01"] == ["done"] * 2, ended.stderr
     assert created() == before + 1
 
 

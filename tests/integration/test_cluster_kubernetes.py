@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.ddp_hydra.cluster.kinds.test_kubernetes import validator
 from tests.integration.support.kubernetes import Kubernetes, serve
+from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
 
@@ -34,10 +33,6 @@ def kubernetes(served) -> Iterator[Kubernetes]:
 @pytest.fixture(scope="module")
 def login(served) -> dict[str, str]:
     return served[1]
-
-
-def summary_of(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
 
 
 @pytest.mark.slow

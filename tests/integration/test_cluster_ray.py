@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -22,7 +21,7 @@ import pytest
 
 from tests.integration.conftest import wait_for
 from tests.integration.support.by_hand import program
-from tests.integration.support.training import CLOCKS
+from tests.integration.support.training import metrics_of, summary_of
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -42,7 +41,6 @@ class Nodes:
 
     @property
     def job(self) -> tuple[str, ...]:
-        """Return what to type."""
         return (*JOB, f"cluster.address={self.address}")
 
     @contextmanager
@@ -102,21 +100,12 @@ def nothing_left(nodes) -> Iterator[None]:
     wait_for(lambda: not nodes.of_dask(), "the end of all that ran on the nodes")
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if name not in CLOCKS} for line in lines]
-
-
-def summary(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "summary.json").read_text())
-
-
 def test_a_job_on_both_nodes_gives_the_numbers_of_a_local_cluster(cli, nodes):
     spread = ("cluster.strategy=STRICT_SPREAD", "trainer.epochs=3")
     cli.done(*nodes.job, *spread, "hydra.run.dir=there", **nodes.variables)
-    assert summary(cli.folder / "there")["world_size"] == 2
+    assert summary_of(cli.folder / "there")["world_size"] == 2
     cli.done(*JOB[1:], "trainer.epochs=3", "hydra.run.dir=here")
-    assert metrics(cli.folder / "there") == metrics(cli.folder / "here")
+    assert metrics_of(cli.folder / "there") == metrics_of(cli.folder / "here")
 
 
 SLOW = ("trainer.epochs=8", "data.delay_s=0.1", "hydra.run.dir=run")
@@ -134,8 +123,8 @@ def survives(cli, nodes: Nodes, *words: str, fault: Callable[[], object]) -> dic
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert process.returncode == 0, out + err
-    assert metrics(cli.folder / "run")[-1]["epoch"] == 8
-    return summary(cli.folder / "run")
+    assert metrics_of(cli.folder / "run")[-1]["epoch"] == 8
+    return summary_of(cli.folder / "run")
 
 
 def test_a_worker_that_is_killed_is_replaced_by_ray(cli, nodes):
@@ -166,7 +155,7 @@ def test_a_job_from_a_machine_that_is_not_a_node(cli, nodes):
     if "Starting Ray client server failed" in ended.stderr:  # as Ray's proxy does now and then on a busy machine
         ended = cli.run(*words, **nodes.variables)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert summary(cli.folder / "run")["world_size"] == 2
+    assert summary_of(cli.folder / "run")["world_size"] == 2
 
 
 def test_too_few_workers_are_told_with_what_ray_says(cli, nodes):
@@ -206,16 +195,10 @@ def test_a_killed_client_leaves_nothing_on_the_nodes(cli, nodes):
         process.communicate()
 
 
-def test_a_sweep_has_one_cluster(cli, nodes):
-    cli.done("-m", *nodes.job, "seed=1,2", "hydra.sweep.dir=sweep", **nodes.variables)
-    for number in "01":
-        assert summary(cli.folder / "sweep" / number)["status"] == "done"
-
-
 def test_without_an_address_the_job_starts_a_ray_and_ends_it(cli):
     before = set(Path("/tmp").glob("ddp_hydra-ray-*"))
     cli.done(*JOB, "cluster.n_workers=3", "dispatch.ranks=3", "hydra.run.dir=run")
-    assert summary(cli.folder / "run")["world_size"] == 3
+    assert summary_of(cli.folder / "run")["world_size"] == 3
     left = set(Path("/tmp").glob("ddp_hydra-ray-*")) - before
     for folder in left:
         shutil.rmtree(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import socket
 import ssl
@@ -22,6 +21,7 @@ from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.errors import ClusterError
 from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.support.certificates import Authority
+from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
 
@@ -30,13 +30,7 @@ TINY = ("data=tiny", "model=tiny", "optimizer.lr=0.1", "trainer.log_every_steps=
 
 @dataclass
 class Secured:
-    """A cluster that speaks TLS.
-
-    Args:
-        file: of its scheduler.
-        authority: the one that it trusts.
-        other: one that it does not.
-    """
+    """A cluster that speaks TLS."""
 
     file: Path
     authority: Authority
@@ -86,7 +80,7 @@ def why_not(**arguments: object) -> str:
 
 
 def results_are_whole(run: Path) -> None:
-    assert json.loads((run / "summary.json").read_text())["status"] == "done"
+    assert summary_of(run)["status"] == "done"
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     assert {
         "metrics.jsonl",
@@ -111,14 +105,6 @@ def test_certificates_may_come_from_dasks_own_config(cli, secured):
     where = f"cluster.address={secured.address}"
     cli.done(*TINY, where, "cluster.n_workers=2", "hydra.run.dir=run", **variables)
     results_are_whole(cli.folder / "run")
-
-
-@pytest.mark.slow
-def test_a_sweep_over_tls(cli, secured):
-    given = json.dumps(secured.certificates()).replace('"', "")
-    where = (f"cluster.address={secured.address}", f"cluster.security={given}", "cluster.n_workers=2")
-    cli.done("-m", *TINY, *where, "dispatch.ranks=1", "optimizer.lr=0.1,0.2", "hydra.sweep.dir=sweep")
-    assert [json.loads((cli.folder / f"sweep/{n}/summary.json").read_text())["status"] for n in (0, 1)] == ["done"] * 2
 
 
 def test_files_go_to_ranks_and_come_back_over_tls(secured, gang, heard, tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from tests.integration.support.saturn import TOKEN, Saturn, serve
+from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
 
@@ -38,15 +38,11 @@ def login(served) -> dict[str, str]:
     return served[1]
 
 
-def status_of(run: Path) -> str:
-    return json.loads((run / "summary.json").read_text())["status"]
-
-
 @pytest.mark.slow
 def test_the_main_job_with_sizes(cli, saturn, login):
     sizes = ("cluster.worker_size=g4dnxlarge", "cluster.scheduler_size=medium", "cluster.worker_is_spot=true")
     ended = cli.done(*TINY, *sizes, "hydra.run.dir=run", **login)
-    assert status_of(cli.folder / "run") == "done"
+    assert summary_of(cli.folder / "run")["status"] == "done"
     (created,) = [given for what, given in saturn.asked if what == "POST"]
     assert created == {
         "n_workers": 2, "worker_size": "g4dnxlarge", "scheduler_size": "medium", "worker_is_spot": True, "nprocs": 1,
@@ -67,7 +63,7 @@ def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, satur
     assert saturn.is_running
     cli.done(*TINY, "hydra.run.dir=two", **login)
     assert ("POST scale", {"n": 2}) in saturn.asked
-    assert json.loads((cli.folder / "two" / "summary.json").read_text())["world_size"] == 2
+    assert summary_of(cli.folder / "two")["world_size"] == 2
     assert not saturn.is_running
 
 
@@ -75,7 +71,7 @@ def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, satur
 def test_a_sweep_has_one_cluster_and_may_leave_it_running(cli, saturn, login):
     sweep = ("dispatch.ranks=1", "seed=1,2", "hydra.sweep.dir=sweep", "cluster.keep=true")
     ended = cli.done("-m", *TINY, *sweep, **login)
-    assert [status_of(cli.folder / "sweep" / number) for number in "01"] == ["done"] * 2
+    assert [summary_of(cli.folder / "sweep" / number)["status"] for number in "01"] == ["done"] * 2
     assert [what for what, _ in saturn.asked].count("POST") == 1
     assert "left running: the next job uses it with cluster=saturn" in ended.stderr + ended.stdout
     assert saturn.is_running

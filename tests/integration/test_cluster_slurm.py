@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.support import slurm
+from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
 
@@ -22,17 +22,13 @@ TINY += ("data=tiny", "model=tiny", "optimizer.lr=0.1")
 
 @dataclass
 class Queue:
-    """A queue of batch jobs."""
-
     folder: Path
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the environment of who types `sbatch`."""
         return {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_STANDIN": str(self.folder)}
 
     def scripts(self) -> list[str]:
-        """What was submitted."""
         return [path.read_text() for path in sorted(self.folder.glob("*.sh"))]
 
 
@@ -43,10 +39,6 @@ def queue(tmp_path, wait_for) -> Iterator[Queue]:
     slurm.install(folder)
     yield Queue(folder)
     wait_for(lambda: not slurm.running(folder), "the end of all batch jobs")
-
-
-def summary_of(run: Path) -> dict:
-    return json.loads((run / "summary.json").read_text())
 
 
 def test_the_main_job_on_batch_jobs(cli, queue):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ import pytest
 
 from tests.integration.conftest import wait_for
 from tests.integration.support.by_hand import program
+from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
 
@@ -42,7 +42,6 @@ def server(warm_server, tmp_path_factory) -> Iterator[Path]:
 
 
 def login(server: Path, hosts: int, key: str = "user") -> tuple[str, ...]:
-    """What to type."""
     connect = {"port": int((server / "port").read_text()), "known_hosts": str(server / "known_hosts")}
     connect |= {"client_keys": f"[{server / key}]", "username": "anybody"}
     options = ",".join(f"{name}:{value}" for name, value in connect.items())
@@ -61,22 +60,14 @@ def nothing_left(server) -> Iterator[None]:
 
 
 def running(server: Path) -> list[psutil.Process]:
-    """What SSH has started."""
     return psutil.Process(int((server / "pid").read_text())).children(recursive=True)
 
 
 def test_the_main_job_on_hosts_over_ssh(cli, server):
     cli.done(*TINY, *login(server, hosts=3), "hydra.run.dir=run")
-    summary = json.loads((cli.folder / "run" / "summary.json").read_text())
+    summary = summary_of(cli.folder / "run")
     assert (summary["status"], summary["world_size"]) == ("done", 2)
     assert (cli.folder / "run" / "checkpoints" / "last.pt").exists()
-
-
-@pytest.mark.slow
-def test_a_sweep_on_hosts_over_ssh(cli, server):
-    cli.done("-m", *TINY, *login(server, hosts=2), "seed=1,2", "hydra.sweep.dir=sweep")
-    for number in "01":
-        assert json.loads((cli.folder / "sweep" / number / "summary.json").read_text())["status"] == "done"
 
 
 @pytest.mark.slow

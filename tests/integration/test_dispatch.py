@@ -39,10 +39,6 @@ def call(a, b="default", *rest, c=0, **others):
 @pytest.mark.parametrize(
     ("args", "kwargs", "seen"),
     [
-        (("a",), {}, ("a", "default", (), 0, {})),
-        (("a", "b"), {}, ("a", "b", (), 0, {})),
-        (("a",), {"b": "b"}, ("a", "b", (), 0, {})),
-        ((), {"a": "a", "b": "b", "c": 1}, ("a", "b", (), 1, {})),
         (("a", "b", 1, 2), {"c": 3, "d": 4}, ("a", "b", (1, 2), 3, {"d": 4})),
         (("a",), {"fn": 1, "client": 2, "self": 3}, ("a", "default", (), 0, {"fn": 1, "client": 2, "self": 3})),
     ],
@@ -51,18 +47,16 @@ def test_arguments_arrive_by_position_and_by_name(client2, args, kwargs, seen):
     assert dispatch.run(client2, call, *args, **kwargs) == [(0, *seen), (1, *seen)]
 
 
-def test_values_come_back_in_the_order_of_the_ranks(client4):
-    def later_ranks_end_first():
-        time.sleep(0.1 * (dist.get_world_size() - dist.get_rank()))
+def test_ranks_that_have_nothing_to_do_leave_in_peace_each_time(client4):
+    """A rank that is through before another has joined must not look like a crash to it; the last one ends first."""
+
+    def rest():
+        time.sleep(0.05 * (dist.get_world_size() - dist.get_rank()))
         return dist.get_rank()
 
-    assert dispatch.run(client4, later_ranks_end_first) == [0, 1, 2, 3]
-
-
-def test_ranks_that_have_nothing_to_do_leave_in_peace_each_time(client4):
-    """A rank that is through before another has joined must not look like a crash to it."""
     for _ in range(10):
         assert dispatch.run(client4, who_am_i) == [0, 1, 2, 3]
+    assert dispatch.run(client4, rest) == [0, 1, 2, 3]
 
 
 def test_every_rank_finds_the_environment_that_everyone_expects(client2):
@@ -101,11 +95,6 @@ def sum_of_ranks() -> float:
     return value.item()
 
 
-def test_collectives_work(client2, client4):
-    assert dispatch.run(client2, sum_of_ranks) == [3.0, 3.0]
-    assert dispatch.run(client4, sum_of_ranks) == [10.0] * 4
-
-
 def test_results_that_nobody_takes_are_counted_and_nothing_waits_for_a_reader(client2, caplog):
     """As the users of dask-pytorch-ddp do: a checkpoint now and then, and nobody who reads."""
 
@@ -126,7 +115,7 @@ def test_results_that_nobody_takes_are_counted_and_nothing_waits_for_a_reader(cl
     assert list(client2.run(spooled).values()) == [[], []]
 
 
-def test_a_gang_may_take_fewer_ranks_than_there_are_workers(client4, gang):
+def test_collectives_work_also_with_fewer_ranks_than_there_are_workers(client4, gang):
     assert gang(client4, ranks=3).run(sum_of_ranks) == [6.0] * 3
 
 
@@ -157,18 +146,14 @@ def test_a_function_may_be_given_by_name(client2):
     assert dispatch.run(client2, "os.path:join", "a", "b") == ["a/b", "a/b"]
 
 
-def test_a_second_run_is_run_again(client2):
-    def identity(same):
-        return os.getpid()
-
-    first, second = dispatch.run(client2, identity, 1), dispatch.run(client2, identity, 1)
-    assert len({*first, *second}) == 4
-
-
 def test_ranks_are_processes_of_their_own_that_ps_shows_by_rank(client2):
-    titles = dispatch.run(client2, lambda: (os.getpid(), " ".join(psutil.Process().cmdline())))
+    def title():
+        return os.getpid(), " ".join(psutil.Process().cmdline())
+
+    titles = dispatch.run(client2, title)
     workers = client2.run(os.getpid).values()
-    assert not {pid for pid, _ in titles} & {*workers, os.getpid()}
+    again = dispatch.run(client2, title)  # which is not a value of before
+    assert len({*workers, os.getpid(), *(pid for pid, _ in titles), *(pid for pid, _ in again)}) == 7
     assert [title.split()[:3] for _, title in titles] == [["ddp_hydra", "rank", "0/2"], ["ddp_hydra", "rank", "1/2"]]
 
 
@@ -200,13 +185,6 @@ def test_the_rendezvous_keeps_to_a_port_range(client2, gang):
         port = probe.getsockname()[1]
     ports = gang(client2, port_range=(port, port)).run(lambda: os.environ["MASTER_PORT"])
     assert ports == [str(port)] * 2
-
-
-def test_a_port_range_without_a_free_port_says_so(client2, gang):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(RankFailed, match=r"can't listen on 127\.0\.0\.1.*port_range"):
-            gang(client2, port_range=(port, port)).run(who_am_i)
 
 
 def test_ranks_are_forks_that_were_ready(client2, warm_server, wait_for):
@@ -249,9 +227,9 @@ def test_on_several_hosts_ranks_count_by_host(warm_server):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [6, pytest.param(32, marks=pytest.mark.slow)])
-def test_a_gang_may_be_of_many(warm_server, ranks):
+def test_a_gang_may_be_of_many(warm_server):
     """Once Dask told of five workers only."""
+    ranks = 16
     with scale.workers(ranks) as (client, _):
         places = dispatch.run(client, lambda: (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), os.getpid()))
     assert [place[:2] for place in places] == [(rank, ranks) for rank in range(ranks)]
@@ -306,11 +284,6 @@ def test_a_job_that_waited_too_long_says_who_holds_the_workers(client2, gang, tm
         finally:
             (tmp_path / "a-go").touch()
         assert holder.result() == [0]
-
-
-def test_more_ranks_than_workers_are_refused_with_what_to_give(client2, gang):
-    with pytest.raises(ClusterError, match=r"dispatch\.ranks=9, but there are 2 workers.*n_workers=9"):
-        gang(client2, ranks=9, queue_timeout_s=0.3).run(who_am_i)
 
 
 HOLDER = """
@@ -373,8 +346,6 @@ def test_a_client_that_is_gone_leaves_its_workers_free_and_nothing_running(clien
 
 
 def spooled(client: Client) -> list[str]:
-    """Files that wait on the workers."""
-
     def find(dask_worker):
         from pathlib import Path
 
@@ -384,8 +355,6 @@ def spooled(client: Client) -> list[str]:
 
 
 def left_on_scheduler(client: Client) -> tuple[list[str], list[str], list[str]]:
-    """Tasks, topics with records, and held workers."""
-
     def look(dask_scheduler):
         topics = [name for name in dask_scheduler._broker._topics if name.startswith("gang-")]
         return [str(key) for key in dask_scheduler.tasks], topics, list(dask_scheduler._ddp_hydra_reservations)
@@ -424,35 +393,7 @@ def test_many_jobs_leave_no_task_record_file_or_descriptor_behind(client2, gang,
     wait_for(lambda: threading.active_count() <= threads, "no more threads than before")
 
 
-def what_workers_say() -> list[str]:
-    """On a worker: of three things that Dask may say, those that get through."""
-    import io
-    import logging
-
-    stream = io.StringIO()
-    logger, handler = logging.getLogger("distributed.worker"), logging.StreamHandler(stream)
-    logger.addHandler(handler)
-    logger.propagate = False
-    for word in ("Failed to communicate with scheduler during heartbeat.", "Memory is short", "Closing"):
-        logger.error(word)
-    logger.propagate = True
-    logger.removeHandler(handler)
-    return stream.getvalue().splitlines()
-
-
-def test_a_local_worker_does_not_complain_that_its_command_ends(client2, gang):
-    gang(client2).run(os.getpid)
-    for said in client2.run(what_workers_say).values():
-        assert said == ["Memory is short", "Closing"]
-
-
-def number_of_threads() -> int:
-    import torch
-
-    return torch.get_num_threads()
-
-
 def test_a_job_of_a_sweep_leaves_the_cores_of_the_other_workers_to_their_jobs(client2):
     cores = len(os.sched_getaffinity(0))
-    assert dispatch.Gang(client2, ranks=1).run(number_of_threads) == [cores]
-    assert dispatch.Gang(client2, ranks=1, sweep="s").run(number_of_threads) == [max(1, cores // 2)]
+    assert dispatch.Gang(client2, ranks=1).run("torch:get_num_threads") == [cores]
+    assert dispatch.Gang(client2, ranks=1, sweep="s").run("torch:get_num_threads") == [max(1, cores // 2)]

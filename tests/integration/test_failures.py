@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,19 +35,8 @@ def raise_value_error():
     raise ValueError("boom 42")
 
 
-def raise_chained():
-    try:
-        raise KeyError("inner")
-    except KeyError as error:
-        raise RuntimeError("outer") from error
-
-
 def leave_at_once():
     os._exit(3)
-
-
-def leave_politely():
-    sys.exit(5)
 
 
 def leave_with_a_word():
@@ -65,19 +52,12 @@ def segfault():
     ctypes.string_at(0)
 
 
-def abort():
-    os.abort()
-
-
 FAILURES = [
     pytest.param(raise_value_error, "raised", "ValueError: boom 42", "in raise_value_error", id="raises"),
-    pytest.param(raise_chained, "raised", "RuntimeError: outer", "KeyError: 'inner'", id="raises-from"),
     pytest.param(leave_at_once, "exited", "code 3", "", id="os-exit"),
-    pytest.param(leave_politely, "exited", "code 5", "", id="sys-exit"),
-    pytest.param(leave_with_a_word, "exited", "no more disks", "", id="sys-exit-with-text"),
+    pytest.param(leave_with_a_word, "exited", r"code 1 .*no more disks", "", id="sys-exit"),
     pytest.param(be_killed, "killed", "SIGKILL", "", id="sigkill"),
     pytest.param(segfault, "killed", "SIGSEGV", "in segfault", id="segfault"),
-    pytest.param(abort, "killed", "SIGABRT", "in abort", id="abort"),
 ]
 
 # -- what the others do meanwhile --------------------------------------------------------------------------
@@ -122,7 +102,8 @@ def test_a_failing_rank_is_the_root_cause_while_others_sit_in_a_collective(
     failure = caught.value.failure
     assert (failure.rank, failure.kind, failure.host) == (1, kind, "127.0.0.1")
     assert trace in failure.traceback
-    assert [symptom.rank for symptom in caught.value.symptoms] in ([], [0])
+    # Its echo: rank 0 raises "connection closed" as soon as rank 1 is dead.
+    assert [(symptom.rank, symptom.is_symptom) for symptom in caught.value.symptoms] in ([], [(0, True)])
     assert_clean_stop(client2, heard, alive)
     assert client2.run(os.getpid) == workers
 
@@ -187,14 +168,6 @@ def test_all_ranks_failing_at_once_is_one_error_with_the_others_as_symptoms(clie
     assert {failure.message for failure in failures} <= {f"ValueError: boom {n}" for n in range(4)}
 
 
-def test_a_crash_is_the_cause_even_where_its_echo_is_heard_first(client2, gang, heard):
-    """The echo: rank 0 raises "connection closed" as soon as rank 1 is dead."""
-    with pytest.raises(RankFailed) as caught:
-        gang(client2).run(the_last_one_fails, be_killed, in_a_collective)
-    assert (caught.value.failure.rank, caught.value.failure.kind) == (1, "killed")
-    assert all(symptom.is_symptom for symptom in caught.value.symptoms)
-
-
 def test_a_function_that_does_not_exist_is_named(client2):
     with pytest.raises(RankFailed, match="ModuleNotFoundError: No module named 'no_such_module'"):
         dispatch.run(client2, "no_such_module:function")
@@ -253,30 +226,6 @@ def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(fresh_client
     assert dispatch.run(fresh_client, rank) == [0, 1]
 
 
-@pytest.mark.slow
-def test_each_of_two_gangs_of_one_client_notices_the_loss_of_its_worker(fresh_client, gang, new_heard, wait_for):
-    """The later gang listens to the same client; the earlier one must not go deaf."""
-    workers = fresh_client.run(os.getpid)
-    heards = [new_heard(), new_heard()]
-    jobs = [gang(fresh_client, ranks=1, on_record=heard) for heard in heards]
-    with ThreadPoolExecutor(2) as pool:
-        runs = []
-        for job, heard in zip(jobs, heards, strict=True):
-            runs.append(pool.submit(job.run, tell_pid_and_sleep))
-            wait_for(heard.pids, "the rank of the job runs")
-        os.kill(workers[jobs[0].attempt.specs[0].worker], signal.SIGKILL)
-        try:
-            with pytest.raises(RankFailed, match=r"rank 0 on .*its worker tcp://.* left the cluster"):
-                runs[0].result()
-            assert not runs[1].done()
-        finally:
-            for pid in [*heards[0].pids(), *heards[1].pids()]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        with pytest.raises(RankFailed, match=r"rank 0 on .*SIGKILL"):
-            runs[1].result()
-
-
 class DiskFull(Exception):
     pass
 
@@ -290,24 +239,6 @@ def test_an_error_of_the_reader_stops_the_ranks_and_comes_out(client2, gang, hea
     with pytest.raises(DiskFull):
         gang(client2, on_record=refuse).run(tell_pid_and_wait)
     assert not [pid for pid in heard.pids() if alive(pid)]
-    assert dispatch.run(client2, rank) == [0, 1]
-
-
-def test_a_reader_that_failed_is_not_asked_again(client2, gang):
-    asked = []
-
-    def refuse(record):
-        asked.append(record)
-        raise DiskFull
-
-    def talk_on():
-        for step in range(100_000):
-            results.log({"value": 1.0}, step=step)
-            time.sleep(0.001)
-
-    with pytest.raises(DiskFull):
-        gang(client2, on_record=refuse).run(talk_on)
-    assert len(asked) == 1
     assert dispatch.run(client2, rank) == [0, 1]
 
 

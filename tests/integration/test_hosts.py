@@ -82,7 +82,6 @@ with hosts.network(2) as made:
 
 
 def sleeping(namespace: str) -> psutil.Process | None:
-    """The program that a host was told to run."""
     for pid in ip("netns", "pids", namespace).split():
         with contextlib.suppress(psutil.NoSuchProcess):
             if (process := psutil.Process(int(pid))).name() == "sleep":
@@ -204,8 +203,6 @@ TIMES = ("time", "samples_per_s", "tokens_per_s", "slowest_rank", "data_wait", "
 
 @dataclass
 class Run:
-    """A job's run directory."""
-
     folder: Path
 
     def lines(self) -> list[dict[str, Any]]:
@@ -239,7 +236,6 @@ def new_run(tmp_path) -> Callable[[str], Run]:
 
 @pytest.fixture
 def train(client, project, monkeypatch) -> Callable[..., None]:
-    """Run a job on the hosts, with its results in a run directory; meanwhile, something happens."""
     monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
     monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client))
 
@@ -301,7 +297,6 @@ def uninterrupted(train, wholes, tmp_path_factory) -> Callable[..., Run]:
 
 
 def assert_same_weights(run: Run, other: Run) -> None:
-    """Bit for bit."""
     weights, expected = run.weights(), other.weights()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -355,8 +350,11 @@ def test_a_cut_that_is_mended_in_time_changes_nothing(hosts, train, uninterrupte
 
 
 @pytest.mark.slow
-def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, uninterrupted, new_run, wait_for):
-    """It has rank 0, which writes the checkpoints and is where the others meet.
+@pytest.mark.parametrize(("lost", "left"), [(1, 2), (3, 1)])
+def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(
+    hosts, train, uninterrupted, new_run, wait_for, lost, left
+):
+    """Host 1 has rank 0, which writes the checkpoints and is where the others meet.
 
     When it comes back, too late, it does not disturb: its rank ends.
     """
@@ -364,39 +362,20 @@ def test_a_host_that_is_cut_off_is_named_and_the_others_go_on(hosts, train, unin
 
     def cut_and_mend():
         wait_for(lambda: run.step() >= 6, "six steps")
-        hosts.cut(1)
-        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(2)), "a new attempt on two hosts")
-        assert hosts.ranks(1)
-        hosts.mend(1)
+        hosts.cut(lost)
+        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(left)), "a new attempt on two hosts")
+        assert hosts.ranks(lost)
+        hosts.mend(lost)
 
     train(run, SLOW, *ON_TWO, meanwhile=cut_and_mend)
-    wait_for(lambda: not hosts.ranks(1), "the end of the rank on the host that came back")
+    wait_for(lambda: not hosts.ranks(lost), "the end of the rank on the host that came back")
     assert_same_curve(run.lines(), whole.lines())
     summary = run.summary()
     assert (summary["status"], summary["restarts"], summary["world_size"]) == ("done", 1, 2)
     assert summary["samples"] == 4 * 96
     failure = run.first_failure()
-    assert (failure["kind"], failure["rank"], failure["host"]) == ("lost", 0, hosts.address(1))
-    assert re.search(rf"nothing was heard from its worker tcp://{hosts.address(1)}:\d+ for .*=5", failure["message"])
-
-
-@pytest.mark.slow
-def test_a_host_with_the_last_rank_that_comes_back_too_late_does_not_disturb(
-    hosts, train, uninterrupted, new_run, wait_for
-):
-    whole, run = uninterrupted(), new_run("run")
-
-    def cut_and_mend():
-        wait_for(lambda: run.step() >= 6, "six steps")
-        hosts.cut(3)
-        wait_for(lambda: any("rank 0/2" in title for title in hosts.ranks(1)), "a new attempt on two hosts")
-        assert hosts.ranks(3)
-        hosts.mend(3)
-
-    train(run, SLOW, *ON_TWO, meanwhile=cut_and_mend)
-    wait_for(lambda: not hosts.ranks(3), "the end of the rank on the host that came back")
-    assert_same_curve(run.lines(), whole.lines())
-    assert run.summary()["restarts"] == 1
+    assert (failure["kind"], failure["rank"], failure["host"]) == ("lost", lost - 1, hosts.address(lost))
+    assert re.search(rf"nothing was heard from its worker tcp://{hosts.address(lost)}:\d+ for .*=5", failure["message"])
 
 
 @pytest.mark.slow

@@ -118,7 +118,6 @@ def test_a_worker_that_is_not_there_when_its_task_is_submitted_is_noticed(client
 
 
 def keys(client: Client) -> list[str]:
-    """Return the keys of the tasks that run on the workers."""
     return sorted(
         client.run_on_scheduler(lambda dask_scheduler: [str(task.key) for task in dask_scheduler.tasks.values()])
     )

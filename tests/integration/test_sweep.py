@@ -198,24 +198,8 @@ def test_a_folder_with_other_jobs_is_not_written_over(cli):
     assert hashlib.sha256((cli.folder / "sweep/0/checkpoints/last.pt").read_bytes()).hexdigest() == before
     cli.done("-m", *TINY[:3], *ALONE, "hydra.sweep.dir=sweep", "seed=4")
     assert states(cli.folder / "sweep") == ["done"] * 4, "what is not part of it this time stays in the table"
-
-
-@pytest.mark.slow
-def test_jobs_that_leave_a_key_out_are_shown_with_its_default(cli):
-    here = ("-m", *TINY[:2], "trainer.epochs=1", "cluster=inline", "hydra.sweep.dir=sweep")
-    cli.done(*here, "optimizer.lr=0.1,0.05")
-    cli.done(*here, "seed=1")
-    folder = cli.folder / "sweep"
-    found = rows(folder)
-    assert [found[number]["filled"] for number in range(3)] == [{"seed": "0"}, {"seed": "0"}, {"optimizer.lr": "0.05"}]
-    with (folder / "sweep.csv").open(newline="") as file:
-        table = {row["number"]: (row["optimizer.lr"], row["seed"]) for row in csv.DictReader(file)}
-    assert table == {"0": ("0.1", "0"), "1": ("0.05", "0"), "2": ("0.05", "1")}
-    over_seeds = json.loads((folder / "sweep.json").read_text())["seeds"]
-    assert {entry["values"]["optimizer.lr"]: entry["n"] for entry in over_seeds} == {"0.05": 2, "0.1": 1}
-    assert len({(folder / str(n) / "project.zip").stat().st_ino for n in range(3)}) == 1, "one copy for all jobs"
-    code = cli.done("runs", "reproduce", "sweep/2").stdout
-    assert "seed=1" in code
+    codes = {(cli.folder / f"sweep/{number}/project.zip").stat().st_ino for number in range(3)}
+    assert len(codes) == 1, "one copy for all jobs"
 
 
 @pytest.mark.slow
@@ -233,12 +217,9 @@ def test_only_the_best_keep_their_checkpoints_also_when_the_sweep_goes_on(cli):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["mirror", "root"])
-def test_only_the_best_keep_their_checkpoints_in_a_store(cli, place):
+def test_only_the_best_keep_their_checkpoints_in_a_store(cli):
     store = cli.folder / "store"
-    where = (f"results.mirror={store}", "cluster=inline")
-    if place == "root":
-        where = ("results.handler=cluster", f"results.root={store}", *TINY[3:])
+    where = ("results.handler=cluster", f"results.root={store}", *TINY[3:])
     cli.done("-m", *TINY[:2], "trainer.epochs=1", *where, "optimizer.lr=0.1,0.00001", "hydra.launcher.keep=best:1",
              "hydra.sweep.dir=sweep")  # fmt: skip
     assert rows(cli.folder / "sweep")[1]["message"] == "its checkpoints were removed: hydra.launcher.keep=best:1"
@@ -392,7 +373,6 @@ def test_an_app_of_others_runs_its_task_once_for_each_job(app, cli, nothing_left
 def test_a_failed_job_is_run_again_on_request_and_none_that_is_done(app, cli, tmp_path):
     gone = tmp_path / "own_module.py"
     text = gone.read_text()
-    gone.write_text(text + "    raise OSError('the disk is away')\n".replace("    raise", "if True:\n    raise", 0))
     gone.write_text("def scaled(x):\n    raise OSError('the disk is away')\n")
     assert app("+how=fine,fine2").returncode == 1
     gone.write_text(text)

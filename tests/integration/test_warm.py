@@ -22,11 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ddp_hydra import dispatch
 from ddp_hydra.cli import commands
-from ddp_hydra.rank import fork_client, fork_preload
+from ddp_hydra.rank import fork_client
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,12 +42,6 @@ def runtime(monkeypatch, alive, wait_for) -> Iterator[Path]:
 
 
 @pytest.fixture
-def keep_warm(runtime, monkeypatch) -> None:
-    """Servers that stay for the next gang."""
-    monkeypatch.setenv("DDP_HYDRA_KEEP_WARM_S", "60")
-
-
-@pytest.fixture
 def library(runtime, tmp_path, monkeypatch) -> Path:
     """A torch that notes when it is imported, in the place of the real one."""
     library = tmp_path / "library" / "torch.py"
@@ -60,7 +52,6 @@ def library(runtime, tmp_path, monkeypatch) -> Path:
 
 
 def fork(keep_warm_s: float) -> None:
-    """Have a rank forked, and wait for its end."""
     with fork_client.connect() as server, server.makefile("rb") as lines:
         server.sendall(FAILS % keep_warm_s)
         assert "pid" in json.loads(lines.readline())
@@ -68,7 +59,6 @@ def fork(keep_warm_s: float) -> None:
 
 
 def status() -> dict[str, Any] | None:
-    """The status of the server for this process; None if there is none."""
     return fork_client.ask(fork_client.socket_path(), "status")
 
 
@@ -177,26 +167,6 @@ def test_a_dead_servers_socket_is_nobodys(library):
     assert status() is None
     fork(60)
     assert status() is not None
-
-
-def step_of_ddp(compiled: bool) -> bool:
-    """Return whether torch's compiler was still to be imported after a step, before one that may be compiled."""
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    is_put_off = isinstance(sys.modules["torch._dynamo"], fork_preload.StandIn)
-    if compiled:
-        torch.compile(model, backend="eager")(torch.ones(2)).sum().backward()
-        optimizer.step()
-        assert not isinstance(sys.modules["torch._dynamo"], fork_preload.StandIn)
-    return is_put_off
-
-
-@pytest.mark.slow
-def test_ranks_import_the_compiler_when_they_need_it_and_the_server_before_the_next_ones(keep_warm, fresh_client):
-    found = [dispatch.run(fresh_client, step_of_ddp, compiled) for compiled in (False, True, False)]
-    assert found == [[True, True], [True, True], [False, False]]
 
 
 @pytest.mark.slow

@@ -163,8 +163,7 @@ def _paths() -> list[str]:
 def test_an_empty_folder_is_enough_for_the_demo_and_for_evaluate(installed):
     there = installed.at("demo")
     there.folder.mkdir()
-    assert "experiment: digit_tokens, digits" in there("ddp-hydra", "--help")
-    there("ddp-hydra", "experiment=digits", *SHORT, "trainer.max_steps=2", "hydra.run.dir=run")
+    there("ddp-hydra", "experiment=digits", *SHORT, "trainer.max_steps=2", "cluster.n_workers=1", "hydra.run.dir=run")
     assert "val/accuracy 0." in there("ddp-hydra", "evaluate", "run=run")
     assert sorted(path.name for path in there.folder.iterdir()) == ["run"]
 
@@ -257,7 +256,7 @@ def test_a_script_of_dask_pytorch_ddp_learns_names_and_makes_new_ones(installed)
         pytest.param(("ddp-hydra", "init", "--help"), "--minimal", marks=pytest.mark.slow),
         pytest.param(("ddp-hydra", "-sc", "install=bash"), "complete", marks=pytest.mark.slow),
         pytest.param(("python", "-m", "ddp_hydra.data.shards", "--help"), "shards", marks=pytest.mark.slow),
-        (("python", "-m", "ddp_hydra", "--hydra-help"), "--multirun"),
+        (("python", "-m", "ddp_hydra", "--help"), "experiment: digit_tokens, digits"),
     ],
 )
 def test_every_command_answers_in_an_empty_folder(words, said, installed):

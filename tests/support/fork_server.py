@@ -1,4 +1,4 @@
-"""The fork server of the tests: what one rank had to import, the next ones have, as the product does for torch._dynamo.
+"""The fork server of the tests: what one rank had to import, the next ones have.
 
 `fully_shard` takes half a second to import, and a model of transformers two.
 """
@@ -12,7 +12,8 @@ import sys
 from importlib.abc import MetaPathFinder
 from typing import Any
 
-from ddp_hydra.rank import fork_preload, fork_server
+from ddp_hydra.rank import fork_server
+from ddp_hydra.rank.spare_forks import Caller
 
 LEARNED = (
     "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers",
@@ -37,12 +38,21 @@ class Learner(MetaPathFinder):
         for name in new:
             with contextlib.suppress(Exception):  # a fork that needs it reports the error
                 importlib.import_module(name)
-        return fork_preload.import_if_wanted() or bool(new)
+        return bool(new)
+
+
+class LearningServer(fork_server.ForkServer):
+    """Imports what its ranks had to import, before it forks the next one."""
+
+    def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
+        if learner.import_wanted():
+            self.spares.end()
+        super().spawn(caller, request)
 
 
 if __name__ == "__main__":
     learner = Learner()
     sys.meta_path.insert(0, learner)
-    fork_server.import_if_wanted = learner.import_wanted
+    fork_server.ForkServer = LearningServer
     fork_server.MODULE = "tests.support.fork_server"
     fork_server.main(int(sys.argv[1]), sys.argv[2])

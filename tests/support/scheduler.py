@@ -27,6 +27,7 @@ class Scheduler:
         self.handlers: dict[str, Any] = {}
         self.adaptive_target: Callable[..., int] = lambda target_duration=None: 0
         self.retire_workers: Any = None
+        self.subscribe_topic = lambda topic, client: None
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.loop = SimpleNamespace(call_later=lambda s, act, *args: self.later.append((s, lambda: act(*args))))
         self._broker = SimpleNamespace(_topics={}, truncate=lambda topic: self._broker._topics[topic].clear())

@@ -8,8 +8,8 @@ import posixpath
 import re
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ddp_hydra.compat.wids import ShardListDataset
 from ddp_hydra.data.shards.index import read_index
@@ -83,9 +83,9 @@ def _create(given: argparse.Namespace) -> None:
     named = [line.strip() for line in sys.stdin if line.strip()] if given.files == ["-"] else given.files
     files = sorted(path for pattern in named for path in expanded(pattern))
     name = given.name if given.name is not None else Path(given.output).stem
-    index = write_index(files, given.output, name=name, report=lambda line: print(line, flush=True))  # noqa: T201
-    more = {"base": given.base, "info": given.info and Path(given.info).read_text()}
-    _save(Path(given.output), index | {key: value for key, value in more.items() if value is not None})
+    info = given.info and Path(given.info).read_text()
+    report = partial(print, flush=True)
+    write_index(files, given.output, name=name, base=given.base, info=info, report=report)
 
 
 def _update(given: argparse.Namespace) -> None:
@@ -104,7 +104,7 @@ def _update(given: argparse.Namespace) -> None:
         for shard in shards:
             shard["url"] = posixpath.join(given.dir or "", shard["url"].rpartition("/")[2])
     index.setdefault("name", path.stem)
-    _save(path, index)
+    write_atomic(path, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def _info(given: argparse.Namespace) -> None:
@@ -137,10 +137,6 @@ def _sample(given: argparse.Namespace) -> None:
     width = max(map(len, sample))
     for name, value in sorted(sample.items()):
         print(name.ljust(width), repr(value)[: max(10, given.width - width - 1)])  # noqa: T201
-
-
-def _save(path: Path, index: dict[str, Any]) -> None:
-    write_atomic(path, (json.dumps(index, indent=2) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -60,10 +60,7 @@ class BadSamples(ProcessLocal):
     """The samples that were found bad in this process.
 
     Args:
-        n_samples: length of the data set.
-        max_fraction: share of the samples that may be bad, 0..1.
-        where: name of the data set, for messages.
-        missing: the advice where a file is missing, before the others.
+        images: the `ImageDataset`.
 
     Attributes:
         reasons: {name: what is wrong}.
@@ -71,11 +68,8 @@ class BadSamples(ProcessLocal):
         count: how many samples are bad.
     """
 
-    def __init__(self, n_samples: int, max_fraction: float, where: str, missing: str = "") -> None:
-        self.n_samples = n_samples
-        self.max_fraction = max_fraction
-        self.where = where
-        self.missing = missing
+    def __init__(self, images: Any) -> None:
+        self.images = images
         self.reasons: dict[str, str] = {}
         self.counts: dict[str, int] = {}
         self.count = 0
@@ -90,7 +84,7 @@ class BadSamples(ProcessLocal):
         # Return the index that follows a bad sample or its lost shard; None if the sample is not known to be bad.
         for first, end in self._lost:
             if first <= index < end:
-                return end % self.n_samples
+                return end % len(self.images)
         return self._ends.get(index)
 
     def add(self, index: int, name: str, error: Exception) -> None:
@@ -105,13 +99,13 @@ class BadSamples(ProcessLocal):
                 self.count += error.count
             else:
                 self.reasons[name] = str(error)
-                self._ends[index] = (index + 1) % self.n_samples
+                self._ends[index] = (index + 1) % len(self.images)
                 self.count += 1
-        allowed = self.max_fraction * self.n_samples
-        if self.count > allowed:
-            advice = self.missing if isinstance(error, FileNotFoundError) else ""
-            where = f" of {self.where}"
-            raise too_many(self.count, self.n_samples, self.max_fraction, self.reasons, where, advice) from None
+        n_samples, max_fraction = len(self.images), self.images.max_bad_fraction
+        if self.count > max_fraction * n_samples:
+            advice = self.images.advice_on_missing() if isinstance(error, FileNotFoundError) else ""
+            where = f" of {self.images.where()}"
+            raise too_many(self.count, n_samples, max_fraction, self.reasons, where, advice) from None
 
 
 class PreallocatedBatch(list):

@@ -99,7 +99,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         self.mean, self.std = tuple(self.mean), tuple(self.std)
         self.traffic = TransferCounters()
         self._epoch = 0
-        self._bad: BadSamples | None = None
+        self._bad = BadSamples(self)
         self._begin_process_state()
 
     def _set_process_state(self) -> None:
@@ -108,6 +108,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         self._works = False
         self._lock = threading.Lock()
         self._counters = Counters()
+        self.count = self._counters.add
 
     @abstractmethod
     def fetch(self, index: int) -> Any:
@@ -137,7 +138,6 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         return 0
 
     def target(self, index: int) -> int:
-        """Return the class number of a sample."""
         return int(self.targets[index])
 
     def sample_id(self, index: int) -> str:
@@ -146,23 +146,18 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def error_of(self, index: int) -> str:
         """Return why a sample that was read is replaced by another; "" if it is not."""
-        bad = self._bad_samples()
-        return "" if bad.next_after(index) is None else bad.reasons.get(self.name(index), "its shard can't be read")
+        is_good = self._bad.next_after(index) is None
+        return "" if is_good else self.bad.get(self.name(index), "its shard can't be read")
 
     @property
     def bad(self) -> dict[str, str]:
         """Return {name: what is wrong} of the images that were replaced in this process."""
-        return self._bad_samples().reasons
+        return self._bad.reasons
 
     @property
     def bad_counts(self) -> dict[str, int]:
         """Return {name: number of images} of those `bad` that are whole shards."""
-        return self._bad_samples().counts
-
-    def _bad_samples(self) -> BadSamples:
-        if self._bad is None:
-            self._bad = BadSamples(len(self), self.max_bad_fraction, self.where(), self.advice_on_missing())
-        return self._bad
+        return self._bad.counts
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -188,7 +183,6 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         wanted = indices
         indices = [range(len(self))[index] for index in indices]
         self.count(samples=len(indices))
-        self._bad_samples()
         # Only these transforms say the size of their images in advance.
         says_size = self.transforms_in_threads and hasattr(self.transform, "of_jpeg")
         size = getattr(self.transform, "size", None) if says_size else None
@@ -197,7 +191,6 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     @property
     def transforms_in_threads(self) -> bool:
-        """Whether the threads that decode images may transform them: the transforms are thread-safe."""
         return all(one is None or is_thread_safe(one) for one in (self.transform, self.target_transform))
 
     def _transformed_here(self, wanted: Sequence[int], samples: list[Any]) -> list[tuple[Any, Any]]:
@@ -225,12 +218,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
     # For the BatchLoader
 
     def good_from(self, index: int) -> int:
-        """Return `index`, or the next index that is not known to be bad.
-
-        Raises:
-            ValueError: all samples are bad.
-        """
-        bad = self._bad_samples()
+        bad = self._bad
         while (behind := bad.next_after(index)) is not None:
             if bad.count >= len(self):
                 raise TooManyBadSamplesError(f"no image of {self.where()} can be decoded: {examples(bad.reasons)}")
@@ -238,22 +226,13 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         return index
 
     def note_bad(self, index: int, error: Exception, in_a_row: int) -> None:
-        """Note that a sample can't be read.
-
-        Args:
-            index: of the sample.
-            error: the reason.
-            in_a_row: how many neighbours in a row are bad, this one included.
-
-        Raises:
-            ValueError: too many samples are bad now.
-            Exception: `error` itself, if it is not the sample's own.
-        """
+        # in_a_row: number of neighbours in a row that are bad, this one included.
+        # Raises `error` itself, if it is not the sample's own.
         if not isinstance(error, (ValueError, FileNotFoundError, PermissionError)):
             raise error
         if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
             raise error  # nothing can be read, or nothing any more
-        bad = self._bad_samples()
+        bad = self._bad
         if bad.count >= len(self):
             raise error
         bad.add(index, self.name(index), error)
@@ -262,42 +241,26 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
             raise TooManyBadSamplesError(f"{in_a_row} images in a row of {self.where()} can't be read: {some}")
 
     def cached(self, index: int) -> Any:
-        """Return the image or the file of a sample from memory, or None."""
         found = self._cache.get(index)
         self.count(cache_hits=found is not None)
         return found
 
     def sample_target(self, index: int) -> Any:
-        """Return the target of a sample: its class number, or what `target_transform` makes of it."""
         target = self.target(index)
         return target if self.target_transform is None else self.target_transform(target)
 
     def make_image(self, index: int, data: Any, rng: random.Random) -> Any:
-        """Decode and transform an image; keep it or its file in memory while that has space.
-
-        Args:
-            index: of the sample.
-            data: its file, or its image from memory.
-            rng: of the sample.
-        """
-        self._works = True
-        if isinstance(data, Tensor):
-            return self._transformed(data, rng)
-        header = read_jpeg_header(data)
+        # data: its file, or its image from memory. One of them is kept in memory while that has space.
         of_jpeg = getattr(self.transform, "of_jpeg", None)
-        if header is None or of_jpeg is None or header.height * header.width * 3 <= _SMALL_IMAGE:
+        header = None if of_jpeg is None or isinstance(data, Tensor) else read_jpeg_header(data)
+        if of_jpeg is None or header is None or header.height * header.width * 3 <= _SMALL_IMAGE:
             return self._transformed(self.decoded(index, data), rng)
+        self._works = True
         image = of_jpeg(data, header, rng)
         self._cache.put(index, data, len(data))
         return image
 
     def decoded(self, index: int, data: Any) -> Tensor:
-        """Decode an image; keep it or its file in memory while that has space.
-
-        Args:
-            index: of the sample.
-            data: its file, or its image from memory.
-        """
         self._works = True
         if isinstance(data, Tensor):
             return data
@@ -310,10 +273,6 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def _transformed(self, image: Tensor, rng: random.Random) -> Any:
         return image if self.transform is None else self.transform(image, rng)
-
-    def count(self, **more: float) -> None:
-        """Add to the counts of what reading costs."""
-        self._counters.add(**more)
 
     # For the training loop
 
@@ -373,10 +332,9 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         """
         counts = {name: self._counters.totals[name] for name in (*_COUNTS, "fetch_s", "decode_s")}
         traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
-        return counts | traffic | {"bad_samples": self._bad_samples().count}
+        return counts | traffic | {"bad_samples": self._bad.count}
 
     def close(self) -> None:
-        """Stop the threads."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None
@@ -420,6 +378,5 @@ class StoredImages(ImageDataset):
         self.access = Access(setting=self.setting, traffic=self.traffic, **own)
 
     def close(self) -> None:
-        """Stop the threads and all retries."""
         self.access.close()
         super().close()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import hashlib
+import json
 import time
-import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,8 +18,9 @@ import numpy as np
 
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.names import is_leftover
+from ddp_hydra.errors import RecordError
 from ddp_hydra.storage import Store
-from ddp_hydra.storage.files import replacing
+from ddp_hydra.storage.files import write_atomic
 
 
 class StringArray:
@@ -110,31 +112,15 @@ def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, 
     # max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
     if not max_age_s:
         return list_images(store, prefix, in_folders)
-    identity = f"2 {getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
-    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.npz"
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):  # none, or damaged
+    identity = f"3 {getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
+    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json.gz"
+    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zlib.error):  # none, or damaged
         if time.time() - path.stat().st_mtime < max_age_s:
-            return _read(path)
+            saved = json.loads(gzip.decompress(path.read_bytes()))
+            return Listing(StringArray(saved["keys"]), np.array(saved["sizes"], np.uint32), Counter(saved["others"]))
     listing = list_images(store, prefix, in_folders)
-    _write(path, listing)
+    saved = {"keys": list(listing.keys), "sizes": listing.sizes.tolist(), "others": listing.others}
+    with contextlib.suppress(RecordError, OSError):  # a disk that refuses it is no reason to stop
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(path, gzip.compress(json.dumps(saved).encode(), 1), durable=False)
     return listing
-
-
-def _read(path: Path) -> Listing:
-    with np.load(path, allow_pickle=False) as file:
-        text = file["keys"].tobytes().decode(errors="surrogateescape")
-        keys = text.split("\n") if text else []
-        if len(keys) != len(file["sizes"]):
-            raise ValueError("a key has a line break")
-        others = Counter(dict(zip(file["kinds"].tolist(), file["counts"].tolist(), strict=True)))
-        return Listing(StringArray(keys), file["sizes"], others)
-
-
-def _write(path: Path, listing: Listing) -> None:
-    # Save a listing: the file is complete or is not there. A disk that refuses it is no reason to stop.
-    keys = np.frombuffer("\n".join(listing.keys).encode(errors="surrogateescape"), np.uint8)
-    kinds, counts = list(listing.others), list(listing.others.values())
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with replacing(path, durable=False) as part, part.open("wb") as file:
-            np.savez_compressed(file, keys=keys, sizes=listing.sizes, kinds=np.array(kinds, str), counts=counts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import threading
 import time
 import weakref
@@ -43,41 +42,35 @@ def download(
     digest = hashlib.md5(usedforsecurity=False) if shard.md5 else None
     packed = is_packed(shard.url)
 
-    def write(piece: Any, start: int) -> None:
-        if not packed:
-            _write(file, piece, start)
-
     def pieces() -> Iterator[Any]:
-        for piece in _pieces(store, key, size, shard.url, write):
+        for piece in _pieces(store, key, size, shard.url):
             if digest is not None:
                 digest.update(piece)
             on_piece(piece)
             yield piece
 
     reserve(size)
-    written = 0
     try:
-        for piece in _unpack(pieces()) if packed else pieces():
-            if packed:
-                reserve(written + len(piece))
-                _write(file, piece, written)
-            written += len(piece)
+        with open(file, "wb", closefd=False) as written:
+            written.seek(0)
+            for piece in _unpack(pieces()) if packed else pieces():
+                if packed:
+                    reserve(written.tell() + len(piece))
+                written.write(piece)
+            written.truncate()
     except zlib.error as error:
         raise ValueError(f"{bare_url(shard.url)} can't be decompressed: {error}") from None
-    os.ftruncate(file, written)
     if digest is not None and digest.hexdigest() != shard.md5:
         raise ValueError(f"{bare_url(shard.url)} has the MD5 {digest.hexdigest()}, and the index says {shard.md5}")
     return size
 
 
-def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, int], None]) -> Iterator[Any]:
-    # write: called with each piece and the place of its first byte, in any order, and from several threads.
+def _pieces(store: Store, key: str, size: int, url: str) -> Iterator[Any]:
     def fetch(start: int) -> Any:
         end = min(start + PIECE_BYTES, size)
         piece = store.get(key, size) if end - start == size else store.get_range(key, start, end)
         if len(piece) != end - start:
             raise ValueError(f"{bare_url(url)} gave {len(piece):,} bytes in place of {end - start:,}")
-        write(piece, start)
         return piece
 
     done = 0
@@ -92,7 +85,6 @@ def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, i
         except RangesIgnoredError:
             pass
     for piece in store.stream(key, size, done):
-        write(piece, done)
         yield piece
         done += len(piece)
     if store.ranges:
@@ -101,14 +93,6 @@ def _pieces(store: Store, key: str, size: int, url: str, write: Callable[[Any, i
             "%s gives whole files only: each shard uses one connection, and starts again if that breaks",
             store.public_url(),
         )
-
-
-def _write(file: int, piece: Any, start: int) -> None:
-    view = memoryview(piece).cast("B")
-    while view:
-        done = os.pwrite(file, view, start)
-        start += done
-        view = view[done:]
 
 
 def _unpack(pieces: Iterable[Any]) -> Iterator[bytes]:

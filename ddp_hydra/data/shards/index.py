@@ -11,6 +11,7 @@ from typing import IO, Annotated, Any, Literal, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert, field
+from msgspec.structs import replace
 
 from ddp_hydra.checked import Count, prepare
 from ddp_hydra.storage import Access, bare_url
@@ -29,17 +30,17 @@ class Shard(Struct, frozen=True):
     """One tar file of an index.
 
     Args:
-        url: s3://, http(s):// or an absolute path.
+        url: s3://, http(s):// or an absolute path; as the index says it, until that is read.
         n_samples: how many samples it holds.
         size: of the file, bytes; None: the index does not say.
         md5: of the file, in hexadecimal digits; None: the index does not say.
         dataset: name of the data set that it belongs to.
     """
 
-    url: str
-    n_samples: int
-    size: int | None = None
-    md5: str | None = None
+    url: Annotated[str, Meta(min_length=1)]
+    n_samples: Count = field(name="nsamples")
+    size: Count | None = field(default=None, name="filesize")
+    md5: Annotated[str, Meta(pattern=r"\A[0-9A-Fa-f]{32}\Z")] | None = field(default=None, name="md5sum")
     dataset: str | None = None
 
 
@@ -57,21 +58,12 @@ class ShardIndex(Struct, frozen=True):
     info: dict[str, Any] = {}
 
 
-class _Entry(Struct):
-    """A shard, as the file says it."""
-
-    url: Annotated[str, Meta(min_length=1)]
-    nsamples: Count
-    filesize: Count | None = None
-    md5sum: Annotated[str, Meta(pattern=r"\A[0-9A-Fa-f]{32}\Z")] | None = None
-
-
 class _Dataset(Struct):
     """A sub-dataset, as the file says it: its shards, or where its own index is."""
 
     name: str | None = None
     base: str | None = None
-    shardlist: list[_Entry] | None = None
+    shardlist: list[Shard] | None = None
     datasets: list[_Dataset] | None = None
     source_url: str | None = None
 
@@ -116,7 +108,7 @@ def read_index(
         file = _load(access, source)
     elif isinstance(index, Sequence):
         source = absolute("the list of shards")
-        file = _File(shardlist=_converted([*index], list[_Entry], source), wids_version=VERSION)
+        file = _File(shardlist=_converted([*index], list[Shard], source), wids_version=VERSION)
     else:
         source, content = absolute("the open index"), index.read()
         file = _converted(content, _File, source) if isinstance(content, dict) else _parse(content, source)
@@ -169,9 +161,9 @@ def _shards(
     """
     folder = folder or _Folder.of(source).within(dataset.base)
     names = (*names, dataset.name) if dataset.name else names
-    for entry in dataset.shardlist or ():
-        md5 = entry.md5sum.lower() if entry.md5sum else None
-        yield names, Shard(folder.join(entry.url), entry.nsamples, entry.filesize, md5, names[-1] if names else None)
+    for shard in dataset.shardlist or ():
+        md5, name = shard.md5 and shard.md5.lower(), names[-1] if names else None
+        yield names, replace(shard, url=folder.join(shard.url), md5=md5, dataset=name)
     for number, inner in enumerate(dataset.datasets or ()):
         if inner.source_url is not None:
             nested = _Folder.of(source).join(inner.source_url)
@@ -275,4 +267,4 @@ def _scheme(url: str) -> str:
     return (found[1] or found[2]) if found else ""
 
 
-prepare(_Dataset, _Entry)
+prepare(_Dataset, Shard)

@@ -23,7 +23,6 @@ from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
 from ddp_hydra.data.threads import Lookahead
 from ddp_hydra.storage import Access, Store, bare_url
-from ddp_hydra.storage.files import replacing
 
 MIB = 2**20
 INDEX_NAME = "index.json"
@@ -94,9 +93,8 @@ def write_shards(
                 target.put(f"{folder}{shard['url']}", file)
             shards.append(shard)
             report(f"{shard['url']}: {shard['nsamples']:,} samples, {shard['filesize']:,} bytes")
-        index = _index(name, shards, {"classes": classes, "source": bare_url(source), "seed": seed})
-        target.put(f"{folder}{INDEX_NAME}", _json(index))
-    return index
+        info = {"classes": classes, "source": bare_url(source), "seed": seed}
+        return _write_index(target, f"{folder}{INDEX_NAME}", shards, info, name=name)
 
 
 def write_index(
@@ -104,6 +102,8 @@ def write_index(
     out: str,
     *,
     name: str | None = None,
+    base: str | None = None,
+    info: Any = None,
     access: Access | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
@@ -113,6 +113,8 @@ def write_index(
         tars: paths or URLs of tar files, in order; remote files are downloaded one after the other.
         out: path of the index; shards below its folder get relative names.
         name: of the data set; None: no name.
+        base: the folder or URL of the shards that the index names; None: none.
+        info: the description in the index.
         access: how URLs are read.
         report: called with a line of text for each shard.
 
@@ -136,16 +138,16 @@ def write_index(
         named = Path(url).relative_to(target.parent).as_posix() if inside else url
         shards.append({"url": named, "nsamples": len(members), **sums})
         report(f"{bare_url(url)}: {len(members):,} samples, {sums['filesize']:,} bytes")
-    index = _index(name, shards, {})
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as part:
-        part.write_bytes(_json(index))
+    return _write_index(*access.open(str(target)), shards, info or {}, name=name, base=base)
+
+
+def _write_index(
+    store: Store, key: str, shards: list[dict[str, Any]], info: Any, **named: str | None
+) -> dict[str, Any]:
+    given = {name: value for name, value in named.items() if value}
+    index = {"__kind__": KIND, "wids_version": VERSION, **given, "info": info, "shardlist": shards}
+    store.put(key, json.dumps(index, indent=1, ensure_ascii=False).encode())
     return index
-
-
-def _index(name: str | None, shards: list[dict[str, Any]], info: dict[str, Any]) -> dict[str, Any]:
-    named = {"name": name} if name else {}
-    return {"__kind__": KIND, "wids_version": VERSION, **named, "info": info, "shardlist": shards}
 
 
 def _images(store: Store, prefix: str, source: str, report: Callable[[str], None]) -> list[tuple[str, int | None]]:
@@ -231,7 +233,3 @@ def _examine(url: str, access: Access) -> tuple[dict[str, Any], TarMembers]:
         md5 = hashlib.md5(usedforsecurity=False)
         size = download(Shard(url, 0), store, key, file.fileno(), lambda n_bytes: None, md5.update)
         return {"filesize": size, "md5sum": md5.hexdigest()}, read_members(Path(file.name))
-
-
-def _json(index: dict[str, Any]) -> bytes:
-    return json.dumps(index, indent=1, ensure_ascii=False).encode()

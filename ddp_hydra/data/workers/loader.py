@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -88,10 +88,9 @@ class InWorkers:
         results.add_means(result.report.get("logged", {}))
 
     def _totals(self) -> dict[str, float]:
-        totals: defaultdict[str, float] = defaultdict(float)
+        totals: Any = Counter()
         for part in (self.dataset.stats(), *self._stats.values()):
-            for name, value in part.items():
-                totals[name] += value
+            totals.update(part)
         if "bad_samples" in totals and hasattr(self.dataset, "bad"):  # each worker finds the same ones bad
             counts = getattr(self, "bad_counts", {})
             totals["bad_samples"] = sum(counts.get(name, 1) for name in self.bad)

@@ -8,12 +8,11 @@ import mmap
 import os
 import pickle
 import signal
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
+import tblib
 import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
@@ -47,8 +46,16 @@ class SharedBatch:
             placed.append((begin, dense))
             return begin, dense.dtype, tuple(dense.shape), dense.stride()
 
+        def place_if_plain(part: Any) -> tuple[Any, ...] | None:
+            if type(part) is not Tensor or part.layout != torch.strided or part.is_quantized or part.requires_grad:
+                return None
+            return place(part) if part.device.type == "cpu" else None
+
         structure = io.BytesIO()
-        _BatchPickler(structure, place if hasattr(os, "memfd_create") else None).dump(batch)
+        pickler = pickle.Pickler(structure, pickle.HIGHEST_PROTOCOL)
+        if hasattr(os, "memfd_create"):  # else tensors are pickled, too
+            pickler.persistent_id = place_if_plain  # type: ignore[method-assign]
+        pickler.dump(batch)
         self.structure = structure.getvalue()
         if self.size:
             self.fd = os.memfd_create("ddp_hydra-batch")
@@ -66,7 +73,9 @@ class SharedBatch:
     def open(self) -> Any:
         memory = mmap.mmap(self.fd, self.size) if self.size else None
         self.__del__()
-        return _BatchUnpickler(io.BytesIO(self.structure), lambda place: _view(memory, *place)).load()
+        unpickler = pickle.Unpickler(io.BytesIO(self.structure))  # noqa: S301  from a process that this one has started
+        unpickler.persistent_load = lambda place: _view(memory, *place)  # type: ignore[method-assign]
+        return unpickler.load()
 
     def __del__(self) -> None:
         if getattr(self, "fd", -1) >= 0:
@@ -83,40 +92,6 @@ def _view(memory: Any, begin: int, dtype: torch.dtype, shape: tuple[int, ...], s
     n = math.prod(shape)
     flat = torch.frombuffer(memory, dtype=dtype, count=n, offset=begin) if n else torch.empty(0, dtype=dtype)
     return flat.as_strided(shape, stride)
-
-
-class _BatchPickler(pickle.Pickler):
-    """Pickles a batch; of plain tensors only the place.
-
-    Args:
-        file: gets the result.
-        place: returns the place of a tensor; None: tensors are pickled, too.
-    """
-
-    def __init__(self, file: io.BytesIO, place: Callable[[Tensor], tuple[Any, ...]] | None) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.place = place
-
-    def persistent_id(self, obj: Any) -> tuple[Any, ...] | None:
-        if self.place is None or type(obj) is not Tensor or obj.layout != torch.strided:
-            return None
-        return None if obj.is_quantized or obj.requires_grad or obj.device.type != "cpu" else self.place(obj)
-
-
-class _BatchUnpickler(pickle.Unpickler):
-    """Unpickles a batch, and puts its tensors where they were.
-
-    Args:
-        file: has the pickled batch.
-        tensor_at: returns the tensor of a place.
-    """
-
-    def __init__(self, file: io.BytesIO, tensor_at: Callable[[tuple[Any, ...]], Tensor]) -> None:
-        super().__init__(file)
-        self.tensor_at = tensor_at
-
-    def persistent_load(self, pid: tuple[Any, ...]) -> Tensor:
-        return self.tensor_at(pid)
 
 
 @dataclass(frozen=True)
@@ -141,7 +116,7 @@ class Result:
         worker: the number of the worker.
         report: what its copy of the data set has learned.
         error: pickled; b"" for none.
-        frames: file, function and line of each call, where the error was raised.
+        frames: the traceback of the error, as plain values.
         refused: why the data set can't be unpickled; "" if it can.
     """
 
@@ -149,7 +124,7 @@ class Result:
     worker: int = 0
     report: Mapping[str, Any] = field(default_factory=dict)
     error: bytes = b""
-    frames: Sequence[tuple[str, str, int]] = ()
+    frames: Mapping[str, Any] | None = None
     refused: str = ""
 
     def pin_memory(self) -> Result:
@@ -160,7 +135,7 @@ class Result:
     def opened(self) -> Any:
         if self.error:
             error: BaseException = pickle.loads(self.error)  # noqa: S301  from a process that this one has started
-            raise error.with_traceback(_rebuilt(self.frames))
+            raise error.with_traceback(tblib.Traceback.from_dict(self.frames).as_traceback())
         return self.batch.open() if isinstance(self.batch, SharedBatch) else self.batch
 
 
@@ -193,8 +168,7 @@ class WorkerSet:
         try:
             return Result(SharedBatch(self._make(request)), _number(), self._report(request.indices))
         except BaseException as error:
-            found = traceback.walk_tb(error.__traceback__)
-            frames = [(frame.f_code.co_filename, frame.f_code.co_name, line) for frame, line in found]
+            frames = tblib.Traceback(error.__traceback__).to_dict()
             return Result(None, _number(), error=_packed(error), frames=frames)
 
     def _make(self, request: Request) -> Any:
@@ -246,20 +220,3 @@ def _packed(error: BaseException) -> bytes:
         substitute.add_note(error.__notes__[-1])
         return pickle.dumps(substitute)
     return packed
-
-
-class _HereError(Exception):
-    """Raised to get a frame."""
-
-
-def _rebuilt(frames: Sequence[tuple[str, str, int]]) -> TracebackType | None:
-    found: TracebackType | None = None
-    for file, name, line in reversed(frames):
-        code = compile("\n" * (line - 1) + "raise _HereError", file, "exec").replace(co_name=name)
-        try:
-            exec(code, {"_HereError": _HereError})  # noqa: S102
-        except _HereError as error:
-            here = error.__traceback__.tb_next if error.__traceback__ else None
-            if here is not None:
-                found = TracebackType(found, here.tb_frame, here.tb_lasti, line)
-    return found

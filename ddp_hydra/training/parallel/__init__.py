@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -26,7 +26,7 @@ from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.finite import GradientNorms, is_finite
 from ddp_hydra.training.parallel import parameter_groups, weights
 from ddp_hydra.training.parallel.units import BY_BLOCK, blocks_of, compile_each, torch_mode
-from ddp_hydra.training.parallel.weights import BufferCopy, Ema
+from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.train_step import TrainStep
 
 Named = Sequence[tuple[str, nn.Parameter]]
@@ -39,8 +39,7 @@ class Parallel:
 
     Its order: build, weights, freeze, activation checkpointing (`build`); then, once for each update, wrap and compile
     (`build_part`). A kind of its own overrides `wrap` for steps that replicate the model. Where a rank does not have
-    the whole model, it also overrides `build`, `prepare`, `build_average`, and what turns the state into shares and
-    back.
+    the whole model, it also overrides `build`, `build_average`, and what turns the state into shares and back.
 
     Args:
         world: of this rank.
@@ -74,7 +73,7 @@ class Parallel:
     def model_name(self) -> str:
         return type(self.model).__name__
 
-    def adopt(self, model: nn.Module) -> Self:
+    def adopt(self, model: nn.Module) -> Parallel:
         self.model = model
         self.at_first = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         return self
@@ -88,6 +87,7 @@ class Parallel:
         device: torch.device,
         load: Load | None = None,
         saved: Collection[str] = (),
+        is_trained: bool = True,
     ) -> list[str]:
         # A collective. It returns what the weights to load had no value for. `saved`: names that have a value in the
         # state that will be loaded afterwards.
@@ -95,19 +95,11 @@ class Parallel:
         weights.read_rows(model)
         untouched = load(model, self.world) if load is not None else []
         self.channels_last = weights.lay_out(model, trainer.channels_last)
-        parameter_groups.freeze(model, trainer.freeze)
-        parameter_groups.activation_checkpointing(model, trainer.activation_checkpointing)
+        if is_trained:
+            parameter_groups.freeze(model, trainer.freeze)
+            parameter_groups.activation_checkpointing(model, trainer.activation_checkpointing)
         self.adopt(model)
         return untouched
-
-    def prepare(
-        self, trainer: DictConfig, make: Callable[[], nn.Module], device: torch.device, saved: Collection[str]
-    ) -> Self:
-        # A collective. For a model that is not trained.
-        model = make().to(device)
-        weights.read_rows(model)
-        self.channels_last = weights.lay_out(model, trainer.channels_last)
-        return self.adopt(model)
 
     def explain_errors(self) -> AbstractContextManager[Any]:
         # Says what to do about an error in the model that this kind is the reason for.
@@ -160,7 +152,7 @@ class Parallel:
 
     def nonfinite_names(self) -> list[str]:
         named = self.model.named_parameters(remove_duplicate=False)
-        return [name for name, parameter in named if not is_finite(weights.local(parameter))]
+        return [name for name, parameter in named if not is_finite(parameter)]
 
     def buffer_names(self) -> list[str]:
         return [name for name, _ in self.model.named_buffers(remove_duplicate=False)]
@@ -179,9 +171,6 @@ class Parallel:
         versions = sum(weights.local(tensor)._version for tensor in weights.tensors_of(self.model))
         return versions, [parameter.requires_grad for parameter in self.model.parameters()]
 
-    def buffer_copy(self) -> BufferCopy:
-        return BufferCopy(self.model)
-
     def build_average(self, decay: float) -> Ema:
         return Ema(self.model, decay)
 
@@ -191,13 +180,9 @@ class Parallel:
     def load(self, content: Mapping[str, Any]) -> None:
         weights.load_weights(self.model, content, self.shard_state)
 
-    def saved_tensor(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
+    def copy_of(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
         # A tensor of the state as a checkpoint holds it.
-        return plain_state.plain_tensor(tensor, name)
-
-    def rewrapper(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
-        # It tells torch's DCP which part of a whole a copy of this rank's share is.
-        return lambda copied: copied
+        return plain_state.plain_copy(tensor, name)
 
     def empty_shard(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         # Memory for what this rank keeps of a tensor of the state: of a parameter, or of its slots.
@@ -281,6 +266,10 @@ class PartStep:
     def trained(self, optimizer: torch.optim.Optimizer) -> Named:
         return [(self.names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
+    def gradients(self, trained: Named) -> list[tuple[str, Tensor]]:
+        # What this rank has of them.
+        return [(name, one.grad) for name, one in trained if one.grad is not None]
+
     def zero_gradients(self, trained: Named) -> None:
         # In memory that stays.
         for _, parameter in trained:
@@ -288,19 +277,18 @@ class PartStep:
                 parameter.grad = torch.zeros_like(parameter)
 
     def norms(self, trained: Named, loss: Callable[[], float]) -> GradientNorms:
-        return GradientNorms(trained, loss)
+        return GradientNorms(self.gradients(trained), loss)
 
     @torch.no_grad()
     def rescale(self, trained: Named, factor: float) -> None:
-        for _, parameter in trained:  # one by one: torch._foreach_mul_ rounds worse in bf16
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+        for _, gradient in self.gradients(trained):  # one by one: torch._foreach_mul_ rounds worse in bf16
+            gradient.mul_(factor)
 
     def clip(self, trained: Named, max_norm: float, norms: GradientNorms | None) -> Tensor:
         # It returns the norm of all gradients together, as it was.
         if norms is None or norms.sparse:
             return nn.utils.clip_grad_norm_([parameter for _, parameter in trained], max_norm)
-        norms.clip([one.grad for _, one in trained if one.grad is not None], max_norm)
+        norms.clip([gradient for _, gradient in self.gradients(trained)], max_norm)
         return norms.total_norm
 
     def explain_step_errors(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[Any]:

@@ -138,7 +138,10 @@ class DDPStep(PartStep):
     def exchange_by(self, hook: str, powersgd_rank: int, start_step: int, average_every_steps: int) -> None:
         # A collective.
         if hook in ("auto", "shared"):
-            self.shared = _share(self.wrapped, self.world)
+            model = self.wrapped.module
+            is_dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
+            if is_dense and self.world.is_on_one_host:
+                self.shared = SharedGradients.of(self.wrapped, self.world)
             if self.shared is not None:
                 self.send_along = self.shared.send_along
             elif hook == "shared":
@@ -162,7 +165,9 @@ class DDPStep(PartStep):
             from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as local_sgd
             from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-            on_host, _ = dist.new_subgroups(group_size=_ranks_per_host(self.world), group=self.world.group)
+            if len(every := set(self.world.gather_objects(self.world.local_size))) > 1:
+                raise ConfigError(f"comm_hook={hook} needs equally many ranks on each host, not {sorted(every)}")
+            on_host, _ = dist.new_subgroups(group_size=self.world.local_size, group=self.world.group)
             state = local_sgd.PostLocalSGDState(self.world.group, on_host, start_step)
             self.wrapped.register_comm_hook(state, local_sgd.post_localSGD_hook)
             self.averager = PeriodicModelAverager(average_every_steps, start_step, self.world.group)
@@ -203,12 +208,6 @@ def exchange_s(wrapped: DistributedDataParallel) -> float:
     return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
 
 
-def _share(wrapped: DistributedDataParallel, world: World) -> SharedGradients | None:
-    model = wrapped.module
-    dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
-    return SharedGradients.of(wrapped, world) if dense and world.is_on_one_host else None
-
-
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], part: DDPStep) -> Callable[[Any, Any], Any]:
     # Gloo pairs exchanges by the order in which ranks begin them. With two buckets under way, the second exchange of
     # one and the first exchange of the other would begin in any order.
@@ -219,10 +218,3 @@ def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], part: DDPStep) -> Cal
         return gradients
 
     return run
-
-
-def _ranks_per_host(world: World) -> int:
-    every = set(world.gather_objects(world.local_size))
-    if len(every) > 1:
-        raise ConfigError(f"comm_hook=post_local_sgd needs equally many ranks on each host, not {sorted(every)}")
-    return world.local_size

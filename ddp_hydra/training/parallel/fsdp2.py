@@ -7,8 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,24 +112,13 @@ class FSDP2(Parallel):
         device: torch.device,
         load: Load | None = None,
         saved: Collection[str] = (),
-    ) -> list[str]:
-        if self.world.group is None:
-            check_settings(trainer, device, self.cpu_offload)
-            return super().build(trainer, make, device, load, saved)
-        return self._build(trainer, make, device, load, saved)
-
-    def _build(
-        self,
-        trainer: DictConfig,
-        make: Callable[[], nn.Module],
-        device: torch.device,
-        load: Load | None,
-        saved: Collection[str],
         is_trained: bool = True,
     ) -> list[str]:
         # Only rank 0 has the whole model, on the CPU, with the bits of other kinds. It sends shards to the others. If
         # all values come from a state or a file, no rank has it.
         check_settings(trainer, device, self.cpu_offload)
+        if self.world.group is None:
+            return super().build(trainer, make, device, load, saved, is_trained)
         model, sends = self._built(make, saved, reads_rows=load is None)
         check_parameters(model)
         untouched: list[str] = []
@@ -187,15 +175,6 @@ class FSDP2(Parallel):
             own = distribute_tensor(moved, parameter.device_mesh, parameter.placements, src_data_rank=0)
             local(parameter).copy_(local(own))
         weights.broadcast_buffers(self.model, self.world)
-
-    def prepare(
-        self, trainer: DictConfig, make: Callable[[], nn.Module], device: torch.device, saved: Collection[str]
-    ) -> Self:
-        if self.world.group is None:
-            check_settings(trainer, device, self.cpu_offload)
-            return super().prepare(trainer, make, device, saved)
-        self._build(trainer, make, device, None, saved, is_trained=False)
-        return self
 
     def _mesh(self, device: torch.device) -> DeviceMesh:
         shards = self.world.size // self.replicas
@@ -304,19 +283,14 @@ class FSDP2(Parallel):
         average.load_state_dict(self.model.state_dict())
         return Ema(self.model, decay, average)
 
-    def saved_tensor(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
+    def copy_of(self, tensor: Tensor, name: str, whole: bool = False) -> Tensor:
         # A collective, if `whole`: then rank 0 gets all of the tensor, and the others get nothing.
         if not isinstance(tensor, DTensor):
-            return plain_state.plain_tensor(tensor, name)
+            return super().copy_of(tensor, name)
         if not whole:
-            return plain_state.plain_tensor(tensor.to_local(), name)
-        full = plain_state.plain_tensor(tensor.full_tensor(), name)
-        return full if self.world.rank == 0 else full.new_empty(0)
-
-    def rewrapper(self, tensor: Tensor) -> Callable[[Tensor], Tensor]:
-        if not isinstance(tensor, DTensor):
-            return super().rewrapper(tensor)
-        return partial(dtensor_of, like=tensor, mesh=self.cpu_mesh)
+            return dtensor_of(plain_state.plain_copy(tensor.to_local(), name), tensor, self.cpu_mesh)
+        full = tensor.full_tensor()
+        return plain_state.plain_copy(full, name) if self.world.rank == 0 else full.new_empty(0, device="cpu")
 
     def empty_shard(self, parameter: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if not isinstance(parameter, DTensor) or parameter.shape != shape:
@@ -377,7 +351,7 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def hidden_parameters(model: nn.Module) -> Iterator[str]:
-    """Yield names of attributes that hold parameters which torch does not know to be the model's."""
+    # Names of attributes with parameters that torch does not know to be the model's.
     known = {id(one) for one in model.parameters()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -392,7 +366,7 @@ def hidden_parameters(model: nn.Module) -> Iterator[str]:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse one whose state no checkpoint could hold. Optimizers of torchao make theirs in the first step."""
+    # Optimizers of torchao make their state in the first step.
     is_of_torchao = type(optimizer).__module__.startswith("torchao.")
     values = (one for slots in optimizer.state.values() for one in slots.values() if isinstance(one, Tensor))
     has_low_moments = is_of_torchao and getattr(optimizer, "block_size", math.inf) < math.inf
@@ -404,24 +378,18 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def shard_of(value: Any, like: Any) -> Any:
-    """Return this rank's share of a tensor that is whole, or is the share itself; other values as they are."""
+    # This rank's share of a tensor, which may be whole, on the device of `like`; other values as they are.
     if not isinstance(value, Tensor) or not isinstance(like, DTensor):
         return value
-    own = like.to_local()
+    moved = local(value).to(like.to_local().device)
     if isinstance(value, DTensor):
-        return (
-            value if value.device == own.device else dtensor_of(value.to_local().to(own.device), like, like.device_mesh)
-        )
+        return dtensor_of(moved, like, like.device_mesh)
     if value.shape == like.shape:
-        moved = value.to(own.device)
         return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
-    if value.shape == own.shape:
-        return dtensor_of(value.to(own.device), like, like.device_mesh)
     return value
 
 
 def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
-    """Return a share of a tensor as DTensor, which is placed as another one."""
     shape = {"shape": like.shape, "stride": like.stride()}
     made: Tensor = DTensor.from_local(share, mesh, like.placements, run_check=False, **shape)
     return made
@@ -433,20 +401,18 @@ class ShardedNorms(GradientNorms):
     Args:
         named, loss: see there.
         group: the ranks that share one copy of the model.
+        copies: number of these ranks that have the same gradient, of each gradient.
     """
 
-    def __init__(self, named: Named, loss: Callable[[], float], group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.copies: list[int] = []  # ranks that have the same gradient, as parallel.fn may leave it
+    def __init__(
+        self,
+        named: Sequence[tuple[str, Tensor]],
+        loss: Callable[[], float],
+        group: dist.ProcessGroup,
+        copies: list[int],
+    ) -> None:
+        self.group, self.copies = group, copies
         super().__init__(named, loss)
-
-    def gradient_of(self, parameter: Tensor) -> Tensor | None:
-        gradient: Any = parameter.grad
-        if gradient is None:
-            return None
-        is_shared = any(one.is_shard() for one in gradient.placements)
-        self.copies.append(1 if is_shared else dist.get_world_size(self.group))
-        return local(gradient)
 
     def over_ranks(self, norms: Tensor) -> Tensor:
         # A collective.
@@ -547,16 +513,11 @@ class ShardedStep(PartStep):
                 "optimizer=adamw or optimizer=sgd, or parallel=ddp"
             ) from None
 
+    def gradients(self, trained: Named) -> list[tuple[str, Tensor]]:
+        return [(name, local(gradient)) for name, gradient in super().gradients(trained)]
+
     def norms(self, trained: Named, loss: Callable[[], float]) -> GradientNorms:
-        return ShardedNorms(trained, loss, self.group)
-
-    def rescale(self, trained: Named, factor: float) -> None:
-        with torch.no_grad():
-            for _, parameter in trained:
-                if parameter.grad is not None:
-                    local(parameter.grad).mul_(factor)
-
-    def clip(self, trained: Named, max_norm: float, norms: GradientNorms | None) -> Tensor:
-        norms = norms or self.norms(trained, float)
-        norms.clip([local(one.grad) for _, one in trained if one.grad is not None], max_norm)
-        return norms.total_norm
+        shared: list[Any] = [gradient for _, gradient in super().gradients(trained)]
+        size = dist.get_world_size(self.group)  # parallel.fn may leave a gradient whole
+        copies = [1 if any(part.is_shard() for part in one.placements) else size for one in shared]
+        return ShardedNorms(self.gradients(trained), loss, self.group, copies)

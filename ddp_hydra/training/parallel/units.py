@@ -17,11 +17,8 @@ CONTAINERS = nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict
 
 
 def units_of(model: nn.Module, classes: Sequence[str] | None, min_params: float | None) -> list[list[nn.Module]]:
-    """Return the modules whose parameters are gathered together, the inner ones first.
-
-    These are blocks, and where no classes are given, large modules outside of them. A norm right before the last one
-    goes with it.
-    """
+    # Modules whose parameters are gathered together, the inner ones first: blocks, and where no classes are given,
+    # large modules outside of them. A norm right before the last one goes with it.
     units = [[block] for block in blocks_of(model, classes)]
     if classes is not None or min_params is None:
         return units

@@ -21,6 +21,7 @@ from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import STATISTICS, is_finite
+from ddp_hydra.training.plain_state import local
 
 SENT = {
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
@@ -32,11 +33,6 @@ READ_ROWS = "read_rows"
 
 Then its parameters get their values by it, on each rank the rows of its shard, whatever they were built with.
 """
-
-
-def local(tensor: Tensor) -> Tensor:
-    # This rank's share of a sharded tensor.
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def are_sharded(tensors: Iterable[Tensor]) -> bool:
@@ -351,7 +347,7 @@ class Ema:
             for name, module in self.model.named_modules()
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
-        self.infinite = {name for name, value in model.named_parameters() if not is_finite(local(value))}
+        self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:

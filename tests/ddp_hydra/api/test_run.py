@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 
 import msgspec
@@ -56,20 +57,19 @@ def test_hydras_files_are_written_without_secrets(project):
     ("words", "said"),
     [
         ("seed=1", "must be a list of texts"),
-        ([1], "must be a list of texts"),
-        ({"seed": 1}, "must be a list of texts"),
         (
             ["optimizer.lr=0.1,0.2"],
             r"optimizer\.lr=0\.1,0\.2: these are several values: type optimizer\.lr=\[0\.1,0\.2\]",
         ),
         (["-m"], "-m is an option of the command"),
         (["optimizer.learning_rate=1"], "learning_rate"),
-        (["model=no_such"], "no_such"),
     ],
 )
 def test_wrong_words_are_refused(words, said, project):
     with pytest.raises(Exception, match=said):
         ddp_hydra.run(words)
+    with pytest.raises(ConfigError, match="wait=False with cluster=inline"):
+        ddp_hydra.run(["cluster=inline"], wait=False)
     assert not (project / "outputs").exists()
 
 
@@ -89,11 +89,6 @@ def test_changes_of_a_run_are_texts_and_keys_of_its_config(changes, said, tmp_pa
     ):
         with pytest.raises(ConfigError, match=said):
             call(*changes)
-
-
-def test_what_cannot_run_in_the_background_is_refused(project):
-    with pytest.raises(ConfigError, match="wait=False with cluster=inline"):
-        ddp_hydra.run(["cluster=inline"], wait=False)
 
 
 def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
@@ -146,7 +141,11 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_written(project
     assert not (project / "there" / ".hydra").exists()
 
 
-def test_a_run_is_looked_at_by_its_directory(tmp_path):
+def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="is not a run directory"):
+        Run(tmp_path / "no")
+    assert Run(tmp_path).metrics().empty
+    assert Run(tmp_path).objective is None
     lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": 1.0, "val/loss": 1.5}]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 3, "tra')
@@ -155,11 +154,17 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path):
     assert (run.status, run.summary) == ("killed", {})
     with locked(tmp_path):
         assert run.status == "running"
-    (tmp_path / "summary.json").write_text('{"status": "done", "steps": 2}')
+    objective = Objective("val/f1", "maximize")
+    summary = Summary(status="done", steps=2, objective=objective, metrics={"val/f1": 0.5})
+    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
     assert (run.status, run.summary["steps"], repr(run)) == ("done", 2, f"<Run {tmp_path}: done>")
+    assert run.objective == 0.5
     table = run.metrics()
     assert table.loc[2, "val/loss"] == 1.5
     assert list(table.index) == [1, 2]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[notebook\]'"):
+        run.metrics()
 
 
 def test_curves_have_a_line_where_metrics_are_logged_at_other_steps(tmp_path):
@@ -172,22 +177,3 @@ def test_curves_have_a_line_where_metrics_are_logged_at_other_steps(tmp_path):
     for wrong, said in (("val/los", "did you mean val/loss"), ("speed", "the metrics are train/loss, val/loss")):
         with pytest.raises(ConfigError, match=f"no metric '{wrong}' was logged: {said}"):
             Run(tmp_path).plot(wrong)
-
-
-def test_an_empty_run_has_an_empty_table(tmp_path):
-    assert Run(tmp_path).metrics().empty
-    with pytest.raises(ConfigError, match="is not a run directory"):
-        Run(tmp_path / "no")
-
-
-def test_a_table_needs_pandas(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[notebook\]'"):
-        Run(tmp_path).metrics()
-
-
-def test_the_objective_of_any_run_is_in_its_summary(tmp_path):
-    assert Run(tmp_path).objective is None
-    summary = Summary(status="done", objective=Objective("val/f1", "maximize"), metrics={"val/f1": 0.5})
-    (tmp_path / "summary.json").write_bytes(msgspec.json.encode(summary))
-    assert Run(tmp_path).objective == 0.5

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,27 +24,7 @@ from ddp_hydra.config.project import starter
 
 
 @pytest.fixture
-def logging_as_before() -> Iterator[None]:
-    """Take back what Hydra sets up for its own log."""
-    root = logging.getLogger()
-    before = root.level, root.handlers[:], {name: log.disabled for name, log in loggers().items()}
-    yield
-    root.setLevel(before[0])
-    for handler in [one for one in root.handlers if one not in before[1]]:
-        root.removeHandler(handler)
-        handler.close()
-    root.handlers[:] = before[1]
-    for name, log in loggers().items():
-        log.disabled = before[2].get(name, False)
-
-
-def loggers() -> dict[str, logging.Logger]:
-    found = logging.root.manager.loggerDict.items()
-    return {name: log for name, log in found if isinstance(log, logging.Logger)}
-
-
-@pytest.fixture
-def app(tmp_path, monkeypatch, logging_as_before):
+def app(tmp_path, monkeypatch):
     """Run an app, and return what it got and how often Hydra has composed."""
     (tmp_path / "conf" / "group").mkdir(parents=True)
     (tmp_path / "conf" / "config.yaml").write_text("defaults: [{group: a}, _self_]\nnumber: 1\n")

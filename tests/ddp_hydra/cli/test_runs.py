@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.cli import runs
-from ddp_hydra.cli.main import COMMANDS
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.run_dir import keep_project
@@ -32,10 +31,6 @@ def three(make_run, tmp_path, monkeypatch):
 def listed(capsys, *words: str) -> list[str]:
     runs.main(["ls", *words, "json=true"])
     return [json.loads(line)["run"] for line in capsys.readouterr().out.splitlines()]
-
-
-def test_it_is_a_command():
-    assert "runs" in COMMANDS
 
 
 def test_runs_are_listed_newest_first(three, capsys):
@@ -244,14 +239,6 @@ def test_nothing_of_a_run_does_anything_in_the_terminal(three, tmp_path, capsys)
         assert all(one.isprintable() or one == "\n" for one in text), text
         assert "a[bold]" in text
         assert "\nb" not in text.replace("\nbatch", "")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(None, ""), (0.04, "0.0 s"), (59, "59.0 s"), (245, "4:05 min"), (11_045, "3:04:05 h"), (-1, "")],
-)
-def test_durations(seconds, text):
-    assert runs.duration(seconds) == text
 
 
 def test_columns_are_straight_with_wide_letters():

@@ -91,33 +91,49 @@ class StandIn:
 # -- every option ------------------------------------------------------------------------------------------
 
 
-def test_the_options_are_there():
-    assert set(OPTIONS) == {
-        "gateway", "inline", "kubernetes", "local", "local_cuda", "ray", "remote", "saturn", "slurm", "ssh",
-        "torchrun",
-    }  # fmt: skip
-
-
 @pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in OPTIONS if name != "inline"])
 def test_our_own_keys_are_keys_of_every_option(name):
     assert {"n_workers", "wait_timeout_s", "keep", "pip"} <= set(option(name))
+    assert option(name).get("memory_limit", 0) == 0  # Dask does not count the memory of ranks
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", ["gateway", "kubernetes", "saturn", "slurm", "ssh"])
-def test_a_package_that_is_missing_is_named_with_the_extra_that_installs_it(name, monkeypatch):
+@pytest.mark.parametrize("name", ["gateway", "gpu", "kubernetes", "saturn", "slurm", "ssh"])
+def test_a_package_that_is_missing_is_named_with_the_extra_that_installs_it(name, monkeypatch, gpus):
     find = importlib.util.find_spec
-    packages = ("dask_gateway", "dask_kubernetes", "dask_saturn", "dask_jobqueue", "asyncssh")
+    packages = ("dask_cuda", "dask_gateway", "dask_kubernetes", "dask_saturn", "dask_jobqueue", "asyncssh")
+    monkeypatch.delitem(sys.modules, "dask_cuda")
     monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted in packages else find(wanted))
     given = ["cluster.hosts=[a,b]"] if name == "ssh" else []
-    assert refused(name, *given).endswith(f"which is not installed here: pip install 'ddp-hydra[{name}]'")
+    said = refused("local_cuda" if name == "gpu" else name, *given)
+    assert said.endswith(f"which is not installed here: pip install 'ddp-hydra[{name}]'")
 
 
-def test_a_package_that_is_unknown_is_named():
-    cfg = OmegaConf.create({"_target_": "no_such_package.Cluster"})
-    with pytest.raises(ClusterError, match=r"Cluster needs the package no_such_package, which is not installed here"):
-        Manager(cfg).check()
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("saturn", [], "set SATURN_BASE_URL and SATURN_TOKEN, as"),
+        ("slurm", [], "cluster=slurm: there is no sbatch here: type it on a login node"),
+        ("ssh", [], "cluster.hosts is missing: give cluster.hosts=..."),
+        ("ssh", ["cluster.hosts=[a]"], "cluster.hosts=['a']: give two or more"),
+        ("ssh", ["cluster.hosts=a"], "cluster.hosts=a: give two or more"),
+        ("ssh", ["cluster.hosts=[a,b,c]", "cluster.n_workers=3"], "cluster.hosts=['a', 'b', 'c'] make 2 workers"),
+        ("local_cuda", ["cluster.n_workers=3"], "cluster.n_workers=3, and there are 2 GPUs here"),
+        ("no gpu", [], "cluster=local_cuda: no GPU here: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or give"),
+        ("none visible", [], "cluster=local_cuda: no GPU here: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or give"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_to_give(name, given, said, monkeypatch, gpus, tmp_path):
+    for variable in ("SATURN_BASE_URL", "SATURN_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))  # there may be a SLURM on this machine
+    if name == "no gpu":
+        monkeypatch.setattr(environment, "gpu_uuids", list)
+    elif name == "none visible":
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert said in refused("local_cuda" if name in ("no gpu", "none visible") else name, *given)
 
 
 @pytest.mark.medium
@@ -129,56 +145,10 @@ def test_what_can_not_be_kept_says_what_to_do_instead(name):
     assert "start Dask yourself, and give cluster=remote" in said
 
 
-@pytest.mark.medium
-@pytest.mark.parametrize("name", ["gateway", "kubernetes"])
-def test_what_can_be_kept(name):
-    manager(name, "cluster.keep=true").check()
-
-
-@pytest.mark.medium
-def test_a_key_without_a_value_is_named():
-    with pytest.raises(ClusterError, match=r"^cluster\.hosts is missing: give cluster\.hosts=\.\.\.$"):
-        manager("ssh")
-
-
-@pytest.mark.medium
-def test_saturn_wants_its_credentials(monkeypatch):
-    monkeypatch.delenv("SATURN_BASE_URL", raising=False)
-    monkeypatch.delenv("SATURN_TOKEN", raising=False)
-    assert "set SATURN_BASE_URL and SATURN_TOKEN, as" in refused("saturn")
-
-
-@pytest.mark.medium
-def test_slurm_wants_its_commands(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))  # there may be a SLURM on this machine
-    assert "cluster=slurm: there is no sbatch here: type it on a login node" in refused("slurm")
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["cluster.hosts=[a]"], r"cluster.hosts=['a']: give two or more"),
-        (["cluster.hosts=a"], r"cluster.hosts=a: give two or more"),
-        (
-            ["cluster.hosts=[a,b,c]", "cluster.n_workers=3"],
-            "cluster.hosts=['a', 'b', 'c'] make 2 workers",
-        ),
-    ],
-)
-def test_hosts_that_do_not_fit(given, said):
-    assert said in refused("ssh", *given)
-
-
 def test_hosts_say_how_many_workers_there_are():
     several = manager("ssh", "cluster.hosts=[a,b,c]", "+cluster.worker_options.n_workers=4")
     several.check()
     assert several.expected == 8
-
-
-@pytest.mark.medium
-def test_memory_is_not_watched_by_dask_where_ranks_are_not_counted():
-    assert option("local").memory_limit == 0
 
 
 def test_calls_that_a_worker_does_not_answer_are_not_told_by_a_scheduler_of_this_process(caplog):
@@ -221,33 +191,6 @@ def test_batch_jobs_print_into_the_folder_of_logs_unless_they_are_told_where(giv
 # -- GPUs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.medium
-def test_local_cuda_without_a_gpu(monkeypatch):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(environment, "gpu_uuids", list)
-    said = refused("local_cuda")
-    assert "cluster=local_cuda: no GPU here" in said
-    assert "or give cluster=local" in said
-
-
-@pytest.mark.medium
-@pytest.mark.parametrize("visible", ["", "-1"])
-def test_local_cuda_where_none_may_be_used(visible, monkeypatch, gpus):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert "look at nvidia-smi and CUDA_VISIBLE_DEVICES" in refused("local_cuda")
-
-
-def test_local_cuda_without_dask_cuda(monkeypatch, gpus):
-    monkeypatch.delitem(sys.modules, "dask_cuda")
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == "dask_cuda" else find(wanted))
-    assert "pip install 'ddp-hydra[gpu]'" in refused("local_cuda")
-
-
-def test_more_workers_than_gpus(gpus):
-    assert "cluster.n_workers=3, and there are 2 GPUs here" in refused("local_cuda", "cluster.n_workers=3")
-
-
 @pytest.mark.parametrize(
     ("given", "workers", "visible"),
     [
@@ -278,15 +221,6 @@ def test_dask_cuda_takes_what_local_cuda_gives(gpus):
     assert (opened.given["memory_limit"], opened.given["device_memory_limit"]) == (0, None)
     worker = {"preload"}  # LocalCluster takes any argument of its workers
     assert worker < passed_on.keys() <= inspect.signature(LocalCluster.__init__).parameters.keys() | worker
-
-
-@pytest.mark.integration
-def test_gpus_are_counted_without_torch():
-    import subprocess
-
-    script = "import sys; from ddp_hydra.rank.environment import gpu_uuids as g; print(g()!=0, 'torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["True", "False"]
 
 
 # -- any class ---------------------------------------------------------------------------------------------

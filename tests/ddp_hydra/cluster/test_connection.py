@@ -121,14 +121,6 @@ def test_one_that_stays_silent_is_named_with_what_dask_says(clients, monkeypatch
         Scheduler("tcp://127.0.0.1:1").client()
 
 
-def test_where_the_reason_is_known_nobody_is_asked_again(clients, monkeypatch):
-    monkeypatch.setattr(connection, "diagnose", lambda address, security: f"nobody listens at {address}")
-    clients += [OSError("refused"), OSError("refused")]
-    with pytest.raises(ClusterError, match=r"nobody listens at tcp://127.0.0.1:1"):
-        Scheduler("tcp://127.0.0.1:1").client()
-    assert len(clients) == 1
-
-
 @pytest.fixture
 def listener(monkeypatch):
     """What each connection is answered, one after the other: None, or the error."""

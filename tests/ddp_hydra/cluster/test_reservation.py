@@ -72,18 +72,12 @@ def client(scheduler) -> Client:
     return Client(scheduler)
 
 
-def test_workers_are_held_inside_the_block_and_given_back_after_it(scheduler, client):
-    with Reservation(client, "one", 2) as held:
-        assert held.reserve("t", 1.0) == {"a:1": "a", "a:2": "a"}
-        assert scheduler.reserved == {"one": ["a:1", "a:2"]}
-    assert scheduler.reserved == {}
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ClusterError, ZeroDivisionError])
-def test_workers_are_given_back_however_the_block_ends(scheduler, client, error):
+def test_workers_are_held_inside_the_block_and_given_back_however_it_ends(scheduler, client, error):
     def end():
         with Reservation(client, "one", 2) as held:
-            held.reserve("t", 1.0)
+            assert held.reserve("t", 1.0) == {"a:1": "a", "a:2": "a"}
+            assert scheduler.reserved == {"one": ["a:1", "a:2"]}
             raise error
 
     with pytest.raises(error):
@@ -194,16 +188,11 @@ def test_a_lost_worker_is_replaced_and_survivors_stay_held_while_waiting(schedul
     assert scheduler_plugin._reservations(scheduler).keys() == {"other"}
 
 
-def test_where_all_have_come_nobody_waits(client, clock):
-    with Reservation(client, "one", 2) as held:
-        held.reserve("t", 1.0)
-        assert len(held.renew("t-1", [], 1, 60.0)) == 2
-    assert clock.now == 0
-
-
 def test_in_the_end_a_gang_goes_on_with_the_least_it_may(scheduler, client, clock):
     with Reservation(client, "one", 4) as held:
         held.reserve("t", 1.0)
+        assert len(held.renew("t-0", [], 2, 60.0)) == 4
+        assert clock.now == 0  # all have come
         scheduler.remove("a:2")
         assert held.renew("t-1", [], 2, 10.0).keys() == {"a:1", "b:1", "b:2"}
         assert clock.now > 10
@@ -225,14 +214,6 @@ def test_below_the_least_it_gives_up_and_says_what_to_do(scheduler, client, cloc
     assert "dispatch.min_ranks=1" in str(caught.value)
 
 
-def test_without_patience_the_least_is_taken_at_once(scheduler, client, clock):
-    with Reservation(client, "one", 4) as held:
-        held.reserve("t", 1.0)
-        scheduler.remove("a:2")
-        assert len(held.renew("t-1", [], 1, 0.0)) == 3
-    assert clock.now < 1
-
-
 def test_a_silent_worker_is_taken_again_only_when_it_answers(scheduler, client, clock):
     client.answering = {"a:1"}
     clock.events[5.0] = lambda: client.answering.add("a:2")
@@ -243,18 +224,14 @@ def test_a_silent_worker_is_taken_again_only_when_it_answers(scheduler, client, 
     assert [sorted(asked) for asked in client.pinged[:2]] == [["a:1", "a:2"], ["a:2"]]
 
 
-def test_a_silent_worker_that_stays_silent_is_done_without(client, clock):
-    client.answering = set()
-    with Reservation(client, "one", 4) as held:
-        held.reserve("t", 1.0)
-        assert "b:2" not in held.renew("t-1", ["b:2"], 1, 5.0)
-
-
-def test_a_ping_that_fails_is_no_answer(client, clock, monkeypatch):
+@pytest.mark.parametrize("ping", ["fails", "is not answered"])
+def test_a_silent_worker_that_stays_silent_is_done_without(client, clock, monkeypatch, ping):
     def fail(*_, **__):
         raise TimeoutError
 
-    monkeypatch.setattr(client, "_run", fail)
+    client.answering = set()
+    if ping == "fails":
+        monkeypatch.setattr(client, "_run", fail)
     with Reservation(client, "one", 4) as held:
         held.reserve("t", 1.0)
         assert len(held.renew("t-1", ["b:2"], 1, 5.0)) == 3

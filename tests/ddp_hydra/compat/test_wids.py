@@ -80,16 +80,12 @@ def test_samples_are_found_in_all_shards(shards):
         sample = data[index]
         assert (sample["__key__"], field in sample, sample["__index__"]) == (key, True, index)
     assert data[17][".mp"] == {"n": 17}
+    assert data[200][".txt.gz"] == "text 1"
     assert data[150]["__shardindex__"] == 50
     assert data[150]["__shard__"].endswith("/tendata.tar")
-    assert data.get_stats() == (7, 0)
+    assert data.get_stats() == (8, 0)
+    assert pickle.loads(pickle.dumps(data))[103][".cls"] == 3
     data.close()
-
-
-def test_packed_text_is_unpacked(shards):
-    data = wids.ShardListDataset([{"url": "compressed.tar", "nsamples": 2}])
-    assert len(data) == 2
-    assert data[0][".txt.gz"] == "text 1"
 
 
 def test_an_index_may_be_a_path_or_an_open_file(shards, tmp_path):
@@ -148,10 +144,6 @@ def test_names_of_cached_files_are_not_taken(shards):
         wids.ShardListDataset(shards, localname=str)
 
 
-def test_it_pickles(shards):
-    assert pickle.loads(pickle.dumps(wids.ShardListDataset(shards)))[103][".cls"] == 3
-
-
 # -- samplers --------------------------------------------------------------------------------------------------
 
 DATA = range(10_000)
@@ -171,20 +163,10 @@ def chunked(**options) -> wids.ChunkedSampler:
     return wids.ChunkedSampler(DATA, **{"num_samples": 5000, "chunksize": 1000, "shuffle": True, **options})
 
 
-def test_a_chunked_sampler_begins_with_what_it_was_given():
-    sampler = chunked()
-    assert sampler.ranges == [(0, 1000), (1000, 2000), (2000, 3000), (3000, 4000), (4000, 5000)]
-    assert (sampler.seed, sampler.shuffle, sampler.shufflefirst, sampler.epoch, len(sampler)) == (
-        0,
-        True,
-        False,
-        0,
-        5000,
-    )
-
-
 def test_the_epoch_can_be_set_and_grows_by_itself():
     sampler = chunked()
+    assert sampler.ranges == [(0, 1000), (1000, 2000), (2000, 3000), (3000, 4000), (4000, 5000)]
+    assert (sampler.seed, sampler.shuffle, sampler.shufflefirst, len(sampler)) == (0, True, False, 5000)
     first = list(sampler)
     assert sampler.epoch == 1
     assert list(sampler) != first
@@ -201,9 +183,6 @@ def test_chunks_and_samples_are_shuffled():
         list(range(start, start + 1000)) for start in range(0, 5000, 1000)
     ]
     assert {index // 1000 for index in list(chunked(shufflefirst=True, seed=1))[:1000]} != {0}
-
-
-def test_without_shuffle_the_order_is_that_of_the_data():
     assert list(chunked(shuffle=False)) == list(range(5000))
     assert list(wids.ChunkedSampler(DATA)) == list(DATA)
 
@@ -237,10 +216,7 @@ def test_ranks_have_disjoint_parts(as_rank):
     as_rank(0, 2)
     ordered = wids.DistributedChunkedSampler(DATA, num_samples=5000, chunksize=1000, shuffle=False)
     assert list(ordered) == list(range(2500))
-
-
-def test_all_parts_are_equally_long(as_rank):
-    """Otherwise a rank would wait for a step that another one does not make."""
+    # All parts are equally long: a rank would wait for a step that another one does not make.
     lengths = [len(wids.DistributedChunkedSampler(DATA, num_replicas=7, rank=rank)) for rank in range(7)]
     assert lengths == [1428] * 7
 

@@ -6,39 +6,29 @@ import inspect
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
+from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra.config import schema, validate
-from ddp_hydra.config.hydra_compat import VERSION_BASE
+from ddp_hydra.config import validate
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import job_config
+from tests.ddp_hydra.config.configs import CONF, changed, composed
 
-CONF = Path(__file__).parents[3] / "conf"
 
-
-def composed(*overrides: str) -> DictConfig:
-    schema.register()
-    with initialize_config_dir(str(CONF), **VERSION_BASE):
-        return compose("config", [*overrides])
+def loggers(*named: Any, **values: Any) -> DictConfig:
+    return changed({"results.loggers": list(named), **{f"results.{key}": value for key, value in values.items()}})
 
 
 @pytest.mark.medium
-def test_there_are_no_loggers_unless_they_are_named():
+def test_a_logger_is_a_name_with_the_settings_of_its_group_or_a_node():
     assert validate.logger_nodes(composed()) == {}
-
-
-@pytest.mark.medium
-def test_a_name_has_the_settings_of_its_group():
-    found = validate.logger_nodes(
-        composed("results.loggers=[mlflow,wandb]", "results.mlflow.tracking_uri=http://h:5000")
-    )
-    assert list(found) == ["mlflow", "wandb"]
+    node = {"_target_": "models.mine.MyWriter", "path": "x"}
+    found = validate.logger_nodes(loggers("mlflow", "wandb", node, mlflow={"tracking_uri": "http://h:5000"}))
+    assert list(found) == ["mlflow", "wandb", "MyWriter"]
+    assert found["MyWriter"] == node
     assert found["mlflow"] == {
         "_target_": "ddp_hydra.writers.loggers.services.MlflowLogger", "tracking_uri": "http://h:5000",
         "experiment": None, "run_name": None, "tags": {}, "checkpoints": None,
@@ -46,45 +36,36 @@ def test_a_name_has_the_settings_of_its_group():
 
 
 @pytest.mark.medium
-def test_a_node_is_a_logger_by_the_name_of_its_class():
-    found = validate.logger_nodes(composed("results.loggers=[clearml,{_target_:models.mine.MyWriter,path:x}]"))
-    assert found["MyWriter"] == {"_target_": "models.mine.MyWriter", "path": "x"}
-
-
-@pytest.mark.medium
 @pytest.mark.parametrize(
-    ("overrides", "sentence"),
+    ("named", "values", "sentence"),
     [
-        (["results.loggers=[mlfow]"], "results.loggers has 'mlfow': did you mean mlflow? Give mlflow, wandb,"),
-        (["results.loggers=[tensorboard]"], "results.loggers has 'tensorboard'; give mlflow, wandb,"),
-        (["results.loggers=[{path:x}]"], "results.loggers has {'path': 'x'}; give mlflow"),
-        (["results.loggers=[wandb,wandb]"], "results.loggers names wandb more than once: leave one out"),
-        (
-            ["results.loggers=[wandb]", "results.wandb.checkpoints=last"],
-            "results.wandb.checkpoints=last: give best, all or null",
-        ),
-        (["results.loggers_timeout_s=-1"], "results.loggers_timeout_s=-1: give seconds, 0 or more"),
+        (["mlfow"], {}, "results.loggers has 'mlfow': did you mean mlflow? Give mlflow, wandb,"),
+        (["tensorboard"], {}, "results.loggers has 'tensorboard'; give mlflow, wandb,"),
+        ([{"path": "x"}], {}, "results.loggers has {'path': 'x'}; give mlflow"),
+        (["wandb", "wandb"], {}, "results.loggers names wandb more than once: leave one out"),
+        (["wandb"], {"wandb": {"checkpoints": "last"}}, "results.wandb.checkpoints=last: give best, all or null"),
+        ([], {"loggers_timeout_s": -1.0}, "results.loggers_timeout_s=-1: give seconds, 0 or more"),
     ],
 )
-def test_wrong_settings_are_refused_with_a_sentence(overrides, sentence):
+def test_wrong_settings_are_refused_with_a_sentence(named, values, sentence):
     with pytest.raises(ConfigError) as raised:
-        job_config.check(composed(*overrides))
+        job_config.check(loggers(*named, **values))
     assert str(raised.value).startswith(sentence)
 
 
 @pytest.mark.medium
-def test_a_writer_of_the_project_that_does_not_exist_is_found_before_the_cluster(monkeypatch):
-    cfg = composed("results.loggers=[{_target_:models.resnet.Writer}]")
+def test_a_writer_of_the_project_that_does_not_exist_is_found_before_the_cluster():
+    cfg = loggers({"_target_": "models.resnet.Writer"})
     with pytest.raises(ConfigError, match=r"results.loggers.0._target_=models.resnet.Writer: models/resnet.py has no"):
         job_config.packed_project(cfg, OmegaConf.to_container(cfg))
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("name", validate.LOGGERS)
-def test_a_missing_package_is_said_with_what_to_type(name, monkeypatch):
-    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda package: None if package == name else 1)
-    with pytest.raises(ConfigError, match=rf"needs a package: pip install 'ddp-hydra\[{name}\]'"):
-        validate.check_loggers_installed(composed(f"results.loggers=[{name}]"))
+def test_a_missing_package_is_said_with_what_to_type(monkeypatch):
+    monkeypatch.setattr(validate.importlib.util, "find_spec", lambda package: None if package == "aim" else 1)
+    validate.check_loggers_installed(loggers("wandb"))
+    with pytest.raises(ConfigError, match=r"needs a package: pip install 'ddp-hydra\[aim\]'"):
+        validate.check_loggers_installed(loggers("wandb", "aim"))
 
 
 @pytest.mark.parametrize("name", validate.LOGGERS)
@@ -100,13 +81,10 @@ def test_each_logger_documents_its_settings_and_their_defaults(name):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", validate.LOGGERS)
-def test_no_logger_imports_its_package_in_the_job(name):
-    if find_spec(name) is None:
-        pytest.skip(f"{name} is not installed")
+def test_no_logger_imports_its_package_in_the_job():
     script = (
         "import sys, ddp_hydra.job.loggers, ddp_hydra.writers.loggers.services; "
-        f"sys.exit({name!r} in sys.modules or 'torch' in sys.modules)"
+        f"sys.exit(', '.join({{*{(*validate.LOGGERS, 'torch')}}} & set(sys.modules)) or 0)"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=CONF.parent, check=False).returncode == 0
 
@@ -114,10 +92,9 @@ def test_no_logger_imports_its_package_in_the_job(name):
 @pytest.mark.medium
 def test_parameters_are_flat_and_have_neither_cluster_nor_secrets(monkeypatch):
     monkeypatch.setenv("MY_PLACE", "hidden")
-    cfg = composed(
-        "+data.api_token=abc", "+data.place=${oc.env:MY_PLACE}", "+data.again=${data.place}", "seed=7",
-        "+data.url='https://me:pw@host/x'", "optimizer.lr=0.25", "+data.list=[1,2]",
-    )  # fmt: skip
+    given = {"api_token": "abc", "place": "${oc.env:MY_PLACE}", "again": "${data.place}", "list": [1, 2]}
+    data = {f"data.{key}": value for key, value in {**given, "url": "https://me:pw@host/x"}.items()}
+    cfg = changed({**data, "seed": 7, "optimizer.lr": 0.25})
     found = validate.logged_parameters(cfg)
     assert found["optimizer.lr"] == 0.25
     assert found["sampler.seed"] == 7  # ${seed}

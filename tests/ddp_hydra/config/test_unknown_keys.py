@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,41 +13,41 @@ from omegaconf import OmegaConf
 from ddp_hydra.config import targets, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.errors import ConfigError
-from tests.ddp_hydra.config.test_schema import CONF, composed
+from tests.ddp_hydra.config.configs import CONF, changed, composed
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("key", "value", "said"),
     [
-        ("+trainer.clipnorm=3", r"trainer\.clipnorm: there is no such key: did you mean trainer\.clip_norm\?"),
-        ("+dispatch.rank=3", r"dispatch\.rank: .*dispatch\.ranks\?"),
-        ("+sede=3", r"sede: there is no such key: did you mean seed\? The keys are cluster, data"),
-        ("+trainer.seed=3", r"trainer\.seed: there is no such key; the keys of trainer are"),  # ${seed} is another key
-        ("+objective.epochs=3", r"objective\.epochs: there is no such key"),
-        ("+metrics.f1=3", r"metrics\.f1=3: a _target_ is missing: give \+metrics\.f1\._target_=<module>\.<class>"),
-        ("+callbacks.x=models.a.B", r"callbacks\.x=models\.a\.B: .*give \+callbacks\.x\._target_=models\.a\.B"),
-        ("data.val=data.a.B", r"data\.val=data\.a\.B: a _target_ is missing: give data\.val\._target_=data\.a\.B"),
+        ("trainer.clipnorm", 3, r"trainer\.clipnorm: there is no such key: did you mean trainer\.clip_norm\?"),
+        ("dispatch.rank", 3, r"dispatch\.rank: .*dispatch\.ranks\?"),
+        ("sede", 3, r"sede: there is no such key: did you mean seed\? The keys are cluster, data"),
+        ("trainer.seed", 3, r"trainer\.seed: there is no such key; the keys of trainer are"),  # ${seed} is another key
+        ("objective.epochs", 3, r"objective\.epochs: there is no such key"),
+        ("metrics.f1", 3, r"metrics\.f1=3: a _target_ is missing: give \+metrics\.f1\._target_=<module>\.<class>"),
+        ("callbacks.x", "models.a.B", r"callbacks\.x=models\.a\.B: .*give \+callbacks\.x\._target_=models\.a\.B"),
+        ("data.val", "data.a.B", r"data\.val=data\.a\.B: a _target_ is missing: give data\.val\._target_=data\.a\.B"),
     ],
 )
-def test_a_key_that_no_schema_has_is_refused_also_with_a_plus(word, said):
+def test_a_key_that_no_schema_has_is_refused(key, value, said):
     with pytest.raises(ConfigError, match=said):
-        unknown_keys.check(composed(word))
+        unknown_keys.check(changed({key: value}))
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
     "reader",
     [
-        "model.num_classes=${trainer.mine}",
-        "model.num_classes=${trainer}",
-        "model.num_classes=${trainer.mine.part}",
-        "model.num_classes='${trainer.${objective.metric}}'",
-        "model.num_classes='${oc.select:trainer.mine,3}'",
+        "${trainer.mine}",
+        "${trainer}",
+        "${trainer.mine.part}",
+        "${trainer.${objective.metric}}",
+        "${oc.select:trainer.mine,3}",
     ],
 )
 def test_a_new_key_that_another_value_refers_to_is_taken(reader):
-    unknown_keys.check(composed("+trainer.mine=3", "objective.metric=mine", reader))
+    unknown_keys.check(changed({"trainer.mine": 3, "objective.metric": "mine", "model.num_classes": reader}))
 
 
 def hydra_part(words, choices):
@@ -58,25 +59,26 @@ def hydra_part(words, choices):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("new", "others", "said"),
     [
-        (["+data.bachsize=3"], ["data.bachsize: nothing reads it: did you mean data.batch_size?"]),
-        (["+mix.alpha=3"], ["mix.alpha: nothing reads it"]),
-        (["+data.interleave=3", "sampler=chunked", "sampler.interleave=${data.interleave}"], []),
-        (["+width=3", "data.threads=${width}"], []),
-        (["+data.seed=3"], ["data.seed: nothing reads it"]),
-        (["+data.seed=3", "data.threads=${.seed}"], []),
-        (["+data.seed=3", "data.train.threads=${..seed}"], []),
-        (["+data.seed=3", "data.train.threads=${.seed}"], ["data.seed: nothing reads it"]),
-        (["+data.many.a=3", "data.threads=${data[many].a}"], []),
-        (["+data.train.colour=red", "+model.width=3"], []),  # their targets will say
-        (["++data.prefetch=3", "data.val=null"], []),
+        ("data.bachsize", {}, ["data.bachsize: nothing reads it: did you mean data.batch_size?"]),
+        ("mix.alpha", {}, ["mix.alpha: nothing reads it"]),
+        ("data.interleave", {"sampler.interleave": "${data.interleave}"}, []),
+        ("width", {"data.threads": "${width}"}, []),
+        ("data.seed", {}, ["data.seed: nothing reads it"]),
+        ("data.seed", {"data.threads": "${.seed}"}, []),
+        ("data.seed", {"data.train.threads": "${..seed}"}, []),
+        ("data.seed", {"data.train.threads": "${.seed}"}, ["data.seed: nothing reads it"]),
+        ("data.many.a", {"data.threads": "${data[many].a}"}, []),
+        ("data.train.colour", {}, []),  # its target will say
+        ("model.width", {}, []),
+        ("data.prefetch", {"data.val": None}, []),
     ],
     ids=str,
 )
-def test_a_key_that_nothing_reads_is_warned_of(words, said, caplog):
+def test_a_key_that_nothing_reads_is_warned_of(new, others, said, caplog):
     with caplog.at_level(logging.WARNING):
-        unknown_keys.check_typed(composed(*words), hydra_part(words, {}), None)
+        unknown_keys.check_typed(changed({new: 3, **others}), hydra_part([f"+{new}=3"], {}), None)
     assert caplog.messages == said
 
 
@@ -102,39 +104,43 @@ def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
     assert unknown_keys.explain(ValueError("something else")) is None
 
 
+@pytest.fixture(scope="module")
+def loader():
+    with initialize_config_dir(str(CONF), **VERSION_BASE):
+        yield GlobalHydra.instance().config_loader()
+
+
+CHOICES = {"optimizer": "sgd", "data": "s3_images", "scheduler": "cosine", "model": "resnet18"}
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("values", "choices", "said"),
     [
-        (["optimizer.lr=abc"], r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),
-        (["optimizer.lr=[0.1,0.2]"], r"optimizer\.lr=\[0\.1, 0\.2\]: give a number; optimizer=sgd has 0\.05"),
-        (["optimizer=adamw", "optimizer.fused=x"], r"optimizer\.fused=x: give true or false; optimizer=adamw has true"),
+        ({"optimizer.lr": "abc"}, {}, r"optimizer\.lr=abc: give a number; optimizer=sgd has 0\.05"),
+        ({"optimizer.lr": [0.1, 0.2]}, {}, r"optimizer\.lr=\[0\.1, 0\.2\]: give a number; optimizer=sgd has 0\.05"),
         (
-            ["data.retry_timeout_s=x"],
-            r"data\.retry_timeout_s=x: give a number; data=s3_images has 60",
-        ),  # of a base of a base
+            {"optimizer.fused": "x"},
+            {"optimizer": "adamw"},
+            r"optimizer\.fused=x: give true or false; optimizer=adamw has true",
+        ),
+        # of a base of a base
+        ({"data.retry_timeout_s": "x"}, {}, r"data\.retry_timeout_s=x: give a number; data=s3_images has 60"),
         (
-            ["data.batch_size=8", "data.global_batch=64"],
+            {"data.batch_size": 8, "data.global_batch": 64},
+            {},
             r"data\.batch_size=8: data\.global_batch=64 wins over it: give one",
         ),
-        (["data.batch_size=8", "data.global_batch=null"], None),
-        (["data.batch_size=null", "data.global_batch=64"], None),
-        (["data.bucket=photos", "scheduler.by=epoch", "cluster.memory_limit=4GB", "optimizer.lr=1e-3"], None),
-        (["trainer.epochs=3", "model=resnet50", "+data.more=x", "~loss.label_smoothing"], None),
+        ({"data.batch_size": 8, "data.global_batch": None}, {}, None),
+        ({"data.batch_size": None, "data.global_batch": 64}, {}, None),
+        ({"data.bucket": "photos", "scheduler.by": "epoch", "cluster.memory_limit": "4GB", "seed": 3}, {}, None),
     ],
     ids=str,
 )
-def test_a_word_where_a_number_is_usual_is_refused_before_anything_starts(words, said):
-    cfg = composed(*words)
-    choices = {"optimizer": "sgd", "data": "s3_images", "scheduler": "cosine", "model": "resnet18"}
-    choices |= {word.partition("=")[0]: word.partition("=")[2] for word in words if "." not in word}
-    with initialize_config_dir(str(CONF), **VERSION_BASE):
-        loader = GlobalHydra.instance().config_loader()
-        if said is None:
-            unknown_keys.check_typed(cfg, hydra_part(words, choices), loader)
-        else:
-            with pytest.raises(ConfigError, match=said):
-                unknown_keys.check_typed(cfg, hydra_part(words, choices), loader)
+def test_a_word_where_a_number_is_usual_is_refused_before_anything_starts(loader, values, choices, said):
+    given = [f"{key}={value}" for key, value in values.items()]
+    with nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        unknown_keys.check_typed(changed(values), hydra_part(given, {**CHOICES, **choices}), loader)
 
 
 def test_keys_of_another_optimizer_are_named_with_what_to_type():

@@ -30,6 +30,14 @@ def test_the_first_signal_asks_for_a_good_end_and_the_second_ends_at_once(number
         assert interrupts.wanted
         with pytest.raises(KeyboardInterrupt):
             strike(number)
+    with interrupts.caught():
+        assert not interrupts.wanted, "a wish of the run before is forgotten"
+        with pytest.raises(KeyboardInterrupt):
+            strike(number)  # nothing is to be saved
+        with interrupts.deferred():
+            strike(number)
+        with pytest.raises(KeyboardInterrupt):
+            strike(number)  # nobody could answer the first one any more
 
 
 @pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGHUP, "SIGHUP")])
@@ -99,27 +107,6 @@ def test_a_standard_file_that_is_closed_is_taken_by_no_other_file(closed, tmp_pa
     assert (tmp_path / "found").read_text() == "(True, 0)"
 
 
-@pytest.mark.parametrize("number", SIGNALS)
-def test_where_nothing_is_to_be_saved_the_first_signal_ends_at_once(number):
-    interrupts = Interrupts()
-    with interrupts.caught():
-        with pytest.raises(KeyboardInterrupt):
-            strike(number)
-        with interrupts.deferred():
-            pass
-        with pytest.raises(KeyboardInterrupt):
-            strike(number)
-
-
-def test_a_first_signal_that_nobody_could_answer_any_more_is_followed_by_the_second():
-    interrupts = Interrupts()
-    with interrupts.caught():
-        with interrupts.deferred():
-            strike()
-        with pytest.raises(KeyboardInterrupt):
-            strike()
-
-
 def test_afterwards_signals_do_what_they_did_before():
     before = handlers()
     interrupts = Interrupts()
@@ -128,12 +115,7 @@ def test_afterwards_signals_do_what_they_did_before():
     assert handlers() == before
     with pytest.raises(ZeroDivisionError), interrupts.caught(), interrupts.deferred():
         raise ZeroDivisionError
-    assert handlers() == before
     assert not interrupts.is_deferring
-
-
-def test_without_grace_signals_are_left_alone():
-    before = handlers()
     with Interrupts().caught(graceful=False):
         assert handlers() == before
 
@@ -149,15 +131,6 @@ def test_outside_the_main_thread_signals_are_left_alone():
     thread.start()
     thread.join()
     assert found == [before]
-
-
-def test_a_wish_of_the_run_before_is_forgotten():
-    interrupts = Interrupts()
-    with interrupts.caught(), interrupts.deferred():
-        strike()
-    assert interrupts.wanted
-    with interrupts.caught():
-        assert not interrupts.wanted
 
 
 # -- inline ------------------------------------------------------------------------------------------------

@@ -43,7 +43,6 @@ def test_a_progress_bar_of_a_script_stays_one_line():
     ("typed", "said"),
     [
         ("outputs/frist/last.pt", ": did you mean outputs/first/last.pt?"),
-        ("ouputs", ": did you mean outputs?"),
         ("other/mine", ""),
     ],
 )

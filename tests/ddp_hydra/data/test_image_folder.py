@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import subprocess
@@ -20,6 +19,7 @@ from ddp_hydra.data.names import is_of
 from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.storage.fsspec_store import FsspecStore
 from tests.support.s3_server import s3_server
+from tests.support.tar_server import described, index_of, numbered
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
 ROOT = Path(__file__).parents[3]
@@ -62,35 +62,10 @@ def test_the_class_is_the_folder_above_the_file(folder, pets):
     assert data.classes == ["cat", "dog"]
     assert data.class_to_idx == {"cat": 0, "dog": 1}
     assert data.samples == [("pets/cat/1.PNG", 0), ("pets/dog/1.png", 1), ("pets/dog/2.png", 1)]
-    assert len(data) == 3
+    assert len(data) == len(list(data)) == 3
     assert folder(pets, "/pets/").samples == data.samples
-
-
-def test_what_is_no_image_in_a_class_folder_is_counted_and_skipped(folder, pets):
-    assert folder(pets, "pets").skipped == {".txt": 1, "": 1, "images outside a class folder": 1}
-
-
-def test_the_class_is_the_first_folder_below_the_prefix(folder, s3, png):
-    bucket = s3.fill({"t/a/indoor/1.png": png(), "t/c/indoor/1.png": png(), "t/a/.ipynb_checkpoints/1.png": png()})
-    data = folder(bucket, "t")
-    assert (data.classes, data.samples) == (["a", "c"], [("t/a/indoor/1.png", 0), ("t/c/indoor/1.png", 1)])
-    assert data.skipped == {"hidden": 1}
-
-
-def test_odd_characters_in_a_key_are_read_as_they_are(folder, s3, png):
-    keys = ["t/a b/1 %20+&=ü.png", "t/c#d/?x.png"]
-    data = folder(s3.fill({key: png(red=7) for key in keys}), "t")
-    assert sorted(key for key, _ in data.samples) == sorted(keys)
-    assert [image[0, 0, 0].item() for image, _ in data.__getitems__([0, 1])] == [7, 7]
-    assert data.bad == {}
-
-
-def test_a_sample_is_its_image_as_bytes_and_its_class(folder, pets):
-    image, target = folder(pets, "pets")[2]
-    assert image.shape == (3, 8, 8)
-    assert image.dtype == torch.uint8
-    assert image[:, 0, 0].tolist() == [0, 0, 20]
-    assert target == 1
+    assert data.skipped == {".txt": 1, "": 1, "images outside a class folder": 1}
+    assert (data[2][0].shape, data[2][0].dtype, data[2][0][:, 0, 0].tolist()) == ((3, 8, 8), torch.uint8, [0, 0, 20])
 
 
 def test_a_batch_comes_in_the_order_that_was_asked(folder, pets):
@@ -110,37 +85,11 @@ def test_no_password_of_its_url_is_said(monkeypatch):
     data.close()
 
 
-def test_an_index_out_of_range_ends_a_plain_loop(folder, pets):
-    assert len(list(folder(pets, "pets"))) == 3
-
-
 def test_val_has_the_numbers_of_train_even_where_a_class_is_missing(folder, s3, png):
     bucket = s3.fill({"train/a/1.png": png(), "train/b/1.png": png(), "val/b/1.png": png()})
     val = folder(bucket, "val", classes_from="train")
     assert val.classes == ["a", "b"]
     assert val.samples == [("val/b/1.png", 1)]
-
-
-def test_a_folder_without_images_is_no_class_of_val_either(folder, s3, png):
-    bucket = s3.fill(
-        {
-            "train/.ipynb_checkpoints/": b"",
-            "train/__MACOSX/._1.png": png(),
-            "train/apes/readme.txt": b"none yet",
-            "train/cats/1.png": png(),
-            "train/dogs/young/1.png": png(),
-            "val/cats/1.png": png(),
-        }
-    )
-    val = folder(bucket, "val", classes_from="train")
-    assert val.classes == folder(bucket, "train").classes == ["cats", "dogs"]
-    assert val.samples == [("val/cats/1.png", 0)]
-
-
-def test_a_class_that_train_does_not_have_is_refused(folder, s3, png):
-    bucket = s3.fill({"train/a/1.png": png(), "val/c/1.png": png()})
-    with pytest.raises(ValueError, match=r"does not have: c\. It has: a; check data\.train_prefix="):
-        folder(bucket, "val", classes_from="train")
 
 
 def test_prepare_normalises_and_keeps_the_memory_format(folder, pets):
@@ -154,25 +103,6 @@ def test_prepare_normalises_and_keeps_the_memory_format(folder, pets):
     assert torch.allclose(x[1, :, 0, 0], torch.tensor([-2.0, 0.0, 20 / 255 / 0.5]))
     assert torch.equal(y, targets)
     assert images.dtype == torch.uint8
-
-
-def test_augmentation_depends_on_seed_epoch_and_index_only(folder, s3):
-    noise = torch.randint(0, 256, (24, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    file = io.BytesIO()
-    Image.fromarray(noise.numpy()).save(file, "PNG")
-    bucket = s3.fill({f"a/{number}.png": file.getvalue() for number in range(20)})
-
-    def images(threads, order, seed=0, epoch=0):
-        data = folder(bucket, threads=threads, transform=TrainTransform(16), seed=seed)
-        data.set_epoch(epoch)
-        batch = dict(zip(order, data.__getitems__(order), strict=True))
-        return torch.stack([batch[index][0] for index in range(20)])
-
-    first = images(1, list(range(20)))
-    assert torch.equal(first, images(16, list(reversed(range(20)))))
-    assert not torch.equal(first[0], first[1])
-    assert not torch.equal(first, images(16, list(range(20)), epoch=1))
-    assert not torch.equal(first, images(16, list(range(20)), seed=1))
 
 
 def test_an_image_is_fetched_once_while_the_cache_has_room(folder, png):
@@ -247,50 +177,6 @@ def test_closing_leaves_no_thread_and_reading_after_it_starts_anew(folder, pets)
     assert data[0][1] == 0
 
 
-def test_a_text_named_as_an_image_is_replaced_by_the_next_image_and_named(folder, s3, png):
-    objects = {f"t/a/{number}.png": png(red=number) for number in range(10)}
-    objects["t/a/3.png"] = b"hello, I am a text"
-    data = folder(s3.fill(objects), "t", max_bad_fraction=0.1)
-    assert [image[0, 0, 0].item() for image, _ in data.__getitems__([2, 3, 4])] == [2, 4, 4]
-    assert list(data.bad) == ["t/a/3.png"]
-    assert "hello, I am" in data.bad["t/a/3.png"]
-
-
-def test_the_replacement_brings_its_own_class_and_the_last_is_followed_by_the_first(folder, s3, png):
-    bucket = s3.fill({"t/a/0.png": png(red=5), "t/b/0.png": b"text"})
-    image, target = folder(bucket, "t", max_bad_fraction=0.5)[1]
-    assert (image[0, 0, 0].item(), target) == (5, 0)
-
-
-def test_too_many_bad_images_fail_and_a_few_are_named(folder, s3, png):
-    objects = {f"t/a/{number}.png": png() for number in range(10)}
-    objects |= {f"t/a/{number}.png": b"text" for number in (3, 7)}
-    data = folder(s3.fill(objects), "t", max_bad_fraction=0.1)
-    with pytest.raises(
-        ValueError, match=r"2 of 10 samples.*allows 1: t/a/3\.png \(.*t/a/7\.png.*data\.max_bad_fraction="
-    ):
-        data.__getitems__(list(range(10)))
-
-
-def test_an_image_that_is_gone_since_the_listing_is_a_bad_one(folder, s3, png):
-    bucket = s3.fill({"a/0.png": png(red=1), "a/1.png": png(red=2)})
-    data = folder(bucket, max_bad_fraction=0.5)
-    s3.delete(bucket, "a/0.png")
-    assert data[0][0][0, 0, 0].item() == 2
-    assert "no object" in data.bad["a/0.png"]
-
-
-def test_nothing_but_bad_images_fails_even_where_all_may_be_bad(folder, s3):
-    data = folder(s3.fill({"a/0.png": b"text", "a/1.png": b""}), max_bad_fraction=1.0)
-    with pytest.raises(ValueError, match=r"no image .* can be decoded"):
-        data.__getitems__([0])
-
-
-def test_a_missing_bucket_is_named(folder):
-    with pytest.raises(FileNotFoundError, match=r"no bucket 'no-such-bucket' at http://127.*data\.bucket="):
-        folder("no-such-bucket")
-
-
 def test_an_empty_prefix_names_the_folders_that_are_there(folder, pets):
     with pytest.raises(
         FileNotFoundError, match=r"s3://bucket-0/training; the folders .* are: pets, petshop.*train_prefix="
@@ -300,20 +186,19 @@ def test_an_empty_prefix_names_the_folders_that_are_there(folder, pets):
         folder(pets, "pets/cats")
 
 
-def test_an_empty_bucket_says_so(folder, s3):
+def test_a_bucket_without_images_says_what_it_holds_instead(folder, s3):
+    with pytest.raises(FileNotFoundError, match=r"no bucket 'no-such-bucket' at http://127.*data\.bucket="):
+        folder("no-such-bucket")
     with pytest.raises(FileNotFoundError, match=r"nothing under s3://bucket-0/.*data\.bucket"):
         folder(s3.fill({}))
-
-
-def test_a_prefix_without_images_says_what_it_holds_instead(folder, s3):
     bucket = s3.fill({"t/a/1.txt": b"x", "t/a/2.txt": b"x", "t/b/3.csv": b"x"})
     with pytest.raises(FileNotFoundError, match=r"no images .* only: 2 \.txt, 1 \.csv"):
         folder(bucket, "t")
 
 
-def test_an_unreachable_endpoint_is_told_within_seconds(folder):
+def test_an_unreachable_endpoint_is_told(folder):
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1.*not reachable \(.*refused.*data\.endpoint_url="):
-        folder("any-bucket", endpoint_url="http://127.0.0.1:9")
+        folder("any-bucket", endpoint_url="http://127.0.0.1:9", retry_timeout_s=0.3)
 
 
 def test_wrong_credentials_are_told_and_not_shown(folder, pets, monkeypatch):
@@ -352,12 +237,9 @@ def test_an_unknown_profile_is_told(folder, pets, monkeypatch):
         folder(pets, "pets")
 
 
-def test_the_endpoint_comes_from_the_environment_where_none_is_given(folder, s3, pets, monkeypatch):
+def test_a_given_endpoint_wins_over_the_environment_and_over_a_proxy(folder, s3, pets, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3.endpoint_url)
     assert len(folder(pets, "pets", endpoint_url=None)) == 3
-
-
-def test_a_given_endpoint_wins_over_the_environment_and_over_a_proxy(folder, pets, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     assert len(folder(pets, "pets")) == 3
@@ -409,21 +291,6 @@ def test_a_cache_that_cannot_be_written_does_not_matter(folder, pets, monkeypatc
     assert len(folder(pets, "pets", listing_max_age_s=60)) == 3
 
 
-def test_a_local_folder_is_read_by_the_same_class(folder, png, tmp_path):
-    for path in ("train/a/1.png", "train/b c/2.PNG", "train/top.png", "val/b c/3.png"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_bytes(png(red=7))
-    train = folder(f"file://{tmp_path}", "train", endpoint_url=None)
-    val = folder(f"file://{tmp_path}", "val", classes_from="train", endpoint_url=None)
-    assert (train.samples, train.skipped) == (
-        [("train/a/1.png", 0), ("train/b c/2.PNG", 1)],
-        {"images outside a class folder": 1},
-    )
-    assert (val.classes, val[0][1], val[0][0][0, 0, 0].item()) == (["a", "b c"], 1, 7)
-    with pytest.raises(FileNotFoundError, match=r"nothing under file://.*the folders in file://.* are: train, val"):
-        folder(f"file://{tmp_path}", "test", endpoint_url=None)
-
-
 def test_names_that_are_not_utf_8_or_have_a_line_break_are_read(png, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "all" / "a").mkdir(parents=True)
@@ -444,32 +311,32 @@ def test_names_that_are_not_utf_8_or_have_a_line_break_are_read(png, monkeypatch
 LOADING = """
 import sys
 from torch.utils.data import DataLoader
-from ddp_hydra.data.image_folder import S3ImageFolder
+from ddp_hydra.data import S3ImageFolder, WidsShards
 from ddp_hydra.data.transforms import EvalTransform
+from ddp_hydra.storage import Access
 
 if __name__ == "__main__":
-    data = S3ImageFolder(sys.argv[1], "pets", endpoint_url=sys.argv[2], transform=EvalTransform(8))
-    data[0]  # the store is in use before the processes begin
-    loader = DataLoader(data, batch_size=2, num_workers=2, multiprocessing_context=sys.argv[3])
-    print(sum(len(targets) for images, targets in loader))
-    data.close()
+    bucket, endpoint_url, folder, context = sys.argv[1:]
+    images = S3ImageFolder(bucket, "pets", endpoint_url=endpoint_url, transform=EvalTransform(8))
+    shards = WidsShards(f"s3://{bucket}/index.json", access=Access(endpoint_url), cache_dir=folder)
+    images[0], shards[0]  # the store is in use before the processes begin
+    workers = {"num_workers": 2, "multiprocessing_context": context, "collate_fn": list}
+    print(len([image for batch in DataLoader(images, 2, **workers) for image in batch]))
+    print(sum(int(sample[".cls"]) for batch in DataLoader(shards, 2, **workers) for sample in batch))
+    images.close()
+    shards.close()
 """
 
 
-def in_processes(s3, bucket: str, context: str) -> subprocess.CompletedProcess:
-    """Read a bucket with a plain DataLoader of two worker processes."""
-    return subprocess.run(
-        [sys.executable, "-c", LOADING, bucket, s3.endpoint_url, context],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("context", [pytest.param("forkserver", marks=pytest.mark.slow), "fork"])
-def test_a_data_loader_with_processes_reads_it(s3, pets, context):
-    done = in_processes(s3, pets, context)
-    assert done.stdout.split() == ["3"], done.stderr
+def test_a_data_loader_with_processes_reads_images_and_shards(s3, png, tmp_path, context):
+    """By default its workers are forked until Python 3.14."""
+    content = numbered(0, 5)
+    index = index_of(described("a.tar", 5, content))
+    bucket = s3.fill({"pets/a/1.png": png(), "pets/b/2.png": png(), "a.tar": content, "index.json": index})
+    command = [sys.executable, "-c", LOADING, bucket, s3.endpoint_url, str(tmp_path), context]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.stdout.split() == ["2", "10"], done.stderr
 
 
 # -- a part kept for validation ----------------------------------------------------------------------------

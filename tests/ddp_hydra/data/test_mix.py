@@ -16,7 +16,6 @@ from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, ra
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.mix import Mix, Mixture
 from ddp_hydra.data.samplers import Distributed
-from ddp_hydra.data.workers import InWorkers, helper
 from ddp_hydra.data.wrappers import look_into
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE
@@ -134,27 +133,6 @@ def test_it_keeps_what_the_sets_offer_and_draws_by_position():
     assert set(batch[:, 2].tolist()) == {4}
     assert len(set(batch[:, 3].tolist())) == 8
     assert data.described() == "an epoch of 8: one 75.0%, 6 of 6 (noise); two 25.0%, 2 of 2"
-
-
-@pytest.mark.medium
-def test_workers_make_the_same_batches():
-    def read(workers: int) -> list[Any]:
-        data = look_into(Mix({"one": Noisy(1, 6), "two": Noisy(2, 4)}, {"two": 2}))
-        sampler = Distributed(1, 3, seed=1, mixture=data.mixture)
-        loader = Loader(InWorkers(data, workers, asked=True) if workers else data, CPU, seed=1)
-        batches = []
-        for epoch in range(2):
-            data.set_epoch(epoch)
-            batches += [batch.tolist() for batch in loader.load(sampler.batches(epoch, 3 * epoch))]
-        if workers:
-            loader.dataset.close()
-        return batches
-
-    held = helper.acquire()
-    try:
-        assert read(2) == read(0)
-    finally:
-        helper.release(held)
 
 
 def test_a_subset_of_a_mixture_is_one():

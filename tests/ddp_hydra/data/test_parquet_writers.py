@@ -42,12 +42,6 @@ def test_rows_of_each_writer(name):
     assert rows(ParquetRows(f"{WRITTEN / name}/" if (WRITTEN / name).is_dir() else str(WRITTEN / name), "y")) == ROWS
 
 
-def test_each_writer_is_there():
-    assert {name.partition("-")[0].partition(".")[0] for name in FILES} == {
-        *("pandas", "polars", "pyarrow", "dask", "duckdb", "spark")
-    }
-
-
 @pytest.mark.parametrize(
     ("name", "index"),
     [
@@ -61,11 +55,8 @@ def test_an_index_is_no_feature_and_is_named(name, index):
     data = ParquetRows(str(WRITTEN / name), "y")
     assert (data.features, data.left_out) == (["a", "b", "band"], index)
     assert data.described() == f"a, b, band -> y; left out: {', '.join(index)}, an index"
-
-
-def test_an_index_may_be_asked_for():
-    data = ParquetRows(str(WRITTEN / "pandas-named.parquet"), "y", ["id", "a"])
-    assert data[1][0].tolist() == [3000, 1.5]
+    if index == ["id"]:
+        assert ParquetRows(str(WRITTEN / name), "y", ["id", "a"])[1][0].tolist() == [3000, 1.5]
 
 
 @pytest.mark.parametrize("tool", ["pandas", "polars", "pyarrow", "duckdb", "spark"])
@@ -85,13 +76,14 @@ def test_values_of_partitions(tmp_path):
     assert rows(ParquetRows(str(tmp_path), "y", ["a", "t"])) == [(1, 0.5, 0), (2, -3, 0)]
     with pytest.raises(ValueError, match=r"0\.parquet: the column s holds no numbers \(string\): name others"):
         ParquetRows(str(tmp_path), "y")
-
-
-def test_partitions_of_true_and_false_are_numbers(tmp_path):
     for number, value in enumerate(("true", "false", "True")):
-        write(tmp_path / f"seen={value}/{number}.parquet", a=[float(number)], y=[0])
-    assert rows(ParquetRows(str(tmp_path), "y", ["a", "seen"])) == [(0, 1, 0), (1, 0, 0), (2, 1, 0)]
-    assert ParquetRows(str(tmp_path), "seen", ["a"]).num_classes == 2
+        write(tmp_path / f"x/seen={value}/{number}.parquet", a=[float(number)], y=[0])
+    assert rows(ParquetRows(str(tmp_path / "x"), "y", ["a", "seen"])) == [(0, 1, 0), (1, 0, 0), (2, 1, 0)]
+    assert ParquetRows(str(tmp_path / "x"), "seen", ["a"]).num_classes == 2
+    (tmp_path / "x" / "_delta_log").mkdir()
+    (tmp_path / "x" / "_delta_log" / "0.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is a table of Delta Lake, whose files also hold rows that were deleted"):
+        ParquetRows(str(tmp_path / "x"), "y")
 
 
 @pytest.mark.parametrize("target", [None, "b"])
@@ -131,14 +123,6 @@ def test_patterns_lists_and_names(tmp_path):
         ParquetRows(str(tmp_path / "a/x*"), "y")
 
 
-def test_tables_of_delta_lake_are_refused(tmp_path):
-    write(tmp_path / "0.parquet", a=[1.0], y=[0])
-    (tmp_path / "_delta_log").mkdir()
-    (tmp_path / "_delta_log" / "0.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is a table of Delta Lake, whose files also hold rows that were deleted"):
-        ParquetRows(str(tmp_path), "y")
-
-
 NUMBERS = {
     "bool": pa.array([True, False]),
     "int8": pa.array([1, 0], pa.int8()),
@@ -155,13 +139,10 @@ NUMBERS = {
 def test_kinds_of_numbers(tmp_path, kind):
     path = write(tmp_path / "a.parquet", a=NUMBERS[kind], y=[1, 0])
     assert rows(ParquetRows(path, "y")) == [(0, 0), (1, 1)]
-
-
-@pytest.mark.parametrize("kind", ["bool", "int8", "uint64", "dictionary"])
-def test_kinds_of_whole_targets(tmp_path, kind):
-    data = ParquetRows(write(tmp_path / "a.parquet", a=[1, 0], y=NUMBERS[kind]), "y")
-    assert (rows(data), data.num_classes) == ([(0, 0), (1, 1)], 2)
-    data.check_classes(None)
+    if kind in ("bool", "int8", "uint64", "dictionary"):
+        data = ParquetRows(path, "a", ["y"])
+        assert (rows(data), data.num_classes) == ([(0, 0), (1, 1)], 2)
+        data.check_classes(None)
 
 
 @pytest.mark.parametrize("statistics", [True, False])

@@ -112,6 +112,8 @@ def test_a_package_of_another_kind_says_what_to_do(tmp_path):
         by_wids(tmp_path / "a.tar", tmp_path)
     for content in (b"PK\3\4" + bytes(600), b"\x28\xb5\x2f\xfd" + bytes(600), b"<html>", b"x" * 5000):
         (tmp_path / "b.tar").write_bytes(content)
+        with pytest.raises(ValueError, match=r"b\.tar is (compressed with z\w+: unpack it|not a tar file|a damaged)"):
+            by_wids(tmp_path / "b.tar", tmp_path)
         with pytest.raises(
             TooManyBadSamplesError,
             match=r"b\.tar can't be read: it is damaged, or no tar file, plain or packed by gzip",

@@ -418,7 +418,7 @@ def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path)
 
 
 def test_a_worker_that_does_not_send_a_file_is_lost_and_not_the_job(make, monkeypatch):
-    monkeypatch.setattr(watchdog, "CALL_S", 0.0)
+    monkeypatch.setattr(module, "CALL_S", 0.0)
     one, skipped = make(), []
     error = RecordError("file 'a' cannot be fetched")
     error.__cause__ = WorkerSilent("worker tcp://h:1 does not answer for 60 s")

@@ -67,8 +67,6 @@ def worker(client2) -> str:
 
 
 def in_outbox(client: Client, worker: str, content: bytes) -> Path:
-    """A file of a rank."""
-
     def put(dask_worker: Any) -> str:
         path = outbox.folder(dask_worker, "direct", 0) / "file"
         path.write_bytes(content)
@@ -95,9 +93,7 @@ def unreachable() -> Iterator[str]:
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("other_host")
-@pytest.mark.parametrize("shares_disk", [True, False])
-def test_a_file_comes_directly_from_a_worker_that_is_reached(client2, worker, asked, tmp_path, shares_disk):
-    """In pieces, or the worker writes it where both see it."""
+def test_a_file_comes_directly_and_in_pieces_from_a_worker_that_is_reached(client2, worker, asked, tmp_path):
     content = os.urandom(2500)
     source, file = in_outbox(client2, worker, content), File("a/b", 2500, hashlib.sha256(content).hexdigest())
     caller = WorkerCaller(client2)
@@ -106,11 +102,10 @@ def test_a_file_comes_directly_from_a_worker_that_is_reached(client2, worker, as
 
     def call(function: Any, *args: Any) -> Any:
         called.append(function.__name__)
-        there = ("/not/there", *args[1:]) if function is outbox.sees and not shares_disk else args
-        return caller.call(worker, function, "direct", 0, *there)
+        return caller.call(worker, function, "direct", 0, *args)
 
     workers.fetch(source, file, tmp_path / "got", call)
-    assert called == ["sees", "copy" if shares_disk else "read", "remove"]
+    assert called == ["read", "remove"]
     assert (tmp_path / "got").read_bytes() == content
     assert not source.exists()
     assert asked == []

@@ -39,21 +39,6 @@ def test_ranks_are_numbered_host_by_host_whatever_the_order_of_arrival():
     assert plan(dict(reversed(mixed.items()))) == specs
 
 
-def test_hosts_go_by_worker_not_by_their_own_name():
-    """Two hosts that interleave in address order still get their ranks side by side."""
-    specs = plan({"w1": "x", "w2": "y", "w3": "x"})
-    assert [(s.worker, s.node_rank, s.local_rank) for s in specs] == [("w1", 0, 0), ("w3", 0, 1), ("w2", 1, 0)]
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_a_plan_gives_every_rank_what_torchrun_would(sizes):
-    specs = plan(workers(**{f"host{i}": list(range(size)) for i, size in enumerate(sizes)}))
-    assert [s.rank for s in specs] == list(range(sum(sizes)))
-    assert [(s.node_rank, s.local_rank, s.local_world_size) for s in specs] == [
-        (node, local, size) for node, size in enumerate(sizes) for local in range(size)
-    ]
-
-
 @pytest.mark.parametrize(
     ("free", "n", "chosen"),
     [

@@ -24,8 +24,6 @@ def numbers(records):
 
 
 class Stage:
-    """Readers, and what happened to what they read."""
-
     def __init__(self) -> None:
         self.read: list[Record] = []
         self.acknowledged: list[tuple[int, int]] = []
@@ -65,10 +63,6 @@ def test_records_are_read_in_order_on_another_thread_and_acknowledged(stage):
     assert threads == {reader.thread}
 
 
-def test_a_reader_with_nothing_to_read_has_caught_up(stage):
-    assert stage.reader().catch_up()
-
-
 def test_a_slow_record_does_not_hold_up_who_puts_them(stage):
     resume = threading.Event()
     reader = stage.reader(on_record=lambda one: (resume.wait(), stage.on_record(one)))
@@ -90,15 +84,9 @@ def test_reading_stops_at_the_first_record_that_cannot_be_read(stage, error):
     assert not reader.catch_up()
     assert (reader.error, reader.failed.step) == (error, 1)
     assert (numbers(stage.read), stage.acknowledged) == ([0], [(0, 1)])
-
-
-def test_the_failed_record_is_known_when_the_alarm_comes(stage):
-    seen = []
-    stage.refused[0] = ValueError("bad")
-    reader = stage.reader(on_error=lambda: (seen.append((reader.error, reader.failed)), stage.alarms.release()))
-    reader.put(record(0), 1)
-    assert stage.alarms.acquire(timeout=60)
-    assert seen == [(stage.refused[0], record(0))]
+    reader.close()
+    reader.close()
+    assert not reader.thread.is_alive()
 
 
 def test_a_record_that_is_skipped_is_left_out_and_reading_goes_on(stage, caplog):
@@ -141,15 +129,6 @@ def test_a_closed_reader_reads_no_more(stage):
     assert numbers(stage.read) == [0]
 
 
-def test_a_queue_that_waits_to_skip_a_record_can_be_closed(stage):
-    stage.refused[0] = ValueError("bad")
-    reader = stage.reader()
-    reader.put(record(0), 1)
-    assert stage.alarms.acquire(timeout=60)
-    reader.close()
-    assert not reader.thread.is_alive()
-
-
 def test_a_record_that_fails_while_the_reader_is_closed_does_not_keep_its_thread(stage, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_S", 0.0)
     reading, resume = threading.Event(), threading.Event()
@@ -162,12 +141,6 @@ def test_a_record_that_fails_while_the_reader_is_closed_does_not_keep_its_thread
     resume.set()
     reader.thread.join(30)
     assert not reader.thread.is_alive()
-
-
-def test_closing_twice_is_closing_once(stage):
-    reader = stage.reader()
-    reader.close()
-    reader.close()
 
 
 # -- those that nobody reads -------------------------------------------------------------------------------
@@ -201,10 +174,11 @@ def hear(attempt, on_record) -> Gang:
 
 @pytest.mark.parametrize("on_record", [None, call.show])
 def test_what_nobody_takes_is_counted_said_and_does_not_stay_on_the_way(attempt, on_record, caplog, capsys):
+    Gang(None).unread.report()
     gang = hear(attempt, on_record)
     assert attempt.dropped == [FILE]
     assert not caplog.text
-    gang.report_dropped()
+    gang.unread.report()
     assert (
         "results.*: 2 metrics records, 1 text, 1 histogram, 2 files (4.0 MiB); have it written with "
         "run_dir=<folder>, or receive it with dispatch.Gang(client, on_record=" in caplog.text
@@ -214,20 +188,15 @@ def test_what_nobody_takes_is_counted_said_and_does_not_stay_on_the_way(attempt,
 
 def test_a_file_that_a_reader_leaves_is_dropped_and_one_that_it_fetches_is_not(attempt, tmp_path):
     gang = hear(attempt, lambda record: None)
-    assert (attempt.dropped, gang.unread) == ([FILE], {"file": 1})
+    assert (attempt.dropped, gang.unread.counts) == ([FILE], {"file": 1})
     attempt.dropped.clear()
     gang = Gang(None, on_record=lambda record: getattr(record.data, "source", None) and gang.fetch(record, tmp_path))
     for record in SENT:
         gang.read(attempt, record)
-    assert (attempt.dropped, attempt.fetched, gang.unread) == ([], [FILE], {})
+    assert (attempt.dropped, attempt.fetched, gang.unread.counts) == ([], [FILE], {})
 
 
 def test_a_reader_gets_no_warnings_for_they_are_logged(attempt):
     read = []
     Gang(None, on_record=read.append).read(attempt, Record(Notice("a slow disk")))
     assert not read
-
-
-def test_where_nothing_was_dropped_nothing_is_said(caplog):
-    Gang(None).report_dropped()
-    assert not caplog.text

@@ -5,8 +5,6 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
@@ -66,27 +64,6 @@ def test_what_is_no_fault_is_refused_with_what_is_allowed(text):
     assert all(word in str(caught.value) for word in (repr(text), *KINDS, *PLACES, "rank=<n>"))
 
 
-@given(st.text(max_size=30))
-def test_any_text_is_a_fault_or_refused(text):
-    try:
-        fault = Fault.parse(text)
-    except ConfigError:
-        return
-    assert fault.kind in KINDS
-
-
-@given(
-    st.sampled_from(sorted(KINDS)),
-    st.integers(0, 99),
-    st.integers(0, 10**6),
-    st.sampled_from(PLACES),
-    st.integers(-1, 9),
-)
-def test_what_is_written_is_what_is_read(kind, rank, step, at, attempt):
-    text = f"{kind},rank={rank},step={step},at={at},attempt={attempt}"
-    assert fault_injection.parse([text]) == [Fault(kind, rank, step, at, attempt)]
-
-
 # -- when they strike --------------------------------------------------------------------------------------
 
 
@@ -110,11 +87,8 @@ def test_a_fault_waits_for_its_rank_step_phase_and_attempt(text, strikes):
 def test_a_fault_strikes_once_also_where_its_step_comes_again():
     waiting = armed("kill,rank=1,step=5", "kill,rank=1,step=6")
     assert [len(waiting.due("forward", step)) for step in (4, 5, 5, 6, 6)] == [0, 1, 0, 1, 0]
-
-
-def test_without_a_step_it_strikes_the_first_time_that_the_place_comes():
-    waiting = armed("kill,rank=1,at=save")
-    assert [len(waiting.due(*where)) for where in (("load", 1), ("save", 7), ("save", 14))] == [0, 1, 0]
+    anywhere = armed("kill,rank=1,at=save")  # the first time that the place comes
+    assert [len(anywhere.due(*where)) for where in (("load", 1), ("save", 7), ("save", 14))] == [0, 1, 0]
 
 
 def test_a_loss_of_nan_comes_each_time_that_its_step_does():
@@ -155,23 +129,10 @@ def test_other_faults_do_what_they_say(monkeypatch):
     did = []
     monkeypatch.setattr(os, "_exit", did.append)
     monkeypatch.setattr(fault_injection, "_sleep", did.append)
-    for text in ("exit,rank=1", "slow,rank=1,seconds=0.5", "hang,rank=1"):
+    monkeypatch.setattr(fault_injection.ctypes, "string_at", did.append)
+    for text in ("exit,rank=1", "slow,rank=1,seconds=0.5", "hang,rank=1", "segv,rank=1"):
         armed(text)("forward", 1)
-    assert did == [3, 0.5, 1e9]
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 0.001])
-def test_a_short_sleep_ends(seconds):
-    fault_injection._sleep(seconds)
-
-
-def test_every_kind_of_a_rank_is_known_to_strike(monkeypatch):
-    """Those that are not tested above have an action all the same."""
-    for kind in KINDS.keys() - {"nan", "interrupt"}:
-        waiting, struck = armed(f"{kind},rank=1"), []
-        monkeypatch.setattr(waiting, "trigger", struck.append)
-        waiting("forward", 1)
-        assert [fault.kind for fault in struck] == [kind]
+    assert did == [3, 0.5, 1e9, 0]
 
 
 # -- in a process ------------------------------------------------------------------------------------------
@@ -196,22 +157,3 @@ def test_a_checkpoint_has_a_place_of_its_own():
     fault_injection.write(3)
     with pytest.raises(RuntimeError, match="on purpose"):
         fault_injection.write(4)
-
-
-def test_without_faults_nothing_listens():
-    fault_injection.install(0, 0, {})
-    fault_injection.activate([])
-    assert heartbeat._hooks == []
-
-
-def test_a_fault_that_is_none_is_found_before_anything_is_armed():
-    with pytest.raises(ConfigError):
-        fault_injection.activate(["kill", "lunch"])
-    heartbeat.at("forward", 1)
-
-
-def test_segv_is_a_read_of_address_zero(monkeypatch):
-    read = []
-    monkeypatch.setattr(fault_injection.ctypes, "string_at", read.append)
-    armed("segv,rank=1")("forward", 1)
-    assert read == [0]

@@ -91,13 +91,6 @@ def test_gpus_are_known_by_uuids_however_they_are_named(monkeypatch):
         assert environment.gpu_identities({"CUDA_VISIBLE_DEVICES": names}) == found
 
 
-def test_environments_with_other_import_paths_have_servers_of_their_own(monkeypatch):
-    before = fork_client.socket_path()
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    assert fork_client.socket_path() != before
-    assert fork_client.socket_path().parent == before.parent
-
-
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"])
 def test_each_batch_job_has_a_server_of_its_own(monkeypatch, name):
     monkeypatch.setenv(name, "1")
@@ -172,12 +165,6 @@ def test_a_server_of_another_user_is_refused(tmp_path, monkeypatch):
         pytest.raises(ConfigError, match=rf"belongs to user id {os.getuid() + 1}.*XDG_RUNTIME_DIR"),
     ):
         fork_client.connect()
-
-
-def test_the_user_at_the_other_end_is_known():
-    one, other = socket.socketpair()
-    with one, other:
-        assert processes.user_of(one) in (os.getuid(), None)
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "KMP_AFFINITY", "LD_PRELOAD", "TORCH_LOGS", "CUDA_HOME", "LANG"])

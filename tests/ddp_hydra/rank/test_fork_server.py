@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -10,12 +11,16 @@ import socket
 import sys
 import types
 from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from ddp_hydra.rank import fork_server as module
 from ddp_hydra.rank import spare_forks
 from ddp_hydra.rank.fork_server import ForkServer
+from ddp_hydra.rank.world import joined
 
 NOBODY = b'{"signal": 0}\n'
 RANK = b'{"title": "rank"}\n'
@@ -46,18 +51,13 @@ def call(server: ForkServer, said: bytes, fds: tuple[int, ...] = ()) -> socket.s
     return caller
 
 
-def test_half_a_line_blocks_nobody_and_is_not_waited_for_for_ever(server, monkeypatch):
+def test_half_a_line_blocks_nobody(server):
     with call(server, b'{"signal"') as slow, call(server, NOBODY):
         assert len(server.callers) == 2
         slow.sendall(b": 0}")  # the line goes on
         first = next(iter(server.callers.values()))
         server.receive(first)
-        server.drop_slow()
         assert first.partial_line == b'{"signal": 0}'
-        monkeypatch.setattr(spare_forks, "REQUEST_S", 0.0)
-        server.drop_slow()
-        assert len(server.callers) == 1
-        assert slow.recv(10) == b""
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,9 @@ def test_it_ends_where_all_have_gone_while_it_imports(server, monkeypatch):
 
 def test_it_waits_for_a_first_caller_from_the_end_of_the_imports_on(server):
     server.idle_since -= 100.0
-    assert server.is_time_over()
+    assert server.is_time_over
     server.begin_waiting()
-    assert not server.is_time_over()
-
-
-def test_a_line_has_a_bound(server, monkeypatch):
-    monkeypatch.setattr(spare_forks, "MAX_REQUEST", 100)
-    with call(server, b"x" * 101) as caller:
-        assert caller.recv(10) == b""
-    assert not server.callers
+    assert not server.is_time_over
 
 
 def test_where_no_process_can_be_started_only_that_rank_hears_of_it(server, monkeypatch):
@@ -178,12 +171,13 @@ def test_questions_do_not_keep_it(server):
     assert server.idle_since == since
     with call(server, b'{"stop": true}\n') as caller:
         assert json.loads(caller.recv(1000))["ends_in_s"] == 0.0
-        assert server.is_time_over()
+        assert server.is_time_over
 
 
 def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monkeypatch):
-    starts = []
+    starts, ended = [], []
     server.start_anew = lambda: starts.append(len(server.callers))
+    monkeypatch.setattr(server.spares, "end", lambda: ended.append(1))
     monkeypatch.setattr(module, "are_current", lambda files: False)
     with call(server, NOBODY), call(server, NOBODY):
         assert not starts  # nothing has been served before: it has just imported all
@@ -194,6 +188,7 @@ def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monk
         server.drop(caller)
     with call(server, NOBODY):
         assert starts == [0]
+        assert ended == [1]  # forks of the old code
 
 
 def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, monkeypatch):
@@ -247,19 +242,6 @@ def test_a_rank_takes_a_fork_that_is_there(server, rank, monkeypatch):
     assert 77 in server.ranks
 
 
-def test_forks_end_where_something_was_imported_since_or_the_server_begins_anew(server, rank, monkeypatch):
-    ended = []
-    monkeypatch.setattr(server.spares, "end", lambda: ended.append(1))
-    monkeypatch.setattr(module, "import_if_wanted", lambda: True)
-    with call(server, RANK):
-        assert len(ended) == 1
-    for caller in list(server.callers.values()):
-        server.drop(caller)
-    monkeypatch.setattr(module, "are_current", lambda files: False)
-    with call(server, NOBODY):
-        assert len(ended) == 2
-
-
 # -- how long it stays when nobody uses it -----------------------------------------------------------------
 
 
@@ -273,16 +255,16 @@ def idle(server) -> ForkServer:
 
 
 def test_it_stays_for_its_time(idle):
-    assert not idle.is_time_over()
+    assert not idle.is_time_over
     assert 99 < idle.remaining_s <= 100
 
 
 def test_its_time_is_what_the_last_request_said(idle):
     idle.keep_warm_s = 0.0
-    assert not idle.is_time_over()
+    assert not idle.is_time_over
     with call(idle, NOBODY):
         idle.drop(next(iter(idle.callers.values())))
-    assert idle.is_time_over()
+    assert idle.is_time_over
 
 
 def test_without_its_socket_it_leaves(idle):
@@ -290,9 +272,9 @@ def test_without_its_socket_it_leaves(idle):
     other.touch()
     other.replace(idle.address)  # somebody else's
     assert not idle.is_found()
-    assert idle.is_time_over()
+    assert idle.is_time_over
     idle.address.unlink()
-    assert idle.is_time_over()
+    assert idle.is_time_over
 
 
 @pytest.mark.medium
@@ -316,8 +298,58 @@ def test_what_was_imported_is_out_of_date_after_a_change(tmp_path, monkeypatch, 
     assert not module.are_current(loaded)
 
 
-def test_it_looks_at_what_was_imported_now_and_then(idle, monkeypatch):
-    monkeypatch.setattr(module, "are_current", lambda files: False)
-    assert not idle.is_time_over()
-    monkeypatch.setattr(module, "CURRENT_S", 0.0)
-    assert idle.is_time_over()
+# -- what it imports ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> str:
+    """A package of which one module is broken, and one imports the next."""
+    folder = tmp_path / "preloaded"
+    folder.mkdir()
+    for name, text in (("__init__", ""), ("broken", "1 / 0"), ("one", "import preloaded.two"), ("two", "")):
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(module, "PRELOAD", ("preloaded.broken", "preloaded.missing", "preloaded.one"))
+    monkeypatch.setattr(module, "LOOK_S", -1.0)
+    yield folder.name
+    for name in [name for name in sys.modules if name.startswith(folder.name)]:
+        del sys.modules[name]
+
+
+def test_it_looks_at_the_callers_while_it_imports_what_there_is(package):
+    seen: list[set[str]] = []
+    finders = list(sys.meta_path)
+    module.preload(lambda: seen.append({name for name in sys.modules if name.startswith(package)}))
+    assert {"preloaded.one", "preloaded.two"} <= set(sys.modules)
+    assert "preloaded.broken" not in sys.modules
+    assert len(seen) == 5
+    assert "preloaded.one" in seen[-1]  # before the module that it imports
+    assert sys.meta_path == finders
+    assert gc.isenabled()
+
+
+def test_it_does_not_look_all_the_time(package, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_S", 60.0)
+    module.preload(lambda: pytest.fail("looked"))
+
+
+def test_ranks_need_not_look_for_the_backends_that_torch_has(monkeypatch):
+    found: dict[str, Any] = {}
+    monkeypatch.setattr(dist.Backend, "_plugins", found)
+    module.register_backends()
+    names = {entry.name.upper() for entry in entry_points(group="torch.distributed.backends")}
+    assert set(found) == names & {"GLOO", "NCCL"}
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **_: pytest.fail("looked for it again"))
+    with joined(dist.HashStore(), 0, 1, 1, "gloo"):
+        assert dist.get_world_size() == 1
+
+
+def test_a_backend_that_cannot_be_registered_is_left_to_ranks(monkeypatch):
+    class Broken:
+        name = "nccl"
+
+        def load(self) -> None:
+            raise ImportError(self.name)
+
+    monkeypatch.setattr(module, "entry_points", lambda group: [Broken()])
+    module.register_backends()

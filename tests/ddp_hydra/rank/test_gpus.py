@@ -54,11 +54,6 @@ def driver(monkeypatch):
     environment.gpu_uuids.cache_clear()
 
 
-def test_all_gpus_are_listed_in_their_order(driver):
-    assert (len(environment.gpu_uuids()), environment.gpu_uuids()) == (2, UUIDS)
-    assert driver.shutdowns == 1
-
-
 @pytest.mark.parametrize("failing", ["handle", "uuid"])
 def test_a_driver_that_tells_no_uuids_leaves_names(failing, driver):
     driver.failing = {failing}
@@ -68,7 +63,7 @@ def test_a_driver_that_tells_no_uuids_leaves_names(failing, driver):
 
 def test_a_library_that_does_not_start_shows_no_gpu(driver):
     driver.failing = {"init"}
-    assert (len(environment.gpu_uuids()), environment.gpu_uuids(), driver.shutdowns) == (0, [], 0)
+    assert (environment.gpu_uuids(), driver.shutdowns) == ([], 0)
 
 
 @pytest.mark.parametrize(
@@ -85,3 +80,5 @@ def test_a_library_that_does_not_start_shows_no_gpu(driver):
 )
 def test_visible_gpus_get_names_that_mean_the_same_everywhere(visible, expected, driver):
     assert environment.gpu_identities({"CUDA_VISIBLE_DEVICES": visible}) == expected
+    if expected:
+        assert (environment.gpu_uuids(), driver.shutdowns) == (UUIDS, 1)

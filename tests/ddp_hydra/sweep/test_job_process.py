@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import sys
 from pathlib import Path
@@ -14,13 +13,13 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE
-from ddp_hydra.sweep import other_apps, planned_job
+from ddp_hydra.sweep import other_apps
 from ddp_hydra.sweep.planned_job import JobOutcome, PlannedJob, run_planned_job
 from ddp_hydra.sweep.rows import JobRow, JobState
 
 
 @pytest.fixture
-def end(tmp_path, hydra_restore_singletons, logging_restored):
+def end(tmp_path, hydra_restore_singletons):
     """Run a task as a job."""
 
     def run(task, env=None) -> JobOutcome:
@@ -34,16 +33,6 @@ def end(tmp_path, hydra_restore_singletons, logging_restored):
         )
 
     return run
-
-
-@pytest.fixture
-def logging_restored():
-    root = logging.getLogger()
-    before = root.level, list(root.handlers)
-    yield
-    for handler in set(root.handlers) - set(before[1]):
-        handler.close()
-    root.level, root.handlers = before
 
 
 @pytest.mark.medium
@@ -68,7 +57,7 @@ def test_what_hydra_cannot_begin_with_is_told(end, capsys):
     assert "Interpolation key 'nowhere' not found" in capsys.readouterr().out, "in the job's log, with the traceback"
 
 
-def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_path, logging_restored, capsys):
+def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_path, capsys):
     handler = {"class": "logging.FileHandler", "filename": str(tmp_path / "app.log")}
     logging_of = {"version": 1, "handlers": {"file": handler}, "root": {"level": "INFO", "handlers": ["file"]}}
     logging_of["disable_existing_loggers"] = False
@@ -83,19 +72,3 @@ def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_p
     assert "hydra.job_logging cannot be set up on this host" in out
     assert "No such file or directory: '/nowhere/app.log'" in out
     assert "INFO:app:two" in out
-
-
-def test_what_is_preloaded_exists(monkeypatch):
-    for name in planned_job.PRELOAD:
-        assert importlib.util.find_spec(name), name
-    imported, real = [], importlib.import_module
-
-    def note(name: str, package: str | None = None) -> object:
-        imported.extend({name} & set(planned_job.PRELOAD))
-        return real(name, package)
-
-    monkeypatch.setattr(planned_job.importlib, "import_module", note)
-    planned_job.preload(is_ours=False)
-    assert imported == []
-    planned_job.preload(is_ours=True)
-    assert imported == list(planned_job.PRELOAD)

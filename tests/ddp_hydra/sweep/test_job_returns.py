@@ -67,7 +67,6 @@ def test_an_error_shows_where_it_was_raised():
     [
         (ConfigError("first\nsecond"), "first"),
         (ValueError("first\nsecond"), "ValueError: first"),
-        (KeyError(), "KeyError"),
         (
             InstantiationException("Error in call to target 'a.Model':\nValueError('no such layer')\nfull_key: model"),
             "InstantiationException: Error in call to target 'a.Model': ValueError('no such layer')",

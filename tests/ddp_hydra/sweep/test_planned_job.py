@@ -24,22 +24,9 @@ def planned(folder: Path, earlier: JobRow | None = None, is_ours: bool = True) -
 
 
 @pytest.mark.parametrize(
-    ("overrides", "kept"),
-    [
-        (["a=1", "hydra.job.name=x", "+hydra.y=1", "hydra/launcher=basic", "b=2"], ["a=1", "b=2"]),
-        (["hydraulic=1", "~c"], ["hydraulic=1", "~c"]),
-    ],
-)
-def test_jobs_are_told_apart_by_what_is_not_hydras(overrides, kept):
-    assert planned_job.without_hydras(overrides) == kept
-
-
-@pytest.mark.parametrize(
     ("state", "has_checkpoint", "is_ours", "resumes"),
     [
         (JobState.interrupted, True, True, True),
-        (JobState.running, True, True, True),
-        (JobState.failed, True, True, True),
         (JobState.interrupted, False, True, False),
         (JobState.interrupted, True, False, False),
     ],
@@ -102,7 +89,6 @@ def test_the_secrets_of_an_app_of_others_are_not_shown_and_do_not_make_it_anothe
         ({"cluster": {"_target_": "a"}, "dispatch": {}, "trainer": {}}, True),
         ({"cluster": {"_target_": "a"}, "dispatch": {}}, False),
         ({"cluster": {"size": 3}, "dispatch": {}, "trainer": {}}, False),
-        ({"cluster": "mine"}, False),
         ({}, False),
     ],
 )

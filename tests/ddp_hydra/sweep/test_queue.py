@@ -26,11 +26,6 @@ def numbered(jobs: JobQueue, override: str, wanted: int) -> tuple[int, JobRow | 
     return job.row.number, job.earlier
 
 
-def test_without_an_earlier_start_jobs_have_the_numbers_that_hydra_gives():
-    jobs = queue([])
-    assert [numbered(jobs, f"a={n}", wanted)[0] for n, wanted in enumerate([0, 1, 2, 5])] == [0, 1, 2, 5]
-
-
 def test_a_job_of_before_keeps_its_number_and_new_ones_come_after_all_of_them():
     earlier = [row(0, "a=1"), row(1, "a=2"), row(2, "a=3")]
     jobs = queue(earlier)

@@ -34,14 +34,6 @@ def test_a_status_and_then_a_summary_are_taken_over(row, tmp_path):
     assert (row.epoch, row.epochs) == (2, 2)
 
 
-def test_the_epoch_of_a_job_that_ended_before_its_last_step_is_not_known(row, tmp_path):
-    (tmp_path / "status.json").write_text(json.dumps({"step": 5, "total_steps": 10, "epoch": 1, "epochs": 2}))
-    summary_files.read_status(row, tmp_path, ACCURACY)
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 8}))
-    summary_files.read_summary(row, tmp_path, ACCURACY)
-    assert (row.step, row.total_steps, row.epoch) == (8, 10, None)
-
-
 @pytest.mark.parametrize(("status", "state"), [("done", JobState.done), ("failed", JobState.interrupted)])
 def test_a_job_that_was_done_when_the_sweep_was_killed_is_done(row, tmp_path, status, state):
     row.state = JobState.interrupted
@@ -59,6 +51,9 @@ def test_a_job_that_ends_keeps_its_number_of_steps(row, tmp_path):
     (tmp_path / "status.json").unlink()
     summary_files.read_status(row, tmp_path, ACCURACY)
     assert (row.step, row.total_steps) == (5, 10)
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 8}))
+    summary_files.read_summary(row, tmp_path, ACCURACY)
+    assert (row.step, row.total_steps, row.epoch) == (8, 10, None), "it ended before its last step"
     quick = JobRow(1, [], "1")
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "steps": 10}))
     summary_files.read_summary(quick, tmp_path, ACCURACY)

@@ -71,10 +71,8 @@ def start_all(scheduler: JobScheduler, workers: int = 2) -> list[int]:
     ("ranks", "running", "fits"),
     [
         (2, [], True),
-        (2, [(2, 2)], True),
         (2, [(2, 2), (2, 2)], True),  # it waits for workers
         (2, [(2, 2), (2, 2), (2, 0), (2, 0)], False),  # enough of them wait
-        (None, [(2, 2)], True),
         (None, [(None, 4), (None, 0)], False),
         (8, [], True),  # more ranks than workers: the job itself says so
     ],
@@ -84,13 +82,8 @@ def test_a_job_starts_where_there_are_workers_and_a_few_wait_for_them(make, rank
     scheduler.bring_up("a")
     scheduler.running = [RunningJob(job(ranks=own, workers=workers), None) for own, workers in running]
     assert scheduler.fits(job(ranks=ranks)) is fits
-
-
-def test_tasks_of_other_apps_do_not_wait_for_workers_of_their_own(make):
-    scheduler, _ = make()
-    scheduler.bring_up("a")
     scheduler.running = [RunningJob(job(workers=2, is_ours=False), None) for _ in range(2)]
-    assert not scheduler.fits(job(is_ours=False))
+    assert not scheduler.fits(job(is_ours=False)), "tasks of other apps don't wait for workers of their own"
 
 
 @pytest.mark.parametrize(("is_ours", "fits"), [(True, False), (False, True)])

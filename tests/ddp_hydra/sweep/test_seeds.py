@@ -7,7 +7,7 @@ import math
 import pytest
 
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
-from ddp_hydra.sweep.tables import is_seed, repeated
+from ddp_hydra.sweep.tables import repeated
 
 LOSS = SweepObjective("val/loss", maximize=False)
 
@@ -52,17 +52,10 @@ def test_only_done_jobs_with_a_value_count():
     assert found.jobs == [0, 1, 2, 3, 4]
     (none,) = repeated(rows[1:], LOSS)
     assert (none.n, none.mean, none.best) == (0, None, None)
-
-
-def test_a_default_seed_is_one_of_them():
-    rows = [row(0, 1.0, "lr=1", seed="0"), row(1, 3.0, "lr=1", "seed=1")]
-    (found,) = repeated(rows, LOSS)
-    assert (found.mean, found.n, found.values) == (2.0, 2, {})
-
-
-def test_configs_with_other_data_are_grouped():
-    rows = [row(n, [5.0, 1.0][n % 2], f"data={'ab'[n % 2]}", f"seed={n // 2}") for n in range(4)]
-    assert [one.values for one in repeated(rows, LOSS)] == [{"data": "a"}, {"data": "b"}]
+    (found,) = repeated([row(0, 1.0, "lr=1", seed="0"), row(1, 3.0, "lr=1", "seed=1")], LOSS)
+    assert (found.mean, found.n, found.values) == (2.0, 2, {}), "a default seed is one of them"
+    rows = [row(n, [5.0, 1.0][n % 2], f"data={'ab'[n % 2]}", f"data.seed={n // 2}") for n in range(4)]
+    assert [one.values for one in repeated(rows, LOSS)] == [{"data": "a"}, {"data": "b"}], "other data stay apart"
 
 
 @pytest.mark.parametrize(
@@ -71,7 +64,3 @@ def test_configs_with_other_data_are_grouped():
 )
 def test_a_sweep_that_repeats_no_seed_has_no_means(overrides):
     assert repeated([row(n, 1.0, *words) for n, words in enumerate(overrides)], LOSS) == []
-
-
-def test_keys_of_seeds():
-    assert [is_seed(key) for key in ("seed", "data.seed", "seeds", "seed.x", "reseed")] == [True, True] + [False] * 3

@@ -21,10 +21,7 @@ STOPPABLE = {**OURS, "results": {"handler": "client"}}
     "wrong",
     [
         {"max_jobs": 0},
-        {"max_jobs": True},
-        {"ranks": "two"},
         {"job_timeout_s": 0},
-        {"job_timeout_s": "long"},
         {"direction": "up"},
     ],
 )
@@ -43,17 +40,12 @@ def test_what_is_for_tasks_with_ranks_is_refused_elsewhere():
     SweepSettings(max_jobs=2).check(is_ours=True)
 
 
-@pytest.mark.parametrize("keep", ["best", "best:0", "best:-1", "best:x", "some", 5, True])
+@pytest.mark.parametrize("keep", ["best", "best:0", "best:-1", 5])
 def test_what_to_keep_is_checked(keep):
     with pytest.raises(ConfigError, match=rf"hydra\.launcher\.keep={keep}: give all, none or best:5"):
         SweepSettings(keep=keep)
-
-
-def test_other_apps_have_no_checkpoints_to_keep():
     with pytest.raises(ConfigError, match="only jobs of ddp_hydra's configs have checkpoints"):
         SweepSettings(keep="none").check(is_ours=False)
-    SweepSettings(keep=None).check(is_ours=False)
-    SweepSettings(keep="none").check(is_ours=True)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +56,9 @@ def test_other_apps_have_no_checkpoints_to_keep():
             None,
             SweepObjective("val/loss", maximize=False),
         ),
-        ({"objective": {"metric": "val/accuracy"}}, None, SweepObjective("val/accuracy", maximize=None)),
         (OURS | {"objective": {"metric": "val/loss"}}, None, SweepObjective("val/loss", maximize=False)),
         (OURS | {"objective": {"metric": "a", "direction": "maximize"}}, None, SweepObjective("a", maximize=True)),
         ({}, None, SweepObjective("value", maximize=None)),
-        ({}, "maximize", SweepObjective("value", maximize=True)),
-        (
-            {"objective": 3, "hydra": {"sweeper": {"direction": "maximize"}}},
-            None,
-            SweepObjective("value", maximize=True),
-        ),
         ({"hydra": {"sweeper": {"direction": ["maximize", "minimize"]}}}, None, SweepObjective("value", maximize=None)),
     ],
 )
@@ -86,14 +71,10 @@ def test_the_objective_is_the_configs_or_what_the_task_returns(config, direction
     [
         ({"direction": "minimize"}, "val/accuracy", r"hydra.sweeper.direction=maximize"),
         ({"direction": "maximize"}, "val/accuracy", None),
-        ({"direction": "minimize"}, "val/loss", None),
         ({"direction": ["maximize"]}, "val/accuracy", None),
         ({"direction": ["maximize", "minimize"]}, "val/accuracy", r"goes by maximize: give.*direction=maximize"),
         ({"ax_config": {"experiment": {"minimize": True}}}, "val/accuracy", r"experiment.minimize=false"),
-        ({"ax_config": {"experiment": {"minimize": True}}}, "val/loss", None),
         ({"optim": {"maximize": False}}, "val/accuracy", r"optim.maximize=true"),
-        ({"optim": {"maximize": False}}, "val/loss", None),
-        ({"direction": None}, "val/accuracy", None),
         ({}, "val/accuracy", None),
     ],
 )
@@ -119,12 +100,6 @@ def policy(
     return stop_policy(given, SweepObjective(metric, maximize), config, ranks)
 
 
-def test_without_a_rule_or_in_a_dry_run_no_job_is_stopped():
-    assert policy(None) is None
-    assert policy("asha", dry_run=True) is None
-    assert policy(None, maximize=None) is None
-
-
 def test_jobs_of_ours_are_paused_by_asha_and_hyperband():
     asha = policy("asha")
     assert isinstance(asha, Rungs)
@@ -132,6 +107,8 @@ def test_jobs_of_ours_are_paused_by_asha_and_hyperband():
     hyperband = policy(OmegaConf.create({"rule": "hyperband", "brackets": 2, "first": 2, "reduction": 4}))
     assert (hyperband.first, hyperband.reduction, len(hyperband.rungs)) == (2, 4, 2)
     assert len(policy("hyperband").rungs) == 3
+    assert policy(None) is policy("asha", dry_run=True) is None
+    assert isinstance(policy({"rule": "asha", "first": 2}, ours=False, ranks=1).rule, Halving)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +120,6 @@ def test_the_other_rules_interrupt_jobs(given, kind):
         made = policy(given, ours=ours, ranks=None if ours else 2)
         assert isinstance(made, ReportPolicy)
         assert isinstance(made.rule, kind)
-
-
-def test_jobs_of_other_apps_are_stopped_at_the_rungs_of_asha():
-    made = policy({"rule": "asha", "first": 2}, ours=False, ranks=1)
-    assert isinstance(made.rule, Halving)
 
 
 @pytest.mark.medium
@@ -169,12 +141,9 @@ def test_a_pruner_of_optuna_is_given_by_its_class():
             {},
             "there is no rule 'ascha': give asha, hyperband, median, patient, threshold, or a _target_ of Optuna",
         ),
-        ({"first": 1}, {}, "there is no rule None"),
         (3, {}, r"hydra.launcher.stop=3: give asha, .* or \{rule: asha, reduction: 3\}"),
-        ({"rule": "asha", "warmup": 1}, {}, "asha has no option 'warmup': there are first, reduction$"),
         ({"rule": "asha", "brackets": 2}, {}, "asha has no option 'brackets': there are first, reduction$"),
         ({"rule": "asha", "reduction": 1}, {}, "reduction=1: give a whole number of at least 2"),
-        ({"rule": "median", "trials": 1.5}, {}, "trials=1.5: give a whole number of at least 1"),
         ({"rule": "threshold", "bound": "x"}, {}, "bound=x: give a number"),
         ("threshold", {}, r"threshold needs bound: give \{rule: threshold, bound: <number>\}"),
         pytest.param(

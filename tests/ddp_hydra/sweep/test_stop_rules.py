@@ -12,9 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.stop_rules import (
-    GroupedPolicy,
     Halving,
     Median,
     OptunaRule,
@@ -26,7 +24,6 @@ from ddp_hydra.sweep.stop_rules import (
     Trial,
     Verdict,
     bracket_pattern,
-    describe_standing,
 )
 
 NAN = math.nan
@@ -75,14 +72,12 @@ def play(
     [
         ({}, [1.0], [[2.0], [3.0]], False),  # of too few
         ({}, [1.0], [[2.0], [3.0], [4.0]], True),
-        ({}, [3.0], [[2.0], [3.0], [4.0]], False),
         ({}, [1.0], [[2.0], [3.0], [NAN]], True),
         ({}, [NAN], [[2.0], [3.0], [4.0]], True),
         ({}, [9.0, 1.0], [[2.0, 2.0], [3.0, 3.0], [4.0, 4.0]], False),  # its best counts
         ({}, [3.1, 1.0], [[2.0, 9.0], [3.0, 9.0], [4.0, 9.0]], True),  # and the average of the others
         ({}, [1.0, 1.0], [[2.0, 2.0], [3.0, 3.0], [4.0]], False),  # one was stopped before
         ({"after": 3}, [1.0, 1.0], [[2.0, 2.0]] * 3, False),
-        ({"trials": 1}, [1.0], [[2.0]], True),
     ],
 )
 def test_median(options, own, earlier, stops):
@@ -96,9 +91,7 @@ def test_median(options, own, earlier, stops):
     [
         ({}, [1.0, 1.0, 1.0], False),
         ({}, [1.0, 1.0, 1.0, 1.0], True),
-        ({}, [1.0, 1.0, 1.0, 1.1], False),
         ({"min_delta": 0.2}, [1.0, 1.1, 1.15, 1.19], True),
-        ({"min_delta": 0.2}, [1.0, 1.1, 1.15, 1.21], False),
         ({"patience": 1}, [NAN], True),
         ({"patience": 2}, [NAN, 1.0, NAN], False),
     ],
@@ -113,7 +106,6 @@ def test_patient(options, own, stops):
     [
         ({"bound": 0.5}, [0.6], ""),
         ({"bound": 0.5}, [0.5], "its best value 0.5 is not better than 0.5"),
-        ({"bound": 0.5, "after": 2}, [0.4], ""),
         ({"bound": 0.5, "after": 2}, [0.4, 0.3], "its best value 0.4 is not better than 0.5"),
         ({"bound": 0.5, "after": 9}, [0.9, NAN], "its objective is NaN"),
     ],
@@ -128,7 +120,6 @@ def test_threshold(options, own, reason):
         ([1.0], [], ""),
         ([1.0], [[2.0]], "rung 0: place 2 of 2, and the best 1 go on"),
         ([2.0], [[2.0]], "rung 0: place 2 of 2, and the best 1 go on"),  # the one before wins
-        ([2.0], [[1.0], [1.0], [3.0], [4.0], [1.0]], "rung 0: place 3 of 6, and the best 2 go on"),
         ([3.5], [[1.0], [1.0], [3.0], [4.0], [1.0]], ""),
         ([2.0, 0.0], [[9.0, 9.0]] * 5, ""),  # between two rungs
         ([2.0, 0.0, 1.0], [[9.0, 9.0, 9.0]], "rung 1: place 2 of 2, and the best 1 go on"),
@@ -152,59 +143,11 @@ def test_a_decision_waits_for_the_jobs_before_and_what_comes_after_it_does_not_c
     assert policy.is_settled(2)
 
 
-@pytest.mark.parametrize("make", [lambda: ReportPolicy(Median(True, trials=1)), lambda: Rungs(True, reduction=2)])
-def test_jobs_with_other_data_are_judged_apart(make):
-    """Those of the harder set are all worse than those of the easier one."""
-    policy = GroupedPolicy(make)
-    assert policy.pauses is make().pauses
-    curves = {number: [0.1 * number, 0.1 * number] if number % 2 else [9.0 - number] * 2 for number in range(6)}
-    for number in curves:
-        policy.add(number, group="hard" if number % 2 else "easy")
-    for number, values in curves.items():
-        policy.update(number, values[: policy.goal(number)])
-    verdicts = [(verdict.number, verdict.goes_on) for verdict in policy.decide()]
-    stopped = {number for number, goes_on in verdicts if not goes_on}
-    gone_on = {number for number, goes_on in verdicts if goes_on}
-    assert (stopped, gone_on) == (({2, 4}, set()) if not policy.pauses else (set(), {0, 3, 5}))
-
-
-def test_a_job_that_has_failed_keeps_nobody_waiting():
-    policy = ReportPolicy(Median(True, trials=1))
-    for number in range(3):
-        policy.add(number)
-    policy.update(1, [3.0])
-    policy.update(2, [1.0])
-    assert not list(policy.decide())
-    policy.update(0, [], "failed")
-    assert [stop.number for stop in policy.decide()] == [2]
-
-
-def test_what_ended_in_an_earlier_run_of_the_sweep_is_not_decided_again():
-    policy = ReportPolicy(Patient(True, patience=1))
-    policy.add(0, [1.0, 1.0, 1.0], "done")
-    assert not list(policy.decide())
-    assert policy.is_settled(0)
-
-
-def test_the_last_report_of_a_whole_run_stops_nothing():
-    policy = ReportPolicy(Patient(True, patience=1))
-    policy.add(0)
-    policy.update(0, [1.0, 1.0], is_complete=True)
-    assert not list(policy.decide())
-
-
 def optuna() -> Any:
     """Import Optuna, whose version 2 warns of another package."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("optuna")
-
-
-@pytest.mark.medium
-def test_what_is_no_pruner_is_refused():
-    optuna()
-    with pytest.raises(ConfigError, match="makes a dict, not a pruner of Optuna"):
-        OptunaRule(True, {})
 
 
 def pruners() -> list[Callable[[], Rule]]:
@@ -217,24 +160,13 @@ def pruners() -> list[Callable[[], Rule]]:
     ]
 
 
-@pytest.mark.medium
-def test_a_median_pruner_stops_the_bad_ones_after_its_warm_up():
-    order = random.Random(3)
-    curves = [[order.random() + number % 4 for _ in range(8)] for number in range(20)]
-    pruner = optuna().pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=2)
-    found = play(OptunaRule(True, pruner), curves, random.Random(0))
-    assert 2 < len(found) < 18
-    assert all(reason == "MedianPruner has pruned it" and report > 1 for report, reason in found.values())
-    assert {number % 4 for number in found} <= {0, 1, 2}, "the best are not among them"
-
-
 values = st.one_of(st.floats(-5, 5), st.just(NAN), st.sampled_from([0.0, 1.0]))
 curves = st.lists(st.lists(values, min_size=0, max_size=8), min_size=1, max_size=9)
 
 
 @pytest.mark.medium
 @given(curves=curves, seed=st.integers(0, 10**6), kill_after=st.integers(1, 30), which=st.integers(0, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=max(60, settings().max_examples), deadline=None)
 def test_no_order_of_arrival_and_no_kill_of_the_sweep_changes_what_a_rule_decides(curves, seed, kill_after, which):
     rules: list[Callable[[], Rule]] = [
         lambda: Median(True, trials=2),
@@ -351,10 +283,6 @@ def test_a_job_that_fails_is_the_worst_where_it_failed_and_keeps_nobody_waiting(
     assert rungs[0][1:] == [[0, 1], [1], [1]]
 
 
-def test_a_rung_with_fewer_results_than_go_on_in_one_says_none():
-    assert describe_standing(1, 2, 2, 0) == "rung 1: place 2 of 2, and none goes on"
-
-
 def test_lower_is_better_where_that_is_wanted():
     rungs = Rungs(False)
     for number in range(3):
@@ -385,14 +313,11 @@ def test_the_brackets_of_hyperband_have_the_sizes_of_the_paper(brackets, sizes):
     pattern = bracket_pattern(brackets, 3)
     assert {bracket: pattern.count(bracket) for bracket in sizes} == sizes
     assert len(pattern) == sum(sizes.values())
-
-
-def test_a_later_bracket_pauses_later():
-    rungs = Rungs(True, brackets=3)
-    for number in range(17):
+    rungs = Rungs(True, brackets=brackets)
+    for number in range(len(pattern)):
         rungs.add(number)
-    goals = [rungs.goal(number) for number in range(17)]
-    assert (goals.count(1), goals.count(3), goals.count(9)) == (9, 5, 3)
+    goals = [rungs.goal(number) for number in range(len(pattern))]
+    assert {bracket: goals.count(3**bracket) for bracket in sizes} == sizes, "a later bracket pauses later"
 
 
 curve = st.integers(1, LENGTH).flatmap(lambda n: st.lists(values, min_size=n, max_size=n))
@@ -409,7 +334,7 @@ curve = st.integers(1, LENGTH).flatmap(lambda n: st.lists(values, min_size=n, ma
     brackets=st.integers(1, 2),
     batch=st.one_of(st.none(), st.integers(1, 6)),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=max(80, settings().max_examples), deadline=None)
 def test_no_order_of_arrival_and_no_kill_of_the_sweep_changes_what_rungs_decide(
     curves, seed, kill_after, fails, first, reduction, brackets, batch
 ):

@@ -96,10 +96,6 @@ def test_what_was_written_is_read(tmp_path_factory, rows):
     assert {path.name for path in folder.iterdir()} - {"seeds.csv"} == {"sweep.json", "sweep.csv", "sweep.md"}
 
 
-def test_no_file_no_jobs(tmp_path):
-    assert read(tmp_path) == read(tmp_path / "none") == []
-
-
 def test_json_has_no_word_for_nan(tmp_path):
     odd = done(0, math.nan, value=[math.inf, (1, math.nan)], wall_s=1.0, eta_s=math.inf)
     SummaryFiles(tmp_path, ACCURACY).write([odd])
@@ -109,10 +105,6 @@ def test_json_has_no_word_for_nan(tmp_path):
     assert (row.objective, row.metrics["val/accuracy"], row.value, row.eta_s) == (None, None, [None, [1, None]], None)
 
 
-def test_the_objective_is_in_it():
-    assert json.loads(json_text([], ACCURACY))["objective"] == {"metric": "val/accuracy", "maximize": True}
-
-
 GOOD = json.loads(json_text([done(0, 0.5)], ACCURACY))
 
 
@@ -120,22 +112,12 @@ GOOD = json.loads(json_text([done(0, 0.5)], ACCURACY))
     ("changes", "words"),
     [
         ({"number": -1}, "Expected `int` >= 0 - at `$.jobs[0].number`"),
-        ({"number": True}, "Expected `int`, got `bool` - at `$.jobs[0].number`"),
-        ({"number": None}, "at `$.jobs[0].number`"),
         ({"overrides": "a=1"}, "Expected `array`, got `str` - at `$.jobs[0].overrides`"),
-        ({"overrides": [1]}, "Expected `str`, got `int` - at `$.jobs[0].overrides[0]`"),
-        ({"folder": 1}, "at `$.jobs[0].folder`"),
         ({"state": "asleep"}, "Invalid enum value 'asleep' - at `$.jobs[0].state`"),
-        ({"state": ["done"]}, "at `$.jobs[0].state`"),
         ({"objective": "0.5"}, "Expected `float | null`, got `str` - at `$.jobs[0].objective`"),
         ({"objective": 10**400}, "Number out of range - at `$.jobs[0].objective`"),
-        ({"metrics": []}, "at `$.jobs[0].metrics`"),
         ({"metrics": {"a": "b"}}, "at `$.jobs[0].metrics[...]`"),
-        ({"step": 1.5}, "at `$.jobs[0].step`"),
         ({"wall_s": None}, "Expected `float`, got `null` - at `$.jobs[0].wall_s`"),
-        ({"wall_s": False}, "at `$.jobs[0].wall_s`"),
-        ({"message": None}, "at `$.jobs[0].message`"),
-        ({"filled": {"a": 1}}, "at `$.jobs[0].filled[...]`"),
     ],
 )
 def test_a_job_that_is_none_is_refused(tmp_path, changes, words):
@@ -146,20 +128,10 @@ def test_a_job_that_is_none_is_refused(tmp_path, changes, words):
     assert "hydra.sweep.dir=<folder>" in str(error.value)
 
 
-@pytest.mark.parametrize("key", ["number", "overrides", "folder"])
-def test_a_job_with_a_missing_key_is_refused(tmp_path, key):
-    rest = {name: value for name, value in GOOD["jobs"][0].items() if name != key}
-    (tmp_path / "sweep.json").write_text(json.dumps(GOOD | {"jobs": [rest]}))
-    with pytest.raises(ConfigError, match=f"missing required field `{key}`"):
-        read(tmp_path)
-
-
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"{", b"[]", b"null", b"7", b"\xff\xfe", b"[" * 100_000, b'{"version": 1}',
-        b'{"version": true, "jobs": []}',
-        b'{"version": 2, "jobs": []}', b'{"version": 1, "jobs": {}}', b'{"version": 1, "jobs": [1]}',
+        b"", b"null", b"\xff\xfe", b"[" * 100_000, b'{"version": 1}', b'{"version": 2, "jobs": []}',
         json.dumps(GOOD | {"jobs": GOOD["jobs"] * 2}).encode(), json.dumps(GOOD).replace("0.5", "NaN").encode(),
         json.dumps(GOOD).replace("0.5", "1e999").encode(), json.dumps(GOOD).replace("0.5", "9" * 5000).encode(),
     ],
@@ -171,13 +143,8 @@ def test_any_other_file_is_refused(tmp_path, content):
         read(tmp_path)
 
 
-def test_a_folder_in_its_place_is_refused(tmp_path):
-    (tmp_path / "sweep.json").mkdir()
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read(tmp_path)
-
-
 def test_what_a_newer_version_adds_does_not_matter(tmp_path):
+    assert read(tmp_path) == [], "there is no file yet"
     (tmp_path / "sweep.json").write_text(json.dumps(GOOD | {"more": 1, "jobs": [GOOD["jobs"][0] | {"more": 1}]}))
     assert read(tmp_path) == [done(0, 0.5)]
 
@@ -328,12 +295,10 @@ def test_the_markdown_shows_what_was_said(text):
     assert shown[1][-1].split() == text.split()
 
 
-def test_one_job_alone_shows_all_that_was_given():
-    assert cells(markdown_text([done(0, 0.5, "a=1", "b=2")], ACCURACY))[0][2:4] == ["a", "b"]
-
-
-def test_a_long_message_is_cut():
-    assert len(cells(markdown_text([job(0, message="word " * 1000)], ACCURACY))[1][-1]) <= 300
+def test_a_long_message_is_cut_and_one_job_alone_shows_all_that_was_given():
+    head, line = cells(markdown_text([job(0, "a=1", "b=2", message="word " * 1000)], ACCURACY))
+    assert head[2:4] == ["a", "b"]
+    assert len(line[-1]) <= 300
 
 
 # -- writing -----------------------------------------------------------------------------------------------
@@ -411,12 +376,6 @@ def test_a_job_whose_folder_has_no_name_for_one_ends_no_sweep(tmp_path, folder):
     assert read(tmp_path)[0].folder == folder
 
 
-def test_a_folder_that_cannot_be_made_ends_no_sweep(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    SummaryFiles(tmp_path / "file" / "sweep", ACCURACY).write(ROWS)
-    assert "the sweep goes on" in caplog.text
-
-
 def test_drafts_of_a_killed_sweep_are_removed(tmp_path):
     (tmp_path / ".part-0123").write_text("half")
     SummaryFiles(tmp_path, ACCURACY).write(ROWS)
@@ -444,11 +403,6 @@ def test_the_tab_gets_its_columns_once_there_are_curves(tmp_path, monkeypatch):
     rows.append(job(2))
     made.write(rows, now=True)
     assert calls[1][1:] == ([*given, rows[2].overrides], ["val/accuracy", "train/loss"])
-
-
-def test_metrics_with_other_names_are_all_shown(tmp_path, monkeypatch):
-    (tmp_path / "tensorboard").mkdir()
-    calls = []
-    monkeypatch.setattr(tensorboard, "write_experiment", lambda *args: calls.append(args))
-    SummaryFiles(tmp_path, ACCURACY).write([job(0, folder=str(tmp_path), metrics={"b": 1.0, "a": None})])
-    assert calls[0][2] == ["val/accuracy", "a", "b"]
+    rows[0].metrics = {"b": 1.0, "a": None}
+    made.write(rows, now=True)
+    assert calls[2][2] == ["val/accuracy", "a", "b"], "metrics with other names are all shown"

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.sweep import sweep
 from ddp_hydra.sweep.queue import CachingConfigLoader
-from ddp_hydra.sweep.scheduler import lock, unlock
+from ddp_hydra.sweep.scheduler import sweep_locked
 from ddp_hydra.sweep.settings import SweepSettings
 from ddp_hydra.sweep.sweep import Sweep
 
@@ -36,7 +36,8 @@ def test_an_interrupt_as_it_starts_ends_what_it_has_started_already(tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path)  # the process that will draw is a real one, which may not be left behind
     assert closed == ["cluster"]
-    unlock(lock(tmp_path))  # the next sweep in this folder may begin
+    with sweep_locked(tmp_path):  # the next sweep in this folder may begin
+        pass
 
 
 @pytest.mark.integration

@@ -87,6 +87,7 @@ def test_all_runs_are_told_once_and_then_what_has_changed(ask, make_run, process
     shutil.rmtree(tmp_path / "outputs" / "a")
     make_run("outputs/c")
     second = asked("/runs", **known)
+    assert asked.response("/run", id=rows["a"]["id"]).status_code == 404
     assert {row["name"]: row["status"] for row in second["rows"]} == {"day/b": "killed", "c": "done"}
     assert second["removed"] == [rows["a"]["id"]]
     assert asked("/runs", instance=first["instance"], since=second["version"])["removed"] == []
@@ -124,24 +125,22 @@ def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ("status=done", ["a", "day/b"]),
         ("val/loss<0.3", ["a"]),
         ("objective>0.3 status=done,failed", ["c", "day/b"]),
         ("model=re*", ["a", "c", "day/b"]),
-        ("model=resnet50", ["c"]),
         ("tag=good", ["day/b"]),
         ("MODEL=RESNET18", ["a"]),
         ("Day/", ["day/b"]),
         ("trainer.epochs=7", ["c"]),
-        ("status=failed nothing", []),
         ("'", []),
+        ("stuck", ["c"]),
         ("  ", None),
     ],
 )
 def test_the_filter_is_that_of_runs_ls(ask, make_run, words, names):
     make_run("outputs/a", "model=resnet18", loss=0.25)
     make_run("outputs/day/b", loss=0.5, tags=["good"])
-    make_run("outputs/c", "trainer.epochs=7", "model=resnet50", end="failed", loss=0.75)
+    change(make_run("outputs/c", "trainer.epochs=7", "model=resnet50", end="failed", loss=0.75), stopped_early="stuck")
     asked = ask()
     found = asked("/runs", filter=words)
     shown = {row["id"]: row["name"] for row in found["rows"]}
@@ -155,12 +154,9 @@ def test_the_filter_is_that_of_runs_ls(ask, make_run, words, names):
         ("/runs", {"filter": "status=dnoe"}, "status=dnoe: give running, done"),
         ("/runs", {"filter": "val/lss<1"}, "no run has this metric"),
         ("/runs", {"since": "-1"}, "'-1' is not a count"),
-        ("/runs", {"since": "1" * 99}, "is not a count"),
         ("/log", {"id": "x", "rank": "../0"}, "is not a count"),
         ("/diff", {"id": ["x"]}, "2 to 8 runs are compared"),
         ("/diff", {"id": ["x", "y"]}, "no such run"),
-        ("/diff", {"id": list("abcdefghi")}, "2 to 8 runs are compared"),
-        ("/run", {}, "no such run"),
         ("/run", {"id": "../../etc"}, "no such run"),
     ],
 )
@@ -199,17 +195,6 @@ def test_all_that_is_known_of_a_run(ask, make_run):
     assert len(log["text"]) == run_list.LOG_BYTES
     assert log["text"].endswith("--- attempt 1 ---\nend\n")
     assert asked("/log", id=key, rank=7)["text"] == ""
-
-
-def test_attempts_of_a_run_that_goes_on_come_from_its_status(ask, make_run):
-    run_dir = make_run("outputs/a")
-    change(run_dir, attempts=[{"attempt": 0}])
-    attempts = [{"attempt": 0}, {"attempt": 1, "started": 1.79e9, "wall_s": 2.0, "failure": {"kind": "lost"}}]
-    (run_dir / "status.json").write_text(json.dumps({"state": "running", "attempts": attempts}))
-    asked = ask()
-    (row,) = asked("/runs")["rows"]
-    assert [one["kind"] for one in row["attempts"]] == ["", "lost"]
-    assert [one["attempt"] for one in asked("/run", id=row["id"])["attempts"]] == [0, 1]
 
 
 def change(run_dir: Path, **entries: object) -> None:
@@ -350,15 +335,6 @@ def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run,
     assert "summary.json can't be read: Expected `float` <= " in asked("/run", id=ids["g"])["message"]
 
 
-def test_a_run_that_is_removed_meanwhile_is_no_more(ask, make_run):
-    run_dir = make_run("outputs/a")
-    asked = ask()
-    key = asked.ids()["a"]
-    shutil.rmtree(run_dir)
-    assert asked("/runs")["rows"] == []
-    assert asked.response("/run", id=key).status_code == 404
-
-
 def test_many_requests_at_once_look_at_the_runs_once(make_run, tmp_path, monkeypatch):
     make_run("outputs/a")
     looks = []
@@ -387,17 +363,3 @@ def test_runs_in_a_bucket(ask, s3, credentials, monkeypatch, make_run):
     key = asked.ids()["day/a"]
     assert asked("/run", id=key)["value"] == 0.25
     assert asked("/log", id=key, rank=0)["text"] == "hello\n"
-
-
-def test_the_plugin_is_one_of_tensorboards():
-    assert RunsPlugin.plugin_name == "ddp_hydra"
-
-
-def test_a_run_that_has_stopped_early_says_why_and_is_found_by_it(ask, make_run):
-    for name in ("outputs/whole", "outputs/early"):
-        file = make_run(name) / "summary.json"
-    said = json.loads(file.read_text()) | {"stopped_early": "no progress in val/f1 for 3 validations"}
-    file.write_text(json.dumps(said))
-    asked = ask()
-    found = {row["id"]: row["stopped_early"] for row in asked("/runs")["rows"]}
-    assert [found[key] for key in asked("/runs", filter='"no progress"')["chosen"]] == [said["stopped_early"]]

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra import heartbeat
 from ddp_hydra.heartbeat import REASONS
-from ddp_hydra.rank.world import ALONE, World
+from ddp_hydra.rank.world import World
 from ddp_hydra.training import consensus
 from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal
 
@@ -68,45 +64,6 @@ def test_all_stop_when_one_does_and_the_first_bad_rank_is_named(votes):
     bad = [rank for rank, (good, _) in enumerate(votes) if not good]
     agreed = Decision(max(stop for _, stop in votes), bad[0] if bad else None)
     assert [decision() for decision in decisions] == [agreed] * len(votes)
-
-
-def test_alone_a_rank_makes_things_itself():
-    assert ALONE.from_rank_0(lambda: "made") == "made"
-
-
-def test_alone_a_rank_tells_itself():
-    assert ALONE.gather_objects((1.0, [])) == [(1.0, [])]
-
-
-# -- a gang ------------------------------------------------------------------------------------------------
-
-
-def test_two_ranks_agree_over_gloo(monkeypatch):
-    """Both in this process, in threads: a process group each, over a store in memory."""
-    store, groups, verdicts = dist.HashStore(), {}, {}
-
-    def all_reduce(cast: torch.Tensor, op: Any, group: Any, async_op: bool) -> Any:
-        assert async_op
-        options = dist.AllreduceOptions()
-        options.reduceOp = op
-        return groups[threading.current_thread().name].allreduce([cast], options)
-
-    def run(rank: int) -> None:
-        name = threading.current_thread().name
-        groups[name] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-        voter = StepConsensus(World(rank, 2))
-        first = voter.vote(good=rank == 0, stop=rank)
-        second = voter.vote()
-        verdicts[rank] = [first(), second(), voter.decide(good=False, stop=2 * (1 - rank))]
-
-    monkeypatch.setattr(consensus.dist, "all_reduce", all_reduce)
-    ranks = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    groups.clear()
-    assert verdicts[0] == verdicts[1] == [Decision(1, 1), Decision(), Decision(2, 0)]
 
 
 # -- whether to stop ---------------------------------------------------------------------------------------

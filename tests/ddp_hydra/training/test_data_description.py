@@ -66,8 +66,8 @@ def test_one_class_is_told():
 
 def test_attributes_that_mean_something_else_are_left_alone():
     data: Any = Numbers(3)
-    data.features, data.scaling = data.x, 2.0
-    assert DataDescription.of(data) == DataDescription(n_samples=3)
+    data.features, data.scaling, data.classes = data.x, 2.0, 5
+    assert DataDescription.of(data) == DataDescription(num_classes=5, n_samples=3)
 
 
 def test_validation_data_must_number_the_classes_as_training_data_does():
@@ -230,12 +230,6 @@ def test_names_of_classes_have_the_order_of_their_numbers(given):
 
 def test_a_name_that_is_a_newline_stays_in_its_line():
     assert shown(["\n", "a", "\x1b"]) == "'\\n', a, '\\x1b'"
-
-
-def test_a_number_of_classes_has_no_names():
-    data = Numbers(4)
-    data.classes = 5
-    assert (DataDescription.of(data).classes, DataDescription.of(data).num_classes) == ((), 5)
 
 
 def test_features_that_are_samples_are_no_names_of_columns():

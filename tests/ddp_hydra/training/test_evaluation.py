@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Classification, LanguageModel, Step
 from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.evaluation import EvalMetrics
@@ -54,8 +53,3 @@ def test_a_metric_may_be_several():
     scores = EvalMetrics({"m": metric}, classes=["cat", "dog"])
     assert scores.result() == {"val/m/map": 0.5, "val/m/of/cat": 1, "val/m/of/dog": 2, "val/m/n": 3}
     assert list(scores.matrices) == ["val/m/all"]
-
-
-def test_a_metric_that_is_a_curve_is_refused():
-    with pytest.raises(ConfigError, match=r"metrics\.roc \(Computes\) computes a tuple: .* with '~metrics\.roc'"):
-        EvalMetrics({"roc": Computes((torch.zeros(2), torch.zeros(2)))}).result()

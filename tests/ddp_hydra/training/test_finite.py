@@ -37,11 +37,7 @@ def test_on_a_gpu_it_is_known_later(losses, finite):
 
 
 def named(*gradients):
-    """Parameters a, b, … with these gradients."""
-    parts = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
-    for part, gradient in zip(parts, gradients, strict=True):
-        part.grad = gradient
-    return list(zip("abcdefgh", parts, strict=False))
+    return list(zip("abcdefgh", gradients, strict=False))
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -51,13 +47,12 @@ def test_gradients_that_are_not_finite_are_named(value):
     assert GradientNorms(named(torch.ones(3), torch.zeros(2))).nonfinite_names() == []
 
 
-def test_parameters_without_a_gradient_of_other_types_and_with_sparse_ones_are_looked_at_too():
-    idle = ("idle", nn.Parameter(torch.ones(2)))
+def test_gradients_of_other_types_and_sparse_ones_are_looked_at_too():
     half = torch.full((9,), 60_000.0, dtype=torch.float16)  # its length is none of 16 bits
     sparse = torch.sparse_coo_tensor([[1]], [[NAN]], (3, 1), check_invariants=True)
-    gradients = GradientNorms([idle, *named(half, torch.ones(2, dtype=torch.float64), sparse)])
+    gradients = GradientNorms(named(half, torch.ones(2, dtype=torch.float64), sparse))
     assert (gradients.nonfinite_names(), gradients.sparse) == (["c"], True)
-    assert GradientNorms([idle]).nonfinite_names() == []
+    assert GradientNorms([]).nonfinite_names() == []
 
 
 def test_gradients_that_are_checked_late_are_not_kept():
@@ -72,12 +67,13 @@ def test_gradients_that_are_checked_late_are_not_kept():
 @pytest.mark.parametrize("longest", [0.05, 1e9])
 def test_gradients_are_clipped_as_torch_clips_them_to_the_bit(longest):
     made = [torch.randn(size, generator=torch.Generator().manual_seed(size)) for size in (7, 1000, 3)]
-    ours, theirs = named(*[one.clone() for one in made]), named(*[one.clone() for one in made])
-    gradients = GradientNorms(ours)
-    gradients.clip([part.grad for _, part in ours], longest)
-    total = nn.utils.clip_grad_norm_([part for _, part in theirs], longest)
-    assert torch.equal(gradients.total_norm, total)
-    assert all(torch.equal(a.grad, b.grad) for (_, a), (_, b) in zip(ours, theirs, strict=True))
+    theirs = [nn.Parameter(torch.zeros_like(one)) for one in made]
+    for parameter, gradient in zip(theirs, made, strict=True):
+        parameter.grad = gradient.clone()
+    gradients = GradientNorms(named(*made))
+    gradients.clip(made, longest)
+    assert torch.equal(gradients.total_norm, nn.utils.clip_grad_norm_(theirs, longest))
+    assert all(torch.equal(a, b.grad) for a, b in zip(made, theirs, strict=True))
 
 
 # -- whether a step may count ----------------------------------------------------------------------------------

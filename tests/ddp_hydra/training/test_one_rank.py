@@ -71,12 +71,8 @@ def test_parameters_without_a_gradient_are_named(group, parts):
         wrapped.sync_gradients(True),
     ):
         wrapped.part(torch.ones(2, 4)).sum().backward()
-
-
-def test_an_error_of_the_step_itself_is_the_one_that_is_told(group):
-    wrapped = part(Branches())
-    with pytest.raises(ZeroDivisionError), wrapped.sync_gradients(True):
-        raise ZeroDivisionError
+    with wrapped.sync_gradients(False):  # only the end of a step counts
+        pass
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
@@ -109,12 +105,6 @@ def test_in_another_world_a_model_trains_what_it_trained_when_it_was_built(group
     assert (ended, owner.parts) == (["DDP"], {})
     assert [part.requires_grad for part in model.parameters()] == [True, True, False, False]
     assert [part.grad for part in model.parameters()] == [None] * 4
-
-
-def test_only_the_end_of_a_step_counts(group):
-    wrapped = part(Branches())
-    with wrapped.sync_gradients(False):
-        pass
 
 
 def unused_from_the_start(in_features: int, out_features: int) -> nn.Module:

@@ -146,13 +146,6 @@ def test_a_tensor_of_a_subclass_comes_back_as_a_tensor():
     assert (type(again), again.requires_grad, again.tolist()) == (torch.Tensor, False, [1.0, 1.0])
 
 
-def test_the_state_of_a_generator_goes_on():
-    generator = torch.Generator().manual_seed(5)
-    torch.rand(3, generator=generator)
-    again = through_a_file(generator)
-    assert torch.rand(3, generator=again).tolist() == torch.rand(3, generator=generator).tolist()
-
-
 def test_numbers_of_an_optimizer_or_a_schedule_are_plain_ones():
     encoded = plain_state.encode({"scheduler": {"_last_lr": [np.float64(0.1)]}, "optimizer": {"step": np.int64(3)}})
     assert encoded == {"scheduler": {"_last_lr": [0.1]}, "optimizer": {"step": 3}}

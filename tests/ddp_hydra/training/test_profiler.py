@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from ddp_hydra.data.loader import MicroBatch
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError, NonFiniteLoss, OutOfMemory
 from ddp_hydra.rank.world import ALONE
+from ddp_hydra.tasks import Classification
+from ddp_hydra.training.monitor import Monitor
 from ddp_hydra.training.profiler import Profiler
 from tests.ddp_hydra.training.loop_runs import config
 
@@ -126,15 +129,17 @@ def test_a_run_too_short_for_its_profile_is_refused_with_what_to_type(train):
         train(epochs=1, profile_steps=2)
 
 
-def test_samples_count_once_whatever_the_updates_of_a_step():
-    profiler = Profiler(0, 0, nn.Linear(1, 1), torch.device("cpu"), "fp32", 2)
+def test_samples_and_tokens_count_once_whatever_the_updates_of_a_step():
+    loader = SimpleNamespace(device=torch.device("cpu"), waited_s=0.0)
+    profiler = Profiler(0, nn.Linear(1, 1), loader.device, config().trainer, 2)
     profiler.trace = "under way"
+    monitor = Monitor(SimpleNamespace(world=ALONE), Classification(nn.MSELoss()), loader, [], profiler, 0, None)
     for updates in (["generator", "critic"], ["critic"]):
         for update in updates:
             for size in (3, 2):
-                profiler.count_batch(MicroBatch(None, size, 0.5, size == 2), lambda batch: None, update)
-        profiler.after_step()
-    assert profiler.samples == 10
+                monitor.count(MicroBatch(torch.zeros(size, 7, dtype=torch.long), size, 0.5, size == 2), update)
+        monitor.after_step()
+    assert (profiler.samples, monitor.tokens) == (10, 70)
 
 
 # -- who is slow -------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ def test_what_a_task_returns_is_refused_by_what_it_is(made, said):
 @pytest.mark.parametrize("n", [0, torch.tensor(0)])
 def test_a_constant_where_nothing_counts_gives_each_weight_a_gradient_of_zero(n):
     model = nn.Linear(3, 1)
-    step = TrainStep(Returns(lambda loss: Step(torch.zeros(()), n)), model)(torch.ones(4, 3))
+    step = TrainStep(Returns(lambda loss: Step(torch.tensor(torch.nan), n)), model)(torch.ones(4, 3))
     step.loss.backward()
     assert all(torch.equal(one.grad, torch.zeros_like(one)) for one in model.parameters())
 

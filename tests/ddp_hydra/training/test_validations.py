@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from ddp_hydra.errors import ConfigError
-from ddp_hydra.tasks import Classification
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Run, flat
 
@@ -106,31 +104,6 @@ def test_a_rollback_goes_back_over_one(train):
     run = train(validate_every_steps=3, on_nonfinite="rollback", fault=["nan,step=7"], parts=FALLING)
     assert validated(run)[-1] == 8
     assert read(run.last)["validations"] == 4
-
-
-class WithMetrics(Classification):
-    """Its metrics may have names that few samples do not show."""
-
-    def metrics(self, sums):
-        return super().metrics(sums)
-
-
-def test_an_unknown_objective_is_said_before_the_first_step(train):
-    found: list[Run] = []
-    with pytest.raises(ConfigError, match=r"objective.metric=val/acc: .* Give objective.metric=val/accuracy"):
-        train(parts={"objective": {"metric": "val/acc"}}, into=found)
-    assert found[0].metrics("train/loss") == found[0].steps_saved == []
-
-
-@pytest.mark.medium
-def test_an_unknown_objective_of_a_task_with_its_own_metrics_is_said_there_and_nothing_is_lost(train):
-    found: list[Run] = []
-    parts = {"objective": {"metric": "val/acc"}, "task": {"_target_": f"{__name__}.WithMetrics"}}
-    with pytest.raises(ConfigError, match=r"objective.metric=val/acc: .*The run is saved"):
-        train(parts=parts, into=found, validate_every_steps=3)
-    assert found[0].steps_saved == [3]
-    again = train(resume=found[0].last, validate_every_steps=3)
-    assert validated(again) == [3, 4, 6, 8]
 
 
 def test_one_before_the_first_step_is_logged_at_step_0_and_nothing_goes_by_it(train):

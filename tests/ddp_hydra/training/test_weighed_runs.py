@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.checkpoint import read
-from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.update import Weighing
 from tests.ddp_hydra.training.loop_runs import flat, weights
 
 
@@ -87,20 +81,3 @@ def test_a_sum_stays_a_sum(train):
     ]
     for run in runs[1:]:
         assert torch.allclose(weights(runs[0]), weights(run), atol=1e-6)
-
-
-def test_a_hook_that_keeps_errors_refuses_steps_that_weigh_differently(group):
-    weighing = Weighing(4, StepConsensus())
-    loss = nn.Linear(1, 1)(torch.ones(1, 1)).sum()
-    weighing.weigh(Step(loss, 4), 4)
-    weighing.refuse_uneven([4.0, 4.0], "powersgd")
-    for uneven in ([4.0, 3.0], [3.0, 3.0]):
-        with pytest.raises(ConfigError, match=r"comm_hook=powersgd.*over 3|over 4, 3.*comm_hook=auto"):
-            weighing.refuse_uneven(uneven, "powersgd")
-
-
-@pytest.mark.parametrize("n", [math.nan, math.inf, -1.0])
-def test_a_count_that_is_none_is_refused(group, n):
-    weighing = Weighing(4, StepConsensus())
-    with pytest.raises(ValueError, match="it must be 0 or more"):
-        weighing.factor([n])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.consensus import StepConsensus
-from ddp_hydra.training.train_step import TrainStep, as_step
+from ddp_hydra.training.train_step import TrainStep
 from ddp_hydra.training.update import OptimizerStep, Update, Weighing
 
 
@@ -42,19 +41,6 @@ def test_a_micro_batch_of_nothing_adds_nothing_although_its_loss_is_0_by_0():
     found = [part.grad * weighing.factor([float(weighing.n)]) for part in model.parameters()]
     right = torch.autograd.grad(model(x[:2], torch.ones(2)).loss, list(model.parameters()))
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(found, right, strict=True))
-
-
-class Nothing(Task):
-    """Nothing counts, and the loss is NaN."""
-
-    def step(self, model, batch):
-        return Step(model(batch).sum(), 0)
-
-
-def test_where_nothing_counts_each_parameter_has_a_gradient_of_zero():
-    model, weighing = nn.Linear(2, 2), Weighing(1, StepConsensus())
-    weighing.weigh(TrainStep(Nothing(), model)(torch.full((1, 2), torch.nan)), 1).backward()
-    assert [part.grad.abs().max().item() for part in model.parameters()] == [0, 0]
 
 
 def test_samples_alone_need_no_factor():
@@ -131,11 +117,6 @@ def test_scaled_gradients_are_unscaled_before_the_factor(clip_norm):
     right = trained(torch.amp.GradScaler("cpu", enabled=False), [(slice(a.start, b.stop),) for a, b in steps])
     assert torch.allclose(trained(scaler, steps), right, atol=1e-6)
     assert torch.allclose(trained(torch.amp.GradScaler("cpu", enabled=False), steps), right, atol=1e-6)
-
-
-def test_a_loss_that_is_no_scalar_is_refused():
-    with pytest.raises(ConfigError, match="reduction=none"):
-        as_step(functools.partial(F.mse_loss, reduction="none")(torch.ones(3), torch.zeros(3)))
 
 
 def test_messages_show_the_mean_of_this_rank_not_the_weighed_sum():

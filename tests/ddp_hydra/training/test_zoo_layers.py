@@ -152,8 +152,7 @@ EXTRAS = {
 }
 MIDDLES: dict[str, Any] = {
     **LAYERS,
-    **{f"buffer {name}": one for name, one in BUFFERS.items()},
-    **{f"extra state {name}": one for name, one in EXTRAS.items()},
+    "buffers and extra states": lambda: nn.Sequential(*(make() for make in (*BUFFERS.values(), *EXTRAS.values()))),
 }
 
 

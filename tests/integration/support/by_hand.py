@@ -77,5 +77,4 @@ def dask_worker(folder: Path, file: Path, name: str, *options: object) -> Iterat
 
 
 def address_in(file: Path) -> str:
-    """The address in a scheduler file."""
     return str(json.loads(file.read_text())["address"])

@@ -51,28 +51,13 @@ SHARES = {2: ("data.batch_size=8",), 4: ("data.batch_size=4",)}
 
 @dataclass
 class Over:
-    """A failed attempt, at the moment when it was over.
-
-    Args:
-        failure: the root cause.
-        ranks: those that still ran then.
-    """
-
     failure: Failure
     ranks: list[str]
 
 
 @dataclass
 class Story:
-    """What became of a job.
-
-    Args:
-        folder: its run directory.
-        gang: that ran it.
-        over: its failed attempts.
-        records: all that the ranks said.
-        error: how it ended, where not well.
-    """
+    """What became of a job."""
 
     folder: Path
     gang: Gang | None = None
@@ -82,7 +67,6 @@ class Story:
 
     @property
     def failures(self) -> list[Failure]:
-        """The root causes."""
         return [over.failure for over in self.over]
 
     @property
@@ -137,7 +121,6 @@ class Story:
 
 @functools.cache
 def composed(project: Path, *overrides: str) -> DictConfig:
-    """The config of a job."""
     schema.register()
     with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
         return compose("config", [*SETTINGS, *overrides])
@@ -217,7 +200,6 @@ class Chaos:
         return story
 
     def done(self, client: Client, *faults: str, **options: Any) -> Story:
-        """Run a job to its end, which has to be a good one."""
         story = self(client, *faults, **options)
         if story.error is not None:
             raise story.error
@@ -267,13 +249,7 @@ IDLE = "15 minutes"
 
 
 class Dask:
-    """A cluster as people start it by hand: `dask scheduler`, and `dask worker` some times. No children of the tests.
-
-    Args:
-        folder: for its files.
-        programs: how many `dask worker` are started.
-        workers_each: how many workers each of them has.
-    """
+    """A cluster as people start it by hand: `dask scheduler` and some `dask worker`. No children of the tests."""
 
     def __init__(self, folder: Path, programs: int, workers_each: int = 1) -> None:
         self.folder, self.file, self.workers_each = folder, folder / "scheduler.json", workers_each
@@ -282,7 +258,6 @@ class Dask:
         self.programs = [self.add() for _ in range(programs)]
 
     def start(self, what: str, *arguments: str) -> psutil.Process:
-        """Start one of Dask's programs."""
         self.started += 1
         pid = self.folder / f"{self.started}.pid"
         command = [sys.executable, "-m", f"distributed.cli.dask_{what}", "--scheduler-file", str(self.file)]
@@ -293,13 +268,11 @@ class Dask:
         return psutil.Process(int(pid.read_text()))
 
     def add(self) -> psutil.Process:
-        """Start one more program of workers, with nannies."""
         where = ("--host", "127.0.0.1", "--local-directory", str(self.folder))
         return self.start("worker", "--nthreads", "1", "--nworkers", str(self.workers_each), *where)
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
-        """A client, once all workers are there."""
         wait_for(self.file.exists, "the scheduler is up")
         with Client(scheduler_file=str(self.file), timeout="100s", set_as_default=False) as client:
             client.wait_for_workers(len(self.programs) * self.workers_each, timeout=100)
@@ -316,13 +289,11 @@ class Dask:
         wait_for(healed, "all workers are there")
 
     def close(self) -> None:
-        """Kill all of it, whatever state it is in."""
         for program in (*self.programs, self.scheduler):
             signal_all(program, signal.SIGKILL)
 
 
 def signal_all(program: psutil.Process, number: int) -> None:
-    """Send a signal to a program of Dask and all its workers."""
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in (program, *program.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -331,7 +302,6 @@ def signal_all(program: psutil.Process, number: int) -> None:
 
 @contextlib.contextmanager
 def dask(folder: Path, programs: int, workers_each: int = 1) -> Iterator[tuple[Dask, Client]]:
-    """A cluster of its own, and a client."""
     folder.mkdir(exist_ok=True)
     cluster = Dask(folder, programs, workers_each)
     try:

@@ -66,21 +66,12 @@ asyncio.run(main())
 
 
 def ip(*arguments: str, check: bool = True) -> str:
-    """Run `ip`; returns what it printed."""
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     assert not check or done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
     return done.stdout
 
 
 class Host:
-    """One of them.
-
-    Args:
-        network: its number, which is in all names and addresses.
-        number: of the host in its network.
-        family: 4 or 6: which addresses it has, and no others.
-    """
-
     def __init__(self, network: int, number: int, family: int = 4) -> None:
         self.family = family
         self.namespace = f"{PREFIX}-{network}-{number}"
@@ -103,12 +94,10 @@ class Host:
             ip("-n", self.namespace, "link", "set", device, "up")
 
     def add_address(self, address: str, device: str) -> None:
-        """Give it one more."""
         size = ("24",) if "." in address else ("64", "nodad")
         ip("-n", self.namespace, "address", "add", "/".join((address, size[0])), "dev", device, *size[1:])
 
     def connect_second(self) -> None:
-        """Put a second cable into the bridge: eth1, at 10.78.<network>."""
         cable = f"{self.cable}b"
         ip("link", "add", cable, "type", "veth", "peer", "name", "eth1", "netns", self.namespace)
         ip("link", "set", cable, "master", f"{self.bridge}b", "up")
@@ -117,7 +106,6 @@ class Host:
 
     @property
     def url(self) -> str:
-        """Its address where a port may follow."""
         return self.address if self.family == 4 else f"[{self.address}]"
 
     def boot(self, hidden: Iterable[Path] = ()) -> None:
@@ -140,7 +128,6 @@ class Host:
             assert lines.readline() == "up\n", f"{self.namespace} does not come up"
 
     def start(self, *command: str, **variables: str) -> None:
-        """Start a program on it; what that says is in `log`."""
         enter = ["nsenter", "--target", str(self.init()), "--mount", "--net", "--pid", f"--wd={self.folder}"]
         own = {"PYTHONPATH": str(ROOT), "TMPDIR": f"{self.folder}/tmp", "XDG_RUNTIME_DIR": f"{self.folder}/run"}
         with self.log.open("ab") as log:
@@ -154,7 +141,6 @@ class Host:
             )
 
     def init(self) -> int:
-        """Its first process, as seen from outside."""
         for process in self.processes():
             with contextlib.suppress(OSError):
                 if re.search(r"^NSpid:.*\t1$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE):
@@ -162,7 +148,6 @@ class Host:
         raise AssertionError(f"{self.namespace} is not up")
 
     def processes(self) -> list[psutil.Process]:
-        """All that runs on it."""
         found = []
         for pid in ip("netns", "pids", self.namespace, check=False).split():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -170,7 +155,6 @@ class Host:
         return found
 
     def kill(self) -> None:
-        """Switch it off."""
         deadline = time.monotonic() + 10
         while processes := self.processes():
             assert time.monotonic() < deadline, f"{processes} do not end"
@@ -183,7 +167,6 @@ class Host:
             self.life = None
 
     def remove(self) -> None:
-        """Leave nothing of it."""
         self.kill()
         for cable in (self.cable, f"{self.cable}b"):
             ip("link", "delete", cable, check=False)
@@ -258,23 +241,19 @@ class Hosts:
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
-        """A client, once all workers are there."""
         with Client(self.scheduler, timeout="100s", set_as_default=False) as client:
             if self.workers_each:
                 client.wait_for_workers(self.n * self.workers_each, timeout=100)
             yield client
 
     def address(self, number: int) -> str:
-        """The address of a host."""
         return self.hosts[number].address
 
     def number(self, worker: str) -> int:
-        """On which host a worker is, by its address."""
         (number,) = (n for n, host in enumerate(self.hosts) if f"//{host.url}:" in worker)
         return number
 
     def processes(self, number: int) -> list[psutil.Process]:
-        """What runs on a host."""
         found = []
         for process in self.hosts[number].processes():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -283,22 +262,18 @@ class Hosts:
         return found
 
     def ranks(self, number: int) -> list[str]:
-        """The titles of the ranks that run on a host."""
         return [title for process in self.processes(number) if (title := _title(process)).startswith("ddp_hydra rank")]
 
     def log(self, number: int) -> str:
-        """What the scheduler or the workers of a host said."""
         return self.hosts[number].log.read_text(errors="replace")
 
     # -- what can happen to them ---------------------------------------------------------------------------
 
     def cut(self, number: int) -> None:
-        """Pull a host's cable."""
         self.hurt.add(number)
         ip("link", "set", self.hosts[number].cable, "down")
 
     def mend(self, number: int) -> None:
-        """Plug it in again."""
         ip("link", "set", self.hosts[number].cable, "up")
 
     def part(self, one: int, other: int) -> None:
@@ -320,7 +295,6 @@ class Hosts:
         self.hosts[number].start(sys.executable, "-c", FORWARD, address, *map(str, ports), self.hosts[to].address)
 
     def kill(self, number: int) -> None:
-        """Switch a host off: all its processes are gone at once, its files too."""
         self.hurt.add(number)
         self.ended.add(number)
         self.hosts[number].kill()
@@ -361,7 +335,6 @@ class Hosts:
             pass
 
     def is_well(self, number: int, client: Client) -> bool:
-        """Whether the workers of a host answer, and host no rank."""
         workers = [worker for worker in workers_of(client) if self.number(worker) == number]
         answers = client.sync(client._run, os.getpid, workers=workers, on_error="ignore", callback_timeout=2)
         return len(answers) == self.workers_each and not self.ranks(number)
@@ -410,7 +383,6 @@ def _take(number: int, stack: contextlib.ExitStack) -> bool:
 
 
 def _remove(number: int) -> None:
-    """Remove what there is of a network."""
     for count in map(int, re.findall(rf"\b{PREFIX}-{number}-(\d+)\b", ip("netns", "list"))):
         Host(number, count).remove()
     for bridge in (f"{PREFIX}{number}", f"{PREFIX}{number}b"):
@@ -432,7 +404,6 @@ def _title(process: psutil.Process) -> str:
 
 @functools.cache
 def allowed() -> bool:
-    """Whether this process may make hosts."""
     if sys.platform != "linux" or os.geteuid() != 0 or not all(map(shutil.which, TOOLS)):
         return False
     try:

@@ -23,12 +23,7 @@ WAITING = {"phase": "Pending", "containerStatuses": [{"state": {"waiting": {"rea
 
 
 class Kubernetes:
-    """One namespace, which holds one DaskCluster at most.
-
-    Args:
-        folder: of its files.
-        check: raises where a resource is not as the operator's schema wants it.
-    """
+    """One namespace, which holds one DaskCluster at most."""
 
     def __init__(self, folder: Path, check: Callable[[dict[str, Any]], None]) -> None:
         self.folder, self.check = folder, check
@@ -39,7 +34,6 @@ class Kubernetes:
         self.port = 0
 
     def create(self, resource: dict[str, Any]) -> dict[str, Any]:
-        """Start a scheduler and workers."""
         self.check(resource)
         resource = {**resource, "metadata": {**resource["metadata"], "namespace": "default"}}
         self.created.append(resource)
@@ -61,7 +55,6 @@ class Kubernetes:
         self.stack.enter_context(program(*command, log=self.folder / "pods.log", **own, **variables))
 
     def scale(self, n: int) -> None:
-        """Start more workers."""
         while self.workers < min(n, self.most):
             self.workers += 1
             home = self.folder / f"{self.cluster['metadata']['name']}-{self.workers}"
@@ -69,7 +62,6 @@ class Kubernetes:
             self.run("worker", "--host", "127.0.0.1", "--no-dashboard", "--local-directory", home, **name)
 
     def close(self) -> None:
-        """End what runs."""
         stack, self.stack, self.cluster = self.stack, None, {}
         if stack is not None:
             stack.close()
@@ -77,7 +69,6 @@ class Kubernetes:
     # -- what is asked for ---------------------------------------------------------------------------------
 
     def answer(self, method: str, url: str, body: bytes) -> tuple[int, Any]:
-        """Do what is asked."""
         path, query = urlsplit(url).path, parse_qs(urlsplit(url).query)
         kind, _, name = path.partition("/namespaces/default/")[2].partition("/")
         if not kind:
@@ -98,7 +89,6 @@ class Kubernetes:
         return (200, named[0]) if named else (404, {"message": f"{kind} {name} not found"})
 
     def objects(self, kind: str) -> list[dict[str, Any]]:
-        """All of a kind."""
         if not self.cluster:
             return []
         name = self.cluster["metadata"]["name"]
@@ -127,7 +117,6 @@ def meta(name: str, cluster: str, component: str) -> dict[str, Any]:
 
 
 def fits(one: dict[str, Any], query: dict[str, list[str]]) -> bool:
-    """Whether an object is meant by a query's selectors."""
     labels = one["metadata"].get("labels", {})
     fields = {"metadata.name": one["metadata"]["name"], "status.phase": one.get("status", {}).get("phase")}
     about = {"labelSelector": labels, "fieldSelector": fields}

@@ -8,12 +8,7 @@ from distributed import LocalCluster
 
 
 class Pool:
-    """Workers on this machine.
-
-    Args:
-        size: of each worker: its threads.
-        shutdown_on_close: or leave it running.
-    """
+    """Workers on this machine."""
 
     made: Pool | None = None
 
@@ -33,14 +28,11 @@ class Pool:
             self.close()
 
     def close(self) -> None:
-        """End it."""
         self.cluster.close()
         self.is_up = False
 
     def scale(self, n: int) -> None:
-        """Ask for workers."""
         self.cluster.scale(n)
 
     def get_client(self) -> Any:
-        """Connect."""
         return self.cluster.get_client()

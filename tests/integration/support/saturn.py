@@ -21,11 +21,7 @@ TOKEN = "only-for-this-test"
 
 
 class Saturn:
-    """What the platform knows: there is one cluster at most.
-
-    Args:
-        folder: of its files.
-    """
+    """What the platform knows: there is one cluster at most."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.authority = folder, Authority(folder / "ca", "saturn")
@@ -41,7 +37,6 @@ class Saturn:
         return self.stack is not None
 
     def create(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Start a cluster, or find the one that runs."""
         if self.stack is None:
             self.stack = contextlib.ExitStack()
             home = Path(tempfile.mkdtemp(dir=self.folder))
@@ -51,7 +46,6 @@ class Saturn:
         return {"status": "ready", "id": ID}
 
     def scale(self, n: int) -> dict[str, Any]:
-        """Start more workers."""
         assert self.stack is not None
         while self.workers < min(n, self.most):
             self.workers += 1
@@ -59,14 +53,12 @@ class Saturn:
         return {}
 
     def close(self) -> dict[str, Any]:
-        """End the cluster."""
         stack, self.stack = self.stack, None
         if stack is not None:
             stack.close()
         return {}
 
     def answer(self, method: str, path: str, body: bytes) -> bytes:
-        """Do what is asked."""
         action = path.removeprefix("/api/dask_clusters").strip("/").removeprefix(ID).strip("/")
         if (method, action) == ("POST", "csr"):
             request = x509.load_pem_x509_csr(body)

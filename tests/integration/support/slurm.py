@@ -22,7 +22,6 @@ PENDING = "0"
 
 
 def sbatch(folder: Path, script: str) -> None:
-    """Start a batch job, or put it into the queue."""
     if (folder / "refuses").exists():
         sys.exit((folder / "refuses").read_text())
     for job in itertools.count(100):  # several may be submitted at once
@@ -70,20 +69,17 @@ def scancel(folder: Path, *jobs: str) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether a job still runs."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def running(folder: Path) -> list[str]:
-    """The jobs that run."""
     jobs = [path for path in folder.iterdir() if path.name.isdigit()]
     return [job.name for job in jobs if (pid := job.read_text()) != PENDING and alive(int(pid))]
 
 
 def install(folder: Path) -> None:
-    """Put the commands into a folder, for PATH."""
     for command in COMMANDS:
         path = folder / command
         path.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} {command} "$@"\n')

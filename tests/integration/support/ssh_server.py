@@ -18,7 +18,6 @@ import asyncssh
 
 
 async def run(process: asyncssh.SSHServerProcess) -> None:
-    """Run a command; signals go to all that it has started."""
     child = await create_subprocess_shell(
         str(process.command), stdin=DEVNULL, stdout=PIPE, stderr=PIPE, start_new_session=True
     )
@@ -34,14 +33,12 @@ async def run(process: asyncssh.SSHServerProcess) -> None:
 
 
 async def pump(source: asyncio.StreamReader, target: asyncssh.SSHWriter) -> None:
-    """Hand on what the command says."""
     while data := await source.read(65536):
         with contextlib.suppress(OSError, asyncssh.Error):  # nobody listens any more; the command goes on
             target.write(data)
 
 
 async def listen(process: asyncssh.SSHServerProcess, pid: int) -> None:
-    """Wait for signals."""
     while True:
         try:
             if not await process.stdin.read(1):
@@ -54,7 +51,6 @@ async def listen(process: asyncssh.SSHServerProcess, pid: int) -> None:
 
 
 async def main(folder: Path) -> None:
-    """Serve until told to end."""
     server = await asyncssh.listen(
         "127.0.0.1",
         0,

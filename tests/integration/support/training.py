@@ -35,6 +35,16 @@ BLOCKS = (
 """A run of the model of blocks."""
 
 
+def summary_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "summary.json").read_text())
+
+
+def metrics_of(folder: Path, *without: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, without what is measured by a clock."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name not in (*CLOCKS, *without)} for line in lines]
+
+
 @dataclass
 class Trained:
     """One run of the training loop on a gang."""
@@ -44,9 +54,7 @@ class Trained:
     records: list[Record] = field(default_factory=list)
 
     def metrics(self, *without: str) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, without what is measured by a clock."""
-        lines = map(json.loads, (self.folder / "metrics.jsonl").read_text().splitlines())
-        return [{name: value for name, value in line.items() if name not in (*CLOCKS, *without)} for line in lines]
+        return metrics_of(self.folder, *without)
 
     def samples(self) -> list[list[int]]:
         """The global batches, as the model saw them, the ranks' parts one after the other."""

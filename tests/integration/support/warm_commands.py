@@ -37,8 +37,6 @@ PRELOAD = (
 
 
 class WarmCommands:
-    """A process that forks commands."""
-
     def __init__(self, folder: Path) -> None:
         self.address = folder / "warm_commands"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -48,7 +46,6 @@ class WarmCommands:
             self.server = subprocess.Popen(command, pass_fds=[listener.fileno()], stdin=subprocess.PIPE)
 
     def close(self) -> None:
-        """End the process."""
         self.server.communicate()
         self.address.unlink()
 
@@ -61,7 +58,6 @@ class WarmCommands:
         timeout_s: float,
         fork_workers: bool,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end."""
         request = {
             "module": module,
             "arguments": arguments,
@@ -129,7 +125,6 @@ def become_command(connection: socket.socket, listener: socket.socket) -> dict[s
 
 
 def run(request: dict[str, Any]) -> int:
-    """Do what `python -m MODULE` would do, and return the exit code."""
     os.environ.clear()
     os.environ.update(request["variables"])
     os.chdir(request["folder"])
@@ -171,7 +166,6 @@ def fork_workers() -> None:
 
 
 def main() -> None:
-    """Import all that commands need; then fork."""
     for name in PRELOAD:
         importlib.import_module(name)
     Plugins.instance()  # looks through all packages of plugins

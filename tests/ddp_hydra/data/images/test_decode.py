@@ -32,14 +32,9 @@ def test_lossless_formats_come_out_pixel_by_pixel(format):  # noqa: A002
     assert np.array_equal(image.permute(1, 2, 0).numpy(), COLOURS)
 
 
-@pytest.mark.parametrize(("format", "options"), [("JPEG", {"quality": 95}), ("WEBP", {"quality": 95})])
-def test_lossy_formats_come_out_nearly(format, options):  # noqa: A002
-    image = decode(encode(Image.fromarray(COLOURS), format, **options))
-    assert np.abs(image.permute(1, 2, 0).int().numpy() - COLOURS).mean() < 4
-
-
-def test_a_cmyk_jpeg_becomes_rgb():
-    image = decode(encode(Image.fromarray(COLOURS).convert("CMYK"), "JPEG", quality=95))
+@pytest.mark.parametrize(("format", "mode"), [("JPEG", "RGB"), ("JPEG", "CMYK"), ("WEBP", "RGB")])
+def test_lossy_formats_come_out_nearly(format, mode):  # noqa: A002
+    image = decode(encode(Image.fromarray(COLOURS).convert(mode), format, quality=95))
     assert np.abs(image.permute(1, 2, 0).int().numpy() - COLOURS).mean() < 4
 
 

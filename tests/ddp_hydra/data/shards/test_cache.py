@@ -6,7 +6,6 @@ import ast
 import errno
 import fcntl
 import gzip
-import os
 import pickle
 import random
 import signal
@@ -44,11 +43,6 @@ def test_a_shard_is_downloaded_once_and_then_at_hand(server, cache_of, tmp_path)
     assert (other.counts["cache_hits"], other.counts["cache_misses"], server.gets("/b.tar")) == (1, 0, 1)
     assert files(tmp_path / "cache") == ["b.tar", "lock"]
     assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
-
-
-def test_without_size_and_md5_in_the_index_it_is_the_same(server, cache_of):
-    cache = cache_of(serve(server, "a", known=False))
-    assert label(cache, 0, 3) == 3
 
 
 def test_a_large_shard_comes_in_pieces_several_at_a_time(server, cache_of, monkeypatch):
@@ -117,24 +111,16 @@ def test_a_compressed_shard_that_ends_too_early_is_refused(server, cache_of, tmp
     assert files(tmp_path / "cache") == ["lock"]
 
 
-def test_shards_of_the_same_name_do_not_collide(server, cache_of):
-    server.files |= {"/train/000.tar": numbered(0, COUNT), "/val/000.tar": numbered(500, COUNT)}
-    cache = cache_of([shard_of(server, "/train/000.tar"), shard_of(server, "/val/000.tar")])
-    assert (label(cache, 0), label(cache, 1)) == (0, 500)
-
-
-def test_a_new_version_in_the_index_is_another_shard(server, cache_of):
+def test_a_file_has_a_name_for_each_url_and_version_and_no_secret(server, cache_of, tmp_path):
+    server.files |= {"/val/a.tar": numbered(500, COUNT), "/a.tar?token=secret": numbered(60, COUNT)}
+    others = [shard_of(server, "/val/a.tar"), Shard(f"{server.url}/a.tar?token=secret", COUNT)]
     (old,) = serve(server, "a")
-    assert label(cache_of([old]), 0) == 0
+    cache = cache_of([old, *others])
+    assert [label(cache, number) for number in range(3)] == [0, 500, 60]
+    assert files(tmp_path / "cache") == ["a.tar", "a.tar", "a.tar", "lock"]
     content = numbered(700, COUNT)
     server.add(a=content)
     assert label(cache_of([shard_of(server, "/a.tar", content)]), 0) == 700
-
-
-def test_no_secret_of_a_url_is_in_a_files_name(server, cache_of, tmp_path):
-    server.files["/a.tar?token=secret"] = numbered(0, COUNT)
-    assert label(cache_of([Shard(f"{server.url}/a.tar?token=secret", COUNT)]), 0) == 0
-    assert files(tmp_path / "cache") == ["a.tar", "lock"]
 
 
 # What is missing, wrong or damaged
@@ -142,24 +128,14 @@ def test_no_secret_of_a_url_is_in_a_files_name(server, cache_of, tmp_path):
 
 def test_a_missing_shard_leaves_nothing_and_is_there_when_it_comes(server, cache_of, tmp_path):
     shards = [shard_of(server, "/a.tar")]
-    with pytest.raises(FileNotFoundError, match=r"/a\.tar \(404\)"):
-        cache_of(shards).open(0)
+    cache = cache_of(shards)
+    for _ in range(3):  # it is asked for once
+        with pytest.raises(FileNotFoundError, match=r"/a\.tar \(404\)"):
+            cache.open(0)
+    assert server.requests.total() == 1
     assert files(tmp_path / "cache") == []
     server.add(a=numbered(0, COUNT))
     assert label(cache_of(shards), 0) == 0
-
-
-def test_what_was_refused_once_is_refused_at_once(server, cache_of):
-    cache = cache_of([shard_of(server, "/a.tar")])
-    for _ in range(5):
-        with pytest.raises(FileNotFoundError):
-            cache.open(0)
-    assert server.requests.total() == 1
-
-
-def test_a_local_shard_that_is_missing_is_named_with_its_host(cache_of, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"there is no shard {tmp_path}/a.tar on "):
-        cache_of([Shard(f"{tmp_path}/a.tar", 1)]).open(0)
 
 
 def flipped(path: str, content: bytes) -> bytes:
@@ -203,13 +179,6 @@ def test_a_shard_with_other_samples_than_the_index_says_is_refused(server, cache
         with pytest.raises(ValueError, match=r"a\.tar holds 20 samples, and the index says 21"):
             cache.open(0)
     assert server.gets("/a.tar") == (place == "web")
-
-
-def test_a_page_that_is_no_tar_file_is_refused_and_not_kept(server, cache_of, tmp_path):
-    server.add(a=b"<html>not found</html>")
-    with pytest.raises(ValueError, match=r"a\.tar is not a tar file"):
-        cache_of([shard_of(server, "/a.tar")]).open(0)
-    assert files(tmp_path / "cache") == ["lock"]
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -266,10 +235,10 @@ def test_a_shard_that_a_crash_of_the_machine_may_have_emptied_is_downloaded_agai
 
 
 def test_a_disk_that_becomes_full_amid_a_download_leaves_nothing(server, cache_of, monkeypatch, tmp_path):
-    def full(*arguments):
+    def full(*arguments, **options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(shard_download, "open", full, raising=False)
     with pytest.raises(OSError, match=r"cache on .* became full: free it, or type data\.cache_dir="):
         cache_of(serve(server, "a")).open(0)
     assert files(tmp_path / "cache") == ["lock"]
@@ -283,11 +252,10 @@ import multiprocessing, pickle, sys
 from ddp_hydra.data.shards.cache import ShardCache
 
 def work():
-    cache = ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], prefetch=0)
+    cache = ShardCache(pickle.loads(bytes.fromhex(sys.argv[1])), sys.argv[2], prefetch=1)
     barrier.wait()
-    labels = [int(bytes(cache.open(number).fields(0)[".cls"])) for number in range(2)]
-    told.put((labels, cache.counts["downloads"]))
-    cache.close()
+    cache.expect([0, 1])
+    told.put([int(bytes(cache.open(number).fields(0)[".cls"])) for number in range(2)])
 
 context = multiprocessing.get_context("fork")  # of a process that has read nothing yet
 barrier, told = context.Barrier(8), context.SimpleQueue()
@@ -300,18 +268,17 @@ for process in processes:
 """
 
 
-def test_eight_processes_download_a_shard_once(server, tmp_path):
+def test_eight_processes_download_a_shard_once_and_end_without_closing_the_cache(server, tmp_path):
     shards = serve(server, "ab")
     server.delay_s = 0.05
     command = [sys.executable, "-c", EIGHT, pickle.dumps(shards).hex(), str(tmp_path / "cache")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    told = ast.literal_eval(done.stdout)
-    assert [labels for labels, _ in told] == 8 * [[0, COUNT]]
-    assert sum(downloads for _, downloads in told) == 2
+    assert ast.literal_eval(done.stdout) == 8 * [[0, COUNT]]
     assert (server.gets("/a.tar"), server.gets("/b.tar")) == (1, 1)
     assert files(tmp_path / "cache") == ["a.tar", "b.tar", "lock"]
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_never_taken_for_a_shard(server, cache_of, tmp_path):
     shards = serve(server, "a", n_bytes=100_000)
     server.gate.clear()  # half of it is sent

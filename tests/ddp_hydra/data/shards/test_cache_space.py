@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import threading
@@ -11,7 +10,6 @@ from collections import OrderedDict
 import pytest
 
 from ddp_hydra.data.shards import cache as cache_module
-from ddp_hydra.data.shards.cache import ShardCache
 from ddp_hydra.data.shards.cache_folder import CacheEntry, eviction_rank
 from tests.support.shard_caches import COUNT, SIZE, files, label, serve, settle, total
 
@@ -133,21 +131,6 @@ def test_the_leftovers_of_killed_processes_go_when_space_is_needed(server, cache
         (folder / name).write_bytes(b"x" * SIZE)
     label(cache_of(serve(server, "a")), 0)
     assert files(folder) == ["a.tar", "lock"]
-
-
-def evict_in_a_process(shards, folder) -> None:
-    cache = ShardCache(shards, folder, 2 * SIZE, prefetch=1)
-    for number in range(len(shards)):
-        assert label(cache, number) == number * COUNT
-
-
-def test_a_spawned_process_evicts_too_and_ends_without_being_closed(server, tmp_path):
-    shards = serve(server, "abcd")
-    process = multiprocessing.get_context("spawn").Process(target=evict_in_a_process, args=(shards, tmp_path / "cache"))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0
-    assert 0 < total(tmp_path / "cache") <= 2 * SIZE
 
 
 # What is evicted first

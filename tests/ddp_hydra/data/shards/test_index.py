@@ -78,17 +78,9 @@ def test_relative_urls_start_where_the_index_is(source):
         f"{root}/some/a.tar", f"{root}/some/deep/a.tar", f"{root}/up.tar", f"{root}/top.tar", *named[4:],
     ]  # fmt: skip
     assert not is_local(index.shards[0].url)
-
-
-def test_a_query_belongs_to_its_own_url_only():
-    source = "https://host/some/index.json?token=a/b"
+    source = f"{root}/index.json?token=a/b" if root.startswith("https") else f"{root}/index.json"
     index = read_index(source, access=Web({source: index_of(shard("a.tar"), shard("b.tar?x=1"))}))
-    assert urls(index) == ["https://host/some/a.tar", "https://host/some/b.tar?x=1"]
-
-
-def test_an_index_may_lie_directly_in_a_bucket():
-    index = read_index("s3://bucket/index.json", access=Web({"s3://bucket/index.json": index_of(shard())}))
-    assert urls(index) == ["s3://bucket/a.tar"]
+    assert urls(index) == [f"{root}/a.tar", f"{root}/b.tar?x=1"]  # a query belongs to its own URL only
 
 
 @pytest.mark.parametrize(
@@ -150,34 +142,24 @@ def test_an_index_may_name_others_which_name_their_shards_from_where_they_are(wr
 def test_an_index_that_leads_back_to_itself_is_refused(write):
     write(with_datasets({"source_url": "a.json"}), "b.json")
     path = write(with_datasets({"source_url": "b.json"}), "a.json")
-    with pytest.raises(ValueError, match=r"[ab]\.json leads back, or too deep, to .*[ab]\.json"):
-        read_index(path)
-
-
-def test_indexes_are_followed_only_so_far(write):
-    for number in range(DEEPEST + 2):
-        path = write(with_datasets({"source_url": f"{number - 1}.json"}), f"{number}.json")
-    with pytest.raises(ValueError, match=rf"leads back, or too deep, .*\(deepest: {DEEPEST}\)"):
+    with pytest.raises(ValueError, match=rf"[ab]\.json leads back, or too deep, to .*[ab]\.json .*deepest: {DEEPEST}"):
         read_index(path)
 
 
 @pytest.mark.parametrize("url", ["/etc/passwd", "file:///etc/passwd", "file:/etc/passwd", "//etc/passwd"])
 @pytest.mark.parametrize("place", ["shard", "base", "source_url", "inner base"])
-def test_an_index_from_the_network_names_no_file_of_this_machine(url, place):
+def test_an_index_from_the_network_names_no_file_of_this_machine(write, url, place):
     content = {
         "shard": index_of(shard(url)),
         "base": index_of(shard(), base=url),
         "source_url": with_datasets({"source_url": url}),
         "inner base": with_datasets({"shardlist": [shard()], "base": url}),
     }[place]
-    with pytest.raises(ValueError, match="a file of this machine, and is named by an index from the network"):
-        read_index("https://host/index.json", access=Web({"https://host/index.json": content}))
-
-
-def test_nor_does_one_that_a_local_index_names(write):
-    path = write(with_datasets({"source_url": "s3://bucket/index.json"}))
-    with pytest.raises(ValueError, match="a file of this machine"):
-        read_index(path, access=Web({"s3://bucket/index.json": index_of(shard("/etc/passwd"))}))
+    source = "https://host/index.json"
+    by_a_local_one = write(with_datasets({"source_url": source}))
+    for index in (source, by_a_local_one):
+        with pytest.raises(ValueError, match="a file of this machine, and is named by an index from the network"):
+            read_index(index, access=Web({source: content}))
 
 
 def test_an_index_from_the_network_stays_below_the_local_folder_that_the_user_gives(tmp_path):
@@ -243,9 +225,6 @@ def test_a_missing_index_is_named(tmp_path):
         read_index("s3://b/i.json", access=Web({}))
     with pytest.raises(FileNotFoundError, match=r"check data\.index="):
         read_index(str(tmp_path))
-
-
-def test_a_url_of_another_kind_is_refused():
     with pytest.raises(
         ValueError, match=r"'gopher://b/i\.json' can't be read: give a path, or a URL that starts with s3://"
     ):

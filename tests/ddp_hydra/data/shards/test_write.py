@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 import tarfile
 from pathlib import Path
 
@@ -205,20 +203,3 @@ def test_shards_go_into_a_bucket(s3, credentials, pictures, tmp_path, capsys):
     data.close()
     assert main(command) == 1
     assert "holds an index.json already" in capsys.readouterr().err
-
-
-@pytest.mark.integration
-def test_it_runs_as_a_module(tmp_path):
-    (tmp_path / "a.tar").write_bytes(numbered(0, 10))
-    command = [
-        sys.executable,
-        "-m",
-        "ddp_hydra.data.shards",
-        "index",
-        str(tmp_path / "a.tar"),
-        "--out",
-        str(tmp_path / "i.json"),
-    ]
-    done = subprocess.run(command, cwd=Path(__file__).parents[4], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("10 samples in 1 shard\n")

@@ -166,6 +166,9 @@ def test_ranks_share_the_samples_and_take_the_same_steps(n, world_size, batch_si
     assert in_order(ranks.run(vote=vote)) == list(range(whole))
     assert in_order(ranks.run(epoch=1, vote=vote)) == list(range(1000, 1000 + whole))
     assert not threads()
+    resumed = Ranks(lambda: Counted(n), world_size, batch_size).load(ranks.save()[0])
+    assert [sampler.steps(whole) for sampler in resumed.samplers] == [0] * world_size  # the end is known
+    assert resumed.data[0].read == 0
 
 
 @pytest.mark.medium
@@ -203,14 +206,6 @@ def test_a_state_saves_reading_again():
     again = Ranks(lambda: Stateful(40), 2, 4).load(saved)  # elsewhere, the state is of no use
     assert in_order(again.run(position=8)) == list(range(8, 40))
     assert seen == list(range(24))
-
-
-def test_the_end_of_an_epoch_is_known_after_a_resume_without_reading():
-    first = Ranks(lambda: Counted(20), 2, 5)
-    first.run()
-    resumed = Ranks(lambda: Counted(20), 2, 5).load(first.save()[0])
-    assert [sampler.steps(20) for sampler in resumed.samplers] == [0, 0]
-    assert resumed.data[0].read == 0
 
 
 def test_with_votes_no_other_exchange_is_needed_while_samples_are_there():
@@ -288,19 +283,6 @@ def test_the_first_steps_can_be_repeated():
     assert [repeated.take(2) for _ in range(2)] == [[2, 3], [0, 1]]
 
 
-def test_the_data_set_of_a_dataloader_gets_its_epoch():
-    ranks = Ranks(lambda: DataLoader(Counted(12), batch_size=None), 2, 3)
-    assert in_order(ranks.run(epoch=2)) == list(range(2000, 2012))
-
-
-def test_which_data_sets_are_iterable():
-    assert is_stream(Counted(3))
-    assert is_stream(DataLoader(Counted(3), batch_size=None))
-    assert is_stream(iterable([1]))
-    assert not is_stream([1, 2])
-    assert not is_stream(torch.utils.data.TensorDataset(torch.zeros(3)))
-
-
 def test_how_a_data_set_is_split_is_said():
     assert split(Counted(3), 0, 2).how == (
         "each rank reads all samples and takes its share; resumes by counting: it reads again what was read before"
@@ -308,6 +290,13 @@ def test_how_a_data_set_is_split_is_said():
     assert split(Stateful(3), 0, 1).how == "one rank reads all samples; resumes by its state_dict"
     assert split(Lengths([2, 3]), 0, 2).how.startswith("each rank reads its own part; resumes by counting")
     assert not split(Counted(3), 0, 2, "itself").dealt
+
+    class Odd(Stateful):
+        def state_dict(self) -> dict[str, Any]:
+            return {"random": object()}  # which no checkpoint can hold
+
+    assert "by counting" in split(Odd(3), 0, 1).how
+    assert plain({"a": [torch.int64, None][1:], "b": (1, "x")}) == {"a": [None], "b": (1, "x")}
     with pytest.raises(ConfigError, match=r"data\.shard_by=files: give samples, itself or null"):
         split(Counted(3), 0, 2, "files")
 
@@ -321,15 +310,6 @@ def test_only_a_part_of_its_own_is_another_one_with_more_ranks():
     assert more.resumed(0) == ""
     (same, *_) = Ranks(lambda: Lengths([20, 20]), 2, 2).load(saved).samplers
     assert same.resumed(8) == ""
-
-
-def test_a_state_that_no_checkpoint_can_hold_is_not_used():
-    class Odd(Stateful):
-        def state_dict(self) -> dict[str, Any]:
-            return {"random": object()}
-
-    assert "by counting" in split(Odd(3), 0, 1).how
-    assert plain({"a": [torch.int64, None][1:], "b": (1, "x")}) == {"a": [None], "b": (1, "x")}
 
 
 def iterable(samples: list[int]) -> Any:
@@ -396,9 +376,6 @@ def test_the_order_of_a_users_dataloader_depends_on_seed_and_epoch_alone(workers
     expected = order(lambda: DataLoader(range(24), batch_size=None, shuffle=True))
     assert order(make) == expected != list(range(24))
     assert sorted(order(make, epoch=1)) == list(range(24)) != order(make, epoch=1) != expected
-
-
-def test_ranks_share_an_order_that_an_iterator_draws_at_its_first_sample():
     assert order(Shuffled, 0, 2) + order(Shuffled, 1, 2) == order(Shuffled)
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import sys
-import threading
 import time
 import traceback
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,22 +15,37 @@ import psutil
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import get_worker_info
 
 from ddp_hydra.data import draws
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.loader import Loader
+from ddp_hydra.data.mix import Mix
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.data.workers import InWorkers, helper, with_workers
 from ddp_hydra.data.workers.context import Queue
 from ddp_hydra.data.workers.loader import number_of
 from ddp_hydra.data.workers.worker import SharedBatch
+from ddp_hydra.data.wrappers import look_into
 from ddp_hydra.errors import ConfigError, DataError
+from tests.ddp_hydra.data.workers import sets
+from tests.ddp_hydra.data.workers.sets import (
+    Announced,
+    Drawing,
+    Ends,
+    Leaving,
+    Noisy,
+    Permuted,
+    RawFile,
+    Row,
+    Rows,
+    Unpicklable,
+    Unreadable,
+    Wordy,
+)  # fmt: skip
 
 CPU = torch.device("cpu")
-Row = namedtuple("Row", "row pid epoch told text")
 pytestmark = pytest.mark.medium
 
 
@@ -43,44 +55,6 @@ def one_helper():
     held = helper.acquire()
     yield
     helper.release(held)
-
-
-class Rows:
-    """Sample i is a row of i, and who made it."""
-
-    def __init__(self, n: int = 100, bad: int = -1, dies: int = -1) -> None:
-        self.n, self.bad_index, self.dies = n, bad, dies
-        self.epoch, self.told = 0, ()
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitem__(self, index: int) -> Row:
-        if index == self.bad_index:
-            raise KeyError(f"row {index} is not there")
-        if index == self.dies:
-            os.kill(os.getpid(), signal.SIGKILL)
-        row = torch.full((3, 2), index, dtype=torch.int16)
-        return Row(row, os.getpid(), self.epoch, len(self.told), f"row {index}")
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-
-class Unpicklable(Rows):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lock = threading.Lock()
-
-
-class Unreadable(Rows):
-    def __setstate__(self, state: dict) -> None:
-        raise OSError("not here")
-
-
-class Announced(Rows):
-    def expect(self, indices: list[int]) -> None:
-        self.told = tuple(indices)
 
 
 @pytest.fixture
@@ -168,19 +142,6 @@ def test_workers_make_the_images_that_threads_make(loader, photos, own):
     assert not torch.equal(found[2, 0][0][0], found[2, 1][0][0])
 
 
-class Noisy:
-    """A transform of a user, which draws from the global generators."""
-
-    def __call__(self, image):
-        pixels = np.array(image.resize((8, 8)), dtype=np.float32).transpose(2, 0, 1)
-        return torch.from_numpy(pixels) + torch.rand(3, 8, 8) + float(np.random.rand())
-
-
-class Drawing(Rows):
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index, torch.rand(()).item() + float(np.random.rand())
-
-
 def test_workers_draw_what_the_process_itself_would_draw(loader):
     order = Distributed(96, 8, seed=3)
     right = [torch.stack(list(map(torch.Tensor.double, one))) for one in Loader(Drawing(), CPU, seed=7).load(
@@ -196,12 +157,14 @@ def test_workers_draw_what_the_process_itself_would_draw(loader):
     assert torch.equal(torch.rand(()), expected)
 
 
-class Permuted(Rows):
-    def set_epoch(self, epoch: int) -> None:
-        self.order = torch.randperm(96).tolist() if epoch % 2 else np.random.permutation(96).tolist()
+def test_workers_make_the_batches_of_a_mixture(loader):
+    def read(workers: int) -> list[list]:
+        data = look_into(Mix({"one": Drawing(6), "two": Drawing(4)}, {"two": 2}))
+        one, sampler = loader(data, workers, seed=1), Distributed(1, 3, seed=1, mixture=data.mixture)
+        made = [batch for epoch in range(2) for batch in one.load(sampler.batches(epoch, 3 * epoch))]
+        return [part.tolist() for batch in made for part in batch]
 
-    def __getitem__(self, index: int) -> int:
-        return self.order[index]
+    assert read(2) == read(0)
 
 
 def test_an_order_that_a_data_set_draws_for_an_epoch_is_one_everywhere_and_disturbs_nothing(loader):
@@ -229,47 +192,18 @@ def test_an_error_has_the_frames_of_the_user(loader):
     with pytest.raises(KeyError, match="row 4 is not there") as caught:
         list(one.load(batches(8)))
     last = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert (last.filename, last.name) == (__file__, "__getitem__")
+    assert (last.filename, last.name) == (sets.__file__, "__getitem__")
     assert "raise KeyError(f" in (last.line or "")
     assert "in a worker of the DataLoader (data.workers)" in caught.value.__notes__
     assert len(list(one.load(batches(4)))) == 2
-
-
-class Ends(Rows):
-    """Ends the reading at its fifth sample."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how = how
-
-    def __getitem__(self, index: int) -> Row:
-        if index == 4 and self.how == "exits":
-            sys.exit(0)
-        return super().__getitem__(next(iter([]) if index == 4 else iter([index])))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("how", "said"), [("exits", r"calls sys\.exit\(\)"), ("stops", "raises StopIteration")])
 def test_a_data_set_that_ends_the_reading_is_named_with_the_sample_and_its_own_line(loader, workers, how, said):
     one = loader(Ends(how), workers)
-    with pytest.raises(
-        DataError, match=rf"Ends {said} where it is asked for sample 4 \(.*test_workers\.py, line \d+, in"
-    ):
+    with pytest.raises(DataError, match=rf"Ends {said} where it is asked for sample 4 \(.*sets\.py, line \d+, in"):
         list(one.load(batches(8)))
-
-
-class RawFile(Rows):
-    """Reads a file by the number of its descriptor."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        path.write_bytes(bytes(range(100)))
-        self.files = [os.open(path, os.O_RDONLY) for _ in range(12)]
-
-    def __getitem__(self, index: int) -> tuple[int, bool]:
-        (read,) = os.pread(self.files[index % 12], 1, index)
-        info = get_worker_info()
-        return read, info is not None and isinstance(info.dataset, RawFile)
 
 
 def test_workers_have_the_files_that_a_data_set_has_opened_and_are_told_of_it(tmp_path):
@@ -310,20 +244,8 @@ def test_workers_whose_helper_is_killed_are_told_apart(monkeypatch, loader):
 
 @pytest.mark.slow
 def test_a_worker_that_ends_itself_is_named(loader):
-    class Leaving(Rows):
-        def __getitem__(self, index: int) -> Row:
-            return os._exit(0) if index == 9 else super().__getitem__(index)
-
     with pytest.raises(ConnectionError, match=r"has ended with code 0; what it printed stands above"):
         list(loader(Leaving()).load(batches(20)))
-
-
-class Wordy(Rows):
-    """Samples whose text needs more room than a socket has."""
-
-    def __getitem__(self, index: int) -> Row:
-        row = super().__getitem__(index)
-        return row._replace(text=row.text * 200_000)
 
 
 @pytest.mark.slow
