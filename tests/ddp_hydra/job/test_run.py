@@ -141,22 +141,16 @@ def test_steps_that_are_done_again_are_counted(record, lost, tmp_path):
 
 
 def test_what_a_training_returns_is_taken_as_it_is():
-    found = msgspec.to_builtins(read_result(VALUE))
+    found = msgspec.to_builtins(read_result({**VALUE, "status": "done", "failure": b"\0"}))
     assert math.isnan(found["metrics"].pop("train/loss"))
     assert found == {**VALUE, "metrics": {"val/accuracy": 0.5}}
-
-
-def test_more_than_that_is_left_out():
-    assert msgspec.to_builtins(read_result({**VALUE, "status": "done", "failure": b"\0"})).keys() == VALUE.keys()
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        None, "x", [], {}, {**VALUE, "steps": "many"}, {**VALUE, "steps": math.inf}, {**VALUE, "samples": None},
-        {**VALUE, "train_s": math.nan}, {**VALUE, "samples_per_s": math.inf}, {**VALUE, "samples_per_s": 10**400},
-        {**VALUE, "metrics": None}, {**VALUE, "metrics": {"a": "b"}}, {**VALUE, "metrics": {"a": 10**400}},
-        {**VALUE, "interrupted": "because"}, {**VALUE, "interrupted": None}, {**VALUE, "interrupted": {}},
+        None, {}, {**VALUE, "steps": "many"}, {**VALUE, "train_s": math.nan}, {**VALUE, "samples_per_s": 10**400},
+        {**VALUE, "metrics": {"a": 10**400}}, {**VALUE, "interrupted": "because"},
     ],
     ids=lambda value: repr(value)[-60:],
 )  # fmt: skip
