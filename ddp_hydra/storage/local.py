@@ -20,12 +20,6 @@ class LocalFolder(Store):
     """Lists, reads and writes the files below a folder, as if they were the objects of a bucket; see `Store`.
 
     A disk is asked once: `retry_timeout_s` is 0 where it is not given.
-
-    Args:
-        folder: where they are.
-        traffic: counts requests and bytes; None for counters of its own.
-        setting: see `Store`.
-        retry_timeout_s: see `Store`.
     """
 
     def __init__(

@@ -104,12 +104,7 @@ P = TypeVar("P", bound=PurePath)
 
 
 def files_of(path: P, entry: CheckpointEntry) -> list[tuple[P, CheckpointPart]]:
-    """Return the files of a checkpoint, each with what the manifest says of it.
-
-    Args:
-        path: of the checkpoint, a file or a folder by its name.
-        entry: of the manifest.
-    """
+    """Return the files of a checkpoint, a file or a folder, each with what the manifest says of it."""
     return [(path if path.suffix == SUFFIX else path / part.name, part) for part in entry.parts]
 
 
@@ -159,23 +154,13 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def encode_manifest(entries: Entries, removed: str = "") -> bytes:
-    """Return the content of a manifest.
-
-    Args:
-        entries: by name.
-        removed: why all checkpoints were removed, if they were.
-    """
+    """Return the content of a manifest; `removed` is why all checkpoints were removed, if they were."""
     content = to_builtins(Manifest(checkpoints=entries, removed=removed))
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
 def name_in_store(name: str, entry: CheckpointEntry) -> str:
-    """Return the name of a checkpoint in a store, which none with another content ever gets.
-
-    Args:
-        name: in the run directory.
-        entry: of the manifest.
-    """
+    """Return the name of a checkpoint in a store, which none with another content ever gets."""
     match = STEP.fullmatch(name)
     assert match is not None
     return f"step-{match[1]}-{entry.digest:.12}{match[3] or ''}"
@@ -345,13 +330,7 @@ Sums = dict[tuple[int, int], str]
 
 
 def damage(path: Path, wanted: CheckpointEntry, sums: Sums | None = None) -> str | None:
-    """Say how a checkpoint differs from its entry in a manifest; None if it does not.
-
-    Args:
-        path: maybe missing.
-        wanted: its entry.
-        sums: those known already; filled.
-    """
+    """Say how a checkpoint differs from its entry in a manifest; None if it does not. `sums` are filled."""
     for file, part in files_of(path, wanted):
         if (reason := difference(file, part, sums)) is not None:
             return reason if file == path else f"of its part {part.name}: {reason}"

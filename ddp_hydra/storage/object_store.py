@@ -390,13 +390,7 @@ def download(url: str, timeout_s: float) -> bytes:
 
 
 def _error(where: str, status: str, reason: str) -> Exception:
-    """Return the error for an answer that is not a success.
-
-    Args:
-        where: the URL, without secrets.
-        status: of the answer; "" where none came.
-        reason: why none came, as " (reason)".
-    """
+    """Return the error for an answer that is not a success; `reason` is why none came, as " (reason)"."""
     if status in ("404", "410"):
         return FileNotFoundError(f"there is no {where} ({status}): check the URL")
     if status in ("401", "403"):

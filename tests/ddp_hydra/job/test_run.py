@@ -16,8 +16,9 @@ from ddp_hydra.errors import (
 from ddp_hydra.job import job_config
 from ddp_hydra.job.run import TRAIN, Job, run_job
 from ddp_hydra.job.summary import read_result
-from ddp_hydra.rank import torchrun
-from ddp_hydra.record import Metrics, Record, Start
+from ddp_hydra.rank import fault_injection, torchrun
+from ddp_hydra.rank.fault_injection import InterruptWriter
+from ddp_hydra.record import Metrics, Record, Start, Text
 from ddp_hydra.run_state import AttemptEntry, Summary
 from tests.ddp_hydra.job.jobs import PACKED, VALUE, checkpoint, config, make, zipped
 
@@ -166,3 +167,17 @@ def test_a_dry_run_builds_the_model_without_the_path_of_its_weights(tmp_path, mo
     monkeypatch.setattr("ddp_hydra.job.run.packed_project", lambda *_: PACKED)
     run_job(config(dry_run=True, model__weights=str(tmp_path / "a.pt")), tmp_path / "run")
     assert built == [{"weights": None}]
+
+
+def test_an_interrupt_on_purpose_comes_once_from_its_step_on_in_its_attempt(capsys):
+    def metrics(step: int, attempt: int) -> Record:
+        return Record(Metrics({}), 0, step, 1.0, attempt)
+
+    writer = InterruptWriter(fault_injection.parse(["interrupt,step=5,attempt=1"]))
+    for record in (metrics(4, 1), metrics(9, 0), Record(Text("a", "b"), 0, 9, 1.0, 1)):
+        writer.write(record)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write(metrics(6, 1))
+    assert "fault on purpose: Fault(kind='interrupt'" in capsys.readouterr().out
+    writer.write(metrics(7, 1))
+    writer.close()
