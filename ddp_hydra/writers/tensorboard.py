@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 from hydra.core.override_parser.types import Override
@@ -187,7 +188,7 @@ def _image(sent: Image, rank: int) -> Summary:
 log = logging.getLogger(__name__)
 
 Value = bool | float | str
-_TYPES = {bool: DATA_TYPE_BOOL, float: DATA_TYPE_FLOAT64}
+_TYPES: dict[type, Any] = {bool: DATA_TYPE_BOOL, float: DATA_TYPE_FLOAT64}
 _NO_HPARAMS = {"resume", "dry_run", "fault", "faults", "results", "hydra"}
 
 
