@@ -87,15 +87,17 @@ def keep_project(run_dir: Path, packed: project.Project) -> None:
     The jobs of a sweep share one file, which is in the sweep's folder, too. No job fails because that can't be written.
     """
     own = run_dir / project.ARCHIVE
-    kept = (sweep_dir(run_dir) or run_dir) / project.ARCHIVE
+    shared = (sweep_dir(run_dir) or run_dir) / project.ARCHIVE
+    source, target = shared, own
     with contextlib.suppress(RecordError):
-        if kept == own or not _holds(kept, packed.archive):
+        if shared == own or not _holds(shared, packed.archive):
             if any(redact.secret_line(text) for text in project.texts(packed)):
                 return
-            write_atomic(kept, packed.archive, durable=False)
-        if kept != own:
-            with writing(own), replacing(own, durable=False) as part:
-                link_or_copy(kept, part)
+            write_atomic(own, packed.archive, durable=False)
+            source, target = own, shared
+        if shared != own:
+            with writing(target), replacing(target, durable=False) as part:
+                link_or_copy(source, part)
 
 
 def sweep_dir(run_dir: Path) -> Path | None:
