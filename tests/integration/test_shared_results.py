@@ -123,7 +123,6 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def names(server: S3Server, url: str) -> set[str]:
-    """The objects of a run."""
     prefix = url.removeprefix("s3://bucket-0/") + "/"
     return {key.removeprefix(prefix) for key in server.sizes("bucket-0") if key.startswith(prefix)}
 

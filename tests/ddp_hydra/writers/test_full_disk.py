@@ -43,7 +43,6 @@ def small(tmp_path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> None:
-    """Leave no byte free."""
     with (folder / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))

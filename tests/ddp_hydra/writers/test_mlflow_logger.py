@@ -16,7 +16,6 @@ pytestmark = pytest.mark.medium
 
 
 def mlflow_error(code: str) -> Exception:
-    """Make MLflow's error of this kind."""
     from mlflow import exceptions  # takes a second
 
     return exceptions.MlflowException("no", error_code=exceptions.ErrorCode.Value(code))
