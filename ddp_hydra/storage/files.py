@@ -191,6 +191,8 @@ def flocked(path: Path, flags: int = os.O_RDONLY) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(OSError):  # a process that was forked meanwhile has it open, too
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 
