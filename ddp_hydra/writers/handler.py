@@ -182,7 +182,7 @@ def default_writers(
         writers.append(TensorBoardWriter(folder))
     from ddp_hydra.writers.run_dir import StatusWriter
 
-    writers.append(StatusWriter(folder, base=status))
+    writers.append(StatusWriter(folder, status))
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter
 

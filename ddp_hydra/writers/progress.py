@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from importlib.util import find_spec
 
 from rich.console import Console
@@ -13,6 +12,9 @@ from rich.text import Text
 from ddp_hydra.console.text import printable
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.writers.run_dir import EPOCH, JobStatus
+
+INTERVAL_S = 10.0
+"""Least seconds between two lines of progress."""
 
 
 class StdoutConsole(Console):
@@ -26,27 +28,23 @@ class ProgressWriter:
     """Shows a job while it runs: a header, the current step, and a permanent line per validation or epoch.
 
     A terminal gets a live bar, and so does a notebook that has ipywidgets. Other outputs get lines without control
-    characters, and between the permanent lines at most one line per `interval_s`. A closed output (`| head`), or one
+    characters, and between the permanent lines at most one line per `INTERVAL_S`. A closed output (`| head`), or one
     whose encoding lacks a character, ends the display, not the job. With `restarts`, it says where an attempt begins.
     """
 
     def __init__(
         self,
         console: Console | None = None,
-        interval_s: float = 10.0,
         restarts: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         in_notebook = console is None and Console().is_jupyter and find_spec("ipywidgets") is not None
         # Lines are plain text in a notebook, too: rich would print each as a piece of HTML.
         self._console = console or StdoutConsole(force_jupyter=False)
         self._bar_console = StdoutConsole(force_jupyter=True) if in_notebook else self._console
         self._live = in_notebook or (self._console.is_terminal and not self._console.is_dumb_terminal)
-        self._interval_s = interval_s
         self._restarts = restarts
-        self._clock = clock
-        self._printed_at = clock()
-        self._state = JobStatus(clock)
+        self._printed_at = time.monotonic()
+        self._state = JobStatus()
         self._reported: float | None = None  # the epoch (or step) that has its permanent line
         self._line_step: int | None = None  # the step of the last permanent line
         self._has_epoch_means = False  # whether each epoch ends with its means, as in `training`
@@ -89,7 +87,7 @@ class ProgressWriter:
         self._state.update(record)
         self._reported = self._line_step = None
         self._has_epoch_means = start.epoch_means
-        self._printed_at = self._clock()
+        self._printed_at = time.monotonic()
 
     def _metrics(self, record: Record, logged: Metrics) -> None:
         before = self._state.now.epoch
@@ -101,7 +99,7 @@ class ProgressWriter:
             self._permanent_line(has_means)
         if self._live:
             self._move_bar()
-        elif self._clock() - self._printed_at >= self._interval_s:
+        elif time.monotonic() - self._printed_at >= INTERVAL_S:
             self._print("  ".join(filter(None, (self._state.where(), self._state.numbers(), self._state.eta()))))
 
     def _permanent_line(self, has_means: bool = False) -> None:
@@ -116,7 +114,7 @@ class ProgressWriter:
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
-        self._printed_at = self._clock()
+        self._printed_at = time.monotonic()
 
     def _move_bar(self) -> None:
         step, where = self._state.now.step or 0, self._state.where()

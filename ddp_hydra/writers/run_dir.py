@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -226,14 +226,13 @@ class JobStatus:
         epoch_means: "train/loss" and so on as means over the last epoch that has ended.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:
-        self._clock = clock
+    def __init__(self, base: Status | None = None) -> None:
         self.now = base or Status()
         self.now.host, self.now.pid, self.now.stopped_early = socket.gethostname(), os.getpid(), ""
         self.start: Record | None = None
         self.metrics: dict[str, float] = {}
         self.epoch_means: dict[str, float] = {}
-        self._first: tuple[float, int] = (clock(), 0)
+        self._first: tuple[float, int] = (time.monotonic(), 0)
 
     def update(self, record: Record) -> bool:
         data, now = record.data, self.now
@@ -246,7 +245,7 @@ class JobStatus:
             self.start, self.metrics, self.epoch_means = record, {}, {}
             now.attempt, now.world_size, now.step, now.epoch = record.attempt, data.world_size, None, None
             now.total_steps, now.epochs = data.total_steps, data.epochs
-            self._first = (self._clock(), record.step or 0)
+            self._first = (time.monotonic(), record.step or 0)
         elif isinstance(data, Metrics):
             now.epoch = self.epoch_of(data)
             if now.epochs is not None and now.epoch is not None and now.epoch > now.epochs:
@@ -262,7 +261,7 @@ class JobStatus:
         now.state = "running"
         began, first = self._first
         step, total = now.step or 0, now.total_steps or 0
-        now.eta_s = (self._clock() - began) / (step - first) * (total - step) if first < step < total else None
+        now.eta_s = (time.monotonic() - began) / (step - first) * (total - step) if first < step < total else None
         return True
 
     def content(self) -> Status:
@@ -327,18 +326,17 @@ class StatusWriter:
     what is known of the job apart from its records; others may change it.
     """
 
-    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.monotonic, base: Status | None = None) -> None:
+    def __init__(self, run_dir: Path, base: Status | None = None) -> None:
         self._path = run_dir / STATUS
-        self._clock = clock
-        self._status = JobStatus(clock, base)
+        self._status = JobStatus(base)
         self._written = -INTERVAL_S
         self._save()
 
     def write(self, record: Record) -> None:
         if not self._status.update(record):
             return
-        if not isinstance(record.data, Metrics) or self._clock() - self._written >= INTERVAL_S:
-            self._written = self._clock()
+        if not isinstance(record.data, Metrics) or time.monotonic() - self._written >= INTERVAL_S:
+            self._written = time.monotonic()
             self._save()
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class DriverStatus(JobStatus):
     def __init__(self, scheduler: str, project: str, max_restarts: int = 0, **more: Any) -> None:
         version, now = ddp_hydra.__version__, time.time()
         fixed = {"ddp_hydra": version, "scheduler": scheduler, "project": project, "started": now, **more}
-        super().__init__(base=Status(**fixed, max_restarts=max_restarts))
+        super().__init__(Status(**fixed, max_restarts=max_restarts))
         self.files: list[str] = []
         self._lock = threading.Lock()
         self._written: Status | None = None

@@ -24,8 +24,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock():
-    return Clock()
+def clock(monkeypatch):
+    monkeypatch.setattr("time.monotonic", now := Clock())
+    return now
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def start():
 
 @pytest.fixture
 def plain_writer(output, clock):
-    return ProgressWriter(Console(file=output, width=120, force_terminal=False), clock=clock)
+    return ProgressWriter(Console(file=output, width=120, force_terminal=False))
 
 
 def terminal(output, **options):
@@ -105,7 +106,7 @@ def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, star
 
 @pytest.mark.parametrize(("restarts", "said"), [(False, []), (True, ["restart 1, from step 10"])])
 def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock, start, metrics_record):
-    writer = ProgressWriter(Console(file=output, width=120, force_terminal=False), restarts=restarts, clock=clock)
+    writer = ProgressWriter(Console(file=output, width=120, force_terminal=False), restarts=restarts)
     writer.write(start)
     writer.write(metrics_record(13, epoch=2, train__loss=1.0))
     writer.write(Record(replace(start.data, lines=[]), step=10, attempt=1))
@@ -131,7 +132,7 @@ def test_without_totals(plain_writer, output, clock):
 
 
 def test_text_of_ranks_cannot_steer_the_terminal(output, clock):
-    writer = ProgressWriter(terminal(output, color_system=None), clock=clock)
+    writer = ProgressWriter(terminal(output, color_system=None))
     evil = "\x1b]0;owned\x07\x1b[2Jname\x9b31m\r"
     writer.write(Record(Start(lines=[f"[red]{evil}"])))
     writer.write(Record(Metrics({f"train/{evil}": 1.0, "val/x": 1.0}), step=1))

@@ -13,9 +13,10 @@ def read(folder):
     return json.loads((folder / "status.json").read_text())
 
 
-def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics_record):
+def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics_record, monkeypatch):
     now = [0.0]
-    writer = StatusWriter(tmp_path, lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    writer = StatusWriter(tmp_path)
     writer.write(Record(Start(total_steps=100, epochs=4, world_size=2), step=0))
     assert (read(tmp_path)["world_size"], read(tmp_path)["step"]) == (2, None)
     now[0] = 10.0
@@ -27,10 +28,13 @@ def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics
     assert list(tmp_path.iterdir()) == []
 
 
-def test_it_is_written_no_more_than_twice_a_second_but_a_new_attempt_shows_at_once(tmp_path, metrics_record):
+def test_it_is_written_no_more_than_twice_a_second_but_a_new_attempt_shows_at_once(
+    tmp_path, metrics_record, monkeypatch
+):
     now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     base = Status()
-    writer = StatusWriter(tmp_path, lambda: now[0], base)
+    writer = StatusWriter(tmp_path, base)
     writer.write(metrics_record(1, loss=1.0))
     assert read(tmp_path)["attempts"] == []
     base.attempts = [AttemptEntry(attempt=3)]
