@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ddp_hydra.checked import finite_number
 from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.errors import ConfigError, RecordError
@@ -68,12 +69,11 @@ def take_end(row: JobRow, folder: Path, objective: SweepObjective) -> None:
 
 def take_value(row: JobRow, value: Any, objective: SweepObjective) -> None:
     row.value = plain_value(value)
-    returned = as_number(row.value)
-    if returned is not None:
+    if (returned := finite_number(row.value)) is not None:
         row.objective = row.metrics[objective.metric] = returned
     for place, one in enumerate(row.value if isinstance(row.value, list) else ()):  # several objectives
-        if (number := as_number(one)) is not None:
-            row.metrics[f"{objective.metric}[{place}]"] = number
+        if (returned := finite_number(one)) is not None:
+            row.metrics[f"{objective.metric}[{place}]"] = returned
 
 
 def plain_value(value: Any) -> Any:
@@ -88,10 +88,6 @@ def plain_value(value: Any) -> Any:
 def to_scalar(value: Any) -> Any:
     """Return the number in a scalar or zero-dimensional array of numpy or torch; other values as they are."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-
-
-def as_number(value: Any, kind: type = float) -> Any:
-    return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _take_metrics(row: JobRow, metrics: dict[str, float | None], objective: SweepObjective) -> None:
