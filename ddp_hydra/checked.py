@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Annotated
 
@@ -16,6 +17,16 @@ Time = Annotated[float, Meta(ge=0, lt=1e11)]
 """In seconds since 1970."""
 Name = Annotated[str, Meta(pattern=r"\A[^\ud800-\udfff]+\Z")]
 """Has no lone surrogates: JSON can hold them, but no file can."""
+
+
+def finite_number(value: object) -> float | None:
+    """Return a value that is a finite number; None for all else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def prepare(*kinds: type) -> None:

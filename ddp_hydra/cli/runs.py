@@ -16,10 +16,11 @@ from typing import Any
 from msgspec.structs import asdict
 from rich.cells import cell_len
 
+from ddp_hydra.checked import finite_number
 from ddp_hydra.cli.commands import parse_all
 from ddp_hydra.console.text import after, counted, duration, meant, printable, size_text
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.runs.describe import RunRow, number
+from ddp_hydra.runs.describe import RunRow
 from ddp_hydra.runs.details import Reproduction
 from ddp_hydra.runs.disk import KINDS
 
@@ -382,7 +383,7 @@ def when(started: float | None) -> str:
 
 def digits(value: object) -> str:
     """Return a number with four digits; a whole one with all."""
-    found = number(value)
+    found = finite_number(value)
     if found is None:
         return ""
     return f"{found:.0f}" if found == int(found) and abs(found) < 1e15 else f"{found:.4g}"

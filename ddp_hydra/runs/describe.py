@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import time
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from msgspec import Struct
 
+from ddp_hydra.checked import finite_number
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.remote.status import ENDED, LOST_S
 from ddp_hydra.run_state import AttemptEntry, FailureEntry, State, Status, Summary, decode
@@ -172,18 +172,8 @@ def texts(value: object) -> list[str]:
     return [str(one)[:MOST_TEXT] for one in found if isinstance(one, str | int | float)]
 
 
-def number(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        found = float(value)
-    except OverflowError:
-        return None
-    return found if math.isfinite(found) else None
-
-
 def numbers(values: Mapping[str, object]) -> dict[str, float | None]:
-    return {text(name): number(value) for name, value in values.items()}
+    return {text(name): finite_number(value) for name, value in values.items()}
 
 
 def _time(value: float | None) -> float | None:

@@ -36,7 +36,7 @@ from ddp_hydra.runs.describe import (
 from ddp_hydra.runs.run_files import MARKS, LocalRunFiles, StoredRunFiles, reachable
 from ddp_hydra.storage import urls
 from ddp_hydra.storage.files import private_folder, user_cache, write_atomic
-from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
+from ddp_hydra.sweep.rows import JobState, SweepContent, SweepObjective
 from ddp_hydra.writers.run_dir import LOCK, is_held
 
 Stamp = list[int]
@@ -239,13 +239,6 @@ def stored_row(files: StoredRunFiles) -> RunRow:
     return found
 
 
-class SweepContent(Struct):
-    """What is read of a sweep.json."""
-
-    objective: SweepObjective
-    jobs: list[JobRow]
-
-
 class SweepJobs:
     """The jobs in the sweep.json of a folder, by their own folders' names; none if there is no such file."""
 
@@ -254,7 +247,7 @@ class SweepJobs:
         try:
             content = msgspec.json.decode(LocalRunFiles(folder).read(SWEEP), type=SweepContent)
         except (ValueError, RecursionError):
-            content = SweepContent(SweepObjective("", None), [])
+            content = SweepContent(1, SweepObjective("", None), [])
         self.jobs, self.objective = {job.folder: job for job in content.jobs}, content.objective
 
     def fill(self, row: RunRow) -> None:

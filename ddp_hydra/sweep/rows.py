@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal
+
+from msgspec import Struct
 
 from ddp_hydra.checked import Count, Finite
 
@@ -104,6 +106,14 @@ class SweepObjective:
     def ranks(self, rows: Sequence[JobRow]) -> bool:
         """Return whether one of these jobs is the best: the direction is known, and all have the same data."""
         return self.maximize is not None and len(set(data_of(rows, self).values())) < 2
+
+
+class SweepContent(Struct):
+    """What is read of a sweep.json."""
+
+    version: Literal[1]
+    objective: SweepObjective
+    jobs: list[JobRow]
 
 
 def score(value: float | None, maximize: bool | None) -> float:

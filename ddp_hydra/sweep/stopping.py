@@ -19,6 +19,7 @@ from typing import Any
 from msgspec.structs import replace
 from omegaconf import open_dict
 
+from ddp_hydra.checked import finite_number
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.sweep import planned_job
@@ -27,7 +28,6 @@ from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import JobState, SweepObjective, data_of
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
-from ddp_hydra.sweep.summary_files import as_number
 from ddp_hydra.writers.run_dir import json_object, read_summary, write_summary
 
 log = logging.getLogger(__name__)
@@ -100,20 +100,18 @@ class ReportFile:
 
     def _take(self, line: bytes, last_step: int | None) -> None:
         found = json_object(line)
-        try:
-            step, epoch = as_number(found.get("step"), int), as_number(found.get("epoch"))
-        except (ValueError, OverflowError):
-            return
+        at, epoch = finite_number(found.get("step")), finite_number(found.get("epoch"))
+        step = None if at is None else int(at)
         if "rank" in found or (self.is_ours and step == 0):  # of another rank than 0, or by trainer.validate_first
             return
         if last_step is not None and step is not None and step > last_step:
             return
         own = {"time", "attempt", "step", "epoch", "samples"}
-        self._metrics |= {str(name): as_number(value) for name, value in found.items() if name not in own}
+        self._metrics |= {str(name): finite_number(value) for name, value in found.items() if name not in own}
         last = self.reports[-1].step if self.reports else None
         is_known = step is not None and last is not None and step <= last
         if self.metric in found and not is_known:
-            value = as_number(found[self.metric])
+            value = finite_number(found[self.metric])
             self.reports.append(Report(math.nan if value is None else value, step, epoch, dict(self._metrics)))
 
 
@@ -329,7 +327,7 @@ class JobStopper:
         row, report = job.row, self.reports[job.row.number][verdict.report - 1]
         row.state, row.message, row.eta_s = JobState.stopped, message, None
         row.total_steps = None  # only known where the status was read in time, and tables are to be repeatable
-        row.step, row.epoch, row.objective = report.step, report.epoch, report.value
+        row.step, row.epoch, row.objective = report.step, report.epoch, finite_number(report.value)
         row.metrics, row.value = dict(report.metrics), report.value
         job.result = job.value_return()
         if job.is_ours:

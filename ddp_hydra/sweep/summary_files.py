@@ -15,19 +15,20 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from ddp_hydra.checked import finite_number
 from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.run_state import Status, Summary, decode
 from ddp_hydra.storage.files import remove_parts, write_atomic
-from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepContent, SweepObjective, typed
 from ddp_hydra.sweep.tables import SeedSummary, csv_text, markdown_text, repeated, seeds_csv_text
 from ddp_hydra.writers import run_dir
 
@@ -68,12 +69,11 @@ def take_end(row: JobRow, folder: Path, objective: SweepObjective) -> None:
 
 def take_value(row: JobRow, value: Any, objective: SweepObjective) -> None:
     row.value = plain_value(value)
-    returned = as_number(row.value)
-    if returned is not None:
+    if (returned := finite_number(row.value)) is not None:
         row.objective = row.metrics[objective.metric] = returned
     for place, one in enumerate(row.value if isinstance(row.value, list) else ()):  # several objectives
-        if (number := as_number(one)) is not None:
-            row.metrics[f"{objective.metric}[{place}]"] = number
+        if (returned := finite_number(one)) is not None:
+            row.metrics[f"{objective.metric}[{place}]"] = returned
 
 
 def plain_value(value: Any) -> Any:
@@ -88,10 +88,6 @@ def plain_value(value: Any) -> Any:
 def to_scalar(value: Any) -> Any:
     """Return the number in a scalar or zero-dimensional array of numpy or torch; other values as they are."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
-
-
-def as_number(value: Any, kind: type = float) -> Any:
-    return kind(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def _take_metrics(row: JobRow, metrics: dict[str, float | None], objective: SweepObjective) -> None:
@@ -149,19 +145,11 @@ def _value_in_config(key: str, config: DictConfig, choices: Mapping[str, Any]) -
 
 
 log = logging.getLogger(__name__)
-_VERSION = 1
 _PAUSE_S = 1.0
 """Minimum seconds between two writes."""
 _PAUSE_FACTOR = 20
 """Minimum pause after a write, as a multiple of its CPU time: so writing takes at most 1/20 of the time."""
 _ADVICE = "move it away to begin the sweep anew, or give another folder with hydra.sweep.dir=<folder>"
-
-
-class _Content(msgspec.Struct):
-    """What is read of sweep.json."""
-
-    version: Literal[1]
-    jobs: list[JobRow]
 
 
 class SummaryFiles:
@@ -219,7 +207,7 @@ class SummaryFiles:
 
 def json_text(rows: Iterable[JobRow], objective: SweepObjective, over_seeds: Sequence[SeedSummary] = ()) -> str:
     lines = ",\n".join(_strict({field.name: getattr(row, field.name) for field in fields(JobRow)}) for row in rows)
-    head = f'"version": {_VERSION}, "objective": {_strict(vars(objective))}'
+    head = f'"version": 1, "objective": {_strict(vars(objective))}'
     configs = ",\n".join(_strict(vars(entry)) for entry in over_seeds)
     rest = f', "seeds": [\n{configs}\n]' if over_seeds else ""
     return f'{{{head}, "jobs": [\n{lines}\n]{rest}}}\n'
@@ -229,7 +217,7 @@ def read(folder: Path) -> list[JobRow]:
     path = folder / "sweep.json"
     try:
         content = json.loads(path.read_bytes().decode(), parse_constant=_no_constant)
-        rows = msgspec.convert(content, _Content).jobs
+        rows = msgspec.convert(content, SweepContent).jobs
         if len({row.number for row in rows}) < len(rows):
             raise ValueError("two jobs have the same number")
         return rows

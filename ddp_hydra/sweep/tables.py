@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ddp_hydra.checked import finite_number
 from ddp_hydra.console.text import duration, one_line, printable
 from ddp_hydra.sweep.rows import (
     JobRow,
@@ -82,11 +83,7 @@ def repeated(rows: Sequence[JobRow], objective: SweepObjective) -> list[SeedSumm
 
 
 def _summed(values: dict[str, str], rows: Sequence[JobRow], objective: SweepObjective) -> SeedSummary:
-    counted = [
-        row.objective
-        for row in rows
-        if row.state == JobState.done and row.objective is not None and math.isfinite(row.objective)
-    ]
+    counted = [row.objective for row in rows if row.state == JobState.done and row.objective is not None]
     ordered = sorted(counted, reverse=bool(objective.maximize))
     is_known = bool(ordered) and objective.maximize is not None
     return SeedSummary(
@@ -184,7 +181,7 @@ def _table(
 
 def objective_text(row: JobRow, digits: int = 4) -> str:
     values: list[Any] = row.value if row.objective is None and isinstance(row.value, list) else [row.objective]
-    return ", ".join(f"{one:.{digits}g}" for one in values if type(one) in (int, float) and math.isfinite(one))
+    return ", ".join(f"{one:.{digits}g}" for one in values if finite_number(one) is not None)
 
 
 def _seeds_table(repeated: Sequence[SeedSummary], objective: SweepObjective) -> Iterator[str]:
@@ -230,8 +227,7 @@ def _words(group: Iterable[tuple[str, str]]) -> str:
 def _best(ordered: Sequence[JobRow], objective: SweepObjective) -> JobRow | None:
     if objective.maximize is None:
         return None
-    good = (row for row in ordered if row.state is not JobState.failed and row.objective is not None)
-    return next((row for row in good if math.isfinite(row.objective or 0.0)), None)
+    return next((row for row in ordered if row.state is not JobState.failed and row.objective is not None), None)
 
 
 def _keys(overrides: Iterable[dict[str, str]]) -> list[str]:

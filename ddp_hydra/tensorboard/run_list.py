@@ -18,8 +18,9 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from ddp_hydra.checked import finite_number
 from ddp_hydra.runs import details, find
-from ddp_hydra.runs.describe import RunRow, number, text
+from ddp_hydra.runs.describe import RunRow, text
 from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles
 from ddp_hydra.storage import urls
@@ -232,8 +233,8 @@ def progress(files: RunFiles, objective: str) -> dict[str, Any]:
     curve = []
     for line in files.read("metrics.jsonl", CURVE_BYTES).splitlines():
         entry = json_object(line)
-        at, step, value = (number(entry.get(name)) for name in ("time", "step", objective))
-        attempt = number(entry.get("attempt"))
+        at, step, value = (finite_number(entry.get(name)) for name in ("time", "step", objective))
+        attempt = finite_number(entry.get("attempt"))
         if at is None or step is None or attempt is None:
             continue
         known = logged.setdefault(int(attempt), {"attempt": int(attempt), "first": at, "from_step": step})
