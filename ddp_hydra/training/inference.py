@@ -9,7 +9,7 @@ import io
 import json
 import shutil
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
@@ -50,18 +50,18 @@ class Inference:
     """A trained model with the data to compute.
 
     Args:
+        job: what was asked for.
         trained: the model.
         task: says what a prediction is.
         data: the data set.
         world: of this rank.
-        with_targets: whether predictions come with what is true.
     """
 
+    job: Mapping[str, Any]
     trained: TrainedModel
     task: Task
     data: Any
     world: World
-    with_targets: bool = False
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def opened(job: Mapping[str, Any], checkpoint: str, world: World) -> Iterator[In
         check_data(trained.data, DataDescription.of(data), f"data.{split}", world)
         task = builders.task(cfg, trained.data, trained.device)
         load_run.restore_loss(task, content, cfg)
-        yield Inference(trained, task, data, world)
+        yield Inference(job, trained, task, data, world)
 
 
 @in_world
@@ -123,12 +123,7 @@ def check_data(trained: DataDescription, data: DataDescription, key: str, world:
 @in_world
 def predict(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     with opened(job, files["checkpoint"], world) as run:
-        done = frozenset(job["done"])
-        run.with_targets = job["targets"] and getattr(run.data, "labelled", True)
-        if streams.is_stream(run.data):
-            samples, interrupted = send_stream(run, done, job["kind"])
-        else:
-            samples, interrupted = send_samples(run, done, job["kind"])
+        samples, interrupted = send_stream(run) if streams.is_stream(run.data) else send_samples(run)
         return {"samples": samples, "step": run.trained.step, "interrupted": interrupted}
 
 
@@ -139,8 +134,8 @@ def part_length(n_samples: int | None, batch_size: int) -> int:
     return batch_size * max(1, min(-(-batches // PARTS), MOST_ROWS // batch_size))
 
 
-def send_samples(run: Inference, done: Collection[int], kind: str) -> tuple[int, str]:
-    cfg, n_samples = run.trained.cfg, len(run.data)
+def send_samples(run: Inference) -> tuple[int, str]:
+    cfg, n_samples, done = run.trained.cfg, len(run.data), frozenset(run.job["done"])
     length = part_length(n_samples, cfg.data.batch_size)
     results.emit(Rows(n_samples, length))  # on each rank, before its parts
     missing = [part for part in range(-(-n_samples // length)) if part not in done]
@@ -153,12 +148,12 @@ def send_samples(run: Inference, done: Collection[int], kind: str) -> tuple[int,
         for begin in range(part * length, min((part + 1) * length, n_samples), cfg.data.batch_size)
     ]
     loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
-    return n_samples, send_parts(run, loader, zip(loader.load(batches), batches, strict=True), length, kind)
+    return n_samples, send_parts(run, loader, zip(loader.load(batches), batches, strict=True), length)
 
 
-def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, str]:
+def send_stream(run: Inference) -> tuple[int, str]:
     # Each rank reads all samples, as their numbers are known only by counting, and predicts its share of the parts.
-    cfg = run.trained.cfg
+    cfg, done = run.trained.cfg, frozenset(run.job["done"])
     length = part_length(None, cfg.data.batch_size)
     rank, ranks = run.world.rank, run.world.size
     reader = streams.whole(run.data, ranks, cfg.data.get("shard_by"), heartbeat.progress, cfg.seed)
@@ -170,7 +165,7 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
 
     loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
     assert isinstance(loader, streams.StreamLoader)
-    interrupted = send_parts(run, loader, loader.in_order(reader, cfg.data.batch_size, wanted), length, kind)
+    interrupted = send_parts(run, loader, loader.in_order(reader, cfg.data.batch_size, wanted), length)
     counts = run.world.gather_objects(None if interrupted else reader.n_read)
     if None not in counts and len(set(counts)) > 1:
         raise DataError(
@@ -184,9 +179,10 @@ def send_stream(run: Inference, done: Collection[int], kind: str) -> tuple[int, 
     return reader.n_read, interrupted
 
 
-def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list[int]]], length: int, kind: str) -> str:
+def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list[int]]], length: int) -> str:
     # A collective.
-    trained, classes = run.trained, DataDescription.of(run.data).classes
+    trained, classes, kind = run.trained, DataDescription.of(run.data).classes, run.job["kind"]
+    with_targets = run.job["targets"] and getattr(run.data, "labelled", True)
     autocast = builders.autocast(trained.cfg, trained.device, trained.parallel)
     rounds, number = Rounds(run.world, StopSignal(None).reason, loader.spare), 0
     heartbeat.at("load", 1)
@@ -200,7 +196,7 @@ def send_parts(run: Inference, loader: Loader, batches: Iterable[tuple[Any, list
                 if not is_own:
                     continue
                 values = columns(predicted, len(indices), kind)
-                if run.with_targets:
+                if with_targets:
                     true = targets(batch, len(indices), classes)
                     more = columns(true, len(indices), "arrays" if kind == "arrays" else "table")
                     values |= {name: column for name, column in more.items() if name not in values}

@@ -101,15 +101,13 @@ _KINDS = {
     "range": _exactly(range, lambda v: [v.start, v.stop, v.step], lambda v: range(*v)),
     "slice": _exactly(slice, lambda v: [v.start, v.stop, v.step], lambda v: slice(*v)),
     "deque": _exactly(collections.deque, lambda v: [list(v), v.maxlen], lambda v: collections.deque(*v)),
-    "datetime": _exactly(datetime.datetime, str, datetime.datetime.fromisoformat),
-    "date": _exactly(datetime.date, str, datetime.date.fromisoformat),
-    "time": _exactly(datetime.time, str, datetime.time.fromisoformat),
+    **{
+        one.__name__: _exactly(one, str, one.fromisoformat) for one in (datetime.datetime, datetime.date, datetime.time)
+    },
     "timedelta": _exactly(
         datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda v: datetime.timedelta(*v)
     ),
-    "decimal": _exactly(decimal.Decimal, str, decimal.Decimal),
-    "fraction": _exactly(fractions.Fraction, str, fractions.Fraction),
-    "uuid": _exactly(uuid.UUID, str, uuid.UUID),
+    **{one.__name__.lower(): _exactly(one, str, one) for one in (decimal.Decimal, fractions.Fraction, uuid.UUID)},
 }
 
 
