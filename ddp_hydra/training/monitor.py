@@ -58,8 +58,7 @@ class Stragglers:
 
     def __init__(self, loader: Loader, device: torch.device) -> None:
         self.loader, self.device = loader, device
-        self.forward_s = 0.0
-        self.events: list[tuple[Any, Any]] = []
+        self.forwards: list[tuple[Any, Any]] = []  # where they began and ended since the last logged point
         self.forward_began: Any = None
         self.waited_s = loader.waited_s
         self.sums: list[float] = []
@@ -72,12 +71,8 @@ class Stragglers:
         self.forward_began = self._now() if step.training else None
 
     def _end(self, step: nn.Module, inputs: Any, output: Any) -> None:
-        if self.forward_began is None:
-            return
-        if self.device.type == "cuda":
-            self.events.append((self.forward_began, self._now()))
-        else:
-            self.forward_s += self._now() - self.forward_began
+        if self.forward_began is not None:
+            self.forwards.append((self.forward_began, self._now()))
 
     def _now(self) -> Any:
         if self.device.type != "cuda":
@@ -87,12 +82,11 @@ class Stragglers:
         return event
 
     def local_seconds(self) -> float:
-        for begin, end in self.events:  # the device has finished them
-            self.forward_s += begin.elapsed_time(end) / 1000
-        seconds = self.forward_s + self.loader.waited_s - self.waited_s
-        self.forward_s, self.waited_s = 0.0, self.loader.waited_s
-        self.events.clear()
-        return seconds
+        on_gpu = self.device.type == "cuda"  # which has finished them
+        forward_s = sum(begin.elapsed_time(end) / 1000 if on_gpu else end - begin for begin, end in self.forwards)
+        before_s, self.waited_s = self.waited_s, self.loader.waited_s
+        self.forwards.clear()
+        return forward_s + self.waited_s - before_s
 
     def interval(self, ranks: Sequence[float]) -> dict[str, float]:
         if len(ranks) == 1:
@@ -130,7 +124,7 @@ class Monitor:
         operations: Operations | None = None,
     ) -> None:
         self.epoch_means, self.operations = epoch_means, operations
-        self.tokens, self.total_tokens, self.first_samples = 0, 0, samples
+        self.tokens, self.total_tokens = 0, 0
         self.consensus, self.task, self.profiler = consensus, task, profiler
         self.device, self.meter = loader.device, Meter(loader.device)
         self.throughput, self.data_stats = Throughput(samples), DataStats(loader, consensus.world)
@@ -191,7 +185,7 @@ class Monitor:
 
     def totals(self, samples: int) -> dict[str, Any]:
         found = self.throughput.totals(samples)
-        logged = max(1, samples - self.first_samples)
+        logged = max(1, samples - self.throughput.samples_at_start)
         return {
             "tokens_per_s": None,
             "mfu": None,

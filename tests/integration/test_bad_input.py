@@ -77,20 +77,6 @@ def test_an_output_directory_without_permission(cli):
 
 
 @pytest.mark.slow
-def test_a_resume_of_something_that_is_no_run(cli):
-    (cli.folder / "elsewhere").mkdir()
-    (cli.folder / "elsewhere" / "notes.txt").write_text("no run")
-    refused(cli, *INLINE, "resume=elsewhere", said=r"elsewhere is not a run directory.*notes\.txt.*run")
-    refused(
-        cli,
-        *TINY,
-        "cluster.n_workers=1",
-        "resume=elsewhere/notes.txt",
-        said=r"notes\.txt can't be read as a checkpoint",
-    )
-
-
-@pytest.mark.slow
 def test_a_truncated_checkpoint_names_the_one_before_it(cli, finished):
     last = finished / "checkpoints" / "last.pt"
     content = last.read_bytes()
@@ -102,13 +88,6 @@ def test_a_truncated_checkpoint_names_the_one_before_it(cli, finished):
     assert earlier.endswith("step-000002.pt")
     ended = cli.done(f"resume={finished}", "hydra.run.dir=again")
     assert "step-000002.pt" in ended.stderr + ended.stdout
-
-
-@pytest.mark.slow
-def test_a_truncated_checkpoint_without_a_manifest(cli, finished):
-    stray = cli.folder / "stray.pt"
-    stray.write_bytes((finished / "checkpoints" / "step-000002.pt").read_bytes()[:2000])
-    refused(cli, *TINY, "cluster.n_workers=1", f"resume={stray}", said=r"stray\.pt can't be read as a checkpoint")
 
 
 def test_a_checkpoint_of_another_model_or_optimizer(cli, finished):

@@ -37,12 +37,6 @@ def test_a_right_answer_for_an_ignored_token_does_not_count():
     assert (int(step.n), int(step.sums["accuracy"][0])) == (1, 1)
 
 
-def test_a_batch_of_padding_counts_nothing_and_breaks_nothing():
-    y = torch.full((1, 3), PAD)
-    step = as_step(LanguageModel(ignore=PAD).step(model, (y, y)))
-    assert (int(step.n), step.loss.item()) == (0, 0.0)
-
-
 def test_tokens_alone_are_inputs_and_what_follows():
     tokens = torch.tensor([[7, 1, 2, 0]])
     step = LanguageModel().step(lambda x: F.one_hot(x % 3, 3).float(), tokens)
