@@ -14,7 +14,7 @@ import numpy as np
 
 from ddp_hydra.data import demo_server
 from ddp_hydra.data.images.dataset import StoredImages
-from ddp_hydra.data.images.listing import Listing, StringArray, kinds_of, known_size, list_images_once
+from ddp_hydra.data.images.listing import Listing, StringArray, kinds_of, list_images_once
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
 from ddp_hydra.storage import LocalFolder, Store
 from ddp_hydra.storage.files import user_cache
@@ -201,7 +201,7 @@ class S3ImageFolder(StoredImages):
 
     def fetch(self, index: int) -> Any:
         try:
-            return self._store.get(self._keys[index], known_size(self.n_bytes(index)))
+            return self._store.get(self._keys[index], self.n_bytes(index))
         except ConnectionError as error:
             if self._embedded_on not in (None, socket.gethostname()):
                 raise ConnectionError(

@@ -150,12 +150,9 @@ def _write_index(
     return index
 
 
-def _images(store: Store, prefix: str, source: str, report: Callable[[str], None]) -> list[tuple[str, int | None]]:
-    from ddp_hydra.data.images.listing import (  # it imports torch, which takes seconds that `index` need not spend
-        kinds_of,
-        known_size,
-        list_images,
-    )
+def _images(store: Store, prefix: str, source: str, report: Callable[[str], None]) -> list[tuple[str, int]]:
+    # It imports torch, which takes seconds that `index` need not spend.
+    from ddp_hydra.data.images.listing import kinds_of, list_images
 
     found = list_images(store, prefix)
     skipped = f"skipped: {kinds_of(found.others)}"
@@ -164,7 +161,7 @@ def _images(store: Store, prefix: str, source: str, report: Callable[[str], None
         raise FileNotFoundError(f"{source} holds no images in class folders, {source}/<class>/<file>.jpg; {reason}")
     if found.others:
         report(skipped)
-    return [(key, known_size(size)) for key, size in zip(found.keys, found.sizes.tolist(), strict=True)]
+    return list(zip(found.keys, found.sizes.tolist(), strict=True))
 
 
 def _classes(source: str, access: Access, report: Callable[[str], None]) -> list[str]:
@@ -180,7 +177,7 @@ def _classes(source: str, access: Access, report: Callable[[str], None]) -> list
 
 
 def _samples(
-    store: Store, prefix: str, images: list[tuple[str, int | None]], number_of: dict[str, int]
+    store: Store, prefix: str, images: list[tuple[str, int]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
     with Lookahead((partial(store.get, *image) for image in images), _READERS, 2 * _READERS) as contents:
         for number, ((key, _), content) in enumerate(zip(images, contents, strict=True)):
