@@ -118,7 +118,7 @@ def start(
     try:
         cluster = stack.enter_context(manager.open())
         client = stack.enter_context(manager.client(cluster))
-        manager.scale(cluster, count(client))
+        manager.scale(cluster, (_states(client) or Counter())["running"])
     except DdpHydraError:
         raise
     except Exception as error:
@@ -185,10 +185,6 @@ def wait_for_workers(client: Any, manager: Manager, cluster: Any) -> None:
     why = "; ".join(reasons) or manager.hint or "the logs of the cluster may say why"
     advice = f"cluster.n_workers={came or 1}, or cluster.wait_timeout_s={max(60, round(3 * timeout_s))}"
     raise ClusterError(f"{came} of {n_workers} workers came in {waited_s:.0f} s: {why}. Give {advice}")
-
-
-def count(client: Any) -> int:
-    return (_states(client) or Counter())["running"]
 
 
 def _states(client: Any) -> Counter[str] | None:

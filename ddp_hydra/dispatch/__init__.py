@@ -1,13 +1,5 @@
 """Runs a function on all ranks of a gang: `dispatch.run(client, fn, …)`.
 
-    gang            starts the ranks together, and again after failures
-    call            the function and its arguments; a script in its place
-    background      a gang in a thread, with futures; the run directory of a user's own function
-    attempt         one start of a gang, from its tasks to their ends, and the queue of its records
-    placement       which worker gets which rank; workers: what is asked of them, and files from there
-    watchdog        notices failed tasks, silent hosts and hangs; health decides, also on restarts
-    inline          the only rank, in this process
-
 Its names are imported when they are first used: ranks without Dask are in this package, too, and need no `distributed`.
 """
 

@@ -40,9 +40,7 @@ def of_rank(
     """Return the environment of a rank: the worker's, plus the variables that torchrun sets.
 
     Args:
-        job: of the rank.
-        spec: the rank's place.
-        interface: the network interface by which the ranks reach each other.
+        interface: by which the ranks reach each other.
         error_file: where torch's `record` writes the error of a script.
         gpu: position of the rank's GPU among the visible ones; None for `preferred_gpu`.
     """
@@ -99,11 +97,7 @@ def threads(total: int, ranks: int) -> int:
 
 
 def shared_cores(nanny: int | None) -> list[int]:
-    """Return the cores that the ranks of this host share: dask-cuda binds a worker to some, but not its nanny.
-
-    Args:
-        nanny: process id of the worker's nanny; None without one.
-    """
+    """Return the cores that the ranks of this host share: dask-cuda binds a worker to some, but not its nanny."""
     found = set(cores())
     if nanny and found:
         with contextlib.suppress(OSError):
@@ -296,11 +290,6 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def address_of(interface: str) -> str:
-    """Return the address of this machine on an interface.
-
-    Raises:
-        ClusterError: there is no such interface, or it has no address.
-    """
     found = interfaces()
     if not found.get(interface):
         raise ClusterError(f"dispatch.interface={interface}: host {socket.gethostname()} has {describe(found)}")
@@ -344,9 +333,6 @@ def bind(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
     Args:
         host: the address under which the other ranks reach this host.
         ports: first and last port allowed; None lets the system choose.
-
-    Raises:
-        ClusterError: none of the ports is free.
     """
     first, last = ports or (0, 0)
     family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

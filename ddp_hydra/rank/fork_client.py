@@ -36,11 +36,7 @@ ANSWER_S = 2.0
 
 
 def connect() -> socket.socket:
-    """Connect to the fork server of this host; start it if it does not run.
-
-    Returns:
-        A connected socket. The server lives at least as long as it is open.
-    """
+    """Connect to the fork server of this host, which lives at least as long as this; start it if it does not run."""
     address = socket_path()
     with locked(address.parent) as folder:
         short = short_path(address, folder)
@@ -81,11 +77,7 @@ def socket_path() -> Path:
 
 
 def ask(address: Path, question: str) -> dict[str, Any] | None:
-    """Ask a server for its "status", or to "stop" when its last rank has ended.
-
-    Returns:
-        Its status; {} if it does not answer in time, None if it has ended.
-    """
+    """Ask a server for its "status", or to "stop" after its last rank; return {} without an answer, None at its end."""
     with locked(address.parent) as folder:
         try:
             connection = _connect(short_path(address, folder))
@@ -111,11 +103,7 @@ def runtime_folder() -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[int]:
-    """Lock a folder during the block, and make it again if a server has just removed it; yield its descriptor.
-
-    Raises:
-        ConfigError: the path is not a folder, or other users may write there.
-    """
+    """Lock a folder during the block, and make it again if a server has just removed it; yield its descriptor."""
     for _ in range(MAX_TRIES):
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -28,11 +28,7 @@ FREE_SHARE = 0.1
 
 
 def folder(worker: Any, gang: str, rank: int, way: str = "out") -> Path:
-    """Return the outbox of one rank on a worker; make it if it does not exist.
-
-    Raises:
-        ConfigError: other users of the host can replace the folder.
-    """
+    """Return the outbox of one rank on a worker; make it if it does not exist."""
     secure(worker.local_directory)
     folder = path(worker.local_directory, gang, rank, way)
     folder.mkdir(parents=True, exist_ok=True)

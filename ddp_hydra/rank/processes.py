@@ -103,7 +103,6 @@ class LeftBehind:
 
         Args:
             ended: the rank; its process group was killed already.
-            ranks: that run.
             spares: other children of this process that may stay.
         """
         named: list[str] = []

@@ -201,11 +201,6 @@ MAX_DEPTH = 32
 
 
 def encode(value: Any) -> bytes:
-    """Encode a value.
-
-    Raises:
-        RecordError: it contains something that is neither plain data nor an array or tensor.
-    """
     try:
         return _encode(value, 0)
     except (TypeError, ValueError, OverflowError) as error:
@@ -213,11 +208,6 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Decode a value. Tensors need torch, which is imported only then.
-
-    Raises:
-        RecordError: the data does not come from `encode`.
-    """
     try:
         return _decode(data, 0)
     except Exception as error:  # the data comes from a rank, so it can be anything
@@ -316,12 +306,7 @@ _ROWS_LENGTH = 8
 
 
 def write_rows(file: IO[bytes], columns: Mapping[str, Any]) -> None:
-    """Append some rows to a file.
-
-    Args:
-        file: open for writing.
-        columns: name -> array (rows, ...) or list of that length.
-    """
+    """Append some rows to a file: the columns are arrays (rows, ...) or lists of that length, by their names."""
     if unfit := [name for name in columns if not is_column_name(name)]:
         raise ConfigError(f"the task predicts {unfit[0]!r}: give a column a name without slashes")
     data = encode(dict(columns))
@@ -334,11 +319,7 @@ def is_column_name(name: Any) -> bool:
 
 
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file, as many at a time as were written at a time.
-
-    Raises:
-        RecordError: the file holds something else. It comes from a rank, so it can be anything.
-    """
+    """Yield the rows of a file, as many at a time as were written. It comes from a rank, so it can be anything."""
     error = RecordError(f"{path.name} holds no rows of predictions")
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -67,11 +67,7 @@ def is_here() -> bool:
 
 
 def find_place() -> ProcessPlace | None:
-    """Return the place of this process; None if no launcher has started it.
-
-    Raises:
-        ConfigError: the variables do not fit together.
-    """
+    """Return the place of this process; None if no launcher has started it."""
     if not is_here():
         return None
     try:

@@ -118,12 +118,7 @@ class World:
 
 
 class _Frame(pickle.Pickler):
-    """Pickles a value without its large tensors, which it collects; small ones are bytes.
-
-    Args:
-        file: where to write.
-        tensors: gets them, in their order.
-    """
+    """Pickles a value without its large tensors, which it collects in their order; small ones are bytes."""
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
@@ -212,9 +207,6 @@ def joined(
 
     Args:
         store: where the ranks meet.
-        rank: this rank.
-        size: number of ranks.
-        local_size: number of ranks on this host.
         backend: gloo, nccl, or auto: see `choose_backend`.
         timeout_s: of collectives, also of other groups that are made inside the block.
         makes_group: whether to make the process group; otherwise the code inside the block does.
@@ -273,11 +265,7 @@ def choose_backend(store: dist.Store, rank: int, world_size: int) -> str:
 
 
 def check_gpu_is_own(store: dist.Store, rank: int, world_size: int) -> None:
-    """Check that a rank has a GPU that no other has. NCCL's error would not say so, and would cause another attempt.
-
-    Raises:
-        ConfigError: there is none, or another rank has it; says what to give instead.
-    """
+    """Check that a rank has a GPU that no other has. NCCL's error would not say so, and would cause another attempt."""
     if not torch.cuda.is_available():
         where = f"{socket.gethostname()}, where rank {rank} is"
         raise ConfigError(f"dispatch.backend=nccl, but {where}, has no GPU for torch: give dispatch.backend=auto")

@@ -216,32 +216,7 @@ def test_an_error_that_comes_again_in_the_same_step_is_not_tried_a_third_time(ch
     assert (summary["failure"]["rank"], summary["failure"]["step"], summary["failure"]["attempt"]) == (1, 9, 1)
 
 
-@pytest.mark.slow
-def test_used_up_restarts_say_so(chaos, client2):
-    strikes = ("kill,rank=0,step=9", "exit,rank=1,step=10,attempt=1", "raise,rank=0,step=11,attempt=2")
-    story = chaos(client2, *strikes, overrides=("dispatch.max_restarts=2",))
-    assert [failure.kind for failure in story.failures] == ["killed", "exited", "raised"]
-    assert "all 2 restarts of dispatch.max_restarts=2 are used up" in str(story.error)
-    assert story.summary["failure"]["kind"] == "raised"
-
-
-@pytest.mark.slow
-def test_no_restart_is_made_where_none_is_allowed(chaos, client2):
-    story = chaos(client2, "kill,rank=1,step=9", overrides=("dispatch.max_restarts=0",))
-    assert isinstance(story.error, RankFailed)
-    assert [failure.kind for failure in story.failures] == ["killed"]
-    assert "restarts" not in str(story.error)
-    assert story.summary["restarts"] == 0
-
-
 # -- no false alarms ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_slow_first_step_is_no_hang(chaos, client2, uninterrupted):
-    patient = ("dispatch.hang_timeout_s=4", "dispatch.first_step_timeout_s=60")
-    story = chaos.done(client2, "slow,rank=0,step=1,seconds=8", overrides=patient)
-    assert_survived(story, uninterrupted(client2, 2), restarts=0)
 
 
 @pytest.mark.slow

@@ -161,10 +161,11 @@ def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypat
     assert "cluster.n_workers=2, or cluster.wait_timeout_s=60" in str(caught.value)
 
 
-def test_a_scheduler_that_is_gone_while_one_waits(warm_server, tmp_path):
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(dask_scheduler(tmp_path))
-        client = stack.enter_context(Client(address_in(file)))
+def test_a_scheduler_that_is_gone_while_one_waits():
+    with (
+        LocalCluster(n_workers=0, processes=False, dashboard_address="127.0.0.1:0") as cluster,
+        Client(cluster) as client,
+    ):
         client.shutdown()
         with pytest.raises(ClusterError, match="the scheduler does not answer any more"):
             wait_for_workers(client, 1, 0.3)
@@ -180,12 +181,3 @@ def test_a_scheduler_ends_when_its_client_is_gone(warm_server, tmp_path, wait_fo
         assert watcher.scheduler_info(n_workers=0)  # the client is there
         client.close()
         wait_for(lambda: watcher.status != "running", "the end of the scheduler")
-
-
-def test_an_idle_shutdown_can_be_switched_off(warm_server, tmp_path):
-    with dask_scheduler(tmp_path) as file, Client(address_in(file)) as watcher:
-        with Client(address_in(file)) as client:
-            client.run_on_scheduler(BySource(scheduler_plugin.set_up), client.id, 0.3)
-            client.run_on_scheduler(BySource(scheduler_plugin.set_up), None, 0.3)
-        time.sleep(1.2)
-        assert watcher.scheduler_info(n_workers=0)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -20,7 +18,7 @@ import psutil
 import pytest
 
 from tests.integration.support import hosts
-from tests.integration.support.by_hand import program
+from tests.integration.support.by_hand import killed_at_work, program
 from tests.integration.support.training import summary_of
 
 pytest.importorskip("dask_gateway_server", reason="its wheel, which holds its proxy, is for Linux on x86_64")
@@ -146,15 +144,9 @@ def test_a_cluster_that_is_kept_serves_the_next_job_which_ends_it(cli, gateway):
 
 @pytest.mark.slow
 def test_a_client_that_is_killed_leaves_no_cluster_and_has_only_reached_the_gateway(cli, gateway, wait_for):
-    endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run")
-    process = cli.start(*gateway.overrides, *endless, "cluster.client_timeout_s=1", **LOGIN)
-    try:
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
-        assert reached(process.pid) <= {gateway.http, gateway.tcp}
+    with killed_at_work(cli, *gateway.overrides, "cluster.client_timeout_s=1", **LOGIN) as pid:
+        assert reached(pid) <= {gateway.http, gateway.tcp}
         assert gateway.clusters()
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
     wait_for(lambda: not gateway.clusters(), "the end of the cluster, which nobody has asked for")
 
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import wait_for
-from tests.integration.support.by_hand import program
+from tests.integration.support.by_hand import killed_at_work, program
 from tests.integration.support.training import metrics_of, summary_of
 
 pytest.importorskip("ray")
@@ -184,15 +184,8 @@ def test_a_cluster_is_kept_used_again_and_ended(cli, nodes):
 
 
 def test_a_killed_client_leaves_nothing_on_the_nodes(cli, nodes):
-    process = cli.start(
-        *nodes.job, "trainer.epochs=100000", "data.delay_s=0.01", "hydra.run.dir=run", **nodes.variables
-    )
-    try:
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
+    with killed_at_work(cli, *nodes.job, **nodes.variables):
         assert len(nodes.of_dask()) == 3
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def test_without_an_address_the_job_starts_a_ray_and_ends_it(cli):

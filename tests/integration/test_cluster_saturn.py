@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.integration.support.by_hand import killed_at_work
 from tests.integration.support.saturn import TOKEN, Saturn, serve
 from tests.integration.support.training import summary_of
 
@@ -79,13 +79,8 @@ def test_a_sweep_has_one_cluster_and_may_leave_it_running(cli, saturn, login):
 
 @pytest.mark.slow
 def test_a_client_that_is_killed_leaves_no_processes(cli, saturn, login, wait_for):
-    endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", "cluster.client_timeout_s=1")
-    process = cli.start(*TINY, *endless, "cluster.n_workers=1", **login)
-    try:
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    with killed_at_work(cli, *TINY, "cluster.client_timeout_s=1", "cluster.n_workers=1", **login):
+        pass
 
     def still_there() -> list[str]:
         mine = [" ".join(child.cmdline()) for child in psutil.Process().children() if child.status() != "zombie"]

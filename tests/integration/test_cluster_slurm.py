@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.support import slurm
+from tests.integration.support.by_hand import killed_at_work
 from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
@@ -82,14 +82,9 @@ def test_a_refusal_of_sbatch_ends_the_wait_at_once_in_its_words(cli, queue):
 
 
 @pytest.mark.slow
-def test_a_client_that_is_killed_leaves_no_batch_job(cli, queue, wait_for):
-    endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run")
-    process = cli.start(*TINY, *endless, **queue.variables)
-    try:
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+def test_a_client_that_is_killed_leaves_no_batch_job(cli, queue):
+    with killed_at_work(cli, *TINY, **queue.variables):
+        pass
 
 
 def test_a_queue_that_is_full(cli, queue):
@@ -112,8 +107,3 @@ def test_batch_jobs_that_end_at_once(cli, queue):
     )
     said = r"0 of 2 workers .*squeue says: (10\d) is no longer in the queue.*\(see /.*/run/logs/slurm-\1\.out\)"
     assert re.search(said, ended.stderr), ended.stderr
-
-
-def test_its_scheduler_can_not_be_kept(cli, queue):
-    ended = cli.run(*TINY, "cluster.keep=true", **queue.variables)
-    assert "cluster.keep=true: the scheduler of a SLURMCluster ends with the process that started it" in ended.stderr

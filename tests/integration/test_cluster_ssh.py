@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ import psutil
 import pytest
 
 from tests.integration.conftest import wait_for
-from tests.integration.support.by_hand import program
+from tests.integration.support.by_hand import killed_at_work, program
 from tests.integration.support.training import summary_of
 
 pytestmark = pytest.mark.integration
@@ -63,6 +61,7 @@ def running(server: Path) -> list[psutil.Process]:
     return psutil.Process(int((server / "pid").read_text())).children(recursive=True)
 
 
+@pytest.mark.slow
 def test_the_main_job_on_hosts_over_ssh(cli, server):
     cli.done(*TINY, *login(server, hosts=3), "hydra.run.dir=run")
     summary = summary_of(cli.folder / "run")
@@ -71,15 +70,9 @@ def test_the_main_job_on_hosts_over_ssh(cli, server):
 
 
 @pytest.mark.slow
-def test_a_client_that_is_killed_leaves_nothing_running_on_the_hosts(cli, server, wait_for):
-    endless = ("trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", "cluster.client_timeout_s=1")
-    process = cli.start(*TINY, *login(server, hosts=2), *endless)
-    try:
-        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
+def test_a_client_that_is_killed_leaves_nothing_running_on_the_hosts(cli, server):
+    with killed_at_work(cli, *TINY, *login(server, hosts=2), "cluster.client_timeout_s=1"):
         assert running(server)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
 
 
 def test_a_key_that_is_not_let_in(cli, server):

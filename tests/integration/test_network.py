@@ -71,14 +71,6 @@ def test_ranks_meet_on_the_interface_that_was_chosen(hosts, client, gang):
 
 
 @needs_hosts
-@pytest.mark.slow
-def test_without_a_choice_ranks_meet_where_the_scheduler_knows_their_workers(hosts, client):
-    places = dispatch.run(client, place)
-    assert [found[:2] for found in places] == [(3.0, [hosts.address(1), "eth0", "=eth0"])] * 3
-    assert {where.split()[0] for where in places[2][2]} == {hosts.address(3)}
-
-
-@needs_hosts
 def test_an_interface_that_some_hosts_lack_is_refused_before_the_job(hosts, client, gang):
     ip("-n", hosts.hosts[2].namespace, "link", "set", "eth1", "down")
     ip("-n", hosts.hosts[2].namespace, "address", "flush", "dev", "eth1")

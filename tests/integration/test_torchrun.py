@@ -357,8 +357,6 @@ TWO_HOSTS = {**HERE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
     ("arguments", "variables", "said"),
     [
         (["cluster=torchrun", "seed=1"], {}, "-m ddp_hydra cluster=torchrun seed=1"),
-        (["cluster=torchrun"], {**HERE, "WORLD_SIZE": "two"}, "must be whole numbers"),
-        (["cluster=torchrun"], {**HERE, "RANK": "1", "WORLD_SIZE": "2"}, "do not fit together: each host needs"),
         (["cluster=inline"], HERE, "torchrun has started this process: give cluster=torchrun"),
         (["cluster=torchrun", "cluster.n_workers=2"], HERE, "torchrun has started one worker on each of 1 hosts"),
         pytest.param(

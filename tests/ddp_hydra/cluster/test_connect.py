@@ -267,5 +267,6 @@ assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.integration
+@pytest.mark.slow
 def test_ctrl_c_stays_ours_whatever_a_package_does_when_it_is_imported():
     subprocess.run([sys.executable, "-c", CTRL_C], check=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 import socket
 import sys
 
@@ -37,16 +35,3 @@ def test_versions_lacks_and_interfaces_of_this_host(monkeypatch):
 def test_a_ddp_hydra_that_cannot_be_imported_has_no_version(monkeypatch):
     monkeypatch.setitem(sys.modules, "ddp_hydra", None)
     assert probe(["ddp_hydra"], [])["versions"]["ddp_hydra"] is None
-
-
-def test_a_package_that_is_installed_meanwhile_is_seen(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert probe(["late-package"], [])["versions"]["late-package"] is None
-    for second, version in enumerate(("1.0", "2.0")):
-        for old in tmp_path.iterdir():
-            shutil.rmtree(old)
-        folder = tmp_path / f"late_package-{version}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: late-package\nVersion: {version}\n")
-        os.utime(tmp_path, (second, second))  # both happen within one tick of the file system's clock
-        assert probe(["late-package"], [])["versions"]["late-package"] == version

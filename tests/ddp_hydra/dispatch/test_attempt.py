@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ddp_hydra import dispatch
 from ddp_hydra.dispatch import attempt as module
-from ddp_hydra.dispatch import placement, watchdog, workers
+from ddp_hydra.dispatch import placement, workers
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.health import Restarts
 from ddp_hydra.dispatch.workers import WorkerSilent
@@ -30,7 +30,7 @@ def make(monkeypatch):
     """An attempt of two ranks, whose ranks stop when they are told to."""
     monkeypatch.setattr(module, "END_S", 0.2)
     monkeypatch.setattr(module, "SETTLE_S", 0.01)
-    monkeypatch.setattr(watchdog, "CHECK_S", 0.01)
+    monkeypatch.setattr(module, "CHECK_S", 0.01)
     threads = set(threading.enumerate())
 
     def make(*script: Record | dict[str, Any], ranks: int = 2, polite: bool = True) -> Attempt:
@@ -410,11 +410,6 @@ def test_a_worker_that_is_gone_with_what_its_rank_returned_is_lost(error, make, 
             one.run(b"")
         assert (caught.value.failure.kind, one.silent) == ("lost", {"tcp://h:1"})
     assert is_cleared_up(one)
-
-
-def test_a_checkpoint_that_is_not_there_is_not_the_workers_fault(make, tmp_path):
-    with pytest.raises(FileNotFoundError):
-        make().send_files({"resume": tmp_path / "a.pt"})
 
 
 def test_a_worker_that_does_not_send_a_file_is_lost_and_not_the_job(make, monkeypatch):

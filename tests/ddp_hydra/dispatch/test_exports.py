@@ -14,8 +14,3 @@ def test_a_name_is_no_module_even_when_all_modules_are_imported(name):
     for module in pkgutil.iter_modules(dispatch.__path__, "ddp_hydra.dispatch."):
         importlib.import_module(module.name)
     assert not inspect.ismodule(getattr(dispatch, name))
-
-
-def test_another_name_is_no_attribute():
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = dispatch.nothing

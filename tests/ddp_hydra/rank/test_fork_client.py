@@ -60,14 +60,6 @@ def test_a_users_own_choice_of_interface_stays(monkeypatch):
     assert not set(INTERFACES) & environment.of_rank(JOB, ALONE, None).keys()
 
 
-@pytest.mark.parametrize(
-    ("variables", "seen"),
-    [({"CUDA_VISIBLE_DEVICES": "2,3"}, ["2", "3"]), ({"CUDA_VISIBLE_DEVICES": ""}, [])],
-)
-def test_the_gpus_of_a_worker_are_those_it_sees(variables, seen):
-    assert environment.visible_gpus(variables) == seen
-
-
 def test_each_local_rank_sees_its_own_gpu_first(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
     second = RankSpec(1, 3, 1, 3, 0, worker="w", host="127.0.0.1")
@@ -83,12 +75,6 @@ def test_a_script_finds_the_gpu_that_was_taken_for_it_at_its_local_rank(monkeypa
     ]
     assert [of_one.split(",")[1] for of_one in seen] == ["5", "5", "6"]
     assert environment.of_rank(JOB, second, None, gpu=2)["CUDA_VISIBLE_DEVICES"] == "6,4,5"
-
-
-def test_gpus_are_known_by_uuids_however_they_are_named(monkeypatch):
-    monkeypatch.setattr(environment, "gpu_uuids", lambda: ["GPU-aa11", "GPU-bb22"])
-    for names, found in (("1,0", ["GPU-bb22", "GPU-aa11"]), ("GPU-bb", ["GPU-bb22"]), ("MIG-x,7", ["MIG-x", "7"])):
-        assert environment.gpu_identities({"CUDA_VISIBLE_DEVICES": names}) == found
 
 
 @pytest.mark.parametrize("name", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID"])

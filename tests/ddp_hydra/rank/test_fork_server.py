@@ -191,14 +191,6 @@ def test_who_comes_after_a_change_of_the_code_waits_for_a_new_start(server, monk
         assert ended == [1]  # forks of the old code
 
 
-def test_with_code_that_is_out_of_date_it_leaves_where_nobody_wants_it(server, monkeypatch):
-    server.start_anew = lambda: pytest.fail("started anew for nobody")
-    monkeypatch.setattr(module, "are_current", lambda files: False)
-    server.has_served = True
-    assert server.leave()
-    assert not server.address.exists()
-
-
 @pytest.fixture
 def rank(server, monkeypatch) -> Iterator[socket.socket]:
     """The caller of a rank whose process is made up, and has the id 10."""
@@ -254,12 +246,8 @@ def idle(server) -> ForkServer:
     return server
 
 
-def test_it_stays_for_its_time(idle):
-    assert not idle.is_time_over
-    assert 99 < idle.remaining_s <= 100
-
-
 def test_its_time_is_what_the_last_request_said(idle):
+    assert 99 < idle.remaining_s <= 100
     idle.keep_warm_s = 0.0
     assert not idle.is_time_over
     with call(idle, NOBODY):
@@ -316,7 +304,7 @@ def package(tmp_path, monkeypatch) -> str:
         del sys.modules[name]
 
 
-def test_it_looks_at_the_callers_while_it_imports_what_there_is(package):
+def test_it_looks_at_the_callers_now_and_then_while_it_imports_what_there_is(package, monkeypatch):
     seen: list[set[str]] = []
     finders = list(sys.meta_path)
     module.preload(lambda: seen.append({name for name in sys.modules if name.startswith(package)}))
@@ -326,9 +314,6 @@ def test_it_looks_at_the_callers_while_it_imports_what_there_is(package):
     assert "preloaded.one" in seen[-1]  # before the module that it imports
     assert sys.meta_path == finders
     assert gc.isenabled()
-
-
-def test_it_does_not_look_all_the_time(package, monkeypatch):
     monkeypatch.setattr(module, "LOOK_S", 60.0)
     module.preload(lambda: pytest.fail("looked"))
 

@@ -134,14 +134,6 @@ def test_arrays_of_every_layout(array):
     assert np.array_equal(found, array)
 
 
-@pytest.mark.parametrize(
-    "scalar", [np.float32(1.5), np.int64(-3), np.bool_(True), np.datetime64("2024-02-29")], ids=str
-)
-def test_numpy_scalars_keep_their_type(scalar):
-    found = again(scalar)
-    assert (type(found), found) == (type(scalar), scalar)
-
-
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.complex64,
     torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool,

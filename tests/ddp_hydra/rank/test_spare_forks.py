@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from ddp_hydra.rank import spare_forks
-from ddp_hydra.rank.spare_forks import SpareForks
+from ddp_hydra.rank.spare_forks import SpareForks, become_rank
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")  # the server has no threads
 
@@ -159,3 +160,18 @@ def test_whoever_closes_the_socket_ends_them(spares):
     connection.shutdown(socket.SHUT_RDWR)
     assert os.waitpid(fork, 0) == (fork, 0)
     assert spares.forget(fork)
+
+
+@pytest.mark.medium
+def test_a_fork_that_cannot_become_a_rank_says_why_in_the_output_of_the_rank(tmp_path):
+    read, write = os.pipe()
+    request = {"affinity": None, "environment": {}, "cwd": str(tmp_path / "gone"), "path": sys.path}
+    pid = os.fork()
+    if pid == 0:
+        sys.stderr = os.fdopen(2, "w", closefd=False)  # pytest has another
+        become_rank(request, [write] * 3)
+    os.close(write)
+    with os.fdopen(read) as output:
+        said = output.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/gone'" in said

@@ -11,6 +11,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from tests.support.warm_server import wait_for
 
 STOP_S = 15.0
 
@@ -78,3 +81,15 @@ def dask_worker(folder: Path, file: Path, name: str, *options: object) -> Iterat
 
 def address_in(file: Path) -> str:
     return str(json.loads(file.read_text())["address"])
+
+
+@contextlib.contextmanager
+def killed_at_work(cli: Any, *words: str, **variables: str) -> Iterator[int]:
+    """Run a command until its job trains, yield its process id, and kill it."""
+    process = cli.start(*words, "trainer.epochs=100000", "data.delay_s=0.001", "hydra.run.dir=run", **variables)
+    try:
+        wait_for((cli.folder / "run" / "metrics.jsonl").exists, "a job at work")
+        yield process.pid
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()

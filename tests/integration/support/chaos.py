@@ -115,9 +115,6 @@ class Story:
                 seen[count] = list(chain(*batch))
         return seen
 
-    def log(self, rank: int) -> str:
-        return (self.folder / "logs" / f"rank-{rank}.log").read_text()
-
 
 @functools.cache
 def composed(project: Path, *overrides: str) -> DictConfig:

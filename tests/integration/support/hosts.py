@@ -264,9 +264,6 @@ class Hosts:
     def ranks(self, number: int) -> list[str]:
         return [title for process in self.processes(number) if (title := _title(process)).startswith("ddp_hydra rank")]
 
-    def log(self, number: int) -> str:
-        return self.hosts[number].log.read_text(errors="replace")
-
     # -- what can happen to them ---------------------------------------------------------------------------
 
     def cut(self, number: int) -> None:
