@@ -14,10 +14,9 @@ import numpy as np
 
 from ddp_hydra.data import demo_server
 from ddp_hydra.data.images.dataset import StoredImages
-from ddp_hydra.data.images.listing import Listing, StringArray, kinds_of, known_size, list_images_once
+from ddp_hydra.data.images.listing import StringArray, kinds_of, list_images_once
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
 from ddp_hydra.storage import LocalFolder, Store
-from ddp_hydra.storage.files import user_cache
 
 _LOG = logging.getLogger(__name__)
 
@@ -82,7 +81,7 @@ class S3ImageFolder(StoredImages):
             self._store = self.access.bucket(bucket)
         try:
             try:
-                listing = self._list(self.prefix, listing_max_age_s)
+                listing = list_images_once(self._store, self.prefix, listing_max_age_s, self.labelled)
             except (FileNotFoundError, PermissionError, ConnectionError) as error:
                 raise type(error)(f"{error}{_other_meaning(bucket)}") from None
             if not len(listing.keys):
@@ -110,9 +109,6 @@ class S3ImageFolder(StoredImages):
         self._embedded_on = socket.gethostname()
         return self.access.bucket(demo_server.BUCKET)
 
-    def _list(self, prefix: str, max_age_s: float) -> Listing:
-        return list_images_once(self._store, prefix, max_age_s, user_cache() / "listings", self.labelled)
-
     def _label(self, classes_from: str | None, max_age_s: float) -> None:
         if not self.labelled:
             self.classes, self.class_to_idx = [], {}
@@ -122,7 +118,8 @@ class S3ImageFolder(StoredImages):
         origin = self.prefix if classes_from is None else _clean(classes_from)
         found = set(folders)
         known = found if origin == self.prefix else self._classes_under(origin, found, max_age_s)
-        self._check_classes(known, origin)
+        if origin == self.prefix:
+            self._check_classes(known)
         self.classes = sorted(known)
         self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         # macOS writes ü as u and two dots, other systems as one character: both are one name.
@@ -141,11 +138,9 @@ class S3ImageFolder(StoredImages):
         # Mostly, both have the same folders: that is quickly seen, and a second listing may take long.
         if found == {name for name in self._store.folders(origin) if not is_leftover(name)}:
             return found
-        return {class_of(key, origin) for key in self._list(origin, max_age_s).keys}
+        return {class_of(key, origin) for key in list_images_once(self._store, origin, max_age_s).keys}
 
-    def _check_classes(self, classes: set[str], origin: str) -> None:
-        if origin != self.prefix:
-            return
+    def _check_classes(self, classes: set[str]) -> None:
         if len(classes) == 1:
             inside = f"{self.prefix}/{(only := next(iter(classes)))}".lstrip("/")
             below = {class_of(key, inside) for key in self._keys}
@@ -156,7 +151,7 @@ class S3ImageFolder(StoredImages):
                     "data.val_prefix=... likewise"
                 )
         if isinstance(self._store, LocalFolder):  # a bucket has no empty folders
-            folders = {name for name in self._store.folders(origin) if not is_leftover(name)}
+            folders = {name for name in self._store.folders(self.prefix) if not is_leftover(name)}
             if empty := sorted(folders - classes):
                 _LOG.warning("%s has folders without images, which are no classes: %s", self.where(), ", ".join(empty))
 
@@ -201,7 +196,7 @@ class S3ImageFolder(StoredImages):
 
     def fetch(self, index: int) -> Any:
         try:
-            return self._store.get(self._keys[index], known_size(self.n_bytes(index)))
+            return self._store.get(self._keys[index], self.n_bytes(index))
         except ConnectionError as error:
             if self._embedded_on not in (None, socket.gethostname()):
                 raise ConnectionError(

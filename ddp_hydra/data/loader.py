@@ -119,11 +119,7 @@ class Loader:
         cut, ahead = tee(split(batch, micro_batches) for batch in batches)
         loaded = self.load(chain.from_iterable(cut))
         for pieces in ahead:
-            total = sum(map(len, pieces))
-            yield (
-                MicroBatch(next(loaded), len(piece), share=len(piece) / total, last=number == len(pieces))
-                for number, piece in enumerate(pieces, start=1)
-            )
+            yield micro_batches_of(pieces, loaded)
         next(loaded, None)  # at its end it closes the threads
 
     def ahead(self, batches: Iterable[Indices]) -> Iterator[Any]:
@@ -183,6 +179,13 @@ class Loader:
 
     def pinned(self, batch: Any) -> Any:
         return pin(batch) if self.device.type == "cuda" else batch
+
+
+def micro_batches_of(pieces: Sequence[Sequence[Any]], loaded: Iterable[Any]) -> Iterator[MicroBatch]:
+    # loaded: the batches of the pieces, and maybe others behind them, which are not taken.
+    total = sum(map(len, pieces))
+    for number, (piece, batch) in enumerate(zip(pieces, loaded, strict=False), start=1):
+        yield MicroBatch(batch, len(piece), share=len(piece) / total, last=number == len(pieces))
 
 
 def split(batch: list[int], parts: int) -> list[list[int]]:

@@ -231,10 +231,9 @@ class ParquetRows(ProcessLocal):
                 values = table.column(self.target)
                 y = parquet_files.targets(values, self.target, self._whole, part.name, first)
             self._cache[group] = x, y
-            while len(self._cache) > 1 and sum(map(n_bytes, self._cache.values())) > self.cache_mb * 2**20:
+            while len(self._cache) > 1 and self._cached_bytes() > self.cache_mb * 2**20:
                 self._cache.popitem(last=False)
             return x, y
 
-
-def n_bytes(parts: tuple[np.ndarray, np.ndarray | None]) -> int:
-    return sum(part.nbytes for part in parts if part is not None)
+    def _cached_bytes(self) -> int:
+        return sum(part.nbytes for parts in self._cache.values() for part in parts if part is not None)

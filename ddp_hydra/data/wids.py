@@ -104,7 +104,7 @@ class WidsShards(ProcessLocal, Dataset):
             ConnectionError: the store of its shard is not reachable.
             OSError: there is no space for its shard.
         """
-        number, inner = self._find(index)
+        number, inner = self.find(index)
         shard = self._open(number, inner)
         described = self.shards[number]
         return {
@@ -122,12 +122,12 @@ class WidsShards(ProcessLocal, Dataset):
 
     def fields(self, index: int) -> dict[str, memoryview]:
         """Return the fields of a sample by extension, without a copy; raises as `__getitem__`."""
-        number, inner = self._find(index)
+        number, inner = self.find(index)
         return self._open(number, inner).fields(inner)
 
     def key(self, index: int) -> str:
         """Return the name of a sample, for messages: its shard, and its key if the shard is open, else its place."""
-        number, inner = self._find(index)
+        number, inner = self.find(index)
         shard = self._cache.held.get(number)
         return f"{bare_url(self.shards[number].url)}/{shard.members.key(inner) if shard else f'[{inner}]'}"
 
@@ -161,7 +161,8 @@ class WidsShards(ProcessLocal, Dataset):
     def close(self) -> None:
         self._cache.close()
 
-    def _find(self, index: int) -> tuple[int, int]:
+    def find(self, index: int) -> tuple[int, int]:
+        """Return the number of a sample's shard, and its place in it."""
         count = self._ends[-1]
         if not -count <= index < count:
             raise IndexError(f"sample {index} was asked for, and there are {count:,}")
@@ -245,7 +246,6 @@ class WidsImages(StoredImages):
         self.label, self.labelled = label and f".{label.lower().lstrip('.')}", label is not None
         self.shards = WidsShards(index, access=self.access, **shards)
         self.shard_lengths = self.shards.shard_lengths
-        self._starts = np.cumsum([0, *self.shard_lengths])
         found = self.shards.info.get("classes") if classes is None and isinstance(self.shards.info, dict) else classes
         if not found and not self.labelled:
             found = []
@@ -299,9 +299,9 @@ class WidsImages(StoredImages):
         except (ValueError, FileNotFoundError, PermissionError) as error:
             if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
                 raise  # the cause is not the shard
-            shard = int(np.searchsorted(self._starts, index, side="right")) - 1
-            first, end = self._starts[shard : shard + 2].tolist()
-            raise LostSamples(str(error), bare_url(self.shards.shards[shard].url), first, end - first) from None
+            number, inner = self.shards.find(index)
+            shard = self.shards.shards[number]
+            raise LostSamples(str(error), bare_url(shard.url), index - inner, shard.n_samples) from None
 
     def expect(self, indices: list[int]) -> None:
         self.shards.expect(indices)

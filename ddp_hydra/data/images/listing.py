@@ -11,7 +11,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.errors import RecordError
 from ddp_hydra.storage import Store
-from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.storage.files import user_cache, write_atomic
 
 
 class StringArray:
@@ -54,26 +54,19 @@ class StringArray:
         self._ends = np.concatenate([[0], np.cumsum(state["lengths"], dtype=np.int64)])
 
 
-_LARGEST = 2**32 - 1
-
-
 @dataclass
 class Listing:
     """The images under a prefix.
 
     Args:
         keys: the keys of the images in the order of torchvision's ImageFolder: by class, by folder, by file.
-        sizes: uint32 (images,), bytes; larger files count as 4 GiB, see `known_size`.
+        sizes: int64 (images,), bytes.
         others: how many other objects there are, by extension; "hidden": what `is_leftover` tells.
     """
 
     keys: StringArray
     sizes: np.ndarray
     others: Counter[str] = field(default_factory=Counter)
-
-
-def known_size(size: int) -> int | None:
-    return size if size < _LARGEST else None
 
 
 def kinds_of(others: Counter[str]) -> str:
@@ -101,23 +94,23 @@ def list_images(store: Store, prefix: str, in_folders: bool = True) -> Listing:
             extension = PurePosixPath(key).suffix.lower()
             others["images outside a class folder" if extension in IMAGE_EXTENSIONS else extension] += 1
     found.sort()
-    sizes = np.fromiter((min(size, _LARGEST) for *_, size in found), np.uint32, len(found))
+    sizes = np.fromiter((size for *_, size in found), np.int64, len(found))
     return Listing(StringArray(key for _, _, key, _ in found), sizes, +others)
 
 
-def list_images_once(store: Store, prefix: str, max_age_s: float, folder: Path, in_folders: bool = True) -> Listing:
+def list_images_once(store: Store, prefix: str, max_age_s: float, in_folders: bool = True) -> Listing:
     # max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
     if not max_age_s:
         return list_images(store, prefix, in_folders)
     identity = f"3 {getattr(store, 'endpoint_url', None)} {store.url} {prefix}{'' if in_folders else ' *'}"
-    path = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json.gz"
+    path = user_cache() / "listings" / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json.gz"
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zlib.error):  # none, or damaged
         if time.time() - path.stat().st_mtime < max_age_s:
             saved = json.loads(gzip.decompress(path.read_bytes()))
-            return Listing(StringArray(saved["keys"]), np.array(saved["sizes"], np.uint32), Counter(saved["others"]))
+            return Listing(StringArray(saved["keys"]), np.array(saved["sizes"], np.int64), Counter(saved["others"]))
     listing = list_images(store, prefix, in_folders)
     saved = {"keys": list(listing.keys), "sizes": listing.sizes.tolist(), "others": listing.others}
     with contextlib.suppress(RecordError, OSError):  # a disk that refuses it is no reason to stop
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_atomic(path, gzip.compress(json.dumps(saved).encode(), 1), durable=False)
     return listing

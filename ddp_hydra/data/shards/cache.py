@@ -19,9 +19,9 @@ from typing import Any
 from ddp_hydra.data.names import check_range
 from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
 from ddp_hydra.data.shards.download import Prefetcher, download, is_packed
-from ddp_hydra.data.shards.index import Shard, is_local
+from ddp_hydra.data.shards.index import Shard
 from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, checksum_of_some, load_members, read_members
-from ddp_hydra.storage import Access, bare_url
+from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.base import Counters, ProcessLocal
 from ddp_hydra.storage.files import user_cache
 
@@ -73,7 +73,7 @@ class ShardCache(ProcessLocal):
         self._given_folder, self.budget_bytes, self._prefetch = folder, budget_bytes, prefetch
         # The name of each shard in the cache; "": it is used where it is.
         self._names = [
-            "" if is_local(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
+            "" if not is_remote(shard.url) and not is_packed(shard.url) else _file_name(shard, self.access.endpoint_url)
             for shard in self.shards
         ]
         self._begin_process_state()

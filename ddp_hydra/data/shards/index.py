@@ -14,7 +14,7 @@ from msgspec import Meta, Struct, ValidationError, convert, field
 from msgspec.structs import replace
 
 from ddp_hydra.checked import Count, prepare
-from ddp_hydra.storage import Access, bare_url
+from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.fsspec_store import is_known
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ def read_index(
     else:
         source, content = absolute("the open index"), index.read()
         file = _converted(content, _File, source) if isinstance(content, dict) else _parse(content, source)
-    folder = None if base is None else _Folder(absolute(base).rstrip("/"), is_local(source))
+    folder = None if base is None else _Folder(absolute(base).rstrip("/"), not is_remote(source))
     found = list(_shards(access, file, source, folder))
     if not found:
         raise ValueError(f"the index {bare_url(source)} names no shards: {_SET_INDEX}")
@@ -136,7 +136,7 @@ def _load(access: Access, source: str) -> _File:
         name = bare_url(source)
         raise FileNotFoundError(f"{name} is a folder: give the index in it, {name}/index.json; {_SET_INDEX}") from None
     except (FileNotFoundError, NotADirectoryError) as error:
-        reason = f"there is no file {bare_url(source)}" if is_local(source) else str(error)
+        reason = f"there is no file {bare_url(source)}" if not is_remote(source) else str(error)
         raise FileNotFoundError(f"the index can't be read: {reason}; {_SET_INDEX}") from None
     return _parse(content, source)
 
@@ -164,7 +164,7 @@ def _shards(
                 )
             file = _load(access, nested)
             file.name = inner.name or file.name
-            base = None if inner.base is None else _Folder(folder.join(inner.base).rstrip("/"), is_local(nested))
+            base = None if inner.base is None else _Folder(folder.join(inner.base).rstrip("/"), not is_remote(nested))
             yield from _shards(access, file, nested, base, names, (*above, source))
         elif inner.shardlist is not None or inner.datasets is not None:
             yield from _shards(access, inner, source, folder.within(inner.base), names, above)
@@ -208,7 +208,7 @@ class _Folder(Struct, frozen=True):
         """Return the folder that holds an index."""
         if source.startswith(("http://", "https://")):
             source = source.partition("?")[0].partition("#")[0]
-        return cls(source.rpartition("/")[0], is_local(source))
+        return cls(source.rpartition("/")[0], not is_remote(source))
 
     def within(self, base: str | None) -> _Folder:
         """Return the folder that an index names as its base, or this one."""
@@ -230,11 +230,6 @@ class _Folder(Struct, frozen=True):
         if not self.trusted and not joined.startswith(f"{path}/"):
             raise ValueError(f"{url!r} leads out of {path}, and is named by an index from the network")
         return joined
-
-
-def is_local(url: str) -> bool:
-    """Return whether an absolute URL is a file of this machine."""
-    return not _scheme(url) or url.startswith("file:")
 
 
 def absolute(url: str) -> str:

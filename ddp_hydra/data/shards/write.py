@@ -19,10 +19,10 @@ from typing import Any
 
 from ddp_hydra.data.names import class_of
 from ddp_hydra.data.shards.download import download, is_packed
-from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, is_local, read_index
+from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, read_index
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
 from ddp_hydra.data.threads import Lookahead
-from ddp_hydra.storage import Access, Store, bare_url
+from ddp_hydra.storage import Access, Store, bare_url, is_remote
 
 MIB = 2**20
 INDEX_NAME = "index.json"
@@ -134,7 +134,7 @@ def write_index(
         sums, members = _examine(url, access)
         if not len(members):
             raise ValueError(f"{bare_url(url)} holds no samples: its files need names with an extension")
-        inside = is_local(url) and Path(url).is_relative_to(target.parent)
+        inside = not is_remote(url) and Path(url).is_relative_to(target.parent)
         named = Path(url).relative_to(target.parent).as_posix() if inside else url
         shards.append({"url": named, "nsamples": len(members), **sums})
         report(f"{bare_url(url)}: {len(members):,} samples, {sums['filesize']:,} bytes")
@@ -150,12 +150,9 @@ def _write_index(
     return index
 
 
-def _images(store: Store, prefix: str, source: str, report: Callable[[str], None]) -> list[tuple[str, int | None]]:
-    from ddp_hydra.data.images.listing import (  # it imports torch, which takes seconds that `index` need not spend
-        kinds_of,
-        known_size,
-        list_images,
-    )
+def _images(store: Store, prefix: str, source: str, report: Callable[[str], None]) -> list[tuple[str, int]]:
+    # It imports torch, which takes seconds that `index` need not spend.
+    from ddp_hydra.data.images.listing import kinds_of, list_images
 
     found = list_images(store, prefix)
     skipped = f"skipped: {kinds_of(found.others)}"
@@ -164,7 +161,7 @@ def _images(store: Store, prefix: str, source: str, report: Callable[[str], None
         raise FileNotFoundError(f"{source} holds no images in class folders, {source}/<class>/<file>.jpg; {reason}")
     if found.others:
         report(skipped)
-    return [(key, known_size(size)) for key, size in zip(found.keys, found.sizes.tolist(), strict=True)]
+    return list(zip(found.keys, found.sizes.tolist(), strict=True))
 
 
 def _classes(source: str, access: Access, report: Callable[[str], None]) -> list[str]:
@@ -180,7 +177,7 @@ def _classes(source: str, access: Access, report: Callable[[str], None]) -> list
 
 
 def _samples(
-    store: Store, prefix: str, images: list[tuple[str, int | None]], number_of: dict[str, int]
+    store: Store, prefix: str, images: list[tuple[str, int]], number_of: dict[str, int]
 ) -> Generator[list[tuple[str, Any]]]:
     with Lookahead((partial(store.get, *image) for image in images), _READERS, 2 * _READERS) as contents:
         for number, ((key, _), content) in enumerate(zip(images, contents, strict=True)):
@@ -199,7 +196,7 @@ def _open_target(out: str, access: Access) -> tuple[Store, str]:
     folder = f"{prefix}/" if prefix else ""
     if store.size_or_none(f"{folder}{INDEX_NAME}") is not None:
         raise FileExistsError(f"{out} holds an {INDEX_NAME} already: remove it, or give another folder")
-    if is_local(out):
+    if not is_remote(out):
         Path(absolute(out)).mkdir(parents=True, exist_ok=True)
     return store, folder
 
@@ -225,7 +222,7 @@ def _sums(file: Any) -> dict[str, Any]:
 
 
 def _examine(url: str, access: Access) -> tuple[dict[str, Any], TarMembers]:
-    if is_local(url) and not is_packed(url):
+    if not is_remote(url) and not is_packed(url):
         with Path(url).open("rb") as file:
             return _sums(file), read_members(Path(url))
     store, key = access.open(url)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import alike, collated
-from ddp_hydra.data.loader import Loader, MicroBatch, split
+from ddp_hydra.data.loader import Loader, MicroBatch, micro_batches_of, split
 from ddp_hydra.data.streams.part import Part
 from ddp_hydra.data.streams.part import split as split_stream
 from ddp_hydra.data.threads import Lookahead
@@ -229,7 +229,7 @@ class StreamLoader(Loader):
                 made = self.wait(sampler.ahead.take)
                 sampler.take_up(made.state)
                 position += sampler.global_batch
-                yield self._micro_batches(made)
+                yield micro_batches_of(made.numbers, map(self.placed, made.batches))
         sampler.refuse_empty(batches.position)
 
     def each_once(
@@ -298,9 +298,3 @@ class StreamLoader(Loader):
 
         is_ahead = bool(self.prefetch and self.in_threads)
         return Lookahead(repeat(make), int(is_ahead), depth_of=depth, stop=part.stop)
-
-    def _micro_batches(self, made: StepBatches) -> Iterator[MicroBatch]:
-        total = sum(map(len, made.numbers))
-        for number, (batch, samples) in enumerate(zip(made.batches, made.numbers, strict=True), start=1):
-            share, last = len(samples) / total, number == len(made.batches)
-            yield MicroBatch(self.placed(batch), len(samples), share, last)

@@ -18,7 +18,6 @@ from ddp_hydra.data.image_folder import S3ImageFolder
 from ddp_hydra.data.names import is_of
 from ddp_hydra.data.transforms import TrainTransform
 from ddp_hydra.storage.fsspec_store import FsspecStore
-from tests.support.s3_server import s3_server
 from tests.support.tar_server import described, index_of, numbered
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("credentials")]
@@ -105,11 +104,12 @@ def test_prepare_normalises_and_keeps_the_memory_format(folder, pets):
     assert images.dtype == torch.uint8
 
 
-def test_an_image_is_fetched_once_while_the_cache_has_room(folder, png):
-    with s3_server() as server:
-        bucket = server.fill({f"a/{number}.png": png(red=number) for number in range(3)})
-        data = folder(bucket, endpoint_url=server.endpoint_url, cache_mb=1)
-        before = data.__getitems__([0, 1, 2])
+def test_an_image_is_fetched_once_while_the_cache_has_room(folder, s3, png):
+    bucket = s3.fill({f"a/{number}.png": png(red=number) for number in range(3)})
+    data = folder(bucket, cache_mb=1)
+    before = data.__getitems__([0, 1, 2])
+    for number in range(3):
+        s3.delete(bucket, f"a/{number}.png")
     assert all(torch.equal(a[0], b[0]) for a, b in zip(before, data.__getitems__([0, 1, 2]), strict=True))
 
 
@@ -159,20 +159,14 @@ def test_reading_from_many_threads_at_once_gives_each_its_own(folder, s3, png):
     assert wrong == []
 
 
-def test_reading_leaves_the_reader_its_own_number_of_compute_threads(folder, pets):
+def test_closing_leaves_no_thread_and_reading_after_it_starts_anew(folder, pets):
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    try:
-        folder(pets, "pets", transform=TrainTransform(16)).__getitems__([0, 1, 2])
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
-def test_closing_leaves_no_thread_and_reading_after_it_starts_anew(folder, pets):
-    data = folder(pets, "pets")
+    data = folder(pets, "pets", transform=TrainTransform(16))
     data.__getitems__([0])
     data.close()
+    assert torch.get_num_threads() == 2  # those of the reader are its own
+    torch.set_num_threads(before)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("images")]
     assert data[0][1] == 0
 

@@ -321,6 +321,7 @@ def test_shards_and_fields_may_be_written_in_several_ways(tar, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        ({"urls": None}, r"no shards are given: type data\.urls=…, and data\.val_urls=…"),
         ({"urls": "/none/*.tar"}, r"no file is named /none/\*\.tar: check data\.urls="),
         ({"urls": "s3://bucket/a.tar"}, r"can't read s3://bucket/a\.tar: give data\.urls='pipe:aws s3 cp .*data=wids"),
         ({"urls": "a.tar", "decode": "rgbx"}, r"data\.decode=rgbx: give .*torchrgb8.*, or null"),

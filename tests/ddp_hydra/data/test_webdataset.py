@@ -94,11 +94,6 @@ def test_it_is_loaded_in_batches(urls):
     assert batches == [((2, 3, 2, 2), [number, number + 1]) for number in range(0, 12, 2)]
 
 
-def test_mistakes_are_said():
-    with pytest.raises(ConfigError, match=r"no shards are given: type data\.urls=…, and data\.val_urls=…"):
-        TarSamples(None)
-
-
 @pytest.mark.medium
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 def test_pipelines_of_ones_own_split_by_node_or_by_samples(urls, monkeypatch):

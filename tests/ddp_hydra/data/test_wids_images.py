@@ -9,12 +9,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from ddp_hydra.data.samplers import Chunked
 from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_shards
-from ddp_hydra.data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.data.transforms import EvalTransform
 from ddp_hydra.data.wids import WidsImages
 from ddp_hydra.storage.base import StaleCredentialsError
 
@@ -57,19 +55,6 @@ def test_a_sample_is_an_image_and_its_class(shards, images):
     assert [target for _, target in samples] == [red % 2 for red in reds(samples)]
     assert sum(data.shard_lengths) == len(data) == 40
     assert len(data.shard_lengths) > 3
-
-
-def test_the_chunked_sampler_goes_by_its_shards(shards, images):
-    data = images(shards)
-    order = Chunked(40, 4, shard_lengths=data.shard_lengths, interleave=1).order(0)
-    ends = torch.tensor(data.shard_lengths).cumsum(0)
-    visited = torch.bucketize(torch.from_numpy(order), ends, right=True).unique_consecutive()
-    assert len(visited) == len(data.shard_lengths)
-
-
-def test_chance_is_a_function_of_seed_epoch_and_index(shards, images):
-    data, other = (images(shards, transform=TrainTransform(24), threads=threads) for threads in (1, 9))
-    assert torch.equal(data.collate(data.__getitems__(range(40)))[0], other.collate(other.__getitems__(range(40)))[0])
 
 
 def test_it_pickles_before_and_after_use(shards, images):

@@ -12,24 +12,13 @@ from ddp_hydra.errors import ConfigError
 TARGETS = [0] * 900 + [1] * 90 + [2] * 10
 
 
-def classes(balance: float) -> list[float]:
-    """Share of each class in ten epochs."""
+@pytest.mark.parametrize("balance", [0, 0.5, 1])
+def test_classes_come_equally_often_or_as_often_as_they_are_there_or_between(balance):
     sampler = Weighted(1000, 10, targets=TARGETS, balance=balance)
     drawn = Counter(TARGETS[index] for epoch in range(10) for index in sampler.order(epoch))
-    return [drawn[number] / 10_000 for number in range(3)]
-
-
-def test_balanced_all_classes_come_equally_often():
-    assert classes(1) == pytest.approx([1 / 3] * 3, abs=0.02)
-
-
-def test_unbalanced_they_come_as_often_as_they_are_there():
-    assert classes(0) == pytest.approx([0.9, 0.09, 0.01], abs=0.01)
-
-
-def test_between_they_come_between():
-    roots = [900**0.5, 90**0.5, 10**0.5]
-    assert classes(0.5) == pytest.approx([root / sum(roots) for root in roots], abs=0.02)
+    weights = [count ** (1 - balance) for count in (900, 90, 10)]
+    shares = [weight / sum(weights) for weight in weights]
+    assert [drawn[number] / 10_000 for number in range(3)] == pytest.approx(shares, abs=0.02)
 
 
 def test_within_a_class_all_samples_come():
