@@ -389,7 +389,6 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     if not wait and (cluster.is_inline(job.cfg.cluster) or job.cfg.results.handler is Handler.cluster):
         what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
         raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
-    job.run_dir.mkdir(parents=True, exist_ok=True)
     with locked(job.run_dir):
         refuse_other_run(job.run_dir, job.cfg.resume)
         if not job.cfg.dry_run:

@@ -53,12 +53,12 @@ def _build(
             f"there are no weights {weights!r}; allowed are null and {', '.join(known.__members__)}: "
             "type model.weights=null or one of these"
         )
-    network = build(weights=None if weights is None else known[weights])
     if not isinstance(num_classes, int) or num_classes < 1:
         raise ValueError(
             f"num_classes is {num_classes!r}, and must be a positive whole number: type "
             "model.num_classes=10, or use a data set that has `classes`"
         )
+    network = build(weights=None if weights is None else known[weights])
     if weights is None or num_classes != network.fc.out_features:
         network.fc = nn.Linear(network.fc.in_features, num_classes)
     if small_images:

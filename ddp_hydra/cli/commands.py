@@ -137,8 +137,9 @@ def describe_server(status: dict[str, Any]) -> str:
     if not status:
         return "a fork server that does not answer: it is importing torch, or it is suspended"
     ends_in_s = status["ends_in_s"]
-    ranks = f"{status['ranks']} rank{'s' * (status['ranks'] != 1)}"
-    use = f"in use, {ranks}" if ends_in_s is None else f"idle, ends in {ends_in_s:.0f} s"
+    use = (
+        f"in use, {text.counted(status['ranks'], 'rank')}" if ends_in_s is None else f"idle, ends in {ends_in_s:.0f} s"
+    )
     size = f"{status['memory'] / 2**20:.0f} MiB"
     return f"process {status['pid']}: {use}, {status['age_s']:.0f} s old, {size}, {status['python']}"
 

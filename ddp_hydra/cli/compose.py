@@ -23,7 +23,6 @@ from hydra.core import utils
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -313,14 +312,14 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
         ]
         _refuse_hidden(kept, f"{saved.parent}: the sweep", where=" with the other words of the sweep")
         given += kept
-    return [*given, f"hydra.sweep.dir={QuotedString(folders[0], Quote.single).with_quotes()}"]
+    return [*given, f"hydra.sweep.dir={text.quoted(folders[0])}"]
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:
     run_dir = None if {"-m", "--multirun"} & set(arguments) else torchrun.remembered()
     if run_dir is None:
         return arguments
-    quoted = QuotedString(str(run_dir), Quote.single).with_quotes()
+    quoted = text.quoted(str(run_dir))
     kept = [word for word in arguments if not word.startswith("hydra.run.dir=")]
     with contextlib.suppress(CheckpointError):
         find_checkpoint(run_dir)

@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from ddp_hydra.cli.commands import parse_all
 from ddp_hydra.console.text import after, counted, duration, meant, printable, size_text
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.runs.describe import RunRow, number, numbers, text
+from ddp_hydra.runs.describe import RunRow, number
 from ddp_hydra.runs.details import Reproduction
 from ddp_hydra.runs.disk import KINDS
 
@@ -122,7 +122,7 @@ def rm(words: Sequence[str]) -> None:
         if not sys.stdin.isatty():
             raise ConfigError("rm asks on a terminal only: give yes=true")
         what = shown(runs[0]) if len(runs) == 1 else f"{len(runs)} folders"
-        answer = input(f"remove {what} with {count} run{'s' if count != 1 else ''}? [y/N] ")
+        answer = input(f"remove {what} with {counted(count, 'run')}? [y/N] ")
         if answer.strip().lower() not in ("y", "yes"):
             raise Interrupted("nothing was removed")
     for run in runs:
@@ -269,18 +269,16 @@ def details_text(found: Mapping[str, Any]) -> str:
     if row.value is not None:
         better = "" if row.maximize is None else f" ({'more' if row.maximize else 'less'} is better)"
         lines.append(("objective", f"{shown(row.objective)} {digits(row.value)}{better}"))
-    ranks = number(found["world_size"])
+    ranks = found["world_size"]
     speed = f", {found['samples_per_s']:,.0f} samples/s" if found["samples_per_s"] else ""
-    lines.append(("ranks", f"{ranks:.0f}{speed}" if ranks else ""))
+    lines.append(("ranks", f"{ranks}{speed}" if ranks else ""))
     lines += [("model", shown(row.model)), ("data", shown(row.data)), ("tags", shown(", ".join(row.tags)))]
     lines += [("typed", shown(word)) for word in row.overrides]
     lines.append(("code", shown(row.project[:16])))
-    lines += [("metric", f"{shown(name)} {digits(value)}") for name, value in numbers(found["metrics"]).items()]
+    lines += [("metric", f"{shown(name)} {digits(value)}") for name, value in found["metrics"].items()]
     lines += [("attempt", _attempt(attempt)) for attempt in found["attempts"]]
-    failure = found["failure"]
-    if failure:
-        lines.append(("failure", _failure(failure)))
-        lines.append(("at", shown(text(failure.get("place")))))
+    if failure := found["failure"]:
+        lines += [("failure", _failure(failure)), ("at", shown(failure["place"]))]
     elif row.message:
         lines.append(("failure", shown(row.message, _MESSAGE)))
     lines += [
@@ -301,23 +299,20 @@ def _without_repeats(lines: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def _attempt(attempt: Mapping[str, Any]) -> str:
-    failure = attempt.get("failure")
     parts = [
-        counted(ranks, "rank") if (ranks := number(attempt.get("world_size"))) else "",
-        counted(done, "step") if (done := number(attempt.get("steps_done"))) is not None else "",
-        duration(number(attempt.get("wall_s"))),
+        counted(attempt["world_size"], "rank") if attempt["world_size"] else "",
+        counted(attempt["steps_done"], "step"),
+        duration(attempt["wall_s"]),
     ]
-    how = f": {_failure(failure)}" if isinstance(failure, dict) else ""
-    return f"{digits(number(attempt.get('attempt')))}: {', '.join(filter(None, parts))}{how}"
+    how = f": {_failure(attempt['failure'])}" if attempt["failure"] else ""
+    return f"{attempt['attempt']}: {', '.join(filter(None, parts))}{how}"
 
 
 def _failure(failure: Mapping[str, Any]) -> str:
-    rank, step = number(failure.get("rank")), number(failure.get("step"))
-    where = [f"rank {rank:.0f}"] if rank is not None else []
-    where += [f"on {shown(failure['host'])}"] if text(failure.get("host")) else []
-    where += [f"at step {step:.0f}"] if step is not None else []
-    message = str(failure.get("message") or failure.get("kind") or "")
-    return shown(f"{' '.join(where)}{': ' if where else ''}{message}", _MESSAGE)
+    where = [f"rank {failure['rank']}"] if failure["rank"] is not None else []
+    where += [f"on {failure['host']}"] if failure["host"] else []
+    where += [f"at step {failure['step']}"] if failure["step"] is not None else []
+    return shown(f"{' '.join(where)}{': ' if where else ''}{failure['message'] or failure['kind']}", _MESSAGE)
 
 
 def diff_text(found: Mapping[str, Any]) -> str:

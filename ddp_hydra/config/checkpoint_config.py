@@ -39,21 +39,18 @@ _NEEDED = ("data", "model", "task", "loss", "metrics")
 def stored_config(cfg: DictConfig) -> dict[str, Any]:
     raw = OmegaConf.to_container(cfg, enum_to_str=True)
     assert isinstance(raw, dict)
-    kept = redact.without(_kept({key: value for key, value in raw.items() if key != "cluster"}, cfg))
-    assert isinstance(kept, dict)
+    kept: dict[str, Any] = redact.without(
+        {str(key): _kept(value, cfg, key) for key, value in raw.items() if key != "cluster"}
+    )
     return kept
 
 
-def _kept(raw: Any, node: Any) -> Any:
-    """Resolve the interpolations that cannot be resolved later."""
+def _kept(raw: Any, parent: Any, key: Any) -> Any:
+    # Interpolations that cannot be resolved later are resolved.
     if isinstance(raw, dict):
-        return {str(key): _kept_value(value, node, key) for key, value in raw.items()}
-    return [_kept_value(value, node, number) for number, value in enumerate(raw)]
-
-
-def _kept_value(raw: Any, parent: Any, key: Any) -> Any:
-    if isinstance(raw, dict | list):
-        return _kept(raw, parent[key])
+        return {str(name): _kept(value, parent[key], name) for name, value in raw.items()}
+    if isinstance(raw, list):
+        return [_kept(value, parent[key], number) for number, value in enumerate(raw)]
     if not isinstance(raw, str) or "${" not in raw or not _OF_THE_JOB.search(raw):
         return raw
     value = parent[key]

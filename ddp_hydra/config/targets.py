@@ -24,7 +24,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object
 from omegaconf import DictConfig, open_dict
 
-from ddp_hydra.config import redact, targets
+from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.console import text
@@ -260,7 +260,7 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise
     except InstantiationException as error:
         if error.__cause__ is None or isinstance(error.__cause__, (ImportError, AttributeError)):
-            raise ConfigError(f"{node.get('_target_')}: {targets.explain(str(node.get('_target_')), error)}") from error
+            raise ConfigError(f"{node.get('_target_')}: {explain(str(node.get('_target_')), error)}") from error
         raise
     except (OSError, ValueError, TypeError, LookupError, ImportError, AttributeError) as error:
         raise ConfigError(f"{node.get('_target_')}: {reason_of(error, node)}") from error

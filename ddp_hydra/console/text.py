@@ -39,6 +39,12 @@ def printable(text: str, is_output: bool = False) -> str:
     return (_CONTROLS_OF_OUTPUT if is_output else _CONTROLS).sub("", _ESCAPES.sub("", text))
 
 
+def one_line(text: str, most: int = 0) -> str:
+    """Return a text as one line that does nothing in a terminal, of `most` letters if that is not 0."""
+    line = " ".join(printable(text).split())
+    return f"{line[: most - 1]}…" if most and len(line) > most else line
+
+
 def shorten(text: str, most: int) -> str:
     if len(text) <= most:
         return text

@@ -110,14 +110,11 @@ def placed(batch: Iterable[int], seed: int) -> Indices:
     return found
 
 
-def numbered(batches: Any, epoch: int, position: int, global_batch: int, rank: int) -> Any:
-    def counted() -> Iterator[Indices]:
-        for start, batch in zip(count(position, global_batch), batches, strict=False):
-            if isinstance(batch, Indices):
-                yield batch
-            else:
-                indices = list(batch)  # it may be an iterator
-                first = start + rank * len(indices)
-                yield Indices(indices, epoch, range(first, first + len(indices)))
-
-    return counted()
+def numbered(batches: Any, epoch: int, position: int, global_batch: int, rank: int) -> Iterator[Indices]:
+    for start, batch in zip(count(position, global_batch), batches, strict=False):
+        if isinstance(batch, Indices):
+            yield batch
+        else:
+            indices = list(batch)  # it may be an iterator
+            first = start + rank * len(indices)
+            yield Indices(indices, epoch, range(first, first + len(indices)))

@@ -191,19 +191,15 @@ class S3ImageFolder(StoredImages):
         return list(zip(self._keys, self.targets.tolist(), strict=True))
 
     def where(self) -> str:
-        """Return the URL of the class folders."""
         return f"{self._store.public_url()}/{self.prefix}"
 
     def name(self, index: int) -> str:
-        """Return the key of a sample."""
         return self._keys[index]
 
     def n_bytes(self, index: int) -> int:
-        """Return the size of a sample's file when it was listed, bytes."""
         return int(self._sizes[index])
 
     def fetch(self, index: int) -> Any:
-        """Return the file of a sample; raise as `ImageDataset.fetch` does."""
         try:
             return self._store.get(self._keys[index], known_size(self.n_bytes(index)))
         except ConnectionError as error:
@@ -214,7 +210,6 @@ class S3ImageFolder(StoredImages):
             raise error from None
 
     def close(self) -> None:
-        """Stop the threads, and the embedded server if nobody else uses it."""
         super().close()
         if self._owns_server:
             self._owns_server = False

@@ -82,23 +82,18 @@ class ImageTable(StoredImages):
         self.targets = np.fromiter((self.class_to_idx[label] for label in labels), np.int32, len(labels))
 
     def where(self) -> str:
-        """Return the table."""
         return bare_url(self.table)
 
     def advice_on_missing(self) -> str:
-        """Return where relative paths begin."""
         return f"Paths of the table begin at {bare_url(self._root)}: give another folder with data.root=<folder>. "
 
     def name(self, index: int) -> str:
-        """Return the path of a sample as written in the table, without secrets of a URL."""
         return bare_url(self._paths[index])
 
     def sample_id(self, index: int) -> str:
-        """Return the path of a sample as written in the table."""
         return self._paths[index]
 
     def fetch(self, index: int) -> Any:
-        """Return the file of a sample; raise as `ImageDataset.fetch` does."""
         store, key = self._find(self._paths[index])
         return store.get(key)
 
@@ -109,19 +104,6 @@ class ImageTable(StoredImages):
 
 
 def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[list[str]]:
-    """Read columns of a table as text.
-
-    Args:
-        access: how URLs are read.
-        table: URL or path of a CSV, CSV.gz or Parquet file; the extension says which.
-        columns: names of the columns.
-
-    Returns:
-        The values of each column.
-
-    Raises:
-        ValueError: the file is not such a table, lacks a column, has no rows, or a cell is empty.
-    """
     store, key = access.open(table)
     content = store.get(key)
     read = _read_parquet if key.endswith((".parquet", ".pq")) else _read_csv

@@ -38,12 +38,7 @@ NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 class PartFile:
     """A Parquet file; it can be pickled, and is opened when it is needed.
 
-    Args:
-        name: for messages.
-        store: where it is.
-        key: its name there.
-        size: bytes.
-        partition: column -> value, which the folders around the file give to all its rows: scalars of pyarrow.
+    `partition`: column -> value, which the folders around the file give to all its rows: scalars of pyarrow.
     """
 
     name: str
@@ -205,13 +200,7 @@ def _inferred(values: Any) -> Any:
 
 
 class StoredFile(io.RawIOBase):
-    """A file in a store, read by ranges.
-
-    Args:
-        store: where it is.
-        key: its name there.
-        size: bytes.
-    """
+    """A file in a store, read by ranges."""
 
     def __init__(self, store: Store, key: str, size: int) -> None:
         super().__init__()

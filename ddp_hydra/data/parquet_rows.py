@@ -126,7 +126,6 @@ class ParquetRows(ProcessLocal):
         return {name: getattr(self.traffic, name) for name in ("bytes", "requests", "retries")}
 
     def close(self) -> None:
-        """End all waiting for retries."""
         self.access.close()
 
     def described(self) -> str:
@@ -238,5 +237,4 @@ class ParquetRows(ProcessLocal):
 
 
 def n_bytes(parts: tuple[np.ndarray, np.ndarray | None]) -> int:
-    """Return the memory that arrays take."""
     return sum(part.nbytes for part in parts if part is not None)

@@ -95,7 +95,6 @@ class TarSamples(IterableDataset):
         self.epoch, self.rank, self.world_size = 0, 0, 1
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
         self.epoch = epoch
 
     def of_rank(self, rank: int, world_size: int) -> TarSamples | None:

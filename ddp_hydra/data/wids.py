@@ -159,7 +159,6 @@ class WidsShards(ProcessLocal, Dataset):
         return {**{name: counts[name] for name in names}, "requests": traffic.requests, "retries": traffic.retries}
 
     def close(self) -> None:
-        """Stop the downloads and close the shards."""
         self._cache.close()
 
     def _find(self, index: int) -> tuple[int, int]:
@@ -171,9 +170,7 @@ class WidsShards(ProcessLocal, Dataset):
         return number, index - (self._ends[number] - self.shard_lengths[number])
 
     def _open(self, number: int, inner: int) -> OpenShard:
-        shard = self._cache.held.get(number)
-        if shard is None:
-            shard = self._cache.open(number)
+        shard = self._cache.open(number)
         self._note_read(number, inner)
         return shard
 
@@ -263,11 +260,9 @@ class WidsImages(StoredImages):
         return len(self.shards)
 
     def where(self) -> str:
-        """Return the index."""
         return bare_url(str(self.index))
 
     def name(self, index: int) -> str:
-        """Return the shard and key of a sample."""
         return self.shards.key(index)
 
     def sample_id(self, index: int) -> str:
@@ -277,7 +272,6 @@ class WidsImages(StoredImages):
         return self.name(index)
 
     def fetch(self, index: int) -> Any:
-        """Return the image file of a sample, without a copy; raise as `ImageDataset.fetch` does."""
         fields = self._fields(index)
         image = field_of(fields, IMAGE_EXTENSIONS)
         if image is None:
@@ -285,11 +279,6 @@ class WidsImages(StoredImages):
         return image
 
     def target(self, index: int) -> int:
-        """Return the class number of a sample.
-
-        Raises:
-            ValueError: it has no valid one.
-        """
         if self.label is None:
             return -1
         fields = self._fields(index)
@@ -315,7 +304,6 @@ class WidsImages(StoredImages):
             raise LostSamples(str(error), bare_url(self.shards.shards[shard].url), first, end - first) from None
 
     def expect(self, indices: list[int]) -> None:
-        """Say which samples will be read, in order, so that their shards are downloaded before that."""
         self.shards.expect(indices)
 
     def stats(self) -> dict[str, float]:
@@ -323,6 +311,5 @@ class WidsImages(StoredImages):
         return super().stats() | self.shards.stats()
 
     def close(self) -> None:
-        """Stop the threads and the downloads, and close the shards."""
         super().close()
         self.shards.close()

@@ -222,11 +222,7 @@ class SubsetView(View):
 
 
 class ConcatView(View):
-    """A `ConcatDataset` of torch that is looked into.
-
-    Raises:
-        ConfigError: its parts make their batches in different ways.
-    """
+    """A `ConcatDataset` of torch that is looked into."""
 
     def __init__(self, wrapper: Any, parts: Sequence[Any]) -> None:
         super().__init__(wrapper, parts)
@@ -275,11 +271,7 @@ class LoaderView(View, IterableDataset):
 
 
 class UserView(View):
-    """A data set of the user that holds others, or uses names of ours for something else: the samples are its own.
-
-    Raises:
-        ConfigError: it hides how the batches of a data set inside are made.
-    """
+    """A data set of the user that holds others, or uses names of ours for something else: the samples are its own."""
 
     def __init__(self, wrapper: Any, parts: Sequence[Any], others: Sequence[str]) -> None:
         super().__init__(wrapper, parts, others)

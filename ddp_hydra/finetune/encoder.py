@@ -155,7 +155,9 @@ class Encoder:
                 f"has a message of the role {role}, which is none of {', '.join(ROLES)}: give data.roles='{{{role}: "
                 f"{meant}}}', with all roles of the data that have other names",
             )
-        if role == "assistant" and values.keys() <= {"role", "content"} and not _has_content(values.get("content")):
+        content = values.get("content")
+        is_empty = not (content.strip() if isinstance(content, str) else content)
+        if role == "assistant" and values.keys() <= {"role", "content"} and is_empty:
             raise self._mistake(row, "has an empty answer: leave the row out")
         return {**values, "role": role}
 
@@ -196,7 +198,3 @@ class Encoder:
 
     def _mistake(self, row: int, what: str) -> DataError:
         return DataError(f"row {row} of {self.name}, counted from 0, {what}")
-
-
-def _has_content(content: Any) -> bool:
-    return bool(content.strip() if isinstance(content, str) else content)

@@ -86,15 +86,18 @@ def keep_project(run_dir: Path, packed: project.Project) -> None:
 
     The jobs of a sweep share one file, which is in the sweep's folder, too. No job fails because that can't be written.
     """
-    own, folder = run_dir / project.ARCHIVE, sweep_dir(run_dir)
-    shared = folder / project.ARCHIVE if folder else None
+    own = run_dir / project.ARCHIVE
+    shared = (sweep_dir(run_dir) or run_dir) / project.ARCHIVE
+    source, target = shared, own
     with contextlib.suppress(RecordError):
-        if shared is not None and _holds(shared, packed.archive):
-            _link(shared, own)
-        elif not any(redact.secret_line(text) for text in project.texts(packed)):
+        if shared == own or not _holds(shared, packed.archive):
+            if any(redact.secret_line(text) for text in project.texts(packed)):
+                return
             write_atomic(own, packed.archive, durable=False)
-            if shared is not None:
-                _link(own, shared)
+            source, target = own, shared
+        if shared != own:
+            with writing(target), replacing(target, durable=False) as part:
+                link_or_copy(source, part)
 
 
 def sweep_dir(run_dir: Path) -> Path | None:
@@ -109,11 +112,6 @@ def _holds(path: Path, content: bytes) -> bool:
         return not path.is_symlink() and path.read_bytes() == content
     except OSError:
         return False
-
-
-def _link(source: Path, target: Path) -> None:
-    with writing(target), replacing(target, durable=False) as part:
-        link_or_copy(source, part)
 
 
 def saved_step(run_dir: Path) -> int | None:

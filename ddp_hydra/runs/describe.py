@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,8 +182,8 @@ def number(value: object) -> float | None:
     return found if math.isfinite(found) else None
 
 
-def numbers(value: object) -> dict[str, float | None]:
-    return {text(name): number(inner) for name, inner in value.items()} if isinstance(value, dict) else {}
+def numbers(values: Mapping[str, object]) -> dict[str, float | None]:
+    return {text(name): number(value) for name, value in values.items()}
 
 
 def _time(value: float | None) -> float | None:

@@ -13,7 +13,16 @@ from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.run_state import FailureEntry, Summary
 from ddp_hydra.runs import disk
-from ddp_hydra.runs.describe import MOST_ATTEMPTS, MOST_TEXT, RunRow, RunState, failed_attempts, read_state, text
+from ddp_hydra.runs.describe import (
+    MOST_ATTEMPTS,
+    MOST_TEXT,
+    RunRow,
+    RunState,
+    failed_attempts,
+    numbers,
+    read_state,
+    text,
+)
 from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRunFiles, yaml_value
 from ddp_hydra.storage.files import private_folder, user_cache
@@ -64,14 +73,12 @@ def row(files: RunFiles) -> RunRow:
     return found
 
 
-def last_metrics(files: RunFiles, state: RunState) -> dict[str, Any]:
+def last_metrics(files: RunFiles, state: RunState) -> dict[str, float | None]:
     """Return the last value of each metric; of a run that was killed, from the last lines of metrics.jsonl."""
-    if known := state.newest.metrics:
-        return known
-    found: dict[str, Any] = {}
-    for line in files.read("metrics.jsonl", _LAST_BYTES).splitlines():
+    found: dict[str, Any] = {**state.newest.metrics}
+    for line in () if found else files.read("metrics.jsonl", _LAST_BYTES).splitlines():
         found |= {name: value for name, value in json_object(line).items() if "/" in name}
-    return found
+    return numbers(found)
 
 
 def checkpoints(files: RunFiles) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -22,7 +21,7 @@ from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles, is
 from ddp_hydra.storage import manifest, urls
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.files import SUBMITTED
-from ddp_hydra.writers.run_dir import LOCK, locked
+from ddp_hydra.writers.run_dir import LOCK, json_object, locked
 
 KINDS = ("checkpoints", "logs", "other")
 _LOGS = ("logs", "tensorboard", "profile")
@@ -112,21 +111,13 @@ def is_ours(files: RunFiles) -> bool:
         return True
     first_line = files.read("metrics.jsonl").partition(b"\n")[0]
     return any(
-        keys <= _keys(content)
+        keys <= json_object(content).keys()
         for content, keys in (
             (files.read("summary.json"), {"status", "failure", "ddp_hydra"}),
             (files.read("status.json"), {"state", "time"}),
             (first_line, {"time", "attempt", "step"}),
         )
     )
-
-
-def _keys(content: bytes) -> set[str]:
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        return set()
-    return set(found) if isinstance(found, dict) else set()
 
 
 def remove(run: str) -> Removal:

@@ -161,13 +161,15 @@ def _now(
 
 def _begun(entries: dict[str, os.DirEntry[str]]) -> float | None:
     """Return when the newest process of a run began: it has made the lock, or Hydra's folder."""
-    for name in (LOCK, ".hydra"):
-        if name in entries:
-            try:
-                return entries[name].stat(follow_symlinks=False).st_mtime
-            except OSError:
-                continue
-    return None
+    found = _stat(entries, LOCK) or _stat(entries, ".hydra")
+    return found.st_mtime if found else None
+
+
+def _stat(entries: dict[str, os.DirEntry[str]], name: str) -> os.stat_result | None:
+    try:
+        return entries[name].stat(follow_symlinks=False)
+    except (KeyError, OSError):
+        return None
 
 
 def run_dirs(root: str) -> Iterator[tuple[str, dict[str, os.DirEntry[str]]]]:
@@ -196,14 +198,8 @@ def stamp_of(entries: dict[str, os.DirEntry[str]]) -> Stamp:
     """Return what changes when one of the files of a row changes: times, sizes and inodes."""
     stamp = []
     for name in STAMPED:
-        if name in entries:
-            try:
-                found = entries[name].stat(follow_symlinks=False)
-            except OSError:
-                continue
-            stamp += [found.st_mtime_ns, found.st_size, found.st_ino]
-        else:
-            stamp.append(0)
+        found = _stat(entries, name)
+        stamp += [found.st_mtime_ns, found.st_size, found.st_ino] if found else [0]
     return stamp
 
 

@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Store, urls
@@ -198,16 +200,15 @@ _TAG = re.compile(r"[^\W_][\w.:/@-]{0,63}")
 _TRIES = 5
 
 
-def read_tags(files: RunFiles, of_config: object) -> list[str]:
+def read_tags(files: RunFiles, of_config: Sequence[str]) -> list[str]:
     try:
-        kept = json.loads(files.read(TAGS) or b"null")
-    except (ValueError, RecursionError):
-        kept = None
-    found = kept if isinstance(kept, list) else of_config
-    return [str(one)[:64] for one in found if isinstance(one, str | int)][:MOST_TAGS] if isinstance(found, list) else []
+        kept: Sequence[str] = msgspec.json.decode(files.read(TAGS), type=list[str])
+    except (ValueError, RecursionError):  # there is none, or it is broken
+        kept = of_config
+    return [tag[:64] for tag in kept[:MOST_TAGS]]
 
 
-def change_tags(files: RunFiles, of_config: object, words: Sequence[str]) -> list[str]:
+def change_tags(files: RunFiles, of_config: Sequence[str], words: Sequence[str]) -> list[str]:
     for word in words:
         if word[:1] not in ("+", "-") or not _TAG.fullmatch(word[1:]):
             raise ConfigError(f"{word!r}: give +good or -old, of at most 64 letters, digits and . _ : / @ -")
@@ -231,7 +232,7 @@ def changed_tags(tags: Sequence[str], words: Sequence[str]) -> list[str]:
     return found
 
 
-def _change_stored_tags(files: StoredRunFiles, of_config: object, words: Sequence[str]) -> list[str]:
+def _change_stored_tags(files: StoredRunFiles, of_config: Sequence[str], words: Sequence[str]) -> list[str]:
     for _ in range(_TRIES):
         with reachable():
             etag = files.store.etag(files.key(TAGS))

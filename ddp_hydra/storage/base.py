@@ -227,19 +227,18 @@ class Store(ProcessLocal):
         """Return the names of the folders directly under `prefix`; raises as `objects`."""
         return self._request(lambda client: self._folders(client, prefix), None, first=True)
 
-    def put(self, key: str, content: Any, size: int = 0) -> None:
+    def put(self, key: str, content: Any) -> None:
         """Write an object, in pieces if it is large. It replaces an older one at the moment when it is complete.
 
         Args:
             key: its name.
-            content: its bytes, the path of a file, or a file that is open for reading.
-            size: the size of the open file in bytes.
+            content: its bytes, or a file that is open for reading.
 
         Raises:
             PermissionError: there are no credentials, they are wrong, or the store is only for reading.
             ConnectionError: as `get`.
         """
-        self._request(lambda client: self._put(client, key, content, size), key)
+        self._request(lambda client: self._put(client, key, content), key)
 
     def put_if(self, key: str, content: bytes, etag: str | None) -> str:
         """Write an object if it still has this ETag (None: if there is no object), and return its new ETag.
@@ -304,7 +303,7 @@ class Store(ProcessLocal):
     def _folders(self, client: Any, prefix: str) -> list[str]:
         raise NotImplementedError
 
-    def _put(self, client: Any, key: str, content: Any, size: int) -> None:
+    def _put(self, client: Any, key: str, content: Any) -> None:
         raise NotImplementedError
 
     def _put_if(self, client: Any, key: str, content: bytes, etag: str | None) -> str:

@@ -154,10 +154,6 @@ def scratch_folder(prefix: str, base: str) -> Iterator[Path]:
     """Make a temporary folder, locked by this process, and remove it after the block.
 
     Folders of processes that were killed before they could remove theirs are removed, too.
-
-    Args:
-        prefix: of the folder's name.
-        base: the folder to make it in.
     """
     for folder in Path(base).glob(f"{prefix}*"):
         _remove_if_abandoned(folder)
@@ -187,9 +183,7 @@ def _remove_if_abandoned(folder: Path) -> None:
 def flocked(path: Path, flags: int = os.O_RDONLY) -> Iterator[None]:
     """Hold the lock of a file or folder inside the block, on all hosts where the disk has locks (NFS 4 has).
 
-    Args:
-        path: the file or folder; with O_CREAT, a file is made.
-        flags: to open it.
+    With O_CREAT in `flags`, a file is made.
     """
     handle = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
@@ -197,6 +191,8 @@ def flocked(path: Path, flags: int = os.O_RDONLY) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
+        with contextlib.suppress(OSError):  # a process that was forked meanwhile has it open, too
+            fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
 
 

@@ -147,7 +147,7 @@ class FsspecStore(Store):
         paths = (info["name"].strip("/") for info in found if info["type"] == "directory")
         return sorted(path.rpartition("/")[2] for path in paths if path != top.strip("/"))
 
-    def _put(self, at: FileSystem, key: str, content: Any, size: int) -> None:
+    def _put(self, at: FileSystem, key: str, content: Any) -> None:
         write = _write if self.scheme in OBJECT_STORES else _replace
         try:
             write(at.fs, at.path(key), content)
@@ -222,14 +222,13 @@ def _info(at: FileSystem, key: str) -> Mapping[str, Any]:
 
 
 def _write(fs: Any, path: str, content: Any) -> None:
-    if isinstance(content, Path):
-        fs.put_file(str(content), path)
-    elif not hasattr(content, "read"):
+    if not hasattr(content, "read"):
         fs.pipe_file(path, bytes(content))
-    elif Path(name := str(getattr(content, "name", ""))).is_file():
+        return
+    content.seek(0)
+    if Path(name := str(getattr(content, "name", ""))).is_file():
         fs.put_file(name, path)
     else:
-        content.seek(0)
         fs.pipe_file(path, content.read())
 
 

@@ -20,12 +20,6 @@ class LocalFolder(Store):
     """Lists, reads and writes the files below a folder, as if they were the objects of a bucket; see `Store`.
 
     A disk is asked once: `retry_timeout_s` is 0 where it is not given.
-
-    Args:
-        folder: where they are.
-        traffic: counts requests and bytes; None for counters of its own.
-        setting: see `Store`.
-        retry_timeout_s: see `Store`.
     """
 
     def __init__(
@@ -115,13 +109,11 @@ class LocalFolder(Store):
     def _size(self, client: None, key: str) -> int:
         return self.path(key).stat().st_size
 
-    def _put(self, client: None, key: str, content: Any, size: int) -> None:
+    def _put(self, client: None, key: str, content: Any) -> None:
         target = self.path(key)
         _make_folder(target.parent)
         with replacing(target) as part:
-            if isinstance(content, Path):
-                shutil.copyfile(content, part)
-            elif hasattr(content, "read"):
+            if hasattr(content, "read"):
                 content.seek(0)
                 with part.open("wb") as file:
                     shutil.copyfileobj(content, file, 2**20)
@@ -133,7 +125,7 @@ class LocalFolder(Store):
         with flocked(self.folder / LOCK, os.O_RDWR | os.O_CREAT):
             if self.etag(key) != etag:
                 raise ObjectChangedError(key)
-            self._put(client, key, content, 0)
+            self._put(client, key, content)
             return str(self.etag(key))
 
     def _delete(self, client: None, key: str) -> None:

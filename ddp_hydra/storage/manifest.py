@@ -104,12 +104,7 @@ P = TypeVar("P", bound=PurePath)
 
 
 def files_of(path: P, entry: CheckpointEntry) -> list[tuple[P, CheckpointPart]]:
-    """Return the files of a checkpoint, each with what the manifest says of it.
-
-    Args:
-        path: of the checkpoint, a file or a folder by its name.
-        entry: of the manifest.
-    """
+    """Return the files of a checkpoint, a file or a folder, each with what the manifest says of it."""
     return [(path if path.suffix == SUFFIX else path / part.name, part) for part in entry.parts]
 
 
@@ -159,23 +154,13 @@ def decode_manifest(content: bytes) -> Manifest:
 
 
 def encode_manifest(entries: Entries, removed: str = "") -> bytes:
-    """Return the content of a manifest.
-
-    Args:
-        entries: by name.
-        removed: why all checkpoints were removed, if they were.
-    """
+    """Return the content of a manifest; `removed` is why all checkpoints were removed, if they were."""
     content = to_builtins(Manifest(checkpoints=entries, removed=removed))
     return (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
 
 
 def name_in_store(name: str, entry: CheckpointEntry) -> str:
-    """Return the name of a checkpoint in a store, which none with another content ever gets.
-
-    Args:
-        name: in the run directory.
-        entry: of the manifest.
-    """
+    """Return the name of a checkpoint in a store, which none with another content ever gets."""
     match = STEP.fullmatch(name)
     assert match is not None
     return f"step-{match[1]}-{entry.digest:.12}{match[3] or ''}"
@@ -277,10 +262,9 @@ def _newest_whole(folder: Path) -> Path:
     A name may be one move ahead of its entry in the manifest, or one behind, so each entry is looked for under
     every name.
     """
-    last, entries = folder / LAST, read_manifest(folder)
+    entries, sums = read_manifest(folder), Sums()
     steps = newest_first(entries)
-    sums: Sums = {}
-    unlisted = _newest_unlisted(folder, entries, sums) if steps or not last.is_file() else None
+    unlisted = _newest_unlisted(folder, entries) if steps or not (folder / LAST).is_file() else None
     if unlisted is not None:
         log.warning("checkpoint %s is newer than the manifest and whole: using it", unlisted)
         return unlisted
@@ -288,19 +272,19 @@ def _newest_whole(folder: Path) -> Path:
         file = _named(folder, "last")
         _verify(file)
         return file
+    newest, wanted = folder / steps[0], entries[steps[0]]
     for step in steps:
-        for name in (LAST, step, BEST):
-            if damage(folder / name, entries[step], sums) is None:
-                _warn(folder, step, folder / name, entries, sums)
-                return folder / name
-    if any(damage(last, entry, sums) is None for entry in entries.values()):
-        return last
-    newest = last if last.is_file() else folder / steps[0]
-    reason = damage(newest, entries[steps[0]], sums)
+        for file in (folder / LAST, folder / step, folder / BEST):
+            if damage(file, entries[step], sums) is None:
+                if step != newest.name:
+                    said = "checkpoint %s is damaged: %s; using the newest whole one before it, %s"
+                    log.warning(said, newest, damage(newest, wanted, sums), file)
+                return file
+    reason = damage(newest, wanted, sums)
     raise CheckpointError(f"checkpoint {newest} is damaged: {reason}; no whole checkpoint from before it is left")
 
 
-def _newest_unlisted(folder: Path, entries: Entries, sums: Sums) -> Path | None:
+def _newest_unlisted(folder: Path, entries: Entries) -> Path | None:
     """Return a whole file that no entry names and that is newer than those that have one, if there is one.
 
     Its writer was stopped before the manifest named it, or the manifest is an older one. One that is older was
@@ -309,14 +293,11 @@ def _newest_unlisted(folder: Path, entries: Entries, sums: Sums) -> Path | None:
     listed = [folder / name for name in newest_first(entries) if (folder / name).exists()]
     newest = max((file.stat().st_mtime_ns for file in listed), default=0)
     steps = [file for file in folder.iterdir() if STEP.fullmatch(file.name) and file.name not in entries]
-    found = {file: file.stat().st_mtime_ns for file in [*steps, folder / LAST] if file.is_file()}
+    found = {file: file.stat().st_mtime_ns for file in steps if file.is_file()}
     for file in sorted(found, key=lambda file: (found[file], file.name), reverse=True):
-        is_known = file.name in ALIASES and any(damage(file, entry, sums) is None for entry in entries.values())
-        if found[file] <= newest or is_known:
-            continue
-        if (reason := torn(file)) is None:
-            return file
-        if file.name not in ALIASES:  # of those something is said anyway
+        if found[file] > newest:
+            if (reason := torn(file)) is None:
+                return file
             log.warning("checkpoint %s is newer than the manifest, but %s: it is left out", file, reason)
     return None
 
@@ -329,18 +310,6 @@ def torn(file: Path) -> str | None:
     except Exception as error:  # zipfile raises about anything here
         return f"not whole ({str(error) or type(error).__name__})"
     return f"its part {bad} is damaged" if bad else None
-
-
-def _warn(folder: Path, step: str, used: Path, entries: Entries, sums: Sums) -> None:
-    """Say so if the checkpoint that was found is not simply the last one."""
-    last, newest = folder / LAST, newest_first(entries)[0]
-    is_damaged = last.is_file() and all(damage(last, entry, sums) for entry in entries.values())
-    if step == newest and not is_damaged:
-        return
-    wanted = entries.get(last.name, entries[newest]) if is_damaged else entries[newest]
-    bad = last if is_damaged else folder / newest
-    which = "the same one" if step == newest else "the newest whole one before it"
-    log.warning("checkpoint %s is damaged: %s; using %s, %s", bad, damage(bad, wanted, sums), which, used)
 
 
 def _verify(file: Path) -> None:
@@ -361,13 +330,7 @@ Sums = dict[tuple[int, int], str]
 
 
 def damage(path: Path, wanted: CheckpointEntry, sums: Sums | None = None) -> str | None:
-    """Say how a checkpoint differs from its entry in a manifest; None if it does not.
-
-    Args:
-        path: maybe missing.
-        wanted: its entry.
-        sums: those known already; filled.
-    """
+    """Say how a checkpoint differs from its entry in a manifest; None if it does not. `sums` are filled."""
     for file, part in files_of(path, wanted):
         if (reason := difference(file, part, sums)) is not None:
             return reason if file == path else f"of its part {part.name}: {reason}"

@@ -274,10 +274,11 @@ class ObjectStore(Store):
             raise TemporaryError(f"{self.public_url()} lists its folders differently each time: try again later")
         return sorted(folder.rsplit("/", 1)[-1] for folder in answers[0])
 
-    def _put(self, client: Any, key: str, content: Any, size: int) -> None:
+    def _put(self, client: Any, key: str, content: Any) -> None:
+        piece = PIECE_BYTES
         if hasattr(content, "seek"):
+            piece = max(piece, -(-content.seek(0, os.SEEK_END) // _MOST_PIECES))
             content.seek(0)
-        piece = max(PIECE_BYTES, -(-size // _MOST_PIECES))
         client.put(key, content, chunk_size=piece, max_concurrency=4)
 
     def _delete(self, client: Any, key: str) -> None:
@@ -389,13 +390,7 @@ def download(url: str, timeout_s: float) -> bytes:
 
 
 def _error(where: str, status: str, reason: str) -> Exception:
-    """Return the error for an answer that is not a success.
-
-    Args:
-        where: the URL, without secrets.
-        status: of the answer; "" where none came.
-        reason: why none came, as " (reason)".
-    """
+    """Return the error for an answer that is not a success; `reason` is why none came, as " (reason)"."""
     if status in ("404", "410"):
         return FileNotFoundError(f"there is no {where} ({status}): check the URL")
     if status in ("401", "403"):

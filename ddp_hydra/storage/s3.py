@@ -87,11 +87,7 @@ class BucketAddress:
 
 
 def check_name(name: str, setting: str | None) -> None:
-    """Check the name of a bucket.
-
-    Args:
-        name: of the bucket.
-        setting: the config key that names it, for the message.
+    """Check the name of a bucket; `setting` is the config key that names it.
 
     Raises:
         ValueError: it can't be one.
@@ -198,21 +194,14 @@ def _credentials(bucket: BucketAddress) -> str:
 
 
 class Bucket(ObjectStore):
-    """Lists, reads and writes the objects of one bucket; see `Store`.
+    """Lists, reads and writes the objects of one bucket; see `BucketAddress` and `Store` for its arguments.
 
     Credentials come from the environment, from a profile or a shared config file where botocore is installed, or from
     the machine's role or web identity; none is ever kept here but the ones given. Those that expire are renewed.
 
     Args:
-        name: the bucket.
-        endpoint_url: see `BucketAddress`.
-        region: see `BucketAddress`.
         client_retries: how often obstore itself repeats a request, so that one failed piece of a large object does not
             cost the others.
-        timeout_s: see `Store`, as `retry_timeout_s` and `traffic`.
-        retry_timeout_s: see above.
-        traffic: see above.
-        address: further arguments of `BucketAddress`, which raises for what is not written as one.
     """
 
     def __init__(

@@ -96,11 +96,7 @@ class Access:
         return self._store(f"file://{local_path(url)}"), ""
 
     def bucket(self, name: str) -> Store:
-        """Return a whole store; raises as `root_of`.
-
-        Args:
-            name: as in `root_of`.
-        """
+        """Return a whole store by its name, as in `root_of`; raises as that."""
         return self._store(root_of(name, self.setting))
 
     def _store(self, root: str) -> Store:

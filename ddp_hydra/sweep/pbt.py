@@ -29,7 +29,7 @@ from ddp_hydra.config.schema import AtLeast1, AtLeast2, check_limits, limits_of
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, LAST
-from ddp_hydra.sweep.rows import sort_key
+from ddp_hydra.sweep.rows import score
 
 log = logging.getLogger(__name__)
 PAUSE = "trainer.pause_after_validations"
@@ -188,20 +188,19 @@ def next_generation(
     space: Mapping[str, Dimension],
     settings: PopulationSettings,
 ) -> list[Member]:
-    """Return the next generation; scores are None for members that have failed. Raise ValueError if all have.
+    """Return the next generation; scores are None for members without a finite one. Raise ValueError if all are.
 
     The worst go on from a checkpoint of one of the best, with changed values (truncation selection); so do those that
     have failed. The others go on as they are. What is drawn depends on the seed, the number and the scores only.
     """
     rng = random.Random(f"{settings.seed}/{number}")  # noqa: S311
     ranking = ranked(scores, maximize)
-    alive = [place for place in ranking if _is_good(scores[place])]
+    alive = [place for place in ranking if scores[place] is not None]
     if not alive:
         raise ValueError("no member is left")
     n = min(math.ceil(settings.quantile * len(members)), len(members) // 2)
-    best = [place for place in ranking[: max(1, n)] if _is_good(scores[place])]
-    replaced = {place for place in (ranking[-n:] if n else []) if place not in best}
-    replaced |= {place for place in ranking if not _is_good(scores[place])}
+    best = alive[: max(1, n)]
+    replaced = set(ranking[len(ranking) - n :]) - set(best) | set(ranking) - set(alive)
     found = []
     for place, member in enumerate(members):
         if place not in replaced:
@@ -217,21 +216,15 @@ def next_generation(
 
 
 def ranked(scores: Sequence[float | None], maximize: bool) -> list[int]:
-    good = [score if _is_good(score) else None for score in scores]
-    return sorted(range(len(scores)), key=lambda place: sort_key(good[place], maximize))
-
-
-def _is_good(score: float | None) -> bool:
-    return score is not None and math.isfinite(score)
+    return sorted(range(len(scores)), key=lambda place: -score(scores[place], maximize))
 
 
 class PopulationSweeper(Sweeper):
     """Trains a population in generations: each is one batch of jobs, which go on from checkpoints of the one before.
 
     Args:
-        direction: maximize or minimize; None for the direction of the objective.
         params: the keys to search, in Hydra's syntax for sweeps.
-        options: see `population.PopulationSettings`.
+        options: see `PopulationSettings`.
 
     Attributes:
         scores: objectives of the members of the last generation, by their place; None for one that has failed.
@@ -253,10 +246,6 @@ class PopulationSweeper(Sweeper):
         self.config: DictConfig = config
         self.settings = PopulationSettings(**self.options)
         self.objective = objective_of(config)
-        if self.objective.maximize is None:
-            raise ConfigError(
-                "hydra/sweeper=pbt needs to know what is better: give objective.direction=maximize or minimize"
-            )
         self.launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
@@ -278,11 +267,11 @@ class PopulationSweeper(Sweeper):
                     raise SweepFailed(f"generation {generation - 1}: {error}; see {folder}/sweep.md") from None
             returns.append(self.train(generation, members, fixed))
         best = ranked(self.scores, maximize)[0]
-        if (score := self.scores[best]) is None:
+        if (value := self.scores[best]) is None:
             log.warning("all members of the last generation have failed: see %s/sweep.md", os.path.relpath(folder))
             return returns
         checkpoint = Path(os.path.relpath(self.folders[best]), FOLDER, LAST)
-        log.info("best: member %d with %s %.5g  ->  %s", best, self.objective.metric, score, checkpoint)
+        log.info("best: member %d with %s %.5g  ->  %s", best, self.objective.metric, value, checkpoint)
         return returns
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:
@@ -326,7 +315,7 @@ class PopulationSweeper(Sweeper):
 
 def score_of(result: JobReturn) -> float | None:
     value = result._return_value if result.status == JobStatus.COMPLETED else None
-    return float(value) if isinstance(value, int | float) else None
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def folder_of(result: JobReturn) -> str:

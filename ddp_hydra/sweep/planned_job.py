@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, cast
 
@@ -66,21 +67,6 @@ def portable(result: JobReturn) -> CompactReturn:
             )
         return CompactReturn(result)
     return compact
-
-
-class RemoteTraceback(Exception):
-    """Carries a traceback from the job's process, as the cause of an error."""
-
-    def __str__(self) -> str:
-        return f"in the job's process:\n{self.args[0]}"
-
-
-def with_trace(result: JobReturn, trace: str) -> JobReturn:
-    """Add the traceback in the job's process to its error. Hydra 1.4 does that itself."""
-    error = result._return_value
-    if isinstance(error, BaseException) and getattr(result, "_remote_traceback", None) is None:
-        error.__cause__ = RemoteTraceback(trace)
-    return result
 
 
 def describe_error(error: BaseException) -> str:
@@ -261,13 +247,11 @@ class JobOutcome:
         state: done, failed or interrupted.
         result: Hydra's result; None if there is none, because the job was interrupted or could not start.
         message: the reason why it did not end well, in one line.
-        trace: the traceback of the error, as text.
     """
 
     state: JobState
     result: CompactReturn | None
     message: str = ""
-    trace: str = ""
 
 
 def preload(is_ours: bool) -> None:
@@ -304,12 +288,16 @@ def run_planned_job(
     except SystemExit as error:
         return JobOutcome(JobState.failed, None, describe_exit(error))
     except Exception as error:  # Hydra could not start the job: hydra.job.env_set, its logging, the folder
-        return JobOutcome(JobState.failed, None, describe_error(error), print_traceback(error))
+        print(traceback_of(error), flush=True)  # noqa: T201
+        return JobOutcome(JobState.failed, None, describe_error(error))
     value, sent = result._return_value, portable(result)
     if sent.status == JobStatus.COMPLETED:
         return JobOutcome(JobState.done, sent)
     raised = value if isinstance(value, BaseException) else sent._return_value
-    return JobOutcome(JobState.failed, sent, describe_error(raised), print_traceback(raised))
+    print(traceback_of(raised), flush=True)  # noqa: T201
+    if getattr(sent, "_remote_traceback", None) is None:  # Hydra 1.4 sends it by itself
+        sent._return_value = ExceptionWithTraceback(sent._return_value, raised.__traceback__)
+    return JobOutcome(JobState.failed, sent, describe_error(raised))
 
 
 def describe_exit(error: SystemExit) -> str:
@@ -318,9 +306,3 @@ def describe_exit(error: SystemExit) -> str:
     if isinstance(error.code, int):
         return f"the task exited with code {error.code} (sys.exit)"
     return f"the task exited with code 1 (sys.exit): {first_line(str(error.code))}"
-
-
-def print_traceback(error: BaseException) -> str:
-    trace = traceback_of(error)
-    print(trace, flush=True)  # noqa: T201
-    return trace

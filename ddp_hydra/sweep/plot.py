@@ -11,10 +11,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_hydra.console.text import printable
+from ddp_hydra.console.text import one_line
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, best_first, comparable, describe_counts, swept
-from ddp_hydra.sweep.tables import is_seed, repeated
+from ddp_hydra.sweep.tables import is_seed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,8 +40,7 @@ def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> boo
     The same rows give the same file. An error, such as that matplotlib is missing, is logged, and ends no sweep.
     """
     keys = list(dict.fromkeys(key for values in swept(rows).values() for key in values))
-    if repeated(rows, objective):
-        keys = [key for key in keys if not is_seed(key)] or keys
+    keys = [key for key in keys if not is_seed(key)] or keys
     if len(rows) < 2 or not keys or not any(map(_has_value, rows)):
         return False
     try:
@@ -65,7 +64,7 @@ def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> boo
 def _figure(ordered: Sequence[JobRow], objective: SweepObjective, keys: list[str]) -> Figure:
     from matplotlib.figure import Figure
 
-    given, shown, metric = swept(ordered), keys[:_MAX_PANELS], short_text(objective.metric, 40)
+    given, shown, metric = swept(ordered), keys[:_MAX_PANELS], one_line(objective.metric, 40)
     columns = min(len(shown), _PANELS_A_ROW)
     lines = math.ceil(len(shown) / columns)
     figure = Figure(figsize=(max(5.6, 4.1 * columns), 0.9 + 3.2 * lines), dpi=130, layout="constrained")
@@ -75,7 +74,7 @@ def _figure(ordered: Sequence[JobRow], objective: SweepObjective, keys: list[str
             axes.remove()
         else:
             _panel(axes, {number: given[number].get(key) for number in sorted(given)}, ordered, objective)
-            axes.set_xlabel(short_text(key, 40))
+            axes.set_xlabel(one_line(key, 40))
     for axes in panels[: len(shown) : columns]:
         axes.set_ylabel(metric)
     best = next(filter(_has_value, ordered))
@@ -135,14 +134,9 @@ def positions(values: Mapping[int, str | None]) -> tuple[dict[int, float], list[
     if len(found) == len(values) and all(one == 0 or 1 / HUGE < abs(one) < HUGE for one in found.values()):
         return found, []
     places = {value: float(place) for place, value in enumerate(dict.fromkeys(values.values()))}
-    labels = ["none" if value is None else short_text(value) for value in places]
+    labels = ["none" if value is None else one_line(value, 18) or "''" for value in places]
     return {job: places[value] for job, value in values.items()}, labels
 
 
 def needs_logarithm(numbers: Sequence[float]) -> bool:
     return min(numbers) > 0 and max(numbers) / min(numbers) >= _LOG_FROM
-
-
-def short_text(text: str, most: int = 18) -> str:
-    text = " ".join(printable(text).split()) or "''"
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -12,7 +12,7 @@ from ddp_hydra.errors import ConfigError, DdpHydraError
 from ddp_hydra.storage import files
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP, encode_manifest, read_manifest
-from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, sort_key, typed
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, score, typed
 from ddp_hydra.sweep.scheduler import ForkedProcess, wait_for_message
 from ddp_hydra.writers.run_dir import locked
 
@@ -60,7 +60,7 @@ def losers(rows: Sequence[JobRow], objective: SweepObjective, most: int) -> list
 
 
 def _first(values: Mapping[int, float | None], objective: SweepObjective, most: int) -> set[int]:
-    return set(sorted(values, key=lambda number: (*sort_key(values[number], objective.maximize), number))[:most])
+    return set(sorted(values, key=lambda number: (-score(values[number], objective.maximize), number))[:most])
 
 
 def _by_generation(rows: Sequence[JobRow]) -> tuple[list[JobRow], list[JobRow]]:
@@ -90,9 +90,6 @@ class Pruning:
         keep: see `number_kept`.
         objective: the metric that jobs are compared by.
         mirror: `results.mirror` of the sweep, in which each job has a folder; "" for none.
-
-    Raises:
-        ConfigError: it is not known which jobs are better, or `keep` has no such value.
     """
 
     def __init__(self, folder: Path, keep: str | None, objective: SweepObjective, mirror: str = "") -> None:
@@ -102,10 +99,6 @@ class Pruning:
         self.process: ForkedProcess | None = None
         self.asked: list[int] = []
         self.tried: set[int] = set()
-        if self.most and objective.maximize is None:
-            raise ConfigError(
-                f"{self.reason} needs to know what is better: give objective.direction=maximize or minimize"
-            )
 
     def update(self, rows: Sequence[JobRow]) -> None:
         if self.most is None:
@@ -134,9 +127,8 @@ class Pruning:
         if process is None or process.receive():
             return
         self.process = None
-        results: dict[int, str | None] = dict.fromkeys(
-            self.asked, f"the process that removes them {process.describe_end()}"
-        )
+        said = f"the process that removes them ended ({process.describe_end()})"
+        results: dict[int, str | None] = dict.fromkeys(self.asked, said)
         results |= process.messages[-1] if process.messages else {}
         process.end()
         for row in rows:

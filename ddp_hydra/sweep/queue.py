@@ -158,8 +158,6 @@ class JobQueue:
         self.folder, self.loader, self.config, self.own_need = folder, loader, config, own_need
         self.is_resumed = earlier is not None
         self.earlier = list(earlier or ())
-        for row in self.earlier:
-            row.overrides = redact.without(row.overrides)  # earlier versions wrote secrets, too
         self.next_number = max((row.number for row in self.earlier), default=-1) + 1
         self.not_repeated = {JobState.done, JobState.stopped} | (set() if retry_failed else {JobState.failed})
         self.jobs: list[PlannedJob] = []

@@ -106,18 +106,11 @@ class SweepObjective:
         return self.maximize is not None and len(set(data_of(rows, self).values())) < 2
 
 
-def score(value: float, maximize: bool) -> float:
-    """Return a number that is higher for a better value of an objective; NaN is the worst."""
-    if math.isnan(value):
+def score(value: float | None, maximize: bool | None) -> float:
+    """Return a number that is higher for a better value of an objective; no value, and NaN, are the worst."""
+    if value is None or math.isnan(value):
         return -math.inf
     return value if maximize else -value
-
-
-def sort_key(value: float | None, maximize: bool | None) -> tuple[bool, float]:
-    """Return a key that sorts the values of an objective from the best to the worst; None and NaN come last."""
-    if value is None or math.isnan(value):
-        return True, 0.0
-    return False, -value if maximize else value
 
 
 def best_first(rows: Iterable[JobRow], objective: SweepObjective) -> list[JobRow]:
@@ -130,11 +123,11 @@ def best_first(rows: Iterable[JobRow], objective: SweepObjective) -> list[JobRow
     data = data_of(rows, objective)
     places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
 
-    def key(row: JobRow) -> tuple[bool, int, bool, float, int]:
+    def key(row: JobRow) -> tuple[bool, int, float, int]:
         failed = row.state == JobState.failed
         if objective.maximize is None or failed:
-            return failed, 0, True, 0.0, row.number
-        return False, places[data[row.number]], *sort_key(row.objective, objective.maximize), row.number
+            return failed, 0, 0.0, row.number
+        return False, places[data[row.number]], -score(row.objective, objective.maximize), row.number
 
     return sorted(rows, key=key)
 

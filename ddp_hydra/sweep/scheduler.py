@@ -36,7 +36,7 @@ from ddp_hydra import forked
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler, workers_of
 from ddp_hydra.console.signals import SIGNALS, held_back
-from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
+from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError, describe_exit
 from ddp_hydra.rank.processes import die_with_parent, kill_group
 from ddp_hydra.sweep.planned_job import JobOutcome, PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
@@ -80,7 +80,7 @@ class RunningJob:
             outcome = last
         else:
             log_file = self.planned.folder / "logs" / "job.log"
-            message = f"its own process {self.process.describe_end()}; see {log_file}"
+            message = f"its own process ended ({self.process.describe_end()}); see {log_file}"
             outcome = JobOutcome(JobState.interrupted if is_interrupted else JobState.failed, None, message)
         if self.stop_reason and outcome.state != JobState.done:
             return JobOutcome(JobState.failed, None, self.stop_reason)
@@ -217,7 +217,9 @@ class ClusterProcess:
         if not is_alive and not self.is_gone:
             self.is_gone = True
             if self.scheduler is None:
-                raise ClusterError(f"the process of the cluster {self.process.describe_end()}: see {self.output}")
+                raise ClusterError(
+                    f"the process of the cluster ended ({self.process.describe_end()}): see {self.output}"
+                )
 
     def close(self) -> None:
         self.process.end(CLOSE_S)
@@ -349,12 +351,8 @@ class ForkedProcess:
         self.pipe.close()
 
     def describe_end(self) -> str:
-        """Return how it ended, as a part of a sentence, for a process that has sent no result."""
-        code = self.process.exitcode or 0
-        if code >= 0:
-            return f"ended with exit code {code}"
-        name = signal.Signals(-code).name
-        return f"was killed by {name}{' (out of memory?)' if name == 'SIGKILL' else ''}"
+        """Return how it ended, for a process that has sent no result."""
+        return describe_exit(self.process.exitcode or 0)[1]
 
 
 def wait_for_message(processes: Sequence[ForkedProcess], timeout_s: float) -> None:

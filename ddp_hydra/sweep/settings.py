@@ -30,7 +30,6 @@ from ddp_hydra.sweep.stop_rules import (
     Threshold,
 )
 
-DIRECTIONS = ("maximize", "minimize")
 STOP = "hydra.launcher.stop"
 REPORT_RULES: dict[str, Callable[..., Rule]] = {"median": Median, "patient": Patient, "threshold": Threshold}
 RULES = ("asha", "hyperband", *REPORT_RULES)
@@ -67,36 +66,29 @@ class SweepSettings:
 
 
 def objective_of(config: DictConfig, direction: str | None = None) -> SweepObjective:
-    given = config.get("objective")
     if is_ours(config):
-        metric, ours = objective.metric_and_direction(config)
-        _check_sweeper(config, metric, ours)
-        return SweepObjective(str(metric), _maximizes(ours))
+        metric, better = objective.metric_and_direction(config)
+        _check_sweeper(config, metric, better)
+        return SweepObjective(metric, better == "maximize")
+    given = config.get("objective")
     if isinstance(given, DictConfig) and given.get("metric"):
         return SweepObjective(str(given.metric), _maximizes(direction or given.get("direction")))
     return SweepObjective("value", _maximizes(direction or config.hydra.sweeper.get("direction")))
 
 
-def _check_sweeper(config: DictConfig, metric: str, direction: object) -> None:
+def _check_sweeper(config: DictConfig, metric: str, better: str) -> None:
     """Refuse a sweeper that searches in another direction than the objective's: Optuna's own default is minimize."""
-    better = "maximize" if _maximizes(direction) else "minimize"
-    for key in ("direction", "ax_config.experiment.minimize", "optim.maximize", "maximize", "minimize"):
-        found = OmegaConf.select(config, f"hydra.sweeper.{key}")
-        values = list(found) if OmegaConf.is_list(found) else [found]
-        right = str(key.endswith(better)).lower() if isinstance(values[0], bool) else better
-        typed = [
-            str(value).lower() if isinstance(value, bool) else str(getattr(value, "name", value)) for value in values
-        ]
-        if found is not None and typed != [right]:
-            raise ConfigError(
-                f"hydra.sweeper.{key}={','.join(typed)}, but the objective {metric} goes by {better}: "
-                f"give hydra.sweeper.{key}={right}, or another objective.direction"
-            )
+    found = OmegaConf.select(config, "hydra.sweeper.direction")
+    typed = [str(getattr(one, "name", one)) for one in (found if OmegaConf.is_list(found) else [found])]
+    if found is not None and typed != [better]:
+        raise ConfigError(
+            f"hydra.sweeper.direction={','.join(typed)}, but the objective {metric} goes by {better}: "
+            f"give hydra.sweeper.direction={better}, or another objective.direction"
+        )
 
 
 def _maximizes(direction: object) -> bool | None:
-    name = getattr(direction, "name", direction)
-    return name == "maximize" if name in DIRECTIONS else None
+    return {"maximize": True, "minimize": False}.get(str(getattr(direction, "name", direction)))
 
 
 def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks: int | None) -> StopPolicy | None:

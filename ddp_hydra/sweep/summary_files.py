@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
@@ -25,7 +26,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.run_state import Status, Summary, decode
-from ddp_hydra.storage.files import remove_parts, write_atomic, writing
+from ddp_hydra.storage.files import remove_parts, write_atomic
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, typed
 from ddp_hydra.sweep.tables import SeedSummary, csv_text, markdown_text, repeated, seeds_csv_text
 from ddp_hydra.writers import run_dir
@@ -172,20 +173,16 @@ class SummaryFiles:
     def __init__(self, folder: Path, objective: SweepObjective) -> None:
         self.folder, self.objective = folder, objective
         self._written: dict[str, object] = {}
-        self._is_open = False
         self._wait_until = 0.0
         self._warned = False
+        with contextlib.suppress(OSError):
+            remove_parts(folder)  # of a sweep that was killed
 
     def write(self, rows: Sequence[JobRow], now: bool = False) -> None:
         if time.monotonic() < self._wait_until and not now:
             return
         begin = time.process_time()
         try:
-            if not self._is_open:
-                with writing(self.folder):
-                    self.folder.mkdir(parents=True, exist_ok=True)
-                    remove_parts(self.folder)
-                self._is_open = True
             over_seeds = repeated(rows, self.objective)
             self._update("sweep.json", json_text(rows, self.objective, over_seeds), durable=True)
             self._update("sweep.csv", csv_text(rows, self.objective), durable=False)
@@ -213,17 +210,11 @@ class SummaryFiles:
         wanted = list(dict.fromkeys([self.objective.metric, *others])), [row.overrides for row in rows]
         if not names or self._written.get("columns") == wanted:
             return
-        if any(self._has_curves(row) for row in rows if row.metrics):
+        if any(os.path.isdir(self.folder / row.folder / "tensorboard") for row in rows if row.metrics):  # noqa: PTH112
             from ddp_hydra.writers import tensorboard
 
             tensorboard.write_experiment(self.folder, wanted[1], wanted[0])
             self._written["columns"] = wanted[0], [list(overrides) for overrides in wanted[1]]
-
-    def _has_curves(self, row: JobRow) -> bool:
-        try:
-            return (self.folder / row.folder / "tensorboard").is_dir()
-        except (OSError, ValueError):  # not a valid folder name
-            return False
 
 
 def json_text(rows: Iterable[JobRow], objective: SweepObjective, over_seeds: Sequence[SeedSummary] = ()) -> str:

@@ -22,9 +22,10 @@ from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import Interrupted, SweepFailed
+from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, summary_files
-from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job, with_trace
+from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job
 from ddp_hydra.sweep.plot import DRAW_S, draw
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
@@ -134,8 +135,7 @@ class Sweep:
 
     @property
     def shown_dir(self) -> str:
-        relative = os.path.relpath(self.folder)
-        return str(self.folder) if relative.startswith("..") else relative
+        return shown_path(self.folder)
 
     # -- running jobs --------------------------------------------------------------------------------------
 
@@ -177,7 +177,7 @@ class Sweep:
         if job.planned.is_ours:
             ended = summary_files.read_summary(row, job.planned.folder, self.objective)
         if outcome.result is not None:
-            job.planned.result = with_trace(outcome.result, outcome.trace)
+            job.planned.result = outcome.result
             if outcome.state == JobState.done:
                 summary_files.take_value(row, outcome.result.return_value, self.objective)
                 if ended == "paused":

@@ -7,7 +7,6 @@ import io
 import math
 import re
 import statistics
-import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,16 +17,17 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ddp_hydra.console.text import duration, printable
+from ddp_hydra.console.text import duration, one_line, printable
 from ddp_hydra.sweep.rows import (
     JobRow,
     JobState,
     SweepObjective,
     best_first,
+    comparable,
     data_of,
     describe_counts,
     group_of,
-    sort_key,
+    score,
     swept,
 )
 
@@ -77,7 +77,7 @@ def repeated(rows: Sequence[JobRow], objective: SweepObjective) -> list[SeedSumm
     places = {value: place for place, value in enumerate(dict.fromkeys(data.values()))}
     found = [(places[data[same[0].number]], _summed(dict(given), same, objective)) for given, same in configs.items()]
     if objective.maximize is not None:
-        found.sort(key=lambda pair: (pair[0], *sort_key(pair[1].mean, objective.maximize)))
+        found.sort(key=lambda pair: (pair[0], -score(pair[1].mean, objective.maximize)))
     return [entry for _, entry in found]
 
 
@@ -177,7 +177,7 @@ def _table(
             steps = f"{row.step or 0}/{row.total_steps}"
         values = [_markup(row.labels.get(label, "")) for label in labels]
         values += [_markup(overrides[row.number].get(key, "")) for key in keys]
-        message = _markup(textwrap.shorten(_one_line(row.message), _MAX_MESSAGE, placeholder=" …"))
+        message = _markup(one_line(row.message, _MAX_MESSAGE))
         took = duration(row.wall_s or None)
         yield _line([str(row.number), row.shown_state, *values, number, steps, took, message])
 
@@ -238,26 +238,18 @@ def _keys(overrides: Iterable[dict[str, str]]) -> list[str]:
     return list(dict.fromkeys(key for values in overrides for key in values))
 
 
-def _one_line(text: str) -> str:
-    return " ".join(printable(text).split())
-
-
 def _cell(value: object) -> object:
     """Return a value as one line that no spreadsheet reads as a formula."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if not isinstance(value, str):
         return value
-    text = _one_line(value)
-    return f"'{text}" if text.startswith(_FORMULA) and not _is_number(text) else text
-
-
-def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", text, re.ASCII) is not None
+    text = one_line(value)
+    return f"'{text}" if text.startswith(_FORMULA) and not isinstance(comparable(text), float) else text
 
 
 def _markup(text: str) -> str:
-    return _MARKUP.sub(r"\\\g<0>", _one_line(text))
+    return _MARKUP.sub(r"\\\g<0>", one_line(text))
 
 
 def _line(cells: Iterable[str]) -> str:

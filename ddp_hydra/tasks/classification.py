@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair
-from ddp_hydra.tasks.counting import IGNORED, Counting, update_perplexity
+from ddp_hydra.tasks.counting import IGNORED, Counting, update_counted
 from ddp_hydra.tasks.losses import CrossEntropy
 
 
@@ -105,9 +105,7 @@ class Classification(Task):
             own = type(self.criterion).__name__
             raise ConfigError(f"{type(metric).__name__} needs scores of classes, which {own} keeps: give metrics=none")
         scores = step.prediction.float().movedim(axis, -1)
-        if type(metric).__name__ == "Perplexity":
-            update_perplexity(metric, scores, step.target, self.counting.ignore)
-        elif is_samplewise(metric):
+        if is_samplewise(metric):
             metric.update(scores.movedim(-1, 1), step.target)
         elif step.target.shape == step.prediction.shape:
             target = step.target.movedim(axis, -1)
@@ -117,9 +115,7 @@ class Classification(Task):
                 target = target.long()
             metric.update(*(part if part.ndim == 1 else part.reshape(-1, part.shape[-1]) for part in (scores, target)))
         else:
-            scores, target = scores.flatten(0, -2), step.target.flatten()
-            counted = target != self.counting.ignore
-            metric.update(scores[counted], target[counted])
+            update_counted(metric, scores, step.target, self.counting.ignore)
 
     def predict(self, model: Any, batch: Any) -> dict[str, Any]:
         """Return the likeliest class, its probability, and its name if the classes have names.
@@ -141,7 +137,6 @@ class Classification(Task):
         return {**({"class": pair[0], **self._named(pair[0])} if pair else {}), "prediction": output}
 
     def _named(self, best: Tensor) -> dict[str, Any]:
-        """Return the names of classes, if they have names."""
         return {"name": [self.names[one] for one in best.tolist()]} if self.names and best.ndim == 1 else {}
 
 

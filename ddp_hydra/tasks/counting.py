@@ -180,10 +180,14 @@ class Counting:
         return weight.double()[target.long().where(counted, 0)].where(counted, 0.0)
 
 
-def update_perplexity(metric: Any, scores: Tensor, target: Tensor, ignore: int) -> None:
-    """Give a metric (1, places, classes) scores and (1, places) targets: torchmetrics takes -100 for a class."""
+def update_counted(metric: Any, scores: Tensor, target: Tensor, ignore: int) -> None:
+    """Give a metric the scores (…, classes) and class numbers (…) that count: (answers, classes) and (answers,).
+
+    Perplexity takes a time axis, and -100 for a class: it gets (1, answers, classes) and (1, answers).
+    """
     counted = target != ignore
-    metric.update(scores[counted][None], target[counted][None])
+    places = (None,) if type(metric).__name__ == "Perplexity" else (...,)
+    metric.update(scores[counted][places], target[counted][places])
 
 
 def takes_class_numbers(criterion: Any) -> bool:

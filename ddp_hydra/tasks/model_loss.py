@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task
-from ddp_hydra.tasks.counting import IGNORED, update_perplexity
+from ddp_hydra.tasks.counting import IGNORED, update_counted
 
 _SHIFTS = re.compile(
     r"ForCausalLM$|ForCausalImageModeling$|LMHeadModel$|DoubleHeadsModel$|^Blip(ForConditionalGeneration|ForQuestionAns)"
@@ -74,7 +74,6 @@ def rule_of(loss: Tensor, logits: Tensor, labels: Tensor, mask: Tensor | None = 
 
 
 def _candidates(logits: Tensor, labels: Tensor, mask: Tensor | None) -> Any:
-    """Yield the names of rules, and the loss by each."""
     if logits.shape == labels.shape:
         yield "elements", F.binary_cross_entropy_with_logits(logits, labels.float())
         if mask is not None and mask.shape == labels.shape and bool((mask != 1).any()):
@@ -193,11 +192,8 @@ class ModelLoss(Task):
         scores = scores.float()
         if labels.is_floating_point() or scores.shape[:-1] != labels.shape:
             metric.update(scores.reshape(labels.shape) if scores.numel() == labels.numel() else scores, labels)
-        elif type(metric).__name__ == "Perplexity":
-            update_perplexity(metric, scores, labels, IGNORED)
         else:
-            counted = labels != IGNORED
-            metric.update(scores[counted], labels[counted])
+            update_counted(metric, scores, labels, IGNORED)
 
     def predict(self, model: Any, batch: Any) -> Any:
         """Return what a row is to the user, for classes of transformers; else the output's logits.

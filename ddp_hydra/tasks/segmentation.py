@@ -63,11 +63,6 @@ class Segmentation(Task):
         return Step(loss, n, sums, logits, masks, self.counting.summed)
 
     def _pair(self, logits: Tensor, masks: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the criterion is given.
-
-        Raises:
-            ConfigError: it is a loss of several classes, and the model has one channel.
-        """
         if logits.shape[1] > 1:
             return logits, masks
         if self.counting.kind == "classes":
@@ -78,7 +73,6 @@ class Segmentation(Task):
         return (logits[:, 0][counted], masks[counted].to(logits.dtype)) if self.head else (logits, masks)
 
     def _classes(self, logits: Tensor) -> Tensor:
-        """Return the class of each pixel, (batch, height, width)."""
         if logits.shape[1] > 1:
             return logits.argmax(1)
         return (logits[:, 0] > (0.5 if self.head == "probabilities" else 0.0)).long()

@@ -136,7 +136,7 @@ def fit(run: TrainingRun) -> None:
                 if nonfinite is not None:
                     break
                 if not update.weighing.is_empty:  # else the weights stay
-                    update.optimizer_step.apply()
+                    update.apply()
                 run.monitor.meter.add(*counts)
             if nonfinite is not None and run.rolls_back(nonfinite):
                 break  # the position has moved: ask for its batches
@@ -181,7 +181,7 @@ def forward_backward(
                 # The vote travels while the gradients do; from a GPU, after them.
                 decision = update.vote(losses, stop=run.stop_signal.reason(), log=run.log_clock.is_due())
             heartbeat.at("backward", run.step)
-            update.optimizer_step.backward(loss)
+            update.backward(loss)
         counts.append(count(result, batch.size, update.name))
     return decision(), losses, counts
 
@@ -303,9 +303,9 @@ def first_step(cfg: DictConfig, train_set: Any, val_set: Any) -> list[str]:
         update.begin()
         decision, _, counts = forward_backward(run, update, micro_batches)
         meter.add(*counts)
-        update.optimizer_step.rescale(update.weighing.factor(decision.n))
+        update.rescale(update.weighing.factor(decision.n))
         if not update.weighing.is_empty:
-            update.optimizer_step.apply()
+            update.apply()
         update.scheduler.step()
     run.advance(updated=True)
     run.state.check()

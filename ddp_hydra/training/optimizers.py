@@ -21,7 +21,7 @@ from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
 from ddp_hydra.training.train_step import trained_loss
-from ddp_hydra.training.update import OptimizerStep, Update, Weighing, check_updates
+from ddp_hydra.training.update import Update, Weighing, check_updates
 
 FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
 """Optimizers whose `fused` computes on GPUs."""
@@ -61,37 +61,36 @@ class UpdateBuilder:
         optimizers = {name: optimizer(cfg, part, self.global_batch, name, loss) for name, part in parts.items()}
         for stage in unfrozen:
             unfreeze(cfg, model, [(part, optimizers[name]) for name, part in parts.items()], stage)
-        steps = {name: self._step(name, one, builders.scaler(cfg, self.device)) for name, one in optimizers.items()}
-        self.parallel.broadcast_rest(self.task)
-        schedules = {
-            name: schedule(cfg, optimizer, progress.total, progress.epoch_steps or 1, name)
-            for name, optimizer in optimizers.items()
-        }
         samples = self.global_batch // self.parallel.world.size
-        return self._updates(steps, schedules, {name: Weighing(samples, self.consensus) for name in steps})
+        with_schedules = {
+            name: (
+                one,
+                schedule(cfg, one, progress.total, progress.epoch_steps or 1, name),
+                builders.scaler(cfg, self.device),
+                Weighing(samples, self.consensus),
+            )
+            for name, one in optimizers.items()
+        }
+        updates = self._updates(with_schedules)
+        self.parallel.broadcast_rest(self.task)
+        return updates
 
-    def _step(self, name: str, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> OptimizerStep:
+    def _updates(self, given: Mapping[str, tuple[Optimizer, Any, torch.amp.GradScaler, Weighing]]) -> dict[str, Update]:
         trainer = self.cfg.trainer
-        part = self.parallel.build_part(trainer, self.task, name)
-        in_place = trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device)
-        return OptimizerStep(part, optimizer, scaler, trainer.clip_norm, name, in_place)
-
-    def _updates(
-        self, steps: Mapping[str, OptimizerStep], schedules: Mapping[str, Any], weighings: Mapping[str, Weighing]
-    ) -> dict[str, Update]:
-        trained = {name: {parameter: None for _, parameter in step.trained} for name, step in steps.items()}
-        may_be_late = self.device.type == "cuda" and self.cfg.trainer.on_nonfinite != "skip" and len(steps) == 1
+        parts = {name: self.parallel.build_part(trainer, self.task, name) for name in given}
+        trained = {name: {one: None for _, one in part.trained(given[name][0])} for name, part in parts.items()}
+        may_be_late = self.device.type == "cuda" and trainer.on_nonfinite != "skip" and len(parts) == 1
         return {
             name: Update(
                 name,
-                step,
-                schedules[name],
-                self.consensus,
-                weighings[name],
+                part,
+                *given[name],
+                clip_norm=trainer.clip_norm,
                 others=[one for several in trained.values() for one in several if one not in trained[name]],
-                late=may_be_late and step.part.same_gradients,
+                late=may_be_late and part.same_gradients,
+                in_place=trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device),
             )
-            for name, step in steps.items()
+            for name, part in parts.items()
         }
 
     def unfrozen(self, updates: Mapping[str, Update], stage: Stage) -> dict[str, Update]:
@@ -99,15 +98,13 @@ class UpdateBuilder:
         for update in updates.values():  # several updates freeze each other's parameters
             for parameter in update.others:
                 parameter.requires_grad_()
-        owners = [(update.part.part, update.optimizer_step.optimizer) for update in updates.values()]
+        owners = [(update.part.part, update.optimizer) for update in updates.values()]
         unfreeze(self.cfg, self.parallel.model, owners, stage)
-        steps = {}
-        for name, update in updates.items():
-            old = update.optimizer_step
-            extend(update.scheduler, old.optimizer)
-            steps[name] = self._step(name, old.optimizer, old.scaler)
-        schedules = {name: update.scheduler for name, update in updates.items()}
-        return self._updates(steps, schedules, {name: update.weighing for name, update in updates.items()})
+        for update in updates.values():
+            extend(update.scheduler, update.optimizer)
+        return self._updates(
+            {name: (old.optimizer, old.scheduler, old.scaler, old.weighing) for name, old in updates.items()}
+        )
 
 
 def updates_of(task: Task) -> list[str]:

@@ -152,7 +152,7 @@ class TrainingRun:
         self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
         callbacks = builders.callbacks(self.cfg)
         extras = {
-            "scaler": together({name: update.optimizer_step.scaler for name, update in updates.items()}),
+            "scaler": together({name: update.scaler for name, update in updates.items()}),
             "weighing": together({name: update.weighing for name, update in updates.items()}),
             "ema": self.ema,
             "early_stopping": self.early_stopping,
@@ -163,7 +163,7 @@ class TrainingRun:
         }
         self.state = TrainingState(
             self.parallel,
-            together({name: update.optimizer_step.optimizer for name, update in updates.items()}),
+            together({name: update.optimizer for name, update in updates.items()}),
             together({name: update.scheduler for name, update in updates.items()}),
             self.schedule_progress.position,
             config,
@@ -323,9 +323,7 @@ class TrainingRun:
         heartbeat.at("log", self.position.step)
         self.logged_at = self.position.step
         self.log_clock.restart()
-        of_step = {
-            name: value for update in self.updates.values() for name, value in update.optimizer_step.metrics().items()
-        }
+        of_step = {name: value for update in self.updates.values() for name, value in update.metrics().items()}
         metrics = self.monitor.interval(self.position.samples, of_step)
         if hold:
             self.held = metrics

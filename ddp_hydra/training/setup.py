@@ -138,7 +138,7 @@ def checkpoint_bytes(run: Any) -> int:
 
 
 def moments(run: Any, size: Callable[[Tensor], int]) -> int:
-    return sum(cost.moments(update.optimizer_step.optimizer, size) for update in run.updates.values())
+    return sum(cost.moments(update.optimizer, size) for update in run.updates.values())
 
 
 def memory_of(run: Any) -> str:
@@ -212,7 +212,7 @@ def forward_passes(
 
 def rates_of(run: Any) -> str:
     """Return the learning rates of each update, before its schedule: one, or the smallest and the largest."""
-    optimizers = {name: update.optimizer_step.optimizer for name, update in run.updates.items()}
+    optimizers = {name: update.optimizer for name, update in run.updates.items()}
     rates = {
         name: {float(group.get("initial_lr", group["lr"])) for group in one.param_groups}
         for name, one in optimizers.items()

@@ -33,36 +33,57 @@ class Update:
 
     Args:
         name: of the part; "" for the whole model.
-        weighing: of the losses; None: their means are over samples, as many on each rank.
+        scaler: scales the loss of fp16; disabled for other precisions.
         others: parameters that other updates train, and this one does not.
         late: check the gradients of a step together with the next step's loss. Then the loop need not wait for the
             backward pass of a GPU, but the weights have taken up the gradients by then.
+        in_place: add gradients to memory that stays, as CUDA graphs write each micro-batch's to the same place.
+
+    Attributes:
+        gradients: norms of the last step's gradients; None if they are scaled.
+        grad_norm: norm of the last step's gradients before clipping; None without clipping.
     """
 
     def __init__(
         self,
         name: str,
-        optimizer_step: OptimizerStep,
+        part: PartStep,
+        optimizer: torch.optim.Optimizer,
         scheduler: Any,
-        consensus: StepConsensus,
-        weighing: Weighing | None = None,
+        scaler: torch.amp.GradScaler,
+        weighing: Weighing,
+        clip_norm: float | None = None,
         others: Sequence[nn.Parameter] = (),
         late: bool = False,
+        in_place: bool = False,
     ) -> None:
-        self.name, self.optimizer_step, self.scheduler, self.consensus = name, optimizer_step, scheduler, consensus
-        self.weighing = weighing or Weighing(1, consensus)
-        self.part = optimizer_step.part
-        self.others, self.late = others, late
+        self.name, self.part, self.optimizer, self.scheduler, self.scaler = name, part, optimizer, scheduler, scaler
+        self.weighing, self.consensus = weighing, weighing.consensus
+        self.clip_norm, self.others, self.late, self.in_place = clip_norm, others, late, in_place
+        self.trained = part.trained(optimizer)
         self.unchecked: GradientNorms | None = None
+        self.gradients: GradientNorms | None = None
+        self.is_unscaled = False
+        self.lr = 0.0
+        self.grad_norm: Tensor | None = None
+        # The schedule moves on when a step is skipped. If that is the first step, torch would warn of a mistake.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
     def begin(self) -> None:
         for parameter in self.others:
             parameter.requires_grad_(False)
         if self.others:
-            for _, parameter in self.optimizer_step.trained:
+            for _, parameter in self.trained:
                 parameter.requires_grad_()
         self.weighing.begin()
-        self.optimizer_step.begin()
+        self.lr = float(self.optimizer.param_groups[0]["lr"])
+        self.is_unscaled = False
+        self.optimizer.zero_grad(set_to_none=not self.in_place)
+        if self.in_place:
+            self.part.zero_gradients(self.trained)
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss).backward()
 
     def vote(self, losses: Sequence[Tensor], stop: int, log: bool = False) -> Callable[[], Decision]:
         # A collective.
@@ -92,64 +113,18 @@ class Update:
             self.weighing.refuse_uneven(decision.n, self.part.needs_even)
         factor = self.weighing.factor(decision.n)
         if not self.part.is_weighed:
-            self.optimizer_step.rescale(factor)
-        gradients = self.optimizer_step.measure(loss)
-        if gradients is None:
+            self.rescale(factor)
+        self.gradients = None if self.scaler.is_enabled() else self.part.norms(self.trained, loss)
+        if self.gradients is None:
             return None
         if self.late and not at_once:
-            self.unchecked = gradients
+            self.unchecked = self.gradients
             return None
-        names = gradients.nonfinite_names()
+        names = self.gradients.nonfinite_names()
         bad_rank = 0 if names else None
         if not self.part.same_gradients:
             bad_rank = self.consensus.decide(good=not names).bad_rank
-        return None if bad_rank is None else NonFiniteStep(bad_rank, gradients.loss, names)
-
-
-class OptimizerStep:
-    """Takes optimizer steps: scales the loss, clips gradients, and updates the weights of the model or of a part of it.
-
-    Args:
-        scaler: scales the loss of fp16; disabled for other precisions.
-        in_place: add gradients to memory that stays, as CUDA graphs write each micro-batch's to the same place.
-
-    Attributes:
-        gradients: norms of the last step's gradients; None if they are scaled.
-        grad_norm: norm of the last step's gradients before clipping; None without clipping.
-    """
-
-    def __init__(
-        self,
-        part: PartStep,
-        optimizer: torch.optim.Optimizer,
-        scaler: torch.amp.GradScaler,
-        clip_norm: float | None = None,
-        update: str = "",
-        in_place: bool = False,
-    ) -> None:
-        self.part, self.optimizer = part, optimizer
-        self.scaler, self.clip_norm, self.update, self.in_place = scaler, clip_norm, update, in_place
-        self.trained = part.trained(optimizer)
-        self.gradients: GradientNorms | None = None
-        self.is_unscaled = False
-        self.lr = 0.0
-        self.grad_norm: Tensor | None = None
-        # The schedule moves on when a step is skipped. If that is the first step, torch would warn of a mistake.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-
-    def begin(self) -> None:
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
-        self.is_unscaled = False
-        self.optimizer.zero_grad(set_to_none=not self.in_place)
-        if self.in_place:
-            self.part.zero_gradients(self.trained)
-
-    def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
-    def measure(self, loss: Callable[[], float] = float) -> GradientNorms | None:
-        self.gradients = None if self.scaler.is_enabled() else self.part.norms(self.trained, loss)
-        return self.gradients
+        return None if bad_rank is None else NonFiniteStep(bad_rank, self.gradients.loss, names)
 
     def rescale(self, factor: float) -> None:
         if factor == 1:
@@ -170,7 +145,7 @@ class OptimizerStep:
         self.part.after_step()
 
     def metrics(self) -> dict[str, float]:
-        prefix = f"{self.update}/" if self.update else ""
+        prefix = f"{self.name}/" if self.name else ""
         found = {f"{prefix}lr": self.lr}
         if self.grad_norm is not None:
             found[f"{prefix}grad_norm"] = float(self.grad_norm)

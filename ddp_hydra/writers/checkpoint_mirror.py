@@ -204,7 +204,7 @@ class Mirror:
                     self.damaged[key] = reason
                 if key in self.damaged:
                     return False
-                self.store.put(str(target), content, part.size)
+                self.store.put(str(target), content)
         self._sent.add(key)
         return True
 

@@ -25,10 +25,10 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import google_crc32c
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -188,7 +188,7 @@ def _image(sent: Image, rank: int) -> Summary:
 log = logging.getLogger(__name__)
 
 Value = bool | float | str
-_MAX_BOXES = 12
+_TYPES: dict[type, Any] = {bool: DATA_TYPE_BOOL, float: DATA_TYPE_FLOAT64}
 _NO_HPARAMS = {"resume", "dry_run", "fault", "faults", "results", "hydra"}
 
 
@@ -197,14 +197,11 @@ def values(overrides: Iterable[str]) -> dict[str, Value]:
 
     Numbers and booleans keep their type. Everything else is the text that was typed: a group's option, a list, an
     interpolation (its value may be a secret). Keys and addresses that seem to hold a secret are left out. So are keys
-    that do not change what is trained, and overrides that Hydra cannot parse.
+    that do not change what is trained.
     """
     found: dict[str, Value] = {}
     for text in overrides:
-        try:
-            override = parse_override(text)
-        except HydraException:
-            continue
+        override = parse_override(text)
         name = override.key_or_group + (f"@{override.package}" if override.package else "")
         is_secret = any(map(named_secret, name.split("@"))) or holds_secret(override.value())
         if override.is_delete() or re.split("[./]", name)[0] in _NO_HPARAMS or is_secret:
@@ -251,7 +248,9 @@ def write_experiment(folder: Path, jobs: Iterable[Iterable[str]], metrics: Itera
     experiment = Experiment(time_created_secs=time.time())
     for name, column in columns.items():
         if len(rows) == 1 or any(value != column[0] for value in column):
-            experiment.hparam_infos.append(_info(name, column))
+            kinds = {type(value) for value in column if value is not None}
+            data_type = _TYPES.get(kinds.pop() if len(kinds) == 1 else str, DATA_TYPE_STRING)
+            experiment.hparam_infos.append(HParamInfo(name=name, type=data_type, differs=True))
     experiment.metric_infos.extend(MetricInfo(name=MetricName(tag=_utf8(name))) for name in metrics)
     _delete_old(folder)
     _put(folder, "experiment", HParamsPluginData(experiment=experiment), below=".")
@@ -264,17 +263,6 @@ def _value(override: Override, typed: str) -> Value:
     if isinstance(value, (int, float)) and abs(value) < 1e300 and not math.isnan(value):  # JSON cannot hold the others
         return float(value)
     return _utf8(bare(value if isinstance(value, str) else typed))
-
-
-def _info(name: str, column: Iterable[Value | None]) -> HParamInfo:
-    """Return a column. If it has few values of one type, the tab shows a checkbox for each."""
-    found = dict.fromkeys(value for value in column if value is not None)
-    kinds = {type(value) for value in found}
-    data_type = DATA_TYPE_BOOL if kinds == {bool} else DATA_TYPE_FLOAT64 if kinds == {float} else DATA_TYPE_STRING
-    info = HParamInfo(name=name, type=data_type, differs=True)
-    if len(kinds) == 1 and len(found) <= _MAX_BOXES:
-        info.domain_discrete.extend(sorted(found))
-    return info
 
 
 def _utf8(text: str) -> str:

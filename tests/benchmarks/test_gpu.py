@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import card, memory, page, parts, probes, speed
+from benchmarks.gpu import card, memory, page, parts, probes
 from benchmarks.gpu.bench import Bench, Broken, Missing, differing
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.parts import PARTS, Part
@@ -120,16 +120,6 @@ def test_the_page_that_is_committed_is_of_this_report():
     assert "**failed**" not in text
 
 
-def test_only_some_parts_write_no_page_unless_a_file_is_given(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "PAGE", tmp_path / "gpu.md")
-    arguments = argparse.Namespace(only=["demo"], page=None)
-    command.write_page(arguments, Card("a CPU"), [])
-    assert not page.PAGE.exists()
-    arguments.page = tmp_path / "other.md"
-    command.write_page(arguments, Card("a CPU"), [])
-    assert arguments.page.read_text().startswith("# GPUs\n")
-
-
 @pytest.mark.parametrize(
     ("gpus", "ranks", "overrides", "backend"),
     [
@@ -164,12 +154,6 @@ def test_a_job_that_takes_too_long_is_killed(bench):
         )
 
 
-def test_the_files_with_tests_for_gpus_are_found():
-    found = [Path(file).relative_to(ROOT).as_posix() for file in parts.files_with_gpu_tests()]
-    assert "tests/integration/test_gpu.py" in found
-    assert "tests/integration/test_cluster_ssh.py" not in found  # it needs a package of its own
-
-
 SMI = """#!/bin/sh
 case "$1" in
   *driver*) echo 575.1; echo 575.1;;
@@ -193,11 +177,6 @@ def test_what_nvidia_smi_tells_is_read(tmp_path, monkeypatch):
     assert Bench(found, tmp_path, {}).half == "fp16"
 
 
-@pytest.mark.medium
-def test_operations_of_resnet50_are_those_of_its_paper():
-    assert speed.operations(speed.large(80)) == pytest.approx(2 * 4.1e9, rel=0.02)
-
-
 def test_what_waits_for_the_gpu_is_counted_between_two_steps(tmp_path, monkeypatch):
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
@@ -213,13 +192,6 @@ def test_what_waits_for_the_gpu_is_counted_between_two_steps(tmp_path, monkeypat
     assert len(found["where"]) == 2
     assert found["where"][0].startswith("test_gpu.py:")
     assert modes == ["warn", "default"]
-
-
-def test_without_a_gpu_the_command_says_what_to_type(monkeypatch):
-    monkeypatch.setattr(command.environment, "gpu_uuids", list)
-    monkeypatch.setattr(sys, "argv", ["gpu"])
-    with pytest.raises(SystemExit, match="make gpu-report DEVICE=cpu"):
-        command.main()
 
 
 def test_what_was_measured_before_ctrl_c_is_kept_but_does_not_replace_the_page(tmp_path, monkeypatch, capsys):

@@ -134,6 +134,29 @@ def project(tmp_path_factory) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def project_at(folder: Path) -> Iterator[None]:
+    """Have commands of this process find the config, models and data of a project space."""
+
+    def imported() -> list[str]:
+        return [name for name in sys.modules if name.partition(".")[0] in ("models", "data")]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DDP_HYDRA_PROJECT", str(folder))
+        patch.setattr(sys, "path", list(sys.path))
+        for name in imported():
+            patch.delitem(sys.modules, name)
+        yield
+        for name in imported():
+            del sys.modules[name]
+
+
+@pytest.fixture
+def project_here(project) -> Iterator[None]:
+    with project_at(project):
+        yield
+
+
 @dataclass
 class CommandLine:
     """`python -m ddp_hydra`, in a folder of its own."""

@@ -200,19 +200,16 @@ def test_shards_are_downloaded_once_for_all_ranks_and_epochs(client4, project, t
     for line, expected in zip(found, rest, strict=True):
         assert line == pytest.approx(expected, rel=1e-4)
     assert set(downloads(store).values()) == {1}
-
-
-def test_workers_of_the_ranks_make_the_same_batches(client2, project, tmp_path, store, shards):
-    settings = (*shards, "data.batch_size=12", f"data.cache_dir={tmp_path / 'theirs'}")
-    apart = training.train(client2, project, tmp_path / "apart", *settings, "data.workers=2")
-    assert set(downloads(store).values()) == {1}
-    own = training.train(client2, project, tmp_path / "own", *shards, "data.batch_size=12")
-    assert apart.metrics("data/retries") == own.metrics("data/retries")
-    for name, values in own.checkpoint("last.pt")["model"].items():
+    # Workers of the ranks make the same batches.
+    settings = (*shards, "data.batch_size=12", f"data.cache_dir={tmp_path / 'theirs'}", "data.workers=2")
+    apart = training.train(client4, project, tmp_path / "apart", *settings)
+    assert set(downloads(store).values()) == {2}
+    assert apart.metrics("data/retries") == whole.metrics("data/retries")
+    for name, values in whole.checkpoint("last.pt")["model"].items():
         assert values.equal(apart.checkpoint("last.pt")["model"][name])
     (header,) = [record.data.lines for record in apart.records if record.kind == "start"]
     assert "reading   2 workers for each rank" in header
-    assert apart.value["data"]["samples"] == own.value["data"]["samples"] == 2 * len(TRAIN)
+    assert apart.value["data"]["samples"] == whole.value["data"]["samples"] == 2 * len(TRAIN)
 
 
 @pytest.mark.slow

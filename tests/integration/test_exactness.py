@@ -112,26 +112,6 @@ def test_with_more_than_two_ranks_gradients_are_summed_in_the_same_order_after_a
     assert_equal(resumed.checkpoint("last.pt"), whole.checkpoint("last.pt"))
 
 
-def test_a_run_resumed_with_another_number_of_ranks_reads_on_where_it_stopped(client4, train):
-    settings = ("model.tell=true", "trainer.epochs=2", "trainer.checkpoint_every_steps=2")
-    whole = train(client4, "whole", *settings, "data.batch_size=12", ranks=2)
-    first_steps = whole.folder / "checkpoints" / "step-000002.pt"
-    resumed = train(client4, "resumed", *settings, "data.batch_size=6", ranks=4, resume=first_steps)
-    assert resumed.samples() == whole.samples()[2:]
-    losses = [line["train/loss"] for line in whole.metrics() if line["step"] > 2 and "train/loss" in line]
-    assert [line["train/loss"] for line in resumed.metrics() if "train/loss" in line] == pytest.approx(losses, rel=1e-5)
-
-
-def test_two_runs_with_the_same_seed_are_the_same_and_with_another_are_not(client2, train):
-    first, second, other = (
-        train(client2, name, "model.dropout=0.2", f"seed={seed}", "trainer.max_steps=4")
-        for name, seed in (("a", 3), ("b", 3), ("c", 4))
-    )
-    assert first.metrics() == second.metrics()
-    assert_equal(first.checkpoint("last.pt"), second.checkpoint("last.pt"))
-    assert first.metrics() != other.metrics()
-
-
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_validation_counts_every_sample_once_whatever_the_number_of_ranks(client4, train, ranks):
     """37 samples do not divide by 3."""

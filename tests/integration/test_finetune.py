@@ -356,7 +356,6 @@ def test_another_tokenizer_is_refused(train, tmp_path):
         (["model.load_in_4bit=true", "parallel=fsdp2"], "can't share quantised weights: give parallel=ddp"),
         (["model.load_in_4bit=true"], "needs bitsandbytes: type pip install bitsandbytes"),
         (["adapter.target_modules=[conv]"], r"adapter: Target modules .* The linear layers .* are .*q_proj"),
-        (["+adapter.rank=4"], r"adapter: .*unexpected keyword argument 'rank'"),
     ],
 )
 def test_a_mistake_is_said_before_a_cluster_starts(train, base, words, said, monkeypatch):

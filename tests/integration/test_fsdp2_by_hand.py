@@ -27,7 +27,7 @@ def both(kind: str) -> dict[str, Any]:
     from ddp_hydra.tasks import Step, Task
     from ddp_hydra.training.consensus import StepConsensus
     from ddp_hydra.training.parallel.fsdp2 import FSDP2
-    from ddp_hydra.training.update import OptimizerStep, Update, Weighing
+    from ddp_hydra.training.update import Update, Weighing
 
     world, cpu = this_world(), torch.device("cpu")
     batches = torch.randn(STEPS, ACCUMULATED, 4, 6, generator=torch.Generator().manual_seed(world.rank))
@@ -70,9 +70,8 @@ def both(kind: str) -> dict[str, Any]:
         assert parallel.state().keys() == Net().state_dict().keys()
         part = parallel.build_part(settings, Squares(), "")
         optimizer = torch.optim.AdamW(parallel.model.parameters(), lr=0.1, fused=False)
-        consensus = StepConsensus(world)
-        step = OptimizerStep(part, optimizer, torch.amp.GradScaler("cpu", enabled=False))
-        update = Update("", step, None, consensus, Weighing(4 * ACCUMULATED, consensus))
+        scaler, weighing = torch.amp.GradScaler("cpu", enabled=False), Weighing(4 * ACCUMULATED, StepConsensus(world))
+        update = Update("", part, optimizer, None, scaler, weighing)
 
         def take(micro_batches: torch.Tensor) -> None:
             update.begin()
@@ -84,9 +83,9 @@ def both(kind: str) -> dict[str, Any]:
                     losses.append(loss.detach())
                     if is_last:
                         decision = update.vote(losses, stop=0)
-                    step.backward(loss)
+                    update.backward(loss)
             assert update.find_nonfinite(decision(), losses) is None
-            step.apply()
+            update.apply()
 
         return trained(parallel.model, take)
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import re
 import signal
 from pathlib import Path
 
 import pytest
+
+from ddp_hydra.errors import RankFailed
+from ddp_hydra.job.run import run_job
+from tests.integration.support.training import configured
 
 pytestmark = pytest.mark.integration
 
@@ -24,11 +30,21 @@ def lines_of(file: Path) -> list[list]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def test_a_run_and_its_resume_are_one_run_at_the_service(cli, tmp_path):
+@pytest.fixture
+def job(client2, project, tmp_path, monkeypatch, caplog):
+    """Run a job on a living cluster, from here."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
+    monkeypatch.setattr("ddp_hydra.cluster.connect.connect", lambda *_, **__: contextlib.nullcontext(client2))
+    settings = (*TINY, "dispatch.max_restarts=0", "results.loggers_timeout_s=60")
+    return lambda name, *words: run_job(configured(project, *settings, *words), tmp_path / "outputs" / name)
+
+
+def test_a_run_and_its_resume_are_one_run_at_the_service(job, tmp_path, caplog):
     runs = tmp_path / "runs"
-    ended = cli.done(*HERE, tracker(runs), "tags=[mine]", "hydra.run.dir=outputs/first")
-    assert ended.stderr.count("Tracker: http://tracker/run-first") == 1
-    cli.done(*HERE, tracker(runs), "trainer.epochs=2", "resume=outputs/first", "hydra.run.dir=outputs/second")
+    job("first", tracker(runs), "tags=[mine]")
+    assert caplog.text.count("Tracker: http://tracker/run-first") == 1
+    job("second", tracker(runs), "trainer.epochs=2", f"resume={tmp_path}/outputs/first")
     (file,) = runs.iterdir()
     lines = lines_of(file)
     (_, name, sweep, tags, params, earlier), again = (line for line in lines if line[0] == "begin")
@@ -37,12 +53,12 @@ def test_a_run_and_its_resume_are_one_run_at_the_service(cli, tmp_path):
     assert params["optimizer.lr"] == 0.1
     assert not [key for key in params if key.startswith("cluster")]
     steps = [line[1] for line in lines if line[0] == "metrics" and "train/loss" in line[2]]
-    assert steps == list(range(1, 25))  # 12 of each epoch
+    assert steps == list(range(1, 13))  # 6 of each epoch
     assert lines[-1] == ["end", "finished"]
-    assert [line[1] for line in lines if line[0] == "checkpoint"] == ["step-000012.pt", "step-000024.pt"]
+    assert [line[1] for line in lines if line[0] == "checkpoint"] == ["step-000006.pt", "step-000012.pt"]
     metrics = [json.loads(line) for line in (tmp_path / "outputs/first/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in metrics if "train/loss" in line]
-    assert [line[2]["train/loss"] for line in lines if line[0] == "metrics" and "train/loss" in line[2]][:12] == losses
+    assert [line[2]["train/loss"] for line in lines if line[0] == "metrics" and "train/loss" in line[2]][:6] == losses
 
 
 @pytest.mark.slow
@@ -55,10 +71,10 @@ def test_the_jobs_of_a_sweep_are_grouped(cli, tmp_path):
     ]  # fmt: skip
 
 
-def test_a_failed_job_is_a_failed_run(cli, tmp_path):
+def test_a_failed_job_is_a_failed_run(job, tmp_path):
     runs = tmp_path / "runs"
-    ended = cli.run(*HERE, tracker(runs), "trainer.on_nonfinite=abort", "optimizer.lr=1e38", "hydra.run.dir=outputs/x")
-    assert ended.returncode == 1
+    with pytest.raises(RankFailed):
+        job("x", tracker(runs), "trainer.on_nonfinite=abort", "optimizer.lr=1e38")
     assert lines_of(runs / "run-x.jsonl")[-1] == ["end", "failed"]
 
 
@@ -90,10 +106,10 @@ def test_an_interrupted_job_is_a_killed_run(cli, tmp_path, wait_for):
         ("fails", r"Tracker does not answer \(ConnectionError: nobody there\): the job goes on, and its records wait"),
     ],
 )
-def test_a_logger_that_does_not_work_fails_no_job(does, sentence, cli, tmp_path):
-    ended = cli.done(*TINY, "cluster=inline", "results.loggers_timeout_s=6", tracker(tmp_path / "runs", does))
-    assert re.search(sentence, ended.stderr)
-    assert "done: 12 steps" in ended.stdout
+def test_a_logger_that_does_not_work_fails_no_job(does, sentence, job, tmp_path, capsys, caplog):
+    job("x", tracker(tmp_path / "runs", does), "results.loggers_timeout_s=6")
+    assert re.search(sentence, caplog.text)
+    assert "done: 6 steps" in capsys.readouterr().out
 
 
 @pytest.mark.slow

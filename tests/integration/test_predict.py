@@ -65,11 +65,6 @@ def check(path: Path, run: Path, n: int = 37) -> None:
 
 
 @pytest.fixture
-def project_here(project, monkeypatch) -> None:
-    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(project))
-
-
-@pytest.fixture
 def here(client4, project_here):
     """A running cluster in place of the command's own."""
     connect.use_existing(Scheduler(client4.scheduler.address))
@@ -247,16 +242,15 @@ def test_pictures_without_labels_are_predicted_and_not_evaluated(module_cli, sor
     assert (refused.returncode, "has no labels here" in refused.stderr) == (1, True)
 
 
-def test_a_data_set_of_another_group_is_evaluated(module_cli, sorter, pictures):
+def test_a_data_set_of_another_group_is_evaluated(project_here, sorter, pictures):
     table = pictures / "val.csv"
     names = sorted(str(path.relative_to(pictures)) for path in pictures.glob("val/*/*.png"))
     table.write_text("path,label\n" + "".join(f"{name},{name.split('/')[1]}\n" for name in names))
-    words = ("data=image_table", f"data.table={table}", f"data.val_table={table}", "data.image_size=8")
-    there = module_cli.done("evaluate", f"run={sorter}", "which=last", *words, "data.batch_size=5").stdout
-    assert there.splitlines()[1:] == [f"{name} {value:.6f}" for name, value in validated(sorter).items()]
-    wrong = module_cli.run("evaluate", f"run={sorter}", "data=no_such")
-    assert (wrong.returncode, "Traceback" in wrong.stderr) == (1, False)
-    assert "no_such" in wrong.stderr
+    words = ["data=image_table", f"data.table={table}", f"data.val_table={table}", "data.image_size=8"]
+    there = inference.evaluate(str(sorter), "last", changes=[*words, "data.batch_size=5"])
+    assert there["metrics"] == pytest.approx(validated(sorter))
+    with pytest.raises(DdpHydraError, match="no_such"):
+        inference.evaluate(str(sorter), changes=["data=no_such"])
 
 
 @pytest.mark.slow

@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 from distributed import Client
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 
-from ddp_hydra.config import schema
-from ddp_hydra.config.hydra_compat import VERSION_BASE
 from ddp_hydra.config.project import layers, pack
 from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.job.run import run_job
+from tests.integration.support.training import configured
 
 pytestmark = pytest.mark.integration
 TINY = ("data=tiny", "model=tiny", "trainer.threads=1", "trainer.epochs=1")
@@ -33,18 +30,12 @@ def own_project(client2, project, tmp_path, monkeypatch) -> Path:
     return own
 
 
-def composed(own_project: Path, *words: str) -> DictConfig:
-    schema.register()
-    with initialize_config_dir(str(own_project / "conf"), **VERSION_BASE):
-        return compose("config", [*TINY, *words])
-
-
 def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(own_project, tmp_path):
     model = own_project / "models" / "tiny.py"
 
     def train(name: str) -> tuple[str, str]:
         """Returns the hash, and what the model has said."""
-        run_job(composed(own_project, "dispatch.max_restarts=0"), tmp_path / name)
+        run_job(configured(own_project, *TINY, "dispatch.max_restarts=0"), tmp_path / name)
         project = json.loads((tmp_path / name / "summary.json").read_text())["project"]
         log = (tmp_path / name / "logs" / "rank-1.log").read_text()
         assert f"project {project[:16]}\n" in log
@@ -62,7 +53,7 @@ def test_an_error_in_a_model_names_the_users_file_once(own_project, tmp_path, mo
     """Known before a cluster is there where the file is not Python; else raised by a rank, and not tried again."""
     model = own_project / "models" / "tiny.py"
     source = model.read_text()
-    cfg = composed(own_project, "dispatch.max_restarts=3")
+    cfg = configured(own_project, *TINY, "dispatch.max_restarts=3")
     model.write_text(source.replace("return self.layers(x)", "return self.layers(x[:, 1:])"))
     line = model.read_text().splitlines().index("        return self.layers(x[:, 1:])") + 1
     with pytest.raises(RankFailed) as caught:

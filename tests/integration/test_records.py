@@ -159,37 +159,24 @@ def test_files_come_in_pieces_where_the_client_does_not_see_the_outbox(client2, 
         assert (tmp_path / str(number)).read_bytes() == bytes([number]) * (2 * CHUNK_BYTES + 5)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "../evil",
-        *(pytest.param(path, marks=pytest.mark.slow) for path in ("/tmp/evil", "a/../../evil", ".hidden", "", "a=b")),
-        *(pytest.param(path, marks=pytest.mark.slow) for path in ("a\\b", "stop", "checkpoints/last.pt")),
-        "summary.json",
-    ],
-)
+@pytest.mark.parametrize("path", ["../evil", "summary.json"])
 def test_a_path_out_of_the_run_directory_or_into_its_own_files_is_refused(client2, run_into, tmp_path, path):
     with pytest.raises((RankFailed, RecordError), match=r"(?i)path|give a folder of its own"):
         run_into(client2, lambda: results.submit(path, "evil"))
     assert not [name for name in files_under(tmp_path) if "log" not in name]
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["../evil", *(pytest.param(path, marks=pytest.mark.slow) for path in ("/tmp/evil-of-a-rank", "a/../../evil"))],
-)
-def test_a_rank_that_does_not_ask_is_refused_by_the_client(client2, run_into, tmp_path, path):
+def test_a_rank_that_does_not_ask_is_refused_by_the_client(client2, run_into, tmp_path):
     """A hostile rank skips the check on its own side."""
 
     def forge():
         file = File("good", 4, hashlib.sha256(b"evil").hexdigest(), inline="ZXZpbA==")
-        msgspec.structs.force_setattr(file, "path", path)
+        msgspec.structs.force_setattr(file, "path", "../evil")
         results.emit(file)
 
     with pytest.raises(RecordError, match="not allowed"):
         run_into(client2, forge)
     assert not [name for name in files_under(tmp_path) if "log" not in name]
-    assert not Path("/tmp/evil-of-a-rank").exists()
 
 
 def test_a_rank_cannot_have_the_client_copy_any_file_it_names(client2, run_into, tmp_path):

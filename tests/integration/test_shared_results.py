@@ -123,7 +123,6 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def names(server: S3Server, url: str) -> set[str]:
-    """The objects of a run."""
     prefix = url.removeprefix("s3://bucket-0/") + "/"
     return {key.removeprefix(prefix) for key in server.sizes("bucket-0") if key.startswith(prefix)}
 
@@ -305,13 +304,9 @@ def test_a_folder_of_a_shared_disk(cli, remote, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "security",
-    [pytest.param((), marks=pytest.mark.slow), ("+cluster.protocol=tls", SECURITY)],
-    ids=["plain", "tls"],
-)
-def test_a_cluster_of_the_command_itself(cli, tmp_path, security):
-    """Its workers start drivers, too; but it ends with the command."""
+def test_a_cluster_of_the_command_itself(cli, tmp_path):
+    """Its workers start drivers, too, also by TLS; but it ends with the command."""
+    security = ("+cluster.protocol=tls", SECURITY)
     elsewhere = (*SHORT, "results.handler=cluster", f"results.root={tmp_path}/shared", *security)
     done = cli.done(*elsewhere, "hydra.run.dir=outputs/a/b")
     assert "Scheduler at" not in done.stderr

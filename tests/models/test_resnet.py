@@ -18,18 +18,12 @@ def test_gives_one_logit_per_class(build, small_images):
     assert logits.shape == (2, 7)
 
 
-def test_small_images_keeps_the_resolution_up_to_the_first_layer():
+@pytest.mark.parametrize(("small_images", "side"), [(True, 32), (False, 8)])
+def test_small_images_keep_the_resolution_up_to_the_first_layer(small_images, side):
     with torch.device("meta"):
-        network = resnet18(num_classes=10, small_images=True)
+        network = resnet18(num_classes=10, small_images=small_images)
         x = network.maxpool(network.relu(network.bn1(network.conv1(torch.zeros(2, 3, 32, 32)))))
-    assert x.shape[-2:] == (32, 32)
-
-
-def test_the_usual_stem_divides_the_resolution_by_four():
-    with torch.device("meta"):
-        network = resnet18(num_classes=10)
-        x = network.maxpool(network.conv1(torch.zeros(2, 3, 32, 32)))
-    assert x.shape[-2:] == (8, 8)
+    assert x.shape[-2:] == (side, side)
 
 
 @pytest.mark.medium
@@ -54,7 +48,6 @@ def test_unknown_weights_are_refused_with_the_known_ones():
         resnet18(num_classes=10, weights="best")
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize("num_classes", [0, -1, None, "ten"])
 def test_a_number_of_classes_that_is_none_is_refused(num_classes):
     with pytest.raises(ValueError, match=r"model\.num_classes=10"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +14,7 @@ import ddp_hydra
 from ddp_hydra.api import StartedRun
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
-from tests.integration.conftest import functions_travel_by_value, no_rank_left, started  # noqa: F401  fixtures
+from tests.integration.conftest import functions_travel_by_value, no_rank_left, project_at, started  # noqa: F401  fixtures
 from tests.support.warm_server import shared_client
 
 PROJECT = Path(__file__).parent / "project"
@@ -40,12 +39,7 @@ def by_hand() -> ModuleType:
 @pytest.fixture
 def run(client3, tmp_path, monkeypatch) -> Iterator[Callable[..., StartedRun]]:
     """Run a job of the project on the cluster; each call has a run directory of its own."""
-    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(PROJECT))
-    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
-    of_project = [name for name in sys.modules if name.partition(".")[0] in ("models", "data")]
-    for name in of_project:
-        monkeypatch.delitem(sys.modules, name)
     connect.use_existing(Scheduler(client3.scheduler.address))
     count = 0
 
@@ -54,7 +48,6 @@ def run(client3, tmp_path, monkeypatch) -> Iterator[Callable[..., StartedRun]]:
         count += 1
         return ddp_hydra.run([*QUIET, *overrides, f"hydra.run.dir={tmp_path / str(count)}"])
 
-    yield job
+    with project_at(PROJECT):
+        yield job
     connect.use_existing(None)
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("models", "data")]:
-        del sys.modules[name]

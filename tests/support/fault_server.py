@@ -97,7 +97,6 @@ class FaultServer:
         self._thread.join()
 
     def answer(self, request: BaseHTTPRequestHandler) -> None:
-        """Serve one request, or spoil it."""
         url = urllib.parse.urlsplit(request.path)
         path = urllib.parse.unquote(url.path).lstrip("/")
         with self._lock:
@@ -194,7 +193,6 @@ class FaultServer:
 
 @contextmanager
 def serving(objects: Mapping[str, bytes], tls: Path | None = None) -> Iterator[FaultServer]:
-    """Run a server for the length of a `with` block."""
     server = FaultServer(objects, tls)
     try:
         yield server

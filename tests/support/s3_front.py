@@ -38,7 +38,6 @@ class Front:
     released: threading.Event = field(default_factory=threading.Event)
 
     def objects(self) -> dict[str, bytes]:
-        """All that is in the bucket, by key."""
         return self.server.objects("runs")
 
     def manifest(self) -> Entries:

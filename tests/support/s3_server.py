@@ -47,7 +47,6 @@ class S3Server:
         return name
 
     def add(self, bucket: str, objects: Mapping[str, bytes]) -> None:
-        """Put more there."""
         for key, content in objects.items():
             self.client.put_object(Bucket=bucket, Key=key, Body=content)
 
@@ -57,31 +56,25 @@ class S3Server:
         return {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
 
     def objects(self, bucket: str) -> dict[str, bytes]:
-        """All that is in a bucket, by key."""
         return {key: self.client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in self.sizes(bucket)}
 
     def delete(self, bucket: str, key: str) -> None:
-        """Delete an object."""
         self.client.delete_object(Bucket=bucket, Key=key)
 
     def publish(self, bucket: str) -> None:
-        """Open a bucket to all."""
         self.client.put_bucket_acl(Bucket=bucket, ACL="public-read")
 
     def drop(self, bucket: str) -> None:
-        """Remove a bucket with all that is in it."""
         for key in self.sizes(bucket):
             self.delete(bucket, key)
         self.client.delete_bucket(Bucket=bucket)
 
     def clear(self) -> None:
-        """Remove all buckets."""
         for bucket in self.client.list_buckets()["Buckets"]:
             self.drop(bucket["Name"])
         self._numbers = itertools.count()
 
     def stop(self) -> None:
-        """End it."""
         self.client.close()
         self._store.stop()
 
@@ -112,7 +105,6 @@ def session_s3() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3(session_s3) -> Iterator[S3Server]:
-    """An S3 server without buckets."""
     yield session_s3
     session_s3.clear()
 

@@ -45,7 +45,7 @@ def run(
     gang = Gang(client, on_record=lambda record: files.receive(record), name="dask-pytorch-ddp", backend=backend)
     files = results.FileInbox(gang.fetch)
     running = gang.start(partial(_call, pytorch_function, pass_local_rank), *args, **kwargs)
-    results.add(running, files)
+    results.inboxes[running] = files
     return running.futures
 
 

@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
@@ -25,7 +25,8 @@ log = logging.getLogger("ddp_hydra.compat.dask_pytorch_ddp")
 KEPT_BYTES = 2**30
 """The largest file in bytes that is kept until `process_results` is called; larger ones are dropped."""
 
-_inboxes: MutableMapping[Running, FileInbox] = weakref.WeakKeyDictionary()
+inboxes: MutableMapping[Running, FileInbox] = weakref.WeakKeyDictionary()
+"""Of the gangs that run."""
 
 
 def folder_of(key: str) -> str:
@@ -110,23 +111,6 @@ class FileInbox:
         return self._kept
 
 
-def add(running: Running, inbox: FileInbox) -> None:
-    """Remember the inbox of a running gang."""
-    _inboxes[running] = inbox
-
-
-def inboxes(futures: Iterable[Any]) -> list[FileInbox]:
-    """Return the inboxes of the gangs that the futures belong to.
-
-    Raises:
-        ConfigError: `dispatch.run` has no such argument.
-    """
-    gangs = {getattr(future, "gang", None): None for future in futures}
-    if not gangs.keys() <= set(_inboxes):
-        raise ConfigError("process_results takes the futures that dispatch.run has returned, and got others")
-    return [_inboxes[gang] for gang in gangs if gang is not None]
-
-
 class DaskResultsHandler:
     """Made on the client, used in the function that `dispatch.run` runs, as a global, a closure or an argument.
 
@@ -159,10 +143,14 @@ class DaskResultsHandler:
             raise_errors: whether to raise the error of a rank; otherwise it is logged.
 
         Raises:
+            ConfigError: `dispatch.run` has returned no such futures.
             RankFailed: a rank raised, exited or was killed.
         """
-        for one in inboxes(futures):
-            one.deliver(folder_of(self.pub_sub_key), Path(prefix).expanduser().absolute())
+        gangs: set[Any] = {getattr(future, "gang", None) for future in futures}
+        if not gangs <= set(inboxes):
+            raise ConfigError("process_results takes the futures that dispatch.run has returned, and got others")
+        for one in gangs:
+            inboxes[one].deliver(folder_of(self.pub_sub_key), Path(prefix).expanduser().absolute())
         logged: set[int] = set()
         for future in futures:
             try:

@@ -21,14 +21,7 @@ MOST_IN_A_ROW = 100
 
 
 class LostSamples(ValueError):
-    """All samples of a shard can't be read.
-
-    Args:
-        message: why.
-        name: of the shard.
-        first: index of the first of its samples.
-        count: how many samples it has.
-    """
+    """All samples of a shard can't be read."""
 
     def __init__(self, message: str, name: str, first: int, count: int) -> None:
         super().__init__(message)
@@ -109,12 +102,7 @@ class BadSamples(ProcessLocal):
 
 
 class PreallocatedBatch(list):
-    """Samples whose images are already the rows of one tensor, so that they need not be collated.
-
-    Args:
-        samples: (image, class) of each.
-        images: uint8 (batch, 3, height, width), channels last in memory.
-    """
+    """Samples whose images are already the rows of one tensor, so that they need not be collated."""
 
     def __init__(self, samples: list[tuple[Any, Any]], images: Tensor) -> None:
         super().__init__(samples)
@@ -122,11 +110,7 @@ class PreallocatedBatch(list):
 
 
 class MemoryBudget:
-    """Lets threads use a number of bytes together. A single request that is larger than all of it may be used alone.
-
-    Args:
-        size: the number of bytes.
-    """
+    """Lets threads use a number of bytes together. A single request that is larger than all of it may be used alone."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -168,15 +152,6 @@ class BatchLoader:
 
     A thread that has fetched a file passes it to the decoding threads and fetches the next one. Few threads decode, so
     their memory stays in the caches of the cores.
-
-    Args:
-        images: the `ImageDataset`.
-        threads: how many files are fetched at a time.
-        decoders: how many files are decoded at a time.
-        memory: the most bytes of files that are fetched and not yet decoded.
-
-    Attributes:
-        pid: of the process that its threads belong to.
     """
 
     def __init__(self, images: Any, threads: int, decoders: int, memory: int) -> None:

@@ -156,7 +156,6 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     @property
     def bad_counts(self) -> dict[str, int]:
-        """Return {name: number of images} of those `bad` that are whole shards."""
         return self._bad.counts
 
     def __len__(self) -> int:

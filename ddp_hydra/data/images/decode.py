@@ -54,11 +54,7 @@ class JpegHeader:
 
 
 def read_jpeg_header(data: Any) -> JpegHeader | None:
-    """Return the header of a JPEG, or None for other files and for unusual kinds of JPEG.
-
-    Args:
-        data: the file, with the buffer protocol.
-    """
+    """Return the header of a JPEG, or None for other files and for unusual kinds of JPEG."""
     if bytes(data[:2]) != b"\xff\xd8":
         return None
     try:
@@ -279,11 +275,7 @@ def _constants(
 
 
 class PilTransform:
-    """Gives a transform each image as PIL knows it.
-
-    Args:
-        transform: takes a PIL image (RGB); returns anything.
-    """
+    """Gives a transform each image as PIL knows it."""
 
     def __init__(self, transform: Callable[[Image.Image], Any]) -> None:
         self.transform = transform

@@ -28,9 +28,6 @@ class StringArray:
 
     A million paths need 50 MB less than in a list, and pickle to a few MB. Names of files that are not UTF-8 come back
     as Python gives them.
-
-    Args:
-        strings: the strings, in order.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from ddp_hydra.data.shards.write import write_index, write_shards
 from ddp_hydra.storage import Access
@@ -43,13 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_argument("--region", help="of s3:// URLs")
         command.add_argument("--anon", action="store_true", help="read s3:// URLs without credentials")
     given = parser.parse_args(arguments)
+    report = partial(print, flush=True)
     access = Access(given.endpoint_url, given.region, given.anon, setting="SOURCE")
     try:
         if given.command == "make":
             options = {"shard_mb": given.shard_mb, "seed": given.seed, "classes_from": given.classes_from}
-            index = write_shards(given.source, given.out, name=given.name, access=access, report=_print, **options)
+            index = write_shards(given.source, given.out, name=given.name, access=access, report=report, **options)
         else:
-            index = write_index(given.tars, given.out, name=given.name, access=access, report=_print)
+            index = write_index(given.tars, given.out, name=given.name, access=access, report=report)
     except (ValueError, OSError) as error:
         print(f"ddp_hydra.data.shards: {error}", file=sys.stderr)  # noqa: T201
         return 1
@@ -58,12 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     total = sum(shard["nsamples"] for shard in index["shardlist"])
     n_shards = len(index["shardlist"])
-    _print(f"{total:,} samples in {n_shards:,} shard{'s' * (n_shards != 1)}")
+    report(f"{total:,} samples in {n_shards:,} shard{'s' * (n_shards != 1)}")
     return 0
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ class ShardCache(ProcessLocal):
         if (held := self.held.get(number)) is not None:
             return held
         self._check_process()
-        self.note_started(number)  # the next shards need not wait for this one
+        self._prefetcher.note_started(number)  # the next shards need not wait for this one
         with self._opening.setdefault(number, threading.Lock()):
             if (held := self.held.get(number)) is not None:
                 return held
@@ -149,9 +149,6 @@ class ShardCache(ProcessLocal):
         self._prefetcher.expect(needed)
         if needed and self._prefetcher.depth:
             self._prefetcher.start()
-
-    def note_started(self, number: int) -> None:
-        self._prefetcher.note_started(number)
 
     def note_done(self, number: int) -> None:
         if self._names[number]:

@@ -9,14 +9,14 @@ import functools
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from ddp_hydra.data.shards.tar_index import TarMembers
-from ddp_hydra.storage.files import private_folder
+from ddp_hydra.storage.files import flocked, private_folder
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
 """Only files with such names are ever removed from the folder."""
@@ -169,14 +169,8 @@ class ShardFolder:
     def _part(self, name: str) -> Path:
         return self.path / f"{name}.part"
 
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        descriptor = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            _release(descriptor)
+    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
+        return flocked(self.path / "lock", os.O_RDWR | os.O_CREAT)
 
     def _scan(self) -> tuple[list[CacheEntry], int]:
         # Return the shards, and the bytes that all files take; remove the files that killed processes left.

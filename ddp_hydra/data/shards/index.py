@@ -149,16 +149,7 @@ def _shards(
     names: tuple[str, ...] = (),
     above: tuple[str, ...] = (),
 ) -> Iterator[tuple[tuple[str, ...], Shard]]:
-    """Yield each shard, together with the names of the data sets that it belongs to, outermost first.
-
-    Args:
-        access: how URLs are read.
-        dataset: an index, or one of its sub-datasets.
-        source: URL of the index.
-        folder: folder of its shards; None: the one that it names, else its own.
-        names: of the data sets that contain it.
-        above: URLs of the indexes that led to it.
-    """
+    """Yield each shard, together with the names of the data sets that it belongs to, outermost first."""
     folder = folder or _Folder.of(source).within(dataset.base)
     names = (*names, dataset.name) if dataset.name else names
     for shard in dataset.shardlist or ():

@@ -233,12 +233,7 @@ def _group(path: Path, members: Iterable[Member], file_size: int) -> TarMembers:
 
 
 class OpenShard:
-    """A shard that is mapped into memory; its file stays locked while any part of it is in use.
-
-    Args:
-        descriptor: of the tar file; the caller may close it.
-        members: where the samples are in the file.
-    """
+    """A shard that is mapped into memory; its file stays locked while any part of it is in use."""
 
     def __init__(self, descriptor: int, members: TarMembers) -> None:
         # The mapping keeps a copy of the descriptor, and with it the lock.

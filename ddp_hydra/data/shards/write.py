@@ -90,7 +90,7 @@ def write_shards(
             shard = {"url": f"{name}-{len(shards):06d}.tar"}
             with tempfile.NamedTemporaryFile(prefix=".part-", dir=getattr(target, "folder", None)) as file:
                 shard |= _write_shard(file, itertools.chain([first], samples), shard_mb * MIB)
-                target.put(f"{folder}{shard['url']}", Path(file.name))
+                target.put(f"{folder}{shard['url']}", file)
             shards.append(shard)
             report(f"{shard['url']}: {shard['nsamples']:,} samples, {shard['filesize']:,} bytes")
         info = {"classes": classes, "source": bare_url(source), "seed": seed}

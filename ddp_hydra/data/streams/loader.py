@@ -180,11 +180,6 @@ class Numbers:
     """The numbers of a rank's samples in each step, from a position on; they have no end.
 
     They number the global sequence if the samples are dealt to the ranks, else the rank's own part.
-
-    Args:
-        sampler: of the samples.
-        epoch: the epoch.
-        position: samples of the epoch that all ranks have read before.
     """
 
     sampler: StreamSampler
@@ -200,13 +195,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class StepBatches:
-    """The batches of one step, not yet on the device.
-
-    Args:
-        batches: the micro-batches.
-        numbers: of the samples in each, or anything of that length.
-        state: of the data set behind them.
-    """
+    """The batches of one step, not yet on the device."""
 
     batches: list[Any]
     numbers: list[list[Any]]

@@ -132,12 +132,7 @@ class Part:
 
 @dataclass
 class RepeatedPart(Part):
-    """Repeats the first steps of the first epoch: a correct model can memorise them.
-
-    Args:
-        part: of the data set.
-        steps: how many are repeated.
-    """
+    """Repeats the first steps of the first epoch: a correct model can memorise them."""
 
     part: Part = field(kw_only=True)
     steps: int = field(kw_only=True)
@@ -250,16 +245,7 @@ def _keeps_its_place(dataset: Any) -> bool:
 
 
 class HuggingFacePart:
-    """A rank's part of a streaming data set of Hugging Face.
-
-    Args:
-        dataset: a `datasets.IterableDataset`.
-        rank: this rank.
-        world_size: number of ranks.
-
-    Attributes:
-        has_buffer: it is shuffled in a buffer, whose content its state does not hold.
-    """
+    """A rank's part of a streaming data set of Hugging Face. Its state doesn't hold the content of a shuffle buffer."""
 
     def __init__(self, dataset: Any, rank: int, world_size: int) -> None:
         from datasets.distributed import split_dataset_by_node

@@ -97,14 +97,7 @@ class Event(_SocketPair):
 
 
 class WorkerProcess:
-    """A process that the helper forks, with the methods of multiprocessing's.
-
-    Args:
-        helper: the helper.
-        files: descriptors that the process has, too, under the same numbers.
-        target: called there.
-        args: of the call.
-    """
+    """A process that the helper forks, with the methods of multiprocessing's; it has `files` under the same numbers."""
 
     def __init__(self, helper: Helper, files: Sequence[int], target: Callable[..., Any], args: Sequence[Any]) -> None:
         self.helper, self.files, self.work = helper, list(files), (target, args)

@@ -40,11 +40,7 @@ _lock = threading.Lock()
 
 
 class Fd:
-    """A descriptor that travels with the message in which it is pickled, and arrives as a number.
-
-    Args:
-        fd: the descriptor.
-    """
+    """A descriptor that travels with the message in which it is pickled, and arrives as a number."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -105,12 +101,7 @@ def _anonymous_file() -> int:
 
 
 class Helper:
-    """The helper, as the process sees it that has taken it.
-
-    Args:
-        requests: the socket to it.
-        pid: of its process.
-    """
+    """The helper, as the process sees it that has taken it."""
 
     def __init__(self, requests: socket.socket, pid: int) -> None:
         self.requests, self.pid = requests, pid

@@ -29,11 +29,7 @@ ALIGNED = 64
 
 
 class SharedBatch:
-    """A batch that travels to another process.
-
-    Args:
-        batch: of any structure.
-    """
+    """A batch that travels to another process."""
 
     def __init__(self, batch: Any) -> None:
         placed: list[tuple[int, Tensor]] = []
@@ -140,13 +136,7 @@ class Result:
 
 
 class WorkerSet:
-    """The data set of the DataLoader, which makes whole batches.
-
-    Args:
-        pickled: the data set.
-        seeded: see `make_batch`.
-        workers: how many there are.
-    """
+    """The data set of the DataLoader, which makes whole batches."""
 
     def __init__(self, pickled: bytes, seeded: bool, workers: int) -> None:
         self.pickled, self.seeded, self.workers = pickled, seeded, workers

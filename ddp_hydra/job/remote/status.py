@@ -186,10 +186,10 @@ class FencedStore(Store):
         self.lost = True
         return TakenOver(f"another driver has taken over {self.url}, or the run was removed: this one ends")
 
-    def put(self, key: str, content: Any, size: int = 0) -> None:
+    def put(self, key: str, content: Any) -> None:
         if self.lost or not isinstance(content, bytes) or not self._conditional:
             self.check()
-            self.store.put(key, content, size)
+            self.store.put(key, content)
             return
         with self._lock:
             for _ in range(TRIES):

@@ -119,7 +119,7 @@ class Uploader(Mirror):
                     if state == before or not (name.startswith(at_once) or (others and time.monotonic() >= due)):
                         continue
                     with path.open("rb") as file:
-                        self.store.put(name, file if state[0] > PIECE_BYTES else file.read(), state[0])
+                        self.store.put(name, file if state[0] > PIECE_BYTES else file.read())
                 except FileNotFoundError:  # removed in the meantime
                     continue
                 except TakenOver:

@@ -115,7 +115,7 @@ def bytes_on_rank(model: nn.Module, trained_only: bool = False) -> int:
 
 
 def devices(model: nn.Module) -> list[torch.device]:
-    return list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+    return [parameter.device for parameter in model.parameters()]
 
 
 def lay_out(model: nn.Module, channels_last: bool | None) -> bool:

@@ -138,6 +138,10 @@ class Logger:
     def end(self, status: str) -> None:
         """Close the run; `status` is `FINISHED`, `FAILED` or `KILLED`."""
 
+    def is_refusal(self, error: Exception) -> bool:
+        """Return whether an error of a method is as a `Refusal`."""
+        return False
+
     def write(self, record: Record) -> None:
         step = record.step or 0
         match record.data:

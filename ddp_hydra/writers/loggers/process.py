@@ -145,6 +145,8 @@ class Session:
             except Exception as error:
                 if not isinstance(self.logger, Logger):
                     raise Refusal(f"{type(error).__name__}: {message_of(error)}") from error
+                if self.logger.is_refusal(error):
+                    raise Refusal(str(error)) from error
                 self.explain("away", error)
             else:
                 if "away" in self.warned:

@@ -6,8 +6,7 @@ import html
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,14 +45,13 @@ class MlflowLogger(Logger):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.setdefault("MLFLOW_TRUNCATE_LONG_VALUES", "true")
-        with refusals():
-            from mlflow import MlflowClient
+        from mlflow import MlflowClient
 
-            self.client = self.client or MlflowClient(tracking_uri=self.tracking_uri)
-            # Kept before the parameters are logged, so that a repeated call goes on with the same run.
-            run = self._existing(self.id or job.earlier) or self._create(job)
-            self.id = run.info.run_id
-            self._log_params(job.params, run.data.params)
+        self.client = self.client or MlflowClient(tracking_uri=self.tracking_uri)
+        # Kept before the parameters are logged, so that a repeated call goes on with the same run.
+        run = self._existing(self.id or job.earlier) or self._create(job)
+        self.id = run.info.run_id
+        self._log_params(job.params, run.data.params)
         host = str(self.client.tracking_uri).rstrip("/")
         page = f"{host}/#/experiments/{run.info.experiment_id}/runs/{self.id}" if host.startswith("http") else ""
         return ServiceRun(self.id, page)
@@ -68,32 +66,32 @@ class MlflowLogger(Logger):
     def flush(self) -> None:
         while batch := self._metrics[:MAX_METRICS]:
             try:
-                with refusals():
-                    self.client.log_batch(self.id, metrics=batch, synchronous=True)
-            except Refusal:
-                del self._metrics[: len(batch)]
+                self.client.log_batch(self.id, metrics=batch, synchronous=True)
+            except Exception as error:
+                if self.is_refusal(error):
+                    del self._metrics[: len(batch)]
                 raise
             del self._metrics[: len(batch)]
 
     def text(self, name: str, text: str, step: int) -> None:
-        with refusals():
-            self.client.log_text(self.id, text, f"texts/{allowed_name(name)}/step-{step:06d}.md")
+        self.client.log_text(self.id, text, f"texts/{allowed_name(name)}/step-{step:06d}.md")
 
     def image(self, name: str, png: bytes, step: int) -> None:
         """Store an image, which MLflow's page shows with a slider for the step."""
-        with refusals():
-            self.client.log_image(self.id, picture(png), key=allowed_name(name), step=step, synchronous=True)
+        self.client.log_image(self.id, picture(png), key=allowed_name(name), step=step, synchronous=True)
 
     def checkpoint(self, path: Path, step: int, is_best: bool) -> None:
-        with refusals():
-            self.client.log_artifact(self.id, str(path), "checkpoints")
-            if is_best:
-                self.client.set_tag(self.id, "best_checkpoint", f"checkpoints/{path.name}")
+        self.client.log_artifact(self.id, str(path), "checkpoints")
+        if is_best:
+            self.client.set_tag(self.id, "best_checkpoint", f"checkpoints/{path.name}")
 
     def end(self, status: str) -> None:
         """End the run; MLflow has the same words in capitals."""
-        with refusals():
-            self.client.set_terminated(self.id, status.upper())
+        self.client.set_terminated(self.id, status.upper())
+
+    def is_refusal(self, error: Exception) -> bool:
+        code = getattr(error, "error_code", None)
+        return isinstance(error, ImportError) or (isinstance(code, str) and code not in TEMPORARY)
 
     def _existing(self, run_id: str) -> Any:
         """Return a run, running again; None if the server has no such run."""
@@ -147,17 +145,6 @@ class MlflowLogger(Logger):
 
 def allowed_name(name: str) -> str:
     return re.sub(r"[^\w./: -]", "_", name, flags=re.ASCII)[:MAX_KEY].strip("/. ") or "_"
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        code = getattr(error, "error_code", None)
-        if isinstance(error, ImportError) or (isinstance(code, str) and code not in TEMPORARY):
-            raise Refusal(str(error)) from error
-        raise
 
 
 STEP = "trainer/global_step"

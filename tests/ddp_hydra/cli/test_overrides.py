@@ -137,13 +137,13 @@ def test_the_folder_of_a_sweep_alone_goes_on_with_it(sweep, key):
     found = typed.with_resumed_sweep(["-m", f"{key}={sweep}", "hydra.launcher.retry_failed=true"])
     assert found == [
         "-m", "hydra.launcher.retry_failed=true", "hydra.launcher.max_jobs=2", "data=tiny", "optimizer.lr=0.1,0.01",
-        f"hydra.sweep.dir='{sweep}'",
+        f"hydra.sweep.dir={sweep}",
     ]  # fmt: skip
 
 
 def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep, capsys):
     found = typed.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
-    assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir='{sweep}'"]
+    assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir={sweep}"]
     assert "the sweep was typed with data=tiny, and these jobs are not: type it again" in capsys.readouterr().err
 
 
@@ -154,7 +154,7 @@ def test_a_secret_of_a_sweep_is_typed_again_too(sweep):
     with pytest.raises(ConfigError, match=r"given cluster\.password, .*type cluster\.password=<value> with"):
         typed.with_resumed_sweep(["-m", folder])
     again = ["-m", "optimizer.lr=0.1,0.01", "cluster.password=new"]
-    assert typed.with_resumed_sweep([*again, folder]) == [*again, f"hydra.sweep.dir='{sweep}'"]
+    assert typed.with_resumed_sweep([*again, folder]) == [*again, f"hydra.sweep.dir={sweep}"]
 
 
 @pytest.mark.parametrize(

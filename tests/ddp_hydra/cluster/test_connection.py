@@ -84,6 +84,7 @@ def clients(monkeypatch):
 
     monkeypatch.setattr(distributed, "Client", client)
     monkeypatch.setattr(connection, "POLL_S", 0.01)
+    monkeypatch.setattr(connection, "RETRY_S", 600.0)  # of a busy machine
     monkeypatch.setattr(connection, "diagnose", lambda address, security: "")
     return errors
 
@@ -103,6 +104,7 @@ def test_a_client_that_failed_is_gone_before_the_next_one_starts(monkeypatch):
     monkeypatch.setattr(distributed, "Client", Client)
     monkeypatch.setattr(connection, "diagnose", lambda *_: "")
     monkeypatch.setattr(connection, "POLL_S", 0.0)
+    monkeypatch.setattr(connection, "RETRY_S", 600.0)
     assert isinstance(Scheduler("tcp://127.0.0.1:1").client(), Client)
 
 

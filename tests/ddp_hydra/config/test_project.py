@@ -36,26 +36,18 @@ def test_equal_content_packs_equally_wherever_and_whenever(tmp_path):
     assert pack(there) == here
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda root: (root / "models/net.py").write_text("WIDTH = 4\n"),
-        lambda root: (root / "models/net.py").rename(root / "models/nets.py"),
-        lambda root: (root / "models/other.py").touch(),
-        lambda root: (root / "conf/config.yaml").unlink(),
-    ],
-    ids=["edited", "renamed", "added", "removed"],
-)
-def test_another_content_has_another_hash(change, tmp_path):
-    before = pack(make(tmp_path))
-    change(tmp_path)
-    assert pack(tmp_path).sha256 != before.sha256
-
-
-def test_the_border_between_files_counts(tmp_path):
-    one = pack(make(tmp_path / "1", **{"data/a.txt": "xdata/b.txty"}))
-    other = pack(make(tmp_path / "2", **{"data/a.txt": "x", "data/b.txt": "y"}))
-    assert one.sha256 != other.sha256
+def test_another_content_has_another_hash(tmp_path):
+    packed = [pack(make(tmp_path))]
+    for change in (
+        lambda: (tmp_path / "models/net.py").write_text("WIDTH = 4\n"),
+        lambda: (tmp_path / "models/net.py").rename(tmp_path / "models/nets.py"),
+        lambda: (tmp_path / "data").mkdir() or (tmp_path / "data/a.txt").write_text("xdata/b.txty"),
+        lambda: [(tmp_path / f"data/{name}.txt").write_text(text) for name, text in (("a", "x"), ("b", "y"))],
+        lambda: (tmp_path / "conf/config.yaml").unlink(),
+    ):
+        change()
+        packed.append(pack(tmp_path))
+    assert len({one.sha256 for one in packed}) == 6
 
 
 def test_code_and_configuration_are_packed_and_nothing_else(tmp_path):
@@ -80,11 +72,6 @@ def test_a_package_without_init_is_shipped_as_a_regular_one(tmp_path):
     folder = pack(tmp_path).unpack(tmp_path / "there")
     assert (folder / "models" / "__init__.py").read_text() == ""
     assert (folder / "data" / "__init__.py").read_text() == "y = 2"
-
-
-def test_the_archive_is_compressed(tmp_path):
-    packed = pack(make(tmp_path, **{"data/names.json": '"rex",' * 100_000}))
-    assert len(packed.archive) < 10_000
 
 
 def test_an_archive_tells_its_hash_and_another_is_none(tmp_path):
@@ -121,14 +108,6 @@ def test_unpacking_gives_the_files_and_again_the_same_folder(tmp_path):
     assert (target / "kept").exists()
     assert list(target.parent.iterdir()) == [target]
     assert target.stat().st_mode & 0o777 == 0o700  # other users of the host may not read the code
-
-
-def test_an_edit_unpacks_beside_the_old(tmp_path):
-    root = make(tmp_path / "space")
-    old = pack(root).unpack(tmp_path / "w")
-    (root / "models/net.py").write_text("WIDTH = 4\n")
-    new = pack(root).unpack(tmp_path / "w")
-    assert ((old / "models/net.py").read_text(), (new / "models/net.py").read_text()) == ("WIDTH = 3\n", "WIDTH = 4\n")
 
 
 def test_many_ranks_unpack_at_once(tmp_path):

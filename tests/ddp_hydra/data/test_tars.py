@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -60,18 +59,6 @@ def test_what_each_tool_writes_is_read(name, tmp_path):
     images.close()
 
 
-def test_every_file_in_the_folder_is_in_a_test():
-    others = {
-        "gnu-folder.tar",
-        "gnu-sparse-gnu.tar",
-        "gnu-sparse-posix.tar",
-        "gnu.tar.xz",
-        "gnu-unsorted.tar",
-        "img2dataset",
-    }
-    assert {path.name for path in TARS.iterdir()} == {*WRITERS, *others, "make.sh"}
-
-
 def test_a_folder_with_leftovers_and_links(tmp_path):
     images = by_wids(TARS / "gnu-folder.tar", tmp_path)
     assert seen(images) == [(1, 0), (2, 1), (1, 0)]
@@ -110,6 +97,9 @@ def test_a_package_of_another_kind_says_what_to_do(tmp_path):
     assert seen(by_stream(tmp_path / "a.tar")) == [(1, 0), (2, 1)]
     with pytest.raises(ValueError, match=r"a\.tar is compressed with gzip: name it \.tar\.gz"):
         by_wids(tmp_path / "a.tar", tmp_path)
+    (tmp_path / "b.tar").touch()
+    with pytest.raises(TooManyBadSamplesError, match=r"b\.tar can't be read: it is empty"):
+        seen(by_stream(tmp_path / "b.tar"))
     for content in (b"PK\3\4" + bytes(600), b"\x28\xb5\x2f\xfd" + bytes(600), b"<html>", b"x" * 5000):
         (tmp_path / "b.tar").write_bytes(content)
         with pytest.raises(ValueError, match=r"b\.tar is (compressed with z\w+: unpack it|not a tar file|a damaged)"):
@@ -280,16 +270,6 @@ def test_samples_of_a_damaged_shard_count_as_bad(n_samples, buffer, tar, tmp_pat
         list(TarSamples(urls, ["__key__"], max_bad_fraction=0, **options))
 
 
-def test_a_shard_that_is_not_there_or_empty_is_told(tmp_path):
-    with pytest.raises(
-        TooManyBadSamplesError, match=r"none\.tar can't be read: there is no such file: check data\.urls="
-    ):
-        seen(by_stream(tmp_path / "none.tar"))
-    (tmp_path / "a.tar").touch()
-    with pytest.raises(TooManyBadSamplesError, match=r"a\.tar can't be read: it is empty"):
-        seen(by_stream(tmp_path / "a.tar"))
-
-
 @pytest.mark.medium
 def test_bad_samples_are_judged_over_a_pass(tar):
     members: dict[str, bytes | None] = {}
@@ -309,12 +289,6 @@ def test_bad_samples_are_judged_over_a_pass(tar):
         seen(by_stream(path, max_bad_fraction=0.001))
 
 
-def test_many_bad_samples_in_a_row_end_it_at_once(tar):
-    path = tar({f"{number:03d}.png": None for number in range(300)})
-    with pytest.raises(TooManyBadSamplesError, match=r"100 of 1,000 samples"):
-        next(iter(by_stream(path, max_bad_fraction=0.5)))
-
-
 def test_only_what_is_asked_for_is_decoded_and_errors_of_a_transform_are_the_user_s(tar):
     path = tar(GOOD | {"001.json": b"{", "001.pyd": b"no pickle"})
     assert seen(by_stream(path)) == [(1, 0)]
@@ -324,16 +298,6 @@ def test_only_what_is_asked_for_is_decoded_and_errors_of_a_transform_are_the_use
 
     with pytest.raises(ValueError, match=r"^mine$"):
         seen(by_stream(path, transform=fails, max_bad_fraction=1))
-
-
-def test_the_label_may_be_written_in_several_ways(tar, tmp_path):
-    path = tar({"001.png": None, "001.label": b"2"})
-    assert [seen(by_wids(path, tmp_path, label=label)) for label in (".label", "label", ".LABEL")] == [[(1, 2)]] * 3
-
-
-def test_the_index_of_shards_says_no_leftovers(tmp_path):
-    write_index([str(TARS / "gnu-folder.tar")], str(tmp_path / "index.json"))
-    assert json.loads((tmp_path / "index.json").read_text())["shardlist"][0]["nsamples"] == 3
 
 
 def test_shards_and_fields_may_be_written_in_several_ways(tar, tmp_path):
@@ -346,6 +310,9 @@ def test_shards_and_fields_may_be_written_in_several_ways(tar, tmp_path):
         [f"file://{tmp_path}/1.tar"] * 2,
     ):
         assert seen(TarSamples(urls, [".PNG;jpg", "CLS"], "torchrgb8")) == [(1, 0)] * 2
+    path = tar({"001.png": None, "001.label": b"0"})
+    assert [seen(by_wids(path, tmp_path, label=label)) for label in (".label", "label", ".LABEL")] == [[(1, 0)]] * 3
+    tar(GOOD)
     key, target = next(iter(TarSamples(f"{tmp_path}/a.tar", ["__key__", "cls"])))
     assert (key, target) == ("001", 0)
     assert seen(TarSamples(f"pipe:cat {tmp_path}/a.tar", decode="torchrgb8")) == [(1, 0)]
@@ -368,6 +335,13 @@ def test_mistakes_in_the_config_are_told(arguments, told):
 def test_what_ends_a_stream_is_told(tar, tmp_path):
     with pytest.raises(TooManyBadSamplesError, match=rf"it is a folder: type data\.urls='{tmp_path}/\*\.tar'"):
         seen(by_stream(tmp_path))
+    with pytest.raises(
+        TooManyBadSamplesError, match=r"none\.tar can't be read: there is no such file: check data\.urls="
+    ):
+        seen(by_stream(tmp_path / "none.tar"))
+    many = iter(by_stream(tar({f"{number:03d}.png": None for number in range(300)}), max_bad_fraction=0.5))
+    with pytest.raises(TooManyBadSamplesError, match=r"100 of 1,000 samples"):  # in a row
+        next(many)
     with pytest.raises(ConnectionError, match=r"pipe:exit 3 can't be read: its command ended with exit code 3"):
         seen(by_stream("pipe:exit 3"))
     path = tar(GOOD)

@@ -7,11 +7,8 @@ import io
 import json
 import os
 import pickle
-import random
 import resource
 import sys
-import threading
-import time
 from pathlib import Path
 
 import msgpack
@@ -56,16 +53,12 @@ def server():
         yield server
 
 
-def test_the_length_is_that_of_all_shards(three):
-    data = WidsShards(three)
-    assert len(data) == 203
-    assert data.shard_lengths == [100, 100, 3]
-    assert (data.name, data.info) == ("pets", {"classes": ["cat", "dog"]})
-    assert data.stats()["cache_hits"] == data.stats()["downloads"] == 0
-
-
 def test_every_sample_is_within_reach_in_any_order(three, tmp_path):
     data = WidsShards(three)
+    fresh = pickle.dumps(data)
+    assert (len(data), data.shard_lengths) == (203, [100, 100, 3])
+    assert (data.name, data.info) == ("pets", {"classes": ["cat", "dog"]})
+    assert data.key(201) == f"{tmp_path}/compressed.tar/[1]"  # it is not open yet
     assert data[17] == {
         ".mp": msgpack.packb({"n": 17}), "__key__": "000017", "__dataset__": "pets", "__index__": 17,
         "__shard__": f"{tmp_path}/mp.tar", "__shardindex__": 17,
@@ -76,21 +69,25 @@ def test_every_sample_is_within_reach_in_any_order(three, tmp_path):
     assert data[0]["__key__"] == "000000"
     assert [sample["__index__"] for sample in data.__getitems__([202, 5, 150])] == [202, 5, 150]
     assert [sample["__index__"] for sample in data] == list(range(203))
-
-
-def test_indices_are_those_of_a_list(three):
-    data = WidsShards(three)
-    assert data[-1]["__index__"] == 202
-    assert data[-203]["__index__"] == 0
-    assert data[np.int64(3)]["__index__"] == 3
+    assert data.key(201) == f"{tmp_path}/compressed.tar/compressed/0002"
+    assert [data[index]["__index__"] for index in (-1, -203, np.int64(3))] == [202, 0, 3]
     for index in (203, -204):
         with pytest.raises(IndexError, match=f"sample {index} was asked for, and there are 203"):
             data[index]
+    used = pickle.dumps(data)
+    assert len(used) < 5000
+    assert [int(pickle.loads(packed)[105][".cls"]) for packed in (fresh, used)] == [5, 5]
 
 
-def test_a_shard_without_samples_is_passed_over(write):
-    data = WidsShards(write(a=(tar_of([]), 0), b=(numbered(0, 2), 2), c=(tar_of([]), 0), d=(numbered(2, 2), 2)))
-    assert [int(sample[".cls"]) for sample in data] == [0, 1, 2, 3]
+def test_shards_may_be_empty_or_elsewhere_than_the_index(write, tmp_path):
+    index = write(a=(tar_of([]), 0), b=(numbered(0, 2), 2), c=(tar_of([]), 0), d=(numbered(2, 2), 2))
+    assert [int(sample[".cls"]) for sample in WidsShards(index)] == [0, 1, 2, 3]
+    (tmp_path / "moved").mkdir()
+    for path in tmp_path.glob("*.tar"):
+        path.rename(tmp_path / "moved" / path.name)
+    assert [int(sample[".cls"]) for sample in WidsShards(index, base=f"{tmp_path}/moved")] == [0, 1, 2, 3]
+    with pytest.raises(FileNotFoundError, match=r"there is no shard .*data\.base="):
+        WidsShards(index)[0]
 
 
 def test_fields_are_parts_of_the_mapped_shard(three):
@@ -105,13 +102,6 @@ def test_fields_are_parts_of_the_mapped_shard(three):
     assert field_of({".depth.png": fields[".cls"], ".png": fields[".bin"]}, {".png"}) is fields[".bin"]
     with pytest.raises(ValueError, match=r"images \.left\.png, \.right\.png, .*begins at a name's first dot"):
         field_of({".left.png": fields[".cls"], ".right.png": fields[".bin"]}, {".png"})
-
-
-def test_a_sample_has_a_name_at_any_time(three, tmp_path):
-    data = WidsShards(three)
-    assert data.key(201) == f"{tmp_path}/compressed.tar/[1]"
-    data.fields(202)
-    assert data.key(201) == f"{tmp_path}/compressed.tar/compressed/0002"
 
 
 def test_shards_may_be_given_as_a_list(three, tmp_path, monkeypatch):
@@ -135,16 +125,6 @@ def test_an_index_may_be_open_for_reading(three, tmp_path):
             assert (len(data), data.name) == (203, "pets")
     with pytest.raises(ValueError, match="is not JSON"):
         WidsShards(io.StringIO("{"))
-
-
-def test_shards_may_be_elsewhere_than_the_index(three, tmp_path):
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for path in tmp_path.glob("*.tar"):
-        path.rename(moved / path.name)
-    assert WidsShards(three, base=str(moved))[150]["__key__"] == "000050"
-    with pytest.raises(FileNotFoundError, match=r"there is no shard .*data\.base="):
-        WidsShards(three)[150]
 
 
 # What the fields mean
@@ -250,35 +230,6 @@ def test_a_damaged_shard_says_its_name_each_time_and_harms_no_other(write, tmp_p
 # In other processes and threads
 
 
-def test_it_pickles_before_and_after_it_was_read(three):
-    data = WidsShards(three)
-    fresh = pickle.dumps(data)
-    assert int(data[105][".cls"]) == 5
-    used = pickle.dumps(data)
-    assert len(used) < 5000
-    for packed in (fresh, used):
-        assert int(pickle.loads(packed)[105][".cls"]) == 5
-
-
-def test_many_threads_read_at_once(three):
-    data = WidsShards(three)
-    wrong = []
-
-    def read(seed: int) -> None:
-        chance = random.Random(seed)
-        for _ in range(200):
-            index = chance.randrange(203)
-            if data[index]["__index__"] != index:
-                wrong.append(index)
-
-    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
 def test_more_shards_than_files_that_may_be_open(write, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (60, 60))
     data = WidsShards(write(**{f"s{number}": (numbered(10 * number, 2), 2) for number in range(40)}))
@@ -329,29 +280,6 @@ def test_shards_come_over_http(remote, server):
 
 
 @pytest.mark.integration
-def test_expected_shards_are_fetched_in_the_order_of_the_samples(remote, server):
-    data = remote(prefetch_shards=1)
-    data.expect([*range(60, 80), *range(20, 40), *range(20)])
-    for index in (*range(60, 80), *range(20, 40), *range(20)):
-        assert int(data[index][".cls"]) == index
-    assert server.gets("/c.tar") == 0
-    assert data.stats()["downloads"] == 3
-
-
-@pytest.mark.integration
-def test_while_a_shard_is_read_the_next_one_comes(remote):
-    data = remote(prefetch_shards=1)
-    data.expect(range(80))
-    for index in range(80):
-        data.fields(index)
-        deadline = time.monotonic() + 60
-        while data.stats()["downloads"] < min(index // 20 + 2, 4):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-    assert data.stats()["cache_misses"] <= 1
-
-
-@pytest.mark.integration
 def test_shards_that_are_not_needed_any_more_are_evicted(remote, server, tmp_path):
     size = len(server.files["/a.tar"])
     data = remote(cache_gb=2.5 * size / 2**30, prefetch_shards=1)
@@ -377,11 +305,3 @@ def test_a_shard_is_done_with_when_all_that_was_expected_of_it_was_read(remote, 
     data.expect([])
     data.expect([3, 3, 3, -1])
     assert int(data[3][".cls"]) == 3
-
-
-@pytest.mark.integration
-def test_any_order_works_in_a_cache_that_is_too_small(remote, server):
-    data = remote(cache_gb=2.5 * len(server.files["/a.tar"]) / 2**30)
-    order = random.Random(0).sample(range(80), 30)
-    data.expect(order[:20])  # and then come others
-    assert [int(bytes(data.fields(index)[".cls"])) for index in order] == order

@@ -126,18 +126,6 @@ def test_a_batch_is_the_data_sets_own_where_it_makes_one():
     assert [x.tolist() for x in Loader(look_into(Subset(Whole(), [3, 5])), CPU).load([[1, 0]])] == [[-5, -3]]
 
 
-def test_a_wrapper_that_a_user_has_changed_is_left_as_it_is():
-    class Mine(Subset):
-        def __getitem__(self, index):
-            return -super().__getitem__(index)
-
-        def __getitems__(self, indices):
-            return [self[index] for index in indices]
-
-    data = Mine(Rows(), [3, 5])
-    assert look_into(data) is data
-
-
 def test_thread_safe_is_what_says_so_itself(photos):
     class Other(S3ImageFolder):
         def target(self, index):
@@ -257,17 +245,6 @@ def test_a_users_wrapper_that_hides_how_batches_are_made_is_refused(photos):
         look_into(Streamed(folder(photos)))
 
 
-def test_what_a_data_set_inside_does_for_itself_stays_there():
-    class Own(Rows):
-        stats = (0.5, 0.2)  # mean and deviation
-        bad = 3
-
-    data = Flipped(Own())
-    data.me = data
-    data.others = [data, Rows()]
-    assert look_into(data) is data
-
-
 def test_streams_inside_a_chain_are_told_the_epoch():
     class Numbers(IterableDataset):
         epoch = 0
@@ -307,6 +284,37 @@ class Taken(Dataset):
         self.stats = {}
 
 
+def test_what_a_users_wrapper_and_its_data_set_do_for_themselves_stays_there(photos):
+    class Mine(Subset):
+        def __getitem__(self, index):
+            return -super().__getitem__(index)
+
+        def __getitems__(self, indices):
+            return [self[index] for index in indices]
+
+    changed = Mine(Rows(), [3, 5])
+    assert look_into(changed) is changed
+
+    class Own(Rows):
+        stats = (0.5, 0.2)  # mean and deviation
+        bad = 3
+
+    data = Flipped(Own())
+    data.me = data
+    data.others = [data, Rows()]
+    assert look_into(data) is data
+
+    class Named(Flipped):
+        stats = (0.5, 0.2)
+
+        def close(self, at: float) -> None:
+            raise AssertionError("it is no close of ours")
+
+    data = look_into(Named(folder(photos)))
+    assert data.stats()["samples"] == 0
+    data.close()
+
+
 @pytest.mark.parametrize("around", [lambda data: data, lambda data: Subset(data, range(4))])
 def test_names_that_a_data_set_uses_in_another_way_are_left_to_it(around):
     data = pickle.loads(pickle.dumps(look_into(around(Taken()))))
@@ -314,18 +322,6 @@ def test_names_that_a_data_set_uses_in_another_way_are_left_to_it(around):
         assert not hasattr(data, name), name
     (x, y) = next(Loader(data, CPU).load([[1, 3]]))
     assert (x.tolist(), y.tolist(), data.classes, len(data)) == ([0.5, 1.5], [1, 1], 3, 4)
-
-
-def test_a_wrapper_of_a_user_may_use_our_names_too(photos):
-    class Own(Flipped):
-        stats = (0.5, 0.2)
-
-        def close(self, at: float) -> None:
-            raise AssertionError("it is no close of ours")
-
-    data = look_into(Own(folder(photos)))
-    assert data.stats()["samples"] == 0
-    data.close()
 
 
 def test_a_dataloader_of_samples_has_the_classes_and_batches_of_its_data_set(photos):

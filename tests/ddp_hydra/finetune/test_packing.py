@@ -73,25 +73,16 @@ def test_logits_loss_and_gradient_are_the_ones_of_each_document_alone(both, mode
         torch.testing.assert_close(one, parameter.grad, **near)
 
 
-def test_they_weigh_as_much(both):
-    steps = []
-    for data in both:
-        (batch,) = Loader(data, CPU).load([list(range(len(data)))])
-        steps.append(ModelLoss().step(llama(), batch))
-    assert steps[0].n == steps[1].n == sum(LENGTHS)  # with eos, and without the first token of each
-    torch.testing.assert_close(steps[0].loss, steps[1].loss, rtol=1e-6, atol=0)
-
-
-def test_the_rows_of_a_batch_may_be_one(make):
-    steps = []
-    for flatten in (False, True):
-        data = make(ROWS, sequence_length=24, packing=True, flatten=flatten)
-        data.check_model(llama())
+def test_they_weigh_as_much_also_where_the_rows_of_a_batch_are_one(make, both):
+    flat, steps = make(ROWS, sequence_length=24, packing=True, flatten=True), []
+    flat.check_model(llama())
+    for data in (*both, flat):
         (batch,) = Loader(data, CPU).load([list(range(len(data)))])
         steps.append(ModelLoss().step(llama(), batch))
     assert batch["input_ids"].shape == (1, 5 * 24)
-    assert steps[0].n == steps[1].n
-    torch.testing.assert_close(steps[0].loss, steps[1].loss, rtol=1e-6, atol=0)
+    for step in steps:
+        assert step.n == sum(LENGTHS)  # with eos, and without the first token of each
+        torch.testing.assert_close(step.loss, steps[0].loss, rtol=1e-6, atol=0)
 
 
 def test_answers_stay_the_only_ones_that_count(make, shown):

@@ -32,7 +32,7 @@ from ddp_hydra.job.inference import InferenceJob
 from ddp_hydra.job.run import Job, run_job
 from ddp_hydra.job.summary import explain, summarised
 from ddp_hydra.record import Record, Start
-from ddp_hydra.run_state import AttemptEntry, Best, Summary, encode
+from ddp_hydra.run_state import AttemptEntry, Best
 from ddp_hydra.storage.files import cannot_write
 from tests.ddp_hydra.job.jobs import PACKED, VALUE, checkpoint, config, ended, make, zipped
 
@@ -337,12 +337,6 @@ def test_a_fault_of_a_rank_that_no_attempt_has_is_refused(tmp_path):
     inline = config(cluster___target_="ddp_hydra.cluster.kinds.Inline")
     with pytest.raises(ConfigError, match="rank 0 only"):
         InferenceJob(inline, tmp_path / "a.pt", [], {}, faults=("kill,rank=4",)).run("no:function")
-
-
-def test_the_slowest_rank_is_a_whole_number_in_the_file():
-    value = msgspec.structs.asdict(summary.read_result(VALUE))
-    assert b'"slowest": {"rank": 1, "times": 1.05}' in encode(Summary(status="done", slowest=value["slowest"]))
-    assert str(ended("val/accuracy").slowest) == "{'rank': 1, 'times': 1.05}"
 
 
 def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():

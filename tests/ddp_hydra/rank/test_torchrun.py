@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.cli import compose
+from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import torchrun
 from ddp_hydra.rank.processes import RANK_PID
@@ -139,7 +140,7 @@ def test_a_restart_goes_on_in_the_same_run_directory(agent):
     assert torchrun.is_again(agent)
     assert not torchrun.is_again(agent.parent)
     typed = ["seed=1", "hydra.run.dir=mine", "resume=other"]
-    quoted = f"'{agent.parent}/it\\'s a\\run'"
+    quoted = text.quoted(f"{agent.parent}/it's a\\run")
     assert compose.with_run_dir_before(typed) == ["seed=1", "resume=other", f"hydra.run.dir={quoted}"]
     (agent / "checkpoints").mkdir(parents=True)
     (agent / "checkpoints" / "last.pt").write_bytes(b"a checkpoint")

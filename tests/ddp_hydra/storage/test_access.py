@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.storage import Access, Bucket, LocalFolder
+from tests.integration.support.certificates import Authority
 from tests.support.fault_server import serving
 
 OBJECTS = {"photos/a/1.bin": b"one", "photos/a/b c.bin": b"two"}
@@ -53,34 +54,11 @@ def test_https_is_believed_with_a_certificate_and_only_then(monkeypatch, tmp_pat
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:
-    """Make an authority, and a server's certificate with its key for 127.0.0.1 that it signed.
-
-    Returns:
-        Files: of the authority, and of the server.
-    """
-    import ipaddress
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    now = datetime.datetime.now(datetime.UTC)
-    keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
-    names = [x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in ("authority", "store")]
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    pems = []
-    for is_authority, name, key in ((True, names[0], keys[0]), (False, names[1], keys[1])):
-        end = now + datetime.timedelta(days=1)
-        made = x509.CertificateBuilder(names[0], name, key.public_key(), x509.random_serial_number(), now, end)
-        made = made.add_extension(address, critical=False)
-        made = made.add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-        pems.append(made.sign(keys[0], hashes.SHA256()).public_bytes(serialization.Encoding.PEM))
-    plain = serialization.NoEncryption()
-    secret = keys[1].private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    authority, server = folder / "authority.pem", folder / "server.pem"
-    authority.write_bytes(pems[0])
-    server.write_bytes(secret + pems[1])
-    return authority, server
+    """Return files: of an authority, and of a server on loopback, with its key, that it signed."""
+    authority = Authority(folder / "certificates", "authority")
+    signed, key = authority.issue("store", "127.0.0.1")
+    (folder / "server.pem").write_bytes(key.read_bytes() + signed.read_bytes())
+    return authority.ca, folder / "server.pem"
 
 
 class Machine(http.server.BaseHTTPRequestHandler):

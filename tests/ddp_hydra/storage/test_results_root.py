@@ -7,7 +7,6 @@ import pytest
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Bucket, Store, urls
-from ddp_hydra.storage.run_ref import RunRef
 
 
 @pytest.fixture
@@ -89,10 +88,3 @@ def test_the_working_folder_may_be_a_run_directory(tmp_path, monkeypatch):
 def test_a_root_that_means_another_folder_on_each_host_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"results.root=shared/runs: give s3://bucket/folder, or the whole path"):
         urls.address("shared/runs", tmp_path)
-
-
-def test_a_run_directory_may_point_to_its_results(tmp_path):
-    assert RunRef.named(tmp_path).place == str(tmp_path)
-    (tmp_path / urls.POINTER).write_text("s3://bucket/runs/a\n")
-    assert RunRef.named(tmp_path).place == "s3://bucket/runs/a"
-    assert RunRef.named("s3://bucket/runs/b").place == "s3://bucket/runs/b"

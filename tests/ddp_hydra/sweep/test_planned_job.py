@@ -1,16 +1,36 @@
-"""Which jobs a sweep has."""
+"""Which jobs a sweep has, how each ends in its own process, and how that travels to the sweep's."""
 
 from __future__ import annotations
 
+import logging
+import pickle
+import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
+import cloudpickle
+import distributed  # noqa: F401 (teaches pickle the exceptions that there are; not those that follow)
 import pytest
-from omegaconf import OmegaConf
+from hydra import compose, initialize, utils
+from hydra._internal.callbacks import Callbacks
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import InstantiationException
+from hydra.types import HydraContext
+from omegaconf import OmegaConf, open_dict
 
-from ddp_hydra.errors import ConfigError
-from ddp_hydra.sweep import planned_job
-from ddp_hydra.sweep.planned_job import Need, PlannedJob
+from ddp_hydra.config.hydra_compat import VERSION_BASE, allowing, targets_allowed_by
+from ddp_hydra.errors import ConfigError, Failure, RankFailed
+from ddp_hydra.sweep import other_apps, planned_job
+from ddp_hydra.sweep.planned_job import (
+    JobOutcome,
+    Need,
+    PlannedJob,
+    describe_error,
+    portable,
+    run_planned_job,
+)
 from ddp_hydra.sweep.rows import JobRow, JobState
 
 
@@ -103,3 +123,159 @@ def test_apps_of_others_get_a_local_cluster_of_as_many_workers_as_ranks_unless_t
     assert OmegaConf.create(planned_job.own_need(2, {"n_workers": 4}).cluster).n_workers == 4
     other = OmegaConf.create(planned_job.own_need(2, {"_target_": "some.Cluster"}).cluster)
     assert other == {"_target_": "some.Cluster", "n_workers": 2}
+
+
+def result(value, status=JobStatus.COMPLETED):
+    found = JobReturn(status=status)
+    found._return_value = value
+    return found
+
+
+class Awkward(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+def test_a_failed_gang_arrives_with_its_cause():
+    failure = Failure("raised", 1, "h", "ValueError: bad")
+    error = pickle.loads(pickle.dumps(RankFailed("rank 1 failed", failure, (failure,))))
+    assert (str(error), error.failure, error.symptoms) == ("rank 1 failed", failure, (failure,))
+
+
+def test_an_error_that_cannot_travel_arrives_in_words():
+    found = portable(result(Awkward(1, 2), JobStatus.FAILED))
+    with pytest.raises(RuntimeError, match="Awkward: 1 and 2"):
+        raise pickle.loads(pickle.dumps(found))._return_value
+
+
+def test_a_value_that_cannot_travel_is_a_failure_that_says_so():
+    found = portable(result(lambda: None))
+    assert found.status == JobStatus.FAILED
+    with pytest.raises(TypeError, match="the task returned a function, which cannot be sent"):
+        _ = found.return_value
+
+
+def test_a_result_keeps_its_configs_in_little_space():
+    cfg = OmegaConf.create({"layers": [{"width": 8, "name": "a"}] * 200})
+    given = JobReturn(["a=1"], cfg, OmegaConf.create({"hydra": 1}), "folder", "task", JobStatus.COMPLETED)
+    given._return_value = 0.5
+    found = pickle.loads(pickle.dumps(portable(given)))
+    assert isinstance(found, JobReturn)
+    for name in ("overrides", "cfg", "hydra_cfg", "working_dir", "task_name", "status", "return_value"):
+        assert getattr(found, name) == getattr(given, name)
+    assert len(pickle.dumps(found)) < len(pickle.dumps(given)) / 5
+    found.cfg = None
+    assert found.cfg is None
+
+
+@pytest.mark.medium
+def test_an_error_shows_where_it_was_raised(end):
+    found = pickle.loads(pickle.dumps(end(lambda _: 1 / 0).result))
+    with pytest.raises(ZeroDivisionError) as caught:
+        _ = found.return_value
+    assert "end(lambda _: 1 / 0)" in str(caught.value.__cause__), "the line of the task in the job's process"
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("first\nsecond"), "first"),
+        (ValueError("first\nsecond"), "ValueError: first"),
+        (
+            InstantiationException("Error in call to target 'a.Model':\nValueError('no such layer')\nfull_key: model"),
+            "InstantiationException: Error in call to target 'a.Model': ValueError('no such layer')",
+        ),
+        (ConfigError("the data set:"), "the data set:"),
+    ],
+)
+def test_an_error_is_one_line_in_the_overview(error, line):
+    assert describe_error(error) == line
+
+
+@pytest.fixture
+def end(tmp_path, hydra_restore_singletons):
+    """Run a task as a job."""
+
+    def run(task, env=None) -> JobOutcome:
+        with initialize(None, **VERSION_BASE):
+            config = compose(overrides=["hydra.job.name=app", f"hydra.sweep.dir={tmp_path}"], return_hydra_config=True)
+        with open_dict(config):
+            config.hydra.sweep.subdir, config.hydra.job.id, config.hydra.job.num = "0", "0", 0
+            config.hydra.job.env_set = env or {}
+        return run_planned_job(
+            PlannedJob(JobRow(0, [], "0"), config=config), HydraContext(None, Callbacks()), task, None
+        )
+
+    return run
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (7, "the task exited with code 7 (sys.exit)"),
+        (None, "the task exited with code 0 (sys.exit) before it returned"),
+        ("no disk\nat all", "the task exited with code 1 (sys.exit): no disk"),
+    ],
+)
+def test_an_exit_code_is_told_as_such(end, code, said):
+    ended = end(lambda _: sys.exit(code))
+    assert (ended.state, ended.message) == (JobState.failed, said)
+
+
+@pytest.mark.medium
+def test_what_hydra_cannot_begin_with_is_told(end, capsys):
+    ended = end(lambda _: 1.0, {"PLACE": "${nowhere}"})
+    assert ended.state == JobState.failed
+    assert "Interpolation key 'nowhere' not found" in ended.message
+    assert "Interpolation key 'nowhere' not found" in capsys.readouterr().out, "in the job's log, with the traceback"
+
+
+def test_a_rank_logs_as_hydra_does_or_prints_where_the_folder_is_elsewhere(tmp_path, capsys):
+    handler = {"class": "logging.FileHandler", "filename": str(tmp_path / "app.log")}
+    logging_of = {"version": 1, "handlers": {"file": handler}, "root": {"level": "INFO", "handlers": ["file"]}}
+    logging_of["disable_existing_loggers"] = False
+    cfg = OmegaConf.create({"hydra": {"job_logging": logging_of, "verbose": False}})
+    other_apps.set_up_logging(cfg)
+    logging.getLogger("app").info("one")
+    assert (tmp_path / "app.log").read_text() == "one\n"
+    cfg.hydra.job_logging.handlers.file.filename = str(Path("/nowhere") / "app.log")
+    other_apps.set_up_logging(cfg)
+    logging.getLogger("app").info("two")
+    out = capsys.readouterr().out
+    assert "hydra.job_logging cannot be set up on this host" in out
+    assert "No such file or directory: '/nowhere/app.log'" in out
+    assert "INFO:app:two" in out
+
+
+def called(cfg):
+    """A task that calls what its config names."""
+    return utils.instantiate(cfg)
+
+
+def call(cfg, context):
+    return cloudpickle.dumps((called, cfg, None, Singleton.get_state(), targets_allowed_by(context)))
+
+
+@pytest.mark.skipif(not hasattr(utils, "execution_whitelist"), reason="Hydra 1.3 knows no such lists")
+@pytest.mark.usefixtures("hydra_restore_singletons")
+def test_on_a_rank_an_app_may_call_what_it_may_call_anywhere():
+    with utils.execution_whitelist("fractions.*"):
+        context = SimpleNamespace(execution_whitelist=("collections.Counter",))
+        found = other_apps.run_task(call({"_target_": "collections.Counter", "_args_": ["aab"]}, context), [])
+        assert found == {"a": 2, "b": 1}
+        with pytest.raises(InstantiationException, match="not in the Hydra execution whitelist"):
+            other_apps.run_task(call({"_target_": "fractions.Fraction"}, context), [])
+
+
+@pytest.mark.skipif(not hasattr(utils, "execution_whitelist"), reason="Hydra 1.3 knows no such lists")
+def test_an_app_that_lifts_all_checks_lifts_them_on_ranks():
+    lifted = cloudpickle.loads(cloudpickle.dumps(utils.UNSAFE_DISABLE_EXECUTION_CHECKS))
+    with allowing(lifted):
+        assert utils.instantiate({"_target_": "collections.Counter"}) == {}
+
+
+def test_an_app_that_says_nothing_of_it_is_left_alone():
+    assert targets_allowed_by(SimpleNamespace()) is None
+    with allowing(None):
+        pass

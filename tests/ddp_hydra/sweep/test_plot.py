@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hydra.sweep import plot
-from ddp_hydra.sweep.plot import draw, positions, short_text
+from ddp_hydra.sweep.plot import draw, positions
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, swept
 
 ACCURACY = SweepObjective("val/accuracy", maximize=True)
@@ -173,4 +173,3 @@ def test_any_values_can_be_drawn(tmp_path_factory, data):
 def test_numbers_lie_where_they_are_and_texts_side_by_side(given, places, labels):
     found, texts = positions(dict(enumerate(given)))
     assert (list(found.values()), texts) == (places, labels)
-    assert short_text("key") == "key"

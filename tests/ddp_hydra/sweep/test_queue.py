@@ -44,10 +44,7 @@ def test_a_secret_is_in_no_row_and_its_job_is_known_again():
     job = queue([]).add(typed, 0)
     assert job.row.overrides == ["cluster.password=***", "a=1"], "rows are written to files"
     assert job.overrides == typed, "which Hydra composes"
-    earlier = [JobRow(0, typed, "0", JobState.done), job.row]  # the first one as it was written when rows had secrets
-    jobs = queue(earlier)
-    assert [jobs.add(typed, wanted).earlier for wanted in (0, 1)] == earlier
-    assert "hunter2" not in str(earlier)
+    assert queue([job.row]).add(typed, 0).earlier is job.row
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))

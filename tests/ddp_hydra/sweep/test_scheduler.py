@@ -154,7 +154,7 @@ class Process:
         pass
 
     def describe_end(self) -> str:
-        return "was killed by SIGSEGV"
+        return "killed by SIGSEGV"
 
     def signal(self, number: int) -> None:
         self.signals.append(number)
@@ -169,8 +169,8 @@ DONE, INTERRUPTED = JobOutcome(JobState.done, None), JobOutcome(JobState.interru
         ([DONE], False, "", JobState.done, ""),
         ([DONE], False, "it took longer", JobState.done, ""),  # it came to its end all the same
         ([INTERRUPTED], False, "it took longer", JobState.failed, "it took longer"),
-        ([], False, "", JobState.failed, "its own process was killed by SIGSEGV; see 0/logs/job.log"),
-        ([], True, "", JobState.interrupted, "its own process was killed"),
+        ([], False, "", JobState.failed, "its own process ended (killed by SIGSEGV); see 0/logs/job.log"),
+        ([], True, "", JobState.interrupted, "its own process ended (killed"),
     ],
 )
 def test_how_a_job_ended(messages, is_interrupted, stop_reason, state, words):

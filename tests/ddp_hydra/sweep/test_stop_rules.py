@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from ddp_hydra.errors import ConfigError
+from ddp_hydra.sweep.rows import SweepObjective
+from ddp_hydra.sweep.settings import stop_policy
 from ddp_hydra.sweep.stop_rules import (
     Halving,
     Median,
@@ -148,6 +152,23 @@ def optuna() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pytest.importorskip("optuna")
+
+
+@pytest.mark.medium
+def test_a_pruner_of_optuna_is_given_by_its_class():
+    known = optuna().pruners
+    ours = {"cluster": {"_target_": "a"}, "dispatch": {}, "trainer": {}, "results": {"handler": "client"}}
+
+    def made(target: str, **options: Any) -> Any:
+        given = {"_target_": target, **options}
+        return stop_policy(given, SweepObjective("val/loss", False), OmegaConf.create(ours), None)
+
+    rule = made("optuna.pruners.SuccessiveHalvingPruner", reduction_factor=2).rule
+    assert isinstance(rule.pruner, known.SuccessiveHalvingPruner)
+    with pytest.raises(ConfigError, match="makes a dict, not a pruner of Optuna"):
+        made("builtins.dict")
+    with pytest.raises(ConfigError, match=r"optuna\.pruners\.Nothing can't be made"):
+        made("optuna.pruners.Nothing")
 
 
 def pruners() -> list[Callable[[], Rule]]:

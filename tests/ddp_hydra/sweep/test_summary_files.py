@@ -311,7 +311,7 @@ def test_files_are_written_about_once_a_second_and_at_the_end(tmp_path, monkeypa
     monkeypatch.setattr(summary_files.time, "process_time", lambda: 0.0)
     monkeypatch.setattr(summary_files, "json_text", lambda *given: texts.append(now[0]) or json_text(*given))
     rows = [job(number) for number in range(500)]
-    made = SummaryFiles(tmp_path / "new" / "sweep", ACCURACY)
+    made = SummaryFiles(tmp_path, ACCURACY)
     for row in rows:  # a job begins and ends each 10 ms
         for row.state in (JobState.running, JobState.done):
             made.write(rows)
@@ -368,12 +368,6 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog)
     made.write(ROWS)
     assert read(tmp_path) == ROWS
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}
-
-
-@pytest.mark.parametrize("folder", ["x" * 5000, "a\0b"])
-def test_a_job_whose_folder_has_no_name_for_one_ends_no_sweep(tmp_path, folder):
-    SummaryFiles(tmp_path, ACCURACY).write([job(0, folder=folder, metrics={"a": 1.0})])
-    assert read(tmp_path)[0].folder == folder
 
 
 def test_drafts_of_a_killed_sweep_are_removed(tmp_path):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import dask
+import distributed  # noqa: F401 (brings its settings along)
 import pytest
+from distributed.batched import BatchedSend
 from omegaconf import OmegaConf
 
-from ddp_hydra.sweep import sweep
+from ddp_hydra.sweep import launcher, sweep
+from ddp_hydra.sweep.launcher import GangLauncher
 from ddp_hydra.sweep.queue import CachingConfigLoader
-from ddp_hydra.sweep.scheduler import sweep_locked
+from ddp_hydra.sweep.scheduler import SHORT_LOGS, sweep_locked
 from ddp_hydra.sweep.settings import SweepSettings
 from ddp_hydra.sweep.sweep import Sweep
 
@@ -52,3 +57,25 @@ def test_a_sweep_of_many_batches_is_summed_up_after_the_first_and_at_its_end(tmp
     assert shown == [["0 jobs:   ->  ./sweep.md"], [], []]
     one.close()
     assert shown[3:] == shown[:1]
+
+
+def test_a_sweep_whose_jobs_hydra_refuses_leaves_no_secrets(tmp_path):
+    config = {"cluster": {"_target_": "x", "password": "hunter2"}, "dispatch": {}, "trainer": {}}
+    saved = tmp_path / "multirun.yaml"
+    OmegaConf.save(OmegaConf.create(config), saved)  # as a sweeper of Hydra does before it looks at the jobs
+    one = GangLauncher()
+    one.config = OmegaConf.create({**config, "hydra": {"sweep": {"dir": str(tmp_path)}}})
+    one.sweep = SimpleNamespace(close=lambda: None)
+    launcher._open.append(one)
+    launcher.close_all()
+    assert OmegaConf.load(saved).cluster == {"_target_": "x", "password": "***"}
+
+
+def test_few_messages_are_kept():
+    assert all(map(dask.config.get, SHORT_LOGS)), "Dask has these settings"
+
+    async def kept() -> int | None:
+        return BatchedSend(interval="2ms").recent_message_log.maxlen
+
+    with dask.config.set(SHORT_LOGS):
+        assert asyncio.run(kept()) == 100

@@ -16,9 +16,6 @@ STEPS = 4
 """In an epoch: 9 samples, 2 in a step, one left over."""
 
 
-BY_LOSS = {"objective": {"metric": "train/loss", "direction": "minimize"}}
-
-
 class Numbers:
     """Samples of three classes."""
 
@@ -72,6 +69,18 @@ class Run:
         return [record.step for record in self.saved]
 
     @property
+    def bests(self) -> list[tuple[int, bool]]:
+        return [(record.step, record.data.checkpoint.best) for record in self.saved]
+
+    @property
+    def texts(self) -> list[str]:
+        return [record.data.text for record in self.records if record.kind == "text"]
+
+    @property
+    def header(self) -> list[str]:
+        return next(record.data.lines for record in self.records if record.kind == "start")
+
+    @property
     def last(self) -> Path:
         return Path(self.saved[-1].data.source)
 
@@ -90,6 +99,23 @@ def flat(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: flat(part) for key, part in value.items() if key != "config"}
     return [flat(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_resume(train: Any, stop_at: tuple[str, int] = ("update", 1), **options: Any) -> tuple[Run, Run]:
+    """Check that a run which is stopped and resumed ends as the whole one; return the latter, and the one stopped."""
+    stopped, whole = train(stop_at=stop_at, **options), train(**options)
+    assert stopped.value["interrupted"]
+    resumed = train(resume=stopped.last, **options)
+    assert flat(read(resumed.last)) == flat(read(whole.last))
+    assert stopped.metrics("val/loss") + resumed.metrics("val/loss") == whole.metrics("val/loss")
+    assert resumed.metrics("lr") == [point for point in whole.metrics("lr") if point[0] > stopped.value["steps"]]
+    return whole, stopped
+
+
+BY_LOSS = {"objective": {"metric": "train/loss", "direction": "minimize"}}
+RISING = {"objective": {"metric": "val/loss", "direction": "maximize"}}
+"""An objective that gets better with each validation of so small a set."""
+FALLING = {"objective": {"metric": "val/loss", "direction": "minimize"}}
 
 
 def weights(run: Run) -> torch.Tensor:

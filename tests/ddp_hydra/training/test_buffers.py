@@ -13,6 +13,7 @@ from ddp_hydra.tasks.classification import Classification
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.parallel import weights as buffers
 from ddp_hydra.training.parallel.ddp import DDP
+from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.train_step import TrainStep
 
 ODD = {
@@ -81,3 +82,31 @@ def first_step(world: World) -> None:
 @pytest.mark.integration
 def test_two_ranks_begin_with_those_of_rank_0(on_two_ranks):
     on_two_ranks(first_step)
+
+
+def test_the_average_by_hand():
+    model = nn.BatchNorm1d(1)
+    ema = Ema(model, decay=0.5)
+    expected = None
+    for step, value in enumerate([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0]):
+        with torch.no_grad():
+            model.weight.fill_(value)
+            model.num_batches_tracked.fill_(step)
+        ema.update(model)
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = value if expected is None else decay * expected + (1 - decay) * value
+        assert ema.model.weight.item() == pytest.approx(expected)
+        assert ema.model.num_batches_tracked.item() == step
+    assert not ema.model.weight.requires_grad
+
+
+def test_it_goes_on_where_it_was():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, second = Ema(model, 0.9), Ema(other, 0.9)
+    for _ in range(3):
+        first.update(model)
+    second.load_state_dict(first.state_dict())
+    for ema in (first, second):
+        ema.update(other)
+    assert torch.equal(first.model.weight, second.model.weight)
+    assert first.state_dict()["steps"] == 4

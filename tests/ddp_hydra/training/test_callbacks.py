@@ -85,15 +85,11 @@ def with_callbacks(**nodes: Any) -> dict[str, Any]:
     return {"callbacks": {name: {"_target_": target, **rest} for name, (target, rest) in nodes.items()}}
 
 
-def texts(run: Any) -> list[str]:
-    return [record.data.text for record in run.records if record.kind == "text"]
-
-
 @pytest.mark.medium
 def test_they_are_called_at_their_moments_and_change_nothing(train):
     parts = with_callbacks(diary=(f"{HERE}.Diary", {}))
     watched, plain = train(parts=parts), train()
-    assert texts(watched) == [
+    assert watched.texts == [
         "start 0/8, step 1, step 2, step 3, step 4, validation 1 True, checkpoint 8, "
         "step 5, step 6, step 7, step 8, validation 2 True, checkpoint 16, end"
     ]
@@ -108,7 +104,7 @@ def test_their_state_is_resumed(train):
     parts = with_callbacks(diary=(f"{HERE}.Diary", {}))
     begun = train(parts=parts, epochs=1)
     went_on = train(parts=parts, resume=begun.last)
-    assert texts(went_on)[0].startswith(
+    assert went_on.texts[0].startswith(
         "start 0/4, step 1, step 2, step 3, step 4, validation 1 True, checkpoint 8, start 4/8, step 5"
     )
 
@@ -143,7 +139,7 @@ def test_a_state_of_each_rank_comes_back_to_its_rank():
 
 def test_without_a_validation_set_epochs_count(train):
     run = train(parts={**with_callbacks(diary=(f"{HERE}.Diary", {})), "objective": {"metric": "train/loss"}}, val=0)
-    assert "validation 1 False, checkpoint 8" in texts(run)[0]
+    assert "validation 1 False, checkpoint 8" in run.texts[0]
 
 
 @pytest.mark.medium
@@ -170,7 +166,7 @@ def test_one_may_call_the_run_done_which_is_validated_then(train):
     assert (run.value["interrupted"], run.value["stopped_early"], run.value["steps"]) == ("", "enough", 2)
     assert [step for step, _ in run.metrics("val/loss")] == run.steps_saved == [2]
     assert read(run.last)["validation_due"] is False
-    assert texts(run) == ["enough"]
+    assert run.texts == ["enough"]
 
 
 @pytest.mark.medium

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from ddp_hydra.training.parallel import parameter_groups, weights
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 TASK = Classification(F.cross_entropy)
-MIB = 2**20
 
 
 def settings(*again: str, precision: str = "fp32") -> Any:
@@ -57,42 +55,6 @@ def test_activations_are_what_autograd_keeps():
     assert found.flops == pytest.approx(4 * 2 * 148e6, rel=0.01)  # 148 million multiplications for a sample
     again = cost.forward_pass(outline, TASK, "", batch(), settings("BasicBlock"))
     assert again.activations < 0.8 * found.activations
-
-
-class Wide(nn.Module):
-    """Keeps 16 MiB for each layer and 64 samples."""
-
-    def __init__(self, layers: int = 8) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(8, 2**16), nn.Linear(2**16, 3)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Sigmoid()) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-@pytest.mark.medium
-def test_they_are_the_memory_that_a_step_takes():
-    """Within a fifth."""
-    given = torch.zeros(64, 8), torch.zeros(64, dtype=torch.long)
-    model = Wide()
-
-    def read(key: str) -> int:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
-
-    loss = TASK.step(model, (given[0][:1], given[1][:1])).loss
-    Path("/proc/self/clear_refs").write_text("5")
-    before = read("VmRSS")
-    loss = TASK.step(model, given).loss
-    taken = read("VmHWM") - before
-    assert loss.requires_grad
-    told = cost.forward_pass(model, TASK, "", given, settings()).activations
-    assert told > 120 * MIB
-    assert told == pytest.approx(taken, rel=0.2)
 
 
 class Looks(nn.Linear):

@@ -19,10 +19,6 @@ def means(run: Run) -> list[tuple[int, float]]:
     return run.metrics("train_epoch/loss")
 
 
-def bests(run: Run) -> list[tuple[int, bool]]:
-    return [(record.step, record.data.checkpoint.best) for record in run.saved]
-
-
 @pytest.mark.medium
 @pytest.mark.parametrize("every", [1, 3, 4, 9])
 def test_the_mean_is_that_over_the_epoch_whatever_is_logged_between(train, every):
@@ -44,7 +40,7 @@ def test_a_few_steps_at_the_end_of_a_run_do_not_decide(train):
     """Of an epoch that the run leaves in its middle."""
     run = train(val=0, parts=BY_LOSS, epochs=None, max_steps=5)
     assert [step for step, _ in means(run)] == [STEPS]
-    assert bests(run) == [(4, True), (5, False)]
+    assert run.bests == [(4, True), (5, False)]
     assert run.value["metrics"]["train/loss"] == means(run)[0][1]
 
 
@@ -52,7 +48,7 @@ def test_a_run_shorter_than_an_epoch_goes_by_all_its_steps(train):
     run = train(val=0, parts=BY_LOSS, epochs=None, max_steps=3, log_every_steps=1)
     losses = [value for _, value in run.metrics("train/loss")]
     assert means(run) == [(3, pytest.approx(sum(losses) / 3, rel=1e-12))]
-    assert bests(run) == [(3, True)]
+    assert run.bests == [(3, True)]
 
 
 @pytest.mark.medium
@@ -72,7 +68,7 @@ def test_a_resume_whose_validation_is_due_counts_its_epoch_for_an_objective_of_t
     stopped = train(stop_at=("update", STEPS), parts=BY_LOSS, early_stopping_patience=9)
     assert read(stopped.last)["validation_due"] is True
     resumed = train(resume=stopped.last, parts=BY_LOSS, early_stopping_patience=9, epochs=1)
-    assert bests(resumed) == [(STEPS, True)]
+    assert resumed.bests == [(STEPS, True)]
     assert read(resumed.last)["best"] == means(resumed)[0][1]
 
 

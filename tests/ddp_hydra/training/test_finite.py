@@ -15,7 +15,7 @@ from ddp_hydra.training.parallel import Parallel, PartStep
 from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.state import Position, TrainingState
 from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.update import OptimizerStep, Update
+from ddp_hydra.training.update import Update, Weighing
 
 NAN, INF = math.nan, math.inf
 PARTS = [([1.0], True), ([1.0, 2.0], True), ([math.nan], False), ([1.0, math.inf, 2.0], False)]
@@ -59,7 +59,7 @@ def test_gradients_that_are_checked_late_are_not_kept():
     made, model = update(late=True)
     gradient = weakref.ref(model.weight.grad)
     assert made.find_nonfinite(vote(made, 1.0), [torch.tensor(1.0)]) is None
-    made.optimizer_step.apply()
+    made.apply()
     made.begin()
     assert (made.unchecked is not None, gradient()) == (True, None)
 
@@ -86,9 +86,8 @@ def update(late=False, precision=None, same_gradients=True):
     wrapped = PartStep(step)
     wrapped.same_gradients = same_gradients
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
-    optimizer_step = OptimizerStep(wrapped, torch.optim.SGD(model.parameters(), 0.1), scaler)
-    made = Update("", optimizer_step, scheduler=None, consensus=StepConsensus())
-    made.late = late
+    optimizer, weighing = torch.optim.SGD(model.parameters(), 0.1), Weighing(1, StepConsensus())
+    made = Update("", wrapped, optimizer, None, scaler, weighing, late=late)
     model.weight.grad, model.bias.grad = torch.ones(1, 1), torch.ones(1)
     return made, model
 

@@ -48,7 +48,7 @@ class Described(Numbers):
 
 
 def test_the_header_names_classes_features_and_how_pixels_are_scaled(train):
-    lines = train(data=Described, show=["val/loss"]).records[0].data.lines
+    lines = train(data=Described, show=["val/loss"]).header
     for line in (
         "classes   cat, dog, owl",
         "columns   age, height, width, weight",

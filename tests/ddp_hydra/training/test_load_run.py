@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from ddp_hydra.config import checkpoint_config
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.training import load_run
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.load_run import refuse_targets
+from tests.ddp_hydra.training.loop_runs import weights
 
 DATA = {
     "data": {"n": 9, "train": {"_target_": "tests.ddp_hydra.training.loop_runs.Numbers", "n": "${data.n}"}},
@@ -117,3 +119,56 @@ def test_a_run_directory_is_own_and_a_lone_file_or_a_url_is_not(train, tmp_path)
     assert list(own.values()) == [False, True, True, False]
     with pytest.raises(ConfigError, match=r"data\.train\._target_=tests\..* Type trust=true"):
         load_run.load(train(epochs=1, parts=DATA).last)
+
+
+@pytest.mark.medium
+def test_a_run_may_begin_with_the_weights_of_another_but_its_last_layer(train, tmp_path):
+    start = train(epochs=3)
+    same = train(epochs=1, start=start.last, parts={"optimizer": {"lr": 1e-30}})
+    assert torch.allclose(weights(same), weights(start))
+    assert "weights   all from a file" in same.header
+    wider = train(
+        epochs=1, start=start.last, parts={"model": {"_target_": "tests.ddp_hydra.training.test_load_run.Deeper"}}
+    )
+    assert "weights   all from a file but head.weight, head.bias" in wider.header
+
+
+class Deeper(torch.nn.Linear):
+    """With one layer more."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        self.head = torch.nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"state_dict": state}], ids=["bare", "wrapped"])
+def test_anybodys_weights_will_do(wrap, train, tmp_path):
+    file = tmp_path / "weights.pth"
+    values = {"module.weight": torch.ones(3, 4), "module.bias": torch.zeros(3)}
+    torch.save(wrap(values), file)
+    run = train(epochs=1, start=file, parts={"optimizer": {"lr": 1e-30}})
+    assert torch.equal(read(run.last)["model"]["weight"], torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (
+            {"a": torch.ones(2), "b": torch.ones(2)},
+            r"weights for 0 of the 2 tensors.*begin with a, b, the model's with",
+        ),
+        ([1, 2], r"holds no weights"),
+        (b"nothing", r"can't be read as weights"),
+    ],
+)
+def test_what_are_no_weights_of_this_model_are_refused(content, said, train, tmp_path):
+    file = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        torch.save(content, file)
+    with pytest.raises(CheckpointError, match=said):
+        train(start=file)

@@ -14,7 +14,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Classification
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.run import seed_step
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Numbers, Run, flat, same, weights
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, RISING, STEPS, Numbers, flat, same, weights
 
 # -- from end to end ---------------------------------------------------------------------------------------
 
@@ -53,25 +53,17 @@ def test_checkpoints_come_when_they_are_due_also_at_the_end_of_an_epoch(by_steps
     assert run.steps_saved == saved
 
 
-def bests(run: Run) -> list[tuple[int, bool]]:
-    return [(record.step, record.data.checkpoint.best) for record in run.saved]
-
-
-RISING = {"objective": {"metric": "val/loss", "direction": "maximize"}}
-"""An objective that gets better with each validation of so small a set."""
-
-
 @pytest.mark.medium
 def test_only_a_checkpoint_whose_weights_were_just_validated_can_be_the_best(train):
     run = train(epochs=6, validate_every_epochs=2, checkpoint_every_epochs=3, parts=RISING)
-    assert bests(run) == [(12, False), (24, True)]
+    assert run.bests == [(12, False), (24, True)]
     assert read(run.last)["best"] == dict(run.metrics("val/loss"))[24]
 
 
 def test_a_rollback_remembers_the_best_value_of_its_checkpoint(train):
     falling = {"objective": {"metric": "val/loss", "direction": "minimize"}}  # so the first stays the best
     run = train(epochs=3, fault=["nan,step=6"], on_nonfinite="rollback", parts=falling)
-    assert bests(run) == [(4, True), (8, False), (12, False)]
+    assert run.bests == [(4, True), (8, False), (12, False)]
     assert read(run.last)["best"] == dict(run.metrics("val/loss"))[4]
 
 
@@ -133,7 +125,7 @@ def test_a_run_pauses_after_a_validation_with_one_checkpoint_and_goes_on_to_the_
     ends = [flat(read(run.last)) | {"best": None} for run in (resumed, whole)]  # the best of those that were saved
     assert ends[0] == ends[1]
     assert paused.metrics("lr") + resumed.metrics("lr") == whole.metrics("lr")
-    assert "changed" not in str(resumed.records[0].data.lines)
+    assert "changed" not in str(resumed.header)
 
 
 @pytest.mark.medium
@@ -210,7 +202,7 @@ def test_a_profile_is_a_trace_and_a_table(train):
     assert {name: spans.count(name) for name in ("forward", "backward", "update")} == {
         "forward": 4, "backward": 4, "update": 4
     }  # fmt: skip
-    (table,) = [record.data.text for record in run.records if record.kind == "text"]
+    (table,) = run.texts
     for part in ("| waiting for data |", "| forward pass |", "| optimizer |", "GFLOP a sample", "| all |", "Memory:"):
         assert part in table
     assert "profile/table.md" in files

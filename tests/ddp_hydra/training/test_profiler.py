@@ -110,7 +110,7 @@ class Deep(torch.nn.Sequential):
 @pytest.mark.medium
 def test_a_profile_has_the_operations_of_each_part(train):
     run = train(profile_steps=2, parts={"model": {"_target_": f"{HERE}.Deep"}})
-    (table,) = [record.data.text for record in run.records if record.kind == "text"]
+    (table,) = run.texts
     parts = [[cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines()[-2:]]
     assert parts == [["0", "Linear", "250,000", "0.4"], ["1", "Linear", "150,003", "0.3"]]
 
@@ -118,7 +118,7 @@ def test_a_profile_has_the_operations_of_each_part(train):
 @pytest.mark.medium
 def test_the_last_step_of_a_profile_counts_as_the_others_do(train):
     run = train(profile_steps=4, parts={"optimizer": {"_target_": f"{HERE}.Sleepy"}})
-    (table,) = [record.data.text for record in run.records if record.kind == "text"]
+    (table,) = run.texts
     rows = {row.split("|")[1].strip(): row.split("|")[2] for row in table.splitlines() if row.startswith("| ")}
     assert float(rows["optimizer"]) >= 20
     assert float(rows["all"]) >= float(rows["optimizer"])

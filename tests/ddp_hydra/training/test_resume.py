@@ -25,20 +25,15 @@ def test_a_finished_run_goes_on_when_it_is_given_more_epochs(train):
 
 
 def changed(run: Run) -> list[str]:
-    return [line.removeprefix("changed   ") for line in run.records[0].data.lines if line.startswith("changed")]
+    return [line.removeprefix("changed   ") for line in run.header if line.startswith("changed")]
 
 
 @pytest.mark.medium
 def test_a_resume_whose_steps_have_other_samples_says_so(train):
     first = train(stop_at=("forward", 4))
-    (line,) = [
-        line
-        for line in train(resume=first.last, parts={"data": {"batch_size": 4}}).records[0].data.lines
-        if "effective" in line
-    ]
-    assert line == "batch     4 x 1 rank = 4 effective; 2 when the run began"
-    (line,) = [line for line in train(resume=first.last).records[0].data.lines if "effective" in line]
-    assert line == "batch     2 x 1 rank = 2 effective"
+    larger = train(resume=first.last, parts={"data": {"batch_size": 4}})
+    assert "batch     4 x 1 rank = 4 effective; 2 when the run began" in larger.header
+    assert "batch     2 x 1 rank = 2 effective" in train(resume=first.last).header
 
 
 def groups(run: Run) -> dict[str, Any]:

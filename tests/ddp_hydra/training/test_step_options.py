@@ -19,8 +19,8 @@ from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.parallel import Parallel, PartStep
 from ddp_hydra.training.parallel.dp import DP
 from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.update import OptimizerStep
-from tests.ddp_hydra.training.loop_runs import STEPS, Numbers, config, flat, weights
+from ddp_hydra.training.update import Update
+from tests.ddp_hydra.training.loop_runs import STEPS, Numbers, check_resume, config, flat, weights
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -39,13 +39,13 @@ def test_gradients_that_are_added_in_place_are_the_same_bits(train, monkeypatch,
     parts = {"parallel": {"_target_": f"ddp_hydra.training.parallel.{parallel}"}}
     usual = train(**given, parts=parts)
     monkeypatch.setattr(builders, "makes_cuda_graphs", lambda cfg, device: True)
-    kept, backward = [], OptimizerStep.backward
+    kept, backward = [], Update.backward
 
-    def looked_at(step: OptimizerStep, loss: torch.Tensor) -> None:
+    def looked_at(step: Update, loss: torch.Tensor) -> None:
         kept.append([parameter.grad is not None for _, parameter in step.trained])
         backward(step, loss)
 
-    monkeypatch.setattr(OptimizerStep, "backward", looked_at)
+    monkeypatch.setattr(Update, "backward", looked_at)
     assert torch.equal(weights(train(**given, parts=parts)), weights(usual))
     assert kept == [[True, True]] * 4
 
@@ -82,12 +82,8 @@ OPTIONS = {
 @pytest.mark.medium
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_whatever_a_step_is_made_of_a_resumed_run_ends_as_if_never_stopped(options, train):
-    first = train(stop_at=("update", 1), **options)
-    resumed = train(resume=first.last, **options)
-    whole = train(**options)
-    assert flat(read(resumed.last)) == flat(read(whole.last))
-    assert resumed.metrics("val/loss") == whole.metrics("val/loss")
-    assert weights(whole).tolist() != weights(first).tolist()
+    whole, stopped = check_resume(train, **options)
+    assert weights(whole).tolist() != weights(stopped).tolist()
 
 
 def test_gradients_are_clipped_to_a_length_that_is_logged_as_it_was(train):
@@ -159,7 +155,7 @@ def test_the_rate_grows_with_the_global_batch(rule, rate, line, train):
     data = {"batch_size": 1, "global_batch": 4}
     run = train(epochs=1, parts={**CONSTANT, "data": data, "optimizer": rule}, gradient_accumulation_steps=2)
     assert {rate for _, rate in run.metrics("lr")} == {rate}
-    header = run.records[0].data.lines
+    header = run.header
     assert (line in header, "batch     2 x 2 micro-batches x 1 rank = 4 effective" in header) == (True, True)
 
 

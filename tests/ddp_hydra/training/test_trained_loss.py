@@ -11,7 +11,7 @@ from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import ConfigError, NonFiniteLoss
 from ddp_hydra.tasks import Classification, Step, Task
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, flat
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, check_resume, flat
 from tests.ddp_hydra.training.plain_torch import CONSTANT, begin_alike
 
 
@@ -69,9 +69,7 @@ def test_a_loss_is_trained_and_saved_as_by_hand(train):
 @pytest.mark.medium
 @pytest.mark.parametrize("options", [{}, {"ema_decay": 0.9}, {"clip_norm": 0.1}], ids=str)
 def test_a_resumed_run_ends_with_the_loss_of_the_uninterrupted_one(train, options):
-    first = train(whole=LOSS, stop_at=("update", 3), **options)
-    resumed = train(whole=LOSS, resume=first.last, **options)
-    assert flat(read(resumed.last)) == flat(read(train(whole=LOSS, **options).last))
+    check_resume(train, ("update", 3), whole=LOSS, **options)
 
 
 def test_a_resume_with_another_argument_keeps_what_the_loss_has_learned(train):

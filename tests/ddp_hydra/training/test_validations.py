@@ -5,19 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, Run, flat
-
-RISING = {"objective": {"metric": "val/loss", "direction": "maximize"}}
-"""An objective that gets better with each validation of so small a set."""
-FALLING = {"objective": {"metric": "val/loss", "direction": "minimize"}}
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, FALLING, RISING, STEPS, Run, flat
 
 
 def validated(run: Run) -> list[int]:
     return [step for step, _ in run.metrics("val/loss")]
-
-
-def bests(run: Run) -> list[tuple[int, bool]]:
-    return [(record.step, record.data.checkpoint.best) for record in run.saved]
 
 
 @pytest.mark.parametrize(
@@ -49,8 +41,8 @@ def test_the_best_is_saved_amid_an_epoch(train):
         for step, value in run.metrics("val/loss"):
             expected += [(step, sign * value > known)] if sign * value > known or step % STEPS == 0 else []
             known = max(known, sign * value)
-        assert bests(run) == expected
-    assert bests(train(validate_every_steps=3, parts=RISING, checkpoint_every_epochs=0)) == [(8, True)]
+        assert run.bests == expected
+    assert train(validate_every_steps=3, parts=RISING, checkpoint_every_epochs=0).bests == [(8, True)]
     assert train(validate_every_steps=3, parts=FALLING, checkpoint_every_steps=3).steps_saved == [3, 4, 6, 8]
 
 
@@ -68,7 +60,7 @@ def test_early_stopping_counts_them_and_says_so(train):
     assert (run.value["steps"], run.value["interrupted"]) == (6, "")
     assert run.value["stopped_early"] == "no progress in val/accuracy for 2 validations"
     assert run.steps_saved[-1] == 6
-    said = [record.data.text for record in run.records if record.kind == "text"]
+    said = run.texts
     assert said == ["no progress in val/accuracy for 2 validations"]
     again = train(resume=run.last, validate_every_steps=2, **options)
     assert (again.value["steps"], again.value["stopped_early"]) == (6, run.value["stopped_early"])
@@ -110,7 +102,7 @@ def test_one_before_the_first_step_is_logged_at_step_0_and_nothing_goes_by_it(tr
     parts = {**FALLING, "optimizer": {"lr": 5.0}}  # the first validation is the best
     run, plain = train(validate_first=True, parts=parts), train(parts=parts)
     assert validated(run) == [0, 4, 8]
-    assert bests(run) == bests(plain)
+    assert run.bests == plain.bests
     assert flat(read(run.last)) == flat(read(plain.last))
     assert validated(train(resume=run.last, validate_first=True, epochs=3, parts=parts)) == [12]
 

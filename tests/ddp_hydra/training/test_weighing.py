@@ -13,7 +13,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Step, Task
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.train_step import TrainStep
-from ddp_hydra.training.update import OptimizerStep, Update, Weighing
+from ddp_hydra.training.update import Update, Weighing
 
 
 class Masked(nn.Module):
@@ -94,22 +94,16 @@ def test_scaled_gradients_are_unscaled_before_the_factor(clip_norm):
         step = TrainStep(Task(), model)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         wrapped = PartStep(step)
-        update = Update(
-            "",
-            OptimizerStep(wrapped, optimizer, scaler, clip_norm),
-            None,
-            StepConsensus(),
-            Weighing(8, StepConsensus()),
-        )
+        update = Update("", wrapped, optimizer, None, scaler, Weighing(8, StepConsensus()), clip_norm)
         for rows in counts:
             update.begin()
             losses = []
             for part in rows:
                 loss = update.weighing.weigh(Step(F.mse_loss(model(x[part]), x[part][:, :2]), len(x[part])), 4)
                 losses.append(loss.detach())
-                update.optimizer_step.backward(loss)
+                update.backward(loss)
             assert update.find_nonfinite(update.vote(losses, 0)(), losses) is None
-            update.optimizer_step.apply()
+            update.apply()
         return model.weight.detach()
 
     steps = [(slice(0, 1), slice(1, 4)), (slice(0, 7), slice(7, 8)), (slice(0, 2), slice(2, 4))]

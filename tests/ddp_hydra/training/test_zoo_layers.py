@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import same
+from tests.ddp_hydra.training.loop_runs import check_resume
 from tests.ddp_hydra.training.plain_torch import CONSTANT, begin_alike, rates
 
 
@@ -175,7 +175,7 @@ def equal(one: Any, other: Any) -> bool:
 def test_it_trains_as_in_plain_torch_and_goes_on_after_a_resume(kind, train):
     whole = {"model": node(kind), "scheduler": CONSTANT}
     options = {"ema_decay": 0.9, "decay_all": True, "val": 4}
-    run = train(whole=whole, **options)
+    run, _ = check_resume(train, ("forward", 5), whole=whole, **options)
     saved = read(run.last)
     model = Middle(kind)
     rates(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1, momentum=0.9))
@@ -186,5 +186,3 @@ def test_it_trains_as_in_plain_torch_and_goes_on_after_a_resume(kind, train):
     for name, value in saved["model"].items():
         if isinstance(value, torch.Tensor) and value.dtype != torch.float8_e4m3fn:
             assert torch.equal(average[name].isfinite(), value.isfinite()), name
-    stopped = train(whole=whole, stop_at=("forward", 5), **options)
-    assert same(train(whole=whole, resume=stopped.last, **options).last, run.last)

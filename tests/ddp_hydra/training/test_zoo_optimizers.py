@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import same
+from tests.ddp_hydra.training.loop_runs import check_resume
 from tests.ddp_hydra.training.plain_torch import CONSTANT, Net, begin_alike, rates
 
 
@@ -74,8 +74,6 @@ def test_two_epochs_are_those_of_plain_torch_and_a_resume_changes_nothing(name, 
         "scheduler": CONSTANT,
         "optimizer": {"_target_": f"torch.optim.{name}", **options},
     }
-    run = train(whole=parts, decay_all=True)
+    run, _ = check_resume(train, ("forward", 5), whole=parts, decay_all=True)
     for key, value in model.state_dict().items():
         assert torch.equal(read(run.last)["model"][key], value), key
-    stopped = train(whole=parts, decay_all=True, stop_at=("forward", 5))
-    assert same(train(whole=parts, decay_all=True, resume=stopped.last).last, run.last)

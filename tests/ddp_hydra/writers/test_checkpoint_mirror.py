@@ -62,7 +62,6 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def failing(times: int, how: str, method: str = "", key: str = "") -> Answer:
-    """Fail so many requests."""
     left = [times]
 
     def answer(asked_method, asked_key):

@@ -202,7 +202,6 @@ def test_a_mirror_that_dies_at_any_operation_leaves_whole_checkpoints(form, afte
 
 
 def write_on(form: str, run_dir: Path, store: LocalFolder, first: int) -> None:
-    """Write checkpoints and copy them, for ever."""
     writer, mirror = CheckpointWriter(run_dir, move, keep=2), Mirror(run_dir, store)
     for step in itertools.count(first):
         for record, _ in saved(form, step, step, step % 3 == 0, run_dir.parent):

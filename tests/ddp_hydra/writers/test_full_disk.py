@@ -42,46 +42,23 @@ def small(tmp_path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def fill(folder: Path) -> Path:
-    """Leave no byte free."""
-    ballast = folder / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+def fill(folder: Path) -> None:
+    with (folder / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
             file.write(bytes(4096))
     assert shutil.disk_usage(folder).free == 0
-    return ballast
 
 
-class Waiting(logging.Handler):
-    """Frees the disk once somebody says that they wait for it."""
+class Freeing(threading.Event):
+    """Frees the disk once somebody waits for that."""
 
     def __init__(self, ballast: Path) -> None:
         super().__init__()
         self.ballast = ballast
-        self.threads: list[threading.Thread] = []
 
-    def emit(self, record: logging.LogRecord) -> None:
-        if "trying again" in record.getMessage():
-            thread = threading.Timer(0.2, self.ballast.unlink)
-            thread.start()
-            self.threads.append(thread)
-
-
-@pytest.fixture
-def freed():
-    """Have a full disk freed while somebody waits."""
-    log = logging.getLogger("ddp_hydra.writers.handler")
-    watching: list[Waiting] = []
-
-    def free(ballast: Path) -> None:
-        watching.append(Waiting(ballast))
-        log.addHandler(watching[-1])
-
-    yield free
-    for handler in watching:
-        log.removeHandler(handler)
-        for thread in handler.threads:
-            thread.join()
+    def wait(self, timeout: float | None = None) -> bool:
+        self.ballast.unlink(missing_ok=True)
+        return False
 
 
 @pytest.fixture
@@ -122,14 +99,14 @@ def writers(run_dir: Path):
 
 
 @pytest.mark.parametrize("kind", ["log", "metrics", "text", "file", "checkpoint"])
-def test_a_record_that_found_the_disk_full_lands_once_it_is_freed(small, freed, caplog, metrics_record, spooled, kind):
+def test_a_record_that_found_the_disk_full_lands_once_it_is_freed(small, caplog, metrics_record, spooled, kind):
     """Whichever kind meets the full disk first: nothing is lost, doubled or half there."""
-    with ResultsHandler(writers(small / "run"), retry_s=60.0) as handler:
+    with ResultsHandler(writers(small / "run"), 60.0, Freeing(small / "ballast")) as handler:
         for record in records(1, metrics_record, spooled):
             handler.handle(record)
         coming = records(2, metrics_record, spooled)
         first = ["log", "metrics", "text", "file", "checkpoint"].index(kind)
-        freed(fill(small))
+        fill(small)
         for record in coming[first:] + coming[:first]:
             handler.handle(record)
     said = [record.getMessage() for record in caplog.records if record.name == "ddp_hydra.writers.handler"]
@@ -185,15 +162,15 @@ def test_a_disk_that_is_never_freed_ends_in_the_sentence_and_keeps_what_was_ther
     assert len(caplog.messages) == 1
 
 
-def test_a_checkpoint_spooled_on_the_same_full_disk_is_moved_not_copied(small, freed, spooled, caplog):
+def test_a_checkpoint_spooled_on_the_same_full_disk_is_moved_not_copied(small, spooled, caplog):
     """The worst place: the file is where it should be, and only the manifest does not fit."""
     spool = small / "spool"
     spool.mkdir()
     holds = Checkpoint(1)
-    with ResultsHandler(writers(small / "run"), retry_s=60.0) as handler:
+    with ResultsHandler(writers(small / "run"), 60.0, Freeing(small / "ballast")) as handler:
         content = os.urandom(500_000)
         record = spooled("checkpoints/step-000001.pt", content, spool, checkpoint=holds)
-        freed(fill(small))
+        fill(small)
         handler.handle(record)
     assert find_checkpoint(small / "run").read_bytes() == content
     assert "manifest.json: no space left on device" in caplog.text

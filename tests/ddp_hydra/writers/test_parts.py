@@ -201,7 +201,6 @@ def test_a_damaged_part_of_an_arrival_changes_nothing(tmp_path, two, part, file_
 
 @pytest.fixture
 def mirrored(tmp_path, two) -> Path:
-    """A copy of the run in a store."""
     store = tmp_path / "store"
     store.mkdir()
     Mirror(tmp_path, LocalFolder(str(store))).copy()

@@ -84,14 +84,11 @@ def test_the_local_rank_is_passed_where_it_is_asked_for(client2):
 # -- results ---------------------------------------------------------------------------------------------------
 
 
-def test_two_handlers_differ():
-    assert results.DaskResultsHandler().pub_sub_key != results.DaskResultsHandler().pub_sub_key
-    assert results.DaskResultsHandler("mine").pub_sub_key == "mine"
-
-
-def test_a_handler_pickles():
+def test_two_handlers_differ_and_pickle():
     handler = results.DaskResultsHandler()
     assert pickle.loads(pickle.dumps(handler)).pub_sub_key == handler.pub_sub_key
+    assert results.DaskResultsHandler().pub_sub_key != results.DaskResultsHandler().pub_sub_key
+    assert results.DaskResultsHandler("mine").pub_sub_key == "mine"
 
 
 def test_all_results_of_all_ranks_are_taken(client2, tmp_path):
@@ -203,24 +200,15 @@ def first_pixel(image):
     return image.getpixel((0, 0))
 
 
-def test_an_image_folder_has_classes_and_files(folder):
+def test_an_image_folder_has_classes_files_and_items(folder):
     images = data.S3ImageFolder(folder, "pets/all", first_pixel, str)
     assert images.all_files == ["pets/all/c/b.png", "pets/all/d/a.png"]
     assert (images.classes, images.class_to_idx) == (["c", "d"], {"c": 0, "d": 1})
     assert images[1] == ((200, 0, 0), "1")
     images.close()
-
-
-def test_an_image_folder_has_a_length(folder):
-    images = data.S3ImageFolder(folder, "pets/all")
-    assert len(images) == 2
-    images.close()
-
-
-def test_an_item_is_an_image_and_its_class(folder):
     images = data.S3ImageFolder(s3_bucket=folder, s3_prefix="pets/all")
     image, label = images[1]
-    assert (image.mode, image.size, first_pixel(image), label) == ("RGB", (8, 8), (200, 0, 0), 1)
+    assert (len(images), image.mode, image.size, first_pixel(image), label) == (2, "RGB", (8, 8), (200, 0, 0), 1)
     images.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import ipaddress
 from pathlib import Path
 
 from cryptography import x509
@@ -25,9 +26,11 @@ class Authority:
         self.key = ec.generate_private_key(ec.SECP256R1())
         self.ca = self._write("ca.pem", self._sign(self.key, self.name, is_ca=True))
 
-    def issue(self, name: str) -> tuple[Path, Path]:
+    def issue(self, name: str, address: str = "") -> tuple[Path, Path]:
+        """Make a certificate, maybe of a host by its address, and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
-        return self._write(f"{name}.pem", self._sign(key, _name(name))), self._write(f"{name}.key", _private(key))
+        signed = self._sign(key, _name(name), address=address)
+        return self._write(f"{name}.pem", signed), self._write(f"{name}.key", _private(key))
 
     def sign(self, request: x509.CertificateSigningRequest) -> bytes:
         """Make a certificate for a key that somebody else has."""
@@ -38,6 +41,7 @@ class Authority:
         key: ec.EllipticCurvePrivateKey | x509.CertificateSigningRequest,
         subject: x509.Name,
         is_ca: bool = False,
+        address: str = "",
     ) -> bytes:
         now = datetime.datetime.now(tz=datetime.UTC)
         builder = (
@@ -50,6 +54,9 @@ class Authority:
             .not_valid_after(now + datetime.timedelta(days=1))
             .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
         )
+        if address:
+            names = [x509.IPAddress(ipaddress.ip_address(address))]
+            builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         return builder.sign(self.key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
     def _write(self, name: str, content: bytes) -> Path:

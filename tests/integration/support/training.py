@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
 from ddp_hydra.config import schema
 from ddp_hydra.config.hydra_compat import VERSION_BASE
@@ -67,11 +68,16 @@ class Trained:
         return torch.load(self.folder / "checkpoints" / name, weights_only=True)
 
 
-def composed(project: Path, *overrides: str) -> dict[str, Any]:
-    """Compose what the ranks are given."""
+def configured(project: Path, *overrides: str) -> DictConfig:
+    """Compose what a job is given."""
     schema.register()
     with initialize_config_dir(str(project / "conf"), **VERSION_BASE):
-        return schema.resolved(compose("config", list(overrides)))
+        return compose("config", list(overrides))
+
+
+def composed(project: Path, *overrides: str) -> dict[str, Any]:
+    """Compose what the ranks are given."""
+    return schema.resolved(configured(project, *overrides))
 
 
 def train(

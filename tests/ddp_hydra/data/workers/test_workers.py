@@ -89,19 +89,20 @@ def test_batches_come_in_order_from_all_workers_pass_after_pass(loader):
         there = found[1:] if epoch == 0 else found  # the first one of all says how large they are
         assert {batch.epoch[0].item() for batch in there} == {epoch}
         assert len({batch.pid[0].item() for batch in there} - {os.getpid()}) == 2
+    for pid in {batch.pid[0].item() for batch in found} - {os.getpid()}:  # these go to the whole group
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
     left = one.load(batches(40))
     next(left)
     left.close()
     assert [batch.row[0, 0, 0].item() for batch in one.load(batches(8))] == [0, 2, 4, 6]
     assert list(one.load([])) == []
-
-
-def test_batches_may_grow_and_shrink(loader):
-    one = loader(Rows())
     sizes = (1, 10, 2, 100, 3)
     found = list(one.load([Indices(range(100 - size, 100)) for size in sizes]))
     assert [batch.row[:, 0, 0].tolist() for batch in found] == [list(range(100 - size, 100)) for size in sizes]
     found[1].row.zero_()  # a batch may be written to
+    told = list(loader(Announced()).load(batches(22)))  # each worker is told what it will read
+    assert [batch.told[0].item() for batch in told[1:]] == [10, 10] * 5
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +181,6 @@ def test_an_order_that_a_data_set_draws_for_an_epoch_is_one_everywhere_and_distu
     torch.manual_seed(4)
     draws.tell_epoch(Permuted(), 5, 7)
     assert torch.equal(torch.rand(()), expected)
-
-
-def test_each_worker_is_told_what_it_will_read(loader):
-    found = list(loader(Announced()).load(batches(22)))
-    assert [batch.told[0].item() for batch in found[1:]] == [10, 10] * 5
 
 
 def test_an_error_has_the_frames_of_the_user(loader):
@@ -272,15 +268,6 @@ def test_a_rank_without_room_for_batches_says_so():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_signals_to_the_whole_group_leave_the_workers_at_work(loader):
-    one = loader(Rows())
-    first = list(one.load(batches(8)))
-    for pid in {batch.pid[0].item() for batch in first} - {os.getpid()}:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(pid, number)
-    assert len(list(one.load(batches(8)))) == 4
-
-
 def test_the_child_of_another_stays_the_others(loader):
     one = loader(Rows())
     list(one.load(batches(8)))
@@ -329,9 +316,6 @@ def test_on_gpus_the_number_goes_by_the_cores(monkeypatch, cores, ranks, own, im
     assert number_of(None, SimpleNamespace(share=print), to_gpu=True) == images
     assert number_of(None, Rows(), to_gpu=False) == 0
     assert number_of(3, Rows(), to_gpu=False) == 3
-
-
-@pytest.mark.parametrize("given", [-1, 1.5, "two", True])
-def test_a_number_that_is_none_is_refused(given):
-    with pytest.raises(ConfigError, match=r"data\.workers=.*: give a whole number"):
-        number_of(given, Rows(), to_gpu=False)
+    for given in (-1, 1.5, "two", True):
+        with pytest.raises(ConfigError, match=r"data\.workers=.*: give a whole number"):
+            number_of(given, Rows(), to_gpu=False)

@@ -77,17 +77,6 @@ def test_it_begins_with_where_the_run_stands_and_goes_on(run, capsys, reached):
     assert capsys.readouterr().out.splitlines() == ["epoch 2/2  train/loss 0.1  val/loss 0.25", "done: 10 steps"]
 
 
-def test_a_new_attempt_is_shown(run, capsys):
-    run.start()
-    run.step(1, loss=1.0)
-    attached = following(run)
-    run.start(attempt=1, step=1)
-    run.step(2, attempt=1, loss=1.0)
-    run.end("done", "done")
-    attached.follow()
-    assert "restart 1, from step 1" in capsys.readouterr().out
-
-
 def test_it_begins_with_what_rank_0_said_although_others_spoke_later(run, capsys):
     run.start()
     run.step(1, **{"train/loss": 1.0})

@@ -53,7 +53,7 @@ def test_who_was_the_owner_overwrites_and_removes_nothing(there):
     for write in (
         lambda: one.put("checkpoints/manifest.json", b"one's again"),
         lambda: one.put("checkpoints/new", b"x"),
-        lambda: one.put("checkpoints/step", io.BytesIO(b"x"), 1),
+        lambda: one.put("checkpoints/step", io.BytesIO(b"x")),
         lambda: one.delete("checkpoints/manifest.json"),
     ):
         with pytest.raises(TakenOver, match=r"another driver has taken over .*: this one ends"):

@@ -30,10 +30,10 @@ class Shaky(LocalFolder):
         self.away = False
         self.order: list[str] = []
 
-    def put(self, key, content, size=0):
+    def put(self, key, content):
         if self.away:
             raise ConnectionError("the store is away")
-        super().put(key, content, size)
+        super().put(key, content)
         self.order.append(key)
 
     def put_if(self, key, content, etag):
@@ -197,20 +197,21 @@ def test_a_run_acquires_its_place(there, status):
         acquire_run(FencedStore(there), DriverStatus("tcp://scheduler:8786", "abc"), {})
 
 
-def test_the_place_of_another_run_that_has_left_checkpoints_is_not_free(there, status):
-    there.put("checkpoints/manifest.json", encode_manifest({"step-000001.pt": ENTRY}))
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("checkpoints/manifest.json", encode_manifest({"step-000001.pt": ENTRY})),
+        ("status.json", b'{"state": "done", "time": 100.0}'),
+    ],
+)
+def test_the_place_of_another_run_that_has_left_something_is_not_free(there, status, name, content):
+    there.put(name, content)
     with pytest.raises(
         ConfigError, match=r"store holds another run: give hydra\.run\.dir=<folder>, or go on: resume=.*store"
     ):
         acquire_run(FencedStore(there), status, {})
     assert there.size_or_none("owner") is None
     acquire_run(FencedStore(there), status, {}, goes_on=True)
-
-
-def test_the_place_of_a_run_that_is_done_is_not_free(there, status):
-    there.put("status.json", json.dumps({"state": "done", "time": time.time() - 100}).encode())
-    with pytest.raises(ConfigError, match="holds another run"):
-        acquire_run(FencedStore(there), status, {})
 
 
 def test_a_dead_runs_place_is_free(there, status, monkeypatch):

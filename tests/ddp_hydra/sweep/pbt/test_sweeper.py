@@ -12,7 +12,7 @@ from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import ConfigError, SweepFailed
-from ddp_hydra.sweep.pbt import PopulationSweeper
+from ddp_hydra.sweep.pbt import PopulationSweeper, score_of
 
 ARGUMENTS = ["trainer.epochs=3", "optimizer.lr=tag(log,interval(1e-4,1.0))", "resume=start"]
 
@@ -44,11 +44,10 @@ def made(tmp_path, monkeypatch):
     def make(**options) -> PopulationSweeper:
         launcher = Launcher(tmp_path / "pop")
         monkeypatch.setattr(Plugins.instance(), "instantiate_launcher", lambda **_: launcher)
-        direction = options.pop("direction", "maximize")
         config = OmegaConf.create(
             {
                 "cluster": {"_target_": "x", "password": "hunter2"}, "dispatch": {}, "trainer": {},
-                "objective": {"metric": "val/accuracy", "direction": direction}, "hydra": {"sweep": {"dir": "pop"}},
+                "objective": {"metric": "val/accuracy", "direction": "maximize"}, "hydra": {"sweep": {"dir": "pop"}},
             }
         )  # fmt: skip
         sweeper = PopulationSweeper(**{"population": 4, "generations": 3} | options)
@@ -114,8 +113,13 @@ def test_keys_of_its_own_are_refused(made, arguments, message):
         made().sweep(arguments)
 
 
-def test_what_it_cannot_train_is_refused(made):
-    with pytest.raises(ConfigError, match=r"give objective\.direction=maximize or minimize"):
-        made(direction="up")
+def test_what_it_cannot_train_is_refused():
     with pytest.raises(ConfigError, match="for ddp_hydra's configs only"):
         PopulationSweeper().setup(hydra_context=None, task_function=None, config=OmegaConf.create({}))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "x"])
+def test_what_is_no_finite_number_is_no_score(value):
+    result = JobReturn(status=JobStatus.COMPLETED)
+    result._return_value = value
+    assert score_of(result) is None
