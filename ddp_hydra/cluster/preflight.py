@@ -11,6 +11,7 @@ import ddp_hydra
 from ddp_hydra.cluster import worker_probe
 from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.errors import ClusterError, ConfigError
+from ddp_hydra.rank import environment
 
 if TYPE_CHECKING:
     from distributed import Client
@@ -113,11 +114,9 @@ def check_network(found: Probes, interface: str | None) -> None:
     without = {address: there for address, there in found.items() if not there["interfaces"].get(interface)}
     if interface and without:
         texts = {
-            address: f"host {there['host']} has " + ", ".join(
-                f"{name} ({', '.join(addresses)})" for name, addresses in there["interfaces"].items() if addresses
-            )
+            address: f"host {there['host']} has {environment.describe(there['interfaces'])}"
             for address, there in without.items()
-        }  # fmt: skip
+        }
         advice = "give one that all have; or GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME in each worker's environment"
         raise _refused(f"dispatch.interface={interface} is not there on all hosts, or has no address:", texts, advice)
     for name in worker_probe.VARIABLES:

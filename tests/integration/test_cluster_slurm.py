@@ -41,24 +41,17 @@ def queue(tmp_path, wait_for) -> Iterator[Queue]:
     wait_for(lambda: not slurm.running(folder), "the end of all batch jobs")
 
 
-def test_the_main_job_on_batch_jobs(cli, queue):
+def test_the_main_job_on_two_workers_of_one_batch_job(cli, queue):
     native = ("cluster.queue=short", "cluster.account=me", "cluster.walltime='00:10:00'")
+    native += ("cluster.cores=2", "cluster.processes=2")
     extra = ("cluster.job_extra_directives=['--gres=gpu:1']", "cluster.job_script_prologue=['export SAID=hello']")
     cli.done(*TINY, *native, *extra, "hydra.run.dir=run", **queue.variables)
     assert (summary_of(cli.folder / "run")["status"], summary_of(cli.folder / "run")["world_size"]) == ("done", 2)
-    scripts = queue.scripts()
-    assert len(scripts) == 2
-    for line in ("-p short", "-A me", "-t 00:10:00", "--gres=gpu:1", "--cpus-per-task=1"):
-        assert f"#SBATCH {line}\n" in scripts[0]
-    assert "export SAID=hello" in scripts[0]
-    assert f'#SBATCH --output="{cli.folder}/run/logs/slurm-%j.out"\n' in scripts[0]
-
-
-@pytest.mark.slow
-def test_several_workers_in_one_batch_job(cli, queue):
-    cli.done(*TINY, "cluster.cores=2", "cluster.processes=2", "hydra.run.dir=run", **queue.variables)
-    assert summary_of(cli.folder / "run")["world_size"] == 2
-    assert len(queue.scripts()) == 1
+    (script,) = queue.scripts()
+    for line in ("-p short", "-A me", "-t 00:10:00", "--gres=gpu:1", "--cpus-per-task=2"):
+        assert f"#SBATCH {line}\n" in script
+    assert "export SAID=hello" in script
+    assert f'#SBATCH --output="{cli.folder}/run/logs/slurm-%j.out"\n' in script
 
 
 @pytest.mark.slow
