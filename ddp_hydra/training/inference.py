@@ -282,7 +282,15 @@ def plain(name: str, values: Any) -> Any:
         return list(values)
     if all(isinstance(value, (bool, int, float)) for value in values):
         return np.asarray(values)
-    return [json.dumps(value, separators=(",", ":"), default=lambda part: part.tolist()) for value in values]
+    return [json.dumps(_jsonable(value), separators=(",", ":")) for value in values]
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _jsonable(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_jsonable(part) for part in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def fitted(name: str, values: Any, kind: str) -> dict[str, Any]:
