@@ -172,18 +172,6 @@ def test_a_data_set_may_read_collate_and_prepare_its_own_way():
     assert pairs(Loader(Own(), CPU).load([[1, 2]])) == [([-0.5, -1.0], 1)]
 
 
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_only_images_take_the_layout_of_images(channels_last):
-    class Images:
-        def __getitem__(self, index):
-            return torch.zeros(3, 4, 5), torch.zeros(2, 3)
-
-    x, y = next(Loader(Images(), CPU, channels_last, prefetch=0).load([[0, 1]]))
-    assert x.is_contiguous(memory_format=torch.channels_last) == channels_last
-    assert x.is_contiguous() != channels_last
-    assert y.is_contiguous()
-
-
 @pytest.mark.gpu
 def test_batches_arrive_on_the_gpu_by_way_of_pinned_memory():
     pinned = []

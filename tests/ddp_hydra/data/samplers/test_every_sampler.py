@@ -145,13 +145,3 @@ def test_it_is_a_batch_sampler_for_a_plain_data_loader():
     sampler.set_epoch(1)
     assert [batch.tolist() for (batch,) in loader] == list(sampler.batches(1))
     assert len(loader) == len(sampler) == 2
-
-
-def test_batches_with_the_rest_filled_up_are_the_same_after_another_world_size():
-    """The rest of an epoch is filled up, not lost, where the number of ranks changes amid it."""
-    kind = Kind(Distributed, {"shuffle": False})
-    assert [sorted(step) for step in steps(kind, 10, 1, 3, 0, position=4, drop_last=False)] == [[4, 5, 6], [7, 8, 9]]
-    assert [sorted(step) for step in steps(kind, 10, 2, 2, 0, position=3, drop_last=False)] == [
-        [3, 4, 5, 6],
-        [0, 7, 8, 9],
-    ]

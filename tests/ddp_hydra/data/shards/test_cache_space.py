@@ -77,31 +77,22 @@ def test_a_shard_larger_than_the_cache_is_refused_at_once(server, cache_of, tmp_
     assert files(tmp_path / "cache") == []
 
 
-def test_a_full_disk_is_told_apart(server, cache_of, monkeypatch):
-    shards = serve(server, "a")
-    real = os.fstatvfs
-
-    def full(descriptor):
-        return os.statvfs_result([*real(descriptor)[:4], 0, *real(descriptor)[5:]])
-
-    monkeypatch.setattr(os, "fstatvfs", full)
-    monkeypatch.setattr(cache_module, "WAIT_S", 0.1)
-    with pytest.raises(OSError, match=r"the disk is full\. Free it, or type data\.cache_dir="):
-        cache_of(shards).open(0)
-
-
-def test_on_a_full_disk_older_shards_go(server, cache_of, monkeypatch, tmp_path):
+def test_on_a_full_disk_older_shards_go_and_without_any_it_is_told_apart(server, cache_of, monkeypatch, tmp_path):
     cache = cache_of(serve(server, "ab"))
     label(cache, 0)
-    real = os.fstatvfs
+    real, is_full = os.fstatvfs, False
 
     def full(descriptor):
-        free = 0 if list((tmp_path / "cache").glob("*-a.tar")) else 2**20
+        free = 0 if is_full or list((tmp_path / "cache").glob("*-a.tar")) else 2**20
         return os.statvfs_result([*real(descriptor)[:4], free, *real(descriptor)[5:]])
 
     monkeypatch.setattr(os, "fstatvfs", full)
     assert label(cache, 1) == COUNT
     assert files(tmp_path / "cache") == ["b.tar", "lock"]
+    is_full = True
+    monkeypatch.setattr(cache_module, "WAIT_S", 0.1)
+    with pytest.raises(OSError, match=r"the disk is full\. Free it, or type data\.cache_dir="):
+        cache_of(serve(server, "c"), folder=tmp_path / "other").open(0)
 
 
 def test_files_of_others_are_neither_counted_nor_removed(server, cache_of, tmp_path):
