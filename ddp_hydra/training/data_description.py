@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
 from ddp_hydra.console.text import counted
 from ddp_hydra.data import draws, wrappers
 from ddp_hydra.data.batch import alike, summary
@@ -128,7 +126,10 @@ class DataDescription:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any] | None) -> DataDescription:
-        return msgspec.convert(values or {}, cls)
+        given: Any = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in (values or {}).items()
+        }
+        return cls(**given)
 
 
 def length(data: Any) -> int | None:
