@@ -21,6 +21,7 @@ from typing import Any
 from ddp_hydra.errors import ConfigError
 
 CHUNK_BYTES = 8 * 2**20
+COPIED_BYTES = 16 * CHUNK_BYTES
 MAX_KEPT_BYTES = 2 * 2**30
 """Bytes of all kept checkpoints of a worker; the oldest go first."""
 FREE_SHARE = 0.1
@@ -73,6 +74,25 @@ def read(gang: str, rank: int, name: str, offset: int, dask_worker: Any = None) 
     with _file(dask_worker, gang, rank, name).open("rb") as file:
         file.seek(offset)
         return file.read(CHUNK_BYTES)
+
+
+def sees(gang: str, rank: int, target: str, nonce: bytes, dask_worker: Any = None) -> bool:
+    """Return whether a file of the client is on a disk of this host, too. Runs on the worker."""
+    try:
+        return Path(target).read_bytes() == nonce
+    except OSError:
+        return False
+
+
+def copy(gang: str, rank: int, name: str, target: str, offset: int, dask_worker: Any = None) -> int:
+    """Copy the next bytes of a file into one of the client that this host sees; return how many. Runs on the worker."""
+    with _file(dask_worker, gang, rank, name).open("rb") as file, Path(target).open("r+b") as out:
+        file.seek(offset)
+        out.truncate(offset)
+        out.seek(offset)
+        while out.tell() < offset + COPIED_BYTES and (piece := file.read(CHUNK_BYTES)):
+            out.write(piece)
+        return out.tell() - offset
 
 
 def write(gang: str, rank: int, name: str, data: bytes, offset: int, dask_worker: Any = None) -> str:

@@ -93,7 +93,9 @@ def unreachable() -> Iterator[str]:
 
 @pytest.mark.integration
 @pytest.mark.usefixtures("other_host")
-def test_a_file_comes_directly_and_in_pieces_from_a_worker_that_is_reached(client2, worker, asked, tmp_path):
+@pytest.mark.parametrize("shares_disk", [True, False])
+def test_a_file_comes_directly_from_a_worker_that_is_reached(client2, worker, asked, tmp_path, shares_disk):
+    """In pieces, or the worker writes it where both see it."""
     content = os.urandom(2500)
     source, file = in_outbox(client2, worker, content), File("a/b", 2500, hashlib.sha256(content).hexdigest())
     caller = WorkerCaller(client2)
@@ -102,10 +104,11 @@ def test_a_file_comes_directly_and_in_pieces_from_a_worker_that_is_reached(clien
 
     def call(function: Any, *args: Any) -> Any:
         called.append(function.__name__)
-        return caller.call(worker, function, "direct", 0, *args)
+        there = ("/not/there", *args[1:]) if function is outbox.sees and not shares_disk else args
+        return caller.call(worker, function, "direct", 0, *there)
 
     workers.fetch(source, file, tmp_path / "got", call)
-    assert called == ["read", "remove"]
+    assert called == ["sees", "copy" if shares_disk else "read", "remove"]
     assert (tmp_path / "got").read_bytes() == content
     assert not source.exists()
     assert asked == []
