@@ -7,6 +7,7 @@ types.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import socket
@@ -24,6 +25,9 @@ import ddp_hydra
 from ddp_hydra.checked import prepare
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ConfigError, RecordError
+
+FORMAT = 2
+"""Grows with each change of the structs below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError(f"a gang's settings are {', '.join(sorted(cls.__struct_fields__))}: {error}") from None
 
 
-class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class JobSpec(Struct, frozen=True, kw_only=True):
     """What each host is sent of a gang's attempt, and what its ranks read.
 
     Args:
@@ -126,6 +130,7 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             something when it gets SIGTERM.
         generation: how many worlds the attempt had before.
         lives_on: a rank that has lost the others waits for its next world, instead of ending.
+        format, version: of the ddp_hydra that has made this.
     """
 
     gang: str
@@ -138,6 +143,8 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     is_script: bool = False
     generation: int = 0
     lives_on: bool = False
+    format: int = FORMAT
+    version: str = ddp_hydra.__version__
 
     @property
     def topic(self) -> str:
@@ -162,13 +169,22 @@ class JobSpec(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Raises:
             ConfigError: the client has another version of ddp_hydra.
         """
-        try:
-            return msgspec.msgpack.decode(data, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(
-                f"worker host {socket.gethostname()} has ddp_hydra {ddp_hydra.__version__}, and the client another "
-                f"version ({error}): install the same version on both"
-            ) from None
+        sender = ClientVersion()
+        with contextlib.suppress(msgspec.MsgspecError):
+            sender = msgspec.msgpack.decode(data, type=ClientVersion)
+            if sender.format == FORMAT:
+                return msgspec.msgpack.decode(data, type=cls)
+        raise ConfigError(
+            f"the client has ddp_hydra {sender.version} (format {sender.format}), and worker host "
+            f"{socket.gethostname()} has {ddp_hydra.__version__} (format {FORMAT}): install the same version on both"
+        )
+
+
+class ClientVersion(Struct):
+    """What any version can read of a job: which version has sent it."""
+
+    format: int = 0
+    version: str = "of an unknown version"
 
 
 class RankLaunch(Struct, frozen=True, kw_only=True):
@@ -191,7 +207,7 @@ class RankLaunch(Struct, frozen=True, kw_only=True):
         return self.job.ranks[0]
 
 
-prepare(GangSettings, JobSpec, RankLaunch)
+prepare(GangSettings, JobSpec, ClientVersion, RankLaunch)
 
 
 _TUPLE, _SET, _INT, _COMPLEX, _ARRAY, _TENSOR, _PAIRS, _FROZENSET = range(1, 9)

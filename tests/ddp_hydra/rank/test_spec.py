@@ -8,7 +8,7 @@ import pytest
 from ddp_hydra.config.project import Project
 from ddp_hydra.dispatch import Gang
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank.spec import GangSettings, JobSpec, RankSpec
+from ddp_hydra.rank.spec import FORMAT, GangSettings, JobSpec, RankSpec
 
 JOB = JobSpec(
     gang="g",
@@ -27,10 +27,18 @@ def test_a_job_arrives_as_it_was_sent():
 
 
 @pytest.mark.parametrize(
-    "sent", [msgspec.msgpack.encode(msgspec.structs.asdict(JOB) | {"other": 1}), b"\x80\x05pickle", JOB.encode()[:-9]]
+    ("sent", "named"),
+    [
+        (
+            msgspec.msgpack.encode({"format": FORMAT + 1, "version": "9.1", "other": 1}),
+            f"9.1.*format {FORMAT + 1}",
+        ),
+        (b"\x80\x05pickle", "unknown version"),
+        (JOB.encode()[:-9], "of an unknown version"),
+    ],
 )
-def test_a_job_of_another_version_is_a_sentence(sent):
-    with pytest.raises(ConfigError, match=r"has ddp_hydra .*, and the client another version .*: install the same"):
+def test_a_job_of_another_version_is_a_sentence(sent, named):
+    with pytest.raises(ConfigError, match=named):
         JobSpec.decode(sent)
 
 
