@@ -77,14 +77,20 @@ def objective_of(config: DictConfig, direction: str | None = None) -> SweepObjec
 
 
 def _check_sweeper(config: DictConfig, metric: str, better: str) -> None:
-    """Refuse a sweeper that searches in another direction than the objective's: Optuna's own default is minimize."""
-    found = OmegaConf.select(config, "hydra.sweeper.direction")
-    typed = [str(getattr(one, "name", one)) for one in (found if OmegaConf.is_list(found) else [found])]
-    if found is not None and typed != [better]:
-        raise ConfigError(
-            f"hydra.sweeper.direction={','.join(typed)}, but the objective {metric} goes by {better}: "
-            f"give hydra.sweeper.direction={better}, or another objective.direction"
-        )
+    """Refuse a sweeper that searches in another direction than the objective's.
+
+    By default, Optuna and Ax minimize. Ax and Nevergrad have keys of their own.
+    """
+    for key in ("direction", "ax_config.experiment.minimize", "optim.maximize", "maximize", "minimize"):
+        found = OmegaConf.select(config, f"hydra.sweeper.{key}")
+        values = list(found) if OmegaConf.is_list(found) else [found]
+        right = str(key.endswith(better)).lower() if isinstance(values[0], bool) else better
+        typed = [str(one).lower() if isinstance(one, bool) else str(getattr(one, "name", one)) for one in values]
+        if found is not None and typed != [right]:
+            raise ConfigError(
+                f"hydra.sweeper.{key}={','.join(typed)}, but the objective {metric} goes by {better}: "
+                f"give hydra.sweeper.{key}={right}, or another objective.direction"
+            )
 
 
 def _maximizes(direction: object) -> bool | None:

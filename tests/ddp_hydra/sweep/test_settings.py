@@ -72,6 +72,9 @@ def test_the_objective_is_the_configs_or_what_the_task_returns(config, direction
         ({"direction": "maximize"}, "val/accuracy", None),
         ({"direction": ["maximize"]}, "val/accuracy", None),
         ({"direction": ["maximize", "minimize"]}, "val/accuracy", r"goes by maximize: give.*direction=maximize"),
+        ({"ax_config": {"experiment": {"minimize": True}}}, "val/accuracy", r"experiment.minimize=false"),
+        ({"ax_config": {"experiment": {"minimize": True}}}, "val/loss", None),
+        ({"optim": {"maximize": False}}, "val/accuracy", r"optim.maximize=true"),
         ({}, "val/accuracy", None),
     ],
 )
