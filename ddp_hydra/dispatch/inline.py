@@ -21,10 +21,16 @@ ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZ
 
 
 class DirectSender:
-    """Passes records directly to their reader, one at a time; files lie in `outbox`."""
+    """Passes records directly to their reader.
+
+    Args:
+        on_record: called with each record, one at a time.
+        outbox: folder for files on their way.
+    """
 
     def __init__(self, on_record: Callable[[Record], None], outbox: Path) -> None:
-        self.on_record, self.outbox = on_record, outbox
+        self.on_record = on_record
+        self.outbox = outbox
         self.lock = threading.Lock()
 
     def send(self, record: Record) -> None:
@@ -38,7 +44,7 @@ def run(
     fn: Callable[..., Any] | str,
     *args: Any,
     on_record: Callable[[Record], None],
-    settings: GangSettings = GangSettings(),  # noqa: B008, it can't be changed
+    settings: GangSettings | None = None,
     notice: Callable[[], str] = str,
     attempt: int = 0,
     **kwargs: Any,
@@ -57,11 +63,11 @@ def run(
     from unittest import mock
 
     import cloudpickle
-    from torch.distributed import HashStore
 
-    from ddp_hydra.rank import process
-    from ddp_hydra.rank.world import joined, leave_process_group
+    from ddp_hydra.rank import environment, process
+    from ddp_hydra.rank.world import joined, leave_process_group, meet
 
+    settings = settings or GangSettings()
     restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:
         if settings.threads:
@@ -72,8 +78,11 @@ def run(
         try:
             with FinishOnInterrupt(notice).caught():
                 os.environ.update(ONLY_RANK)
+                listener = environment.bind("127.0.0.1")
+                port = listener.getsockname()[1]
+                store = meet(0, "127.0.0.1", port, settings.timeout_s, listener.detach())
                 call = cloudpickle.dumps((fn, args, kwargs))
-                with joined(HashStore(), 0, 1, 1, settings.backend, settings.timeout_s) as world:
+                with joined(store, 0, 1, 1, settings.backend, settings.timeout_s) as world:
                     return [process.perform(call, world)]
         except Exception:
             heartbeat.await_saved()
