@@ -64,6 +64,7 @@ def test_results_are_written_there_and_gone_on_with(cli, sftp):
     assert (again["status"], again["steps"]) == ("done", 18)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_copied_there_and_gone_on_with(cli, sftp):
     mirror = f"{sftp.url}/copy"
     cli.done(*TINY, "trainer.epochs=2", f"results.mirror={mirror}", "hydra.run.dir=first", **ACCESS)
