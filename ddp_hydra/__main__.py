@@ -1,6 +1,7 @@
 """`python -m ddp_hydra`."""
 
 import contextlib
+import gc
 import re
 import sys
 
@@ -50,9 +51,7 @@ def main() -> None:
 
 def run() -> None:
     """Run the command in this process. Of the processes that torchrun has started, only RANK 0 does."""
-    from ddp_hydra import forked
-
-    forked.pause_garbage()  # until the config is composed
+    gc.disable()  # until the config is composed
     prestart(sys.argv[1:])
     from ddp_hydra.cli.main import entry
 

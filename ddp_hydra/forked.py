@@ -107,12 +107,8 @@ def run_and_exit(work: Callable[[], int]) -> NoReturn:
 # -- Python's search for garbage: in imports, it takes a quarter of the time, and finds 8 MiB that may stay
 
 
-def pause_garbage() -> None:
-    gc.disable()
-
-
 def resume_garbage(searches: bool = False) -> None:
-    """Search again, if it was paused.
+    """Search again, if `gc.disable` has paused it.
 
     All objects that exist now count as permanent: later searches do not walk through them, and searches in forks do not
     touch, and so copy, their pages.

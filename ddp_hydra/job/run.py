@@ -123,7 +123,7 @@ def run_job(
 
 def refuse_restart(run_dir: Path) -> None:
     """Refuse a job that torchrun has started again for nothing; it knows only that a process has failed."""
-    before = (torchrun.is_again(run_dir) and read_summary(run_dir)) or Summary(status="failed")
+    before = (torchrun.remembered() == run_dir.absolute() and read_summary(run_dir)) or Summary(status="failed")
     if (reason := before.interrupted) in ("time_limit", "callback"):
         raise Interrupted(f"{why_stopped(reason, before.steps or 0)}: torchrun has started it again, but it is over")
     if (failure := before.failure) is not None and failure.kind != "lost":

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import importlib
 import os
 import resource
@@ -333,7 +334,7 @@ class ForkServer:
 def preload(look: Callable[[], object]) -> None:
     """Import modules that ranks need, so that a fork has them at once; call `look` meanwhile."""
     watcher = _Watcher(look)
-    forked.pause_garbage()
+    gc.disable()
     sys.meta_path.insert(0, watcher)
     try:
         for name in PRELOAD:

@@ -267,10 +267,6 @@ def remembered() -> Path | None:
     return Path(run_dir) if writer not in (0, os.getpid()) else None
 
 
-def is_again(run_dir: Path) -> bool:
-    return remembered() == run_dir.absolute()
-
-
 def read_memory() -> tuple[int, int, str]:
     """Return the process that has noted the run directory, the hosts that the job began with, and the directory."""
     with contextlib.suppress(OSError, ValueError):

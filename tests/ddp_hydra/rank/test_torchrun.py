@@ -137,8 +137,7 @@ def agent(started, tmp_path) -> Path:
 
 
 def test_a_restart_goes_on_in_the_same_run_directory(agent):
-    assert torchrun.is_again(agent)
-    assert not torchrun.is_again(agent.parent)
+    assert torchrun.remembered() == agent
     typed = ["seed=1", "hydra.run.dir=mine", "resume=other"]
     quoted = text.quoted(f"{agent.parent}/it's a\\run")
     assert compose.with_run_dir_before(typed) == ["seed=1", "resume=other", f"hydra.run.dir={quoted}"]
