@@ -45,7 +45,7 @@ from typing import Any, NoReturn
 
 from ddp_hydra import forked
 from ddp_hydra.console.signals import open_standard_files
-from ddp_hydra.rank import environment
+from ddp_hydra.rank import environment, lazy_dynamo
 from ddp_hydra.rank.processes import (
     LEFT_S,
     LeftBehind,
@@ -60,7 +60,7 @@ from ddp_hydra.rank.spare_forks import Caller, SpareForks, become_rank
 
 MODULE = "ddp_hydra.rank.fork_server"
 PRELOAD = (
-    "torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torchvision",
+    "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", "torchvision",
     "numpy.random", "omegaconf", "hydra.utils", "PIL.Image", "ddp_hydra.rank.process", "ddp_hydra.training.loop",
     "ddp_hydra.tasks.losses", "torch.utils.serialization",
 )  # fmt: skip
@@ -214,6 +214,8 @@ class ForkServer:
     def spawn(self, caller: Caller, request: dict[str, Any]) -> None:
         caller.has_requested = True
         self.keep_warm_s = 0.0 if environment.batch_job() else float(request.get("keep_warm_s", 0.0))
+        if lazy_dynamo.import_if_wanted():
+            self.spares.end()
         try:
             pid = self.spares.take(request, caller.fds) or os.fork()
         except OSError as error:  # the host allows no other process; those that run go on
@@ -340,6 +342,8 @@ def preload(look: Callable[[], object]) -> None:
         for name in PRELOAD:
             with contextlib.suppress(Exception):  # a rank that needs the module reports the error
                 importlib.import_module(name)
+                if name == "torch":
+                    lazy_dynamo.put_off()
         register_backends()
     finally:
         sys.meta_path.remove(watcher)

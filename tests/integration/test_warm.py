@@ -22,9 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ddp_hydra import dispatch
 from ddp_hydra.cli import commands
-from ddp_hydra.rank import fork_client
+from ddp_hydra.rank import fork_client, lazy_dynamo
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,6 +41,12 @@ def runtime(monkeypatch, alive, wait_for) -> Iterator[Path]:
         yield Path(folder)
         pids = [status["pid"] for address in commands.server_sockets() if (status := fork_client.ask(address, "stop"))]
         wait_for(lambda: not any(map(alive, pids)), "the end of the fork servers")
+
+
+@pytest.fixture
+def keep_warm(runtime, monkeypatch) -> None:
+    """Servers that stay for the next gang."""
+    monkeypatch.setenv("DDP_HYDRA_KEEP_WARM_S", "60")
 
 
 @pytest.fixture
@@ -167,6 +175,26 @@ def test_a_dead_servers_socket_is_nobodys(library):
     assert status() is None
     fork(60)
     assert status() is not None
+
+
+def step_of_ddp(compiled: bool) -> bool:
+    """Return whether torch's compiler was still to be imported after a step, before one that may be compiled."""
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    is_put_off = isinstance(sys.modules["torch._dynamo"], lazy_dynamo.StandIn)
+    if compiled:
+        torch.compile(model, backend="eager")(torch.ones(2)).sum().backward()
+        optimizer.step()
+        assert not isinstance(sys.modules["torch._dynamo"], lazy_dynamo.StandIn)
+    return is_put_off
+
+
+@pytest.mark.slow
+def test_ranks_import_the_compiler_when_they_need_it_and_the_server_before_the_next_ones(keep_warm, fresh_client):
+    found = [dispatch.run(fresh_client, step_of_ddp, compiled) for compiled in (False, True, False)]
+    assert found == [[True, True], [True, True], [False, False]]
 
 
 @pytest.mark.slow
