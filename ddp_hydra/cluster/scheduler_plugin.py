@@ -94,8 +94,9 @@ def reserve(
     chosen = choose(free, min(wanted, room))
     _forget_topic(reservations.get(gang, {}).get("topic"), dask_scheduler)
     reservations[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
-    # The client subscribes, too, but by its stream. The first records of tasks that live on would overtake that.
-    dask_scheduler.subscribe_topic(topic, holder)
+    if (subscribe := getattr(dask_scheduler, "subscribe_topic", None)) is not None:
+        # The client subscribes, too, but by its stream. The first records of tasks that live on would overtake that.
+        subscribe(topic, holder)
     return {"workers": chosen}
 
 
@@ -201,11 +202,12 @@ def release(gang: str, dask_scheduler: Any = None) -> None:
 
 
 def _forget_topic(topic: str | None, scheduler: Any) -> None:
-    if topic is not None:
-        scheduler._broker._topics.pop(topic, None)
+    broker = getattr(scheduler, "_broker", None)
+    if broker is not None and topic is not None:
+        broker._topics.pop(topic, None)
         scheduler._ddp_hydra_forgotten.append(topic)
         # The client's end of its subscription, which goes another way than this call, may create the topic once more.
-        delete_topics([topic], scheduler)
+        scheduler.loop.call_later(LATE_S, broker._topics.pop, topic, None)
 
 
 class ReservationPlugin(SchedulerPlugin):
@@ -213,7 +215,7 @@ class ReservationPlugin(SchedulerPlugin):
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.retire = scheduler.retire_workers
+        self.retire: Any = getattr(scheduler, "retire_workers", None)
 
     async def retire_workers(
         self, *args: Any, stimulus_id: str | None = None, close_workers: bool = False, remove: bool = True, **which: Any
@@ -268,15 +270,17 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
         scheduler._ddp_hydra_change = asyncio.Event()
         scheduler._ddp_hydra_forgotten = deque(maxlen=1000)
         scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
-        own_target = scheduler.adaptive_target
+        own_target: Any = getattr(scheduler, "adaptive_target", None)
 
         def adaptive_target(target_duration: Any = None) -> int:
             scheduler._ddp_hydra_adapted = time.monotonic()
             return max(own_target(target_duration), _demand(scheduler))
 
-        scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
+        if own_target is not None:
+            scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
         plugin = ReservationPlugin(scheduler)
-        scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
+        if plugin.retire is not None:
+            scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
         scheduler.add_plugin(plugin, name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 

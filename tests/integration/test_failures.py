@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -224,6 +226,30 @@ def test_a_killed_worker_is_the_root_cause_and_takes_its_rank_along(fresh_client
     assert (caught.value.failure.rank, caught.value.failure.kind) == (lost, "lost")
     fresh_client.wait_for_workers(2, timeout=100)
     assert dispatch.run(fresh_client, rank) == [0, 1]
+
+
+@pytest.mark.slow
+def test_each_of_two_gangs_of_one_client_notices_the_loss_of_its_worker(fresh_client, gang, new_heard, wait_for):
+    """The later gang listens to the same client; the earlier one must not go deaf."""
+    workers = fresh_client.run(os.getpid)
+    heards = [new_heard(), new_heard()]
+    jobs = [gang(fresh_client, ranks=1, on_record=heard) for heard in heards]
+    with ThreadPoolExecutor(2) as pool:
+        runs = []
+        for job, heard in zip(jobs, heards, strict=True):
+            runs.append(pool.submit(job.run, tell_pid_and_sleep))
+            wait_for(heard.pids, "the rank of the job runs")
+        os.kill(workers[jobs[0].attempt.specs[0].worker], signal.SIGKILL)
+        try:
+            with pytest.raises(RankFailed, match=r"rank 0 on .*its worker tcp://.* left the cluster"):
+                runs[0].result()
+            assert not runs[1].done()
+        finally:
+            for pid in [*heards[0].pids(), *heards[1].pids()]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        with pytest.raises(RankFailed, match=r"rank 0 on .*SIGKILL"):
+            runs[1].result()
 
 
 class DiskFull(Exception):
