@@ -11,6 +11,7 @@ import inspect
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any, SupportsInt
 
 import numpy as np
@@ -38,6 +39,8 @@ _ARGUMENTS = {
 }
 """Methods that the training loop calls, and with how many arguments."""
 _ARGUMENTS_OF_STREAMS = {**_ARGUMENTS, "of_rank": 2, "state_dict": 0, "load_state_dict": 1}
+COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses", "bad_samples")
+"""Numbers of `stats()` that the training loop reads."""
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(_COUNTED, Mapping),
     "max_bad_fraction": (int, float, type(None)),
@@ -155,10 +158,13 @@ class View(Dataset):
             return {key: value for part in offering for key, value in getattr(part, name).items()}
 
         def call(*args: Any) -> Any:
+            found = [getattr(part, name)(*args) for part in offering]
+            if name != "stats":
+                return None
             totals: Counter[str] = Counter()
-            for part in offering:
-                totals.update(getattr(part, name)(*args))
-            return dict(totals) if name == "stats" else None
+            for counts in found:
+                totals.update(counts)
+            return dict(totals)
 
         return call
 
@@ -326,7 +332,17 @@ def _other_meanings(data: Any) -> list[str]:
         return []
     methods = _ARGUMENTS_OF_STREAMS if is_stream(data) else _ARGUMENTS
     wrong = [name for name, kind in _KINDS.items() if hasattr(data, name) and not isinstance(getattr(data, name), kind)]
-    return wrong + [name for name in methods if hasattr(data, name) and not _takes(getattr(data, name), methods[name])]
+    wrong += [name for name in methods if hasattr(data, name) and not _takes(getattr(data, name), methods[name])]
+    return wrong + (["stats"] if hasattr(data, "stats") and "stats" not in wrong and not _counts(data.stats) else [])
+
+
+def _counts(stats: Callable[[], Any]) -> bool:
+    try:
+        found = stats()
+    except Exception:  # it is not ready to be called
+        return False
+    is_numbers = isinstance(found, Mapping) and all(isinstance(value, Real) for value in found.values())
+    return is_numbers and (not found or not found.keys().isdisjoint(COUNTS))
 
 
 def _takes(method: Any, n_arguments: int) -> bool:

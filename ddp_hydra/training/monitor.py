@@ -18,6 +18,7 @@ from torch import nn
 
 from ddp_hydra.data.batch import n_tokens
 from ddp_hydra.data.loader import Loader, MicroBatch
+from ddp_hydra.data.wrappers import COUNTS
 from ddp_hydra.errors import DataError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
@@ -222,9 +223,6 @@ class Throughput:
     def totals(self, samples: int) -> dict[str, float]:
         seconds = max(time.perf_counter() - self.run_began, 1e-9)
         return {"train_s": seconds, "samples_per_s": (samples - self.samples_at_start) / seconds}
-
-
-COUNTS = ("samples", "bytes", "requests", "retries", "cache_hits", "cache_misses", "bad_samples")
 
 
 class DataStats:

@@ -324,6 +324,32 @@ def test_names_that_a_data_set_uses_in_another_way_are_left_to_it(around):
     assert (x.tolist(), y.tolist(), data.classes, len(data)) == ([0.5, 1.5], [1, 1], 3, 4)
 
 
+@pytest.mark.parametrize("found", [None, (0.5, 0.2), {"mean": 0.5}, {"samples": [3, 4]}, ZeroDivisionError])
+@pytest.mark.parametrize("around", [lambda data: data, lambda data: ConcatDataset([Subset(data, [0]), Rows()])])
+def test_what_the_stats_of_a_user_find_may_be_anything(found, around):
+    class Measured(Rows):
+        def stats(self):
+            if found is ZeroDivisionError:
+                raise found
+            return found
+
+    assert not hasattr(look_into(around(Measured())), "stats")
+
+
+def test_what_set_epoch_returns_is_not_looked_at():
+    class Fluent(Rows):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+            return self
+
+        def __getitem__(self, index):
+            raise AssertionError("it was iterated over")
+
+    data = Fluent()
+    look_into(ConcatDataset([Subset(data, [0]), Rows()])).set_epoch(3)
+    assert data.epoch == 3
+
+
 def test_a_dataloader_of_samples_has_the_classes_and_batches_of_its_data_set(photos):
     def reversed_rows(sample):
         return sample
