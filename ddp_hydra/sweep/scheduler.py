@@ -317,7 +317,8 @@ class ForkedProcess:
         result = work(pipe)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the result must arrive
-        pipe.send(result)
+        # `send` has reducers of torch: they would have a tensor's memory fetched from this process, which ends.
+        pipe.send_bytes(pickle.dumps(result))
 
     @property
     def pid(self) -> int:

@@ -62,6 +62,15 @@ def test_what_it_sends_and_returns_is_heard_and_what_it_prints_is_in_its_file(st
     assert (tmp_path / "logs/out.log").read_text() == "hello\nfrom its own child\ntrouble\n"
 
 
+def test_a_tensor_that_it_returns_outlives_it(start):
+    import torch
+
+    child = start(lambda pipe: torch.ones(3))
+    child.process.join()
+    (found,) = receive_all(child)
+    assert found.tolist() == [1, 1, 1]
+
+
 @pytest.mark.parametrize(
     ("work", "how"),
     [
