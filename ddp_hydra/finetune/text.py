@@ -356,9 +356,13 @@ def _is_text(source: Any, column: str) -> bool:
     return getattr(source.features[column], "dtype", None) in ("string", "large_string", "null")
 
 
-def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) -> tuple[str, ...]:
+def _is_chats(feature: Any) -> bool:
     import datasets
 
+    return isinstance(getattr(feature, "feature", feature), (dict, datasets.Json))  # of a list, its messages
+
+
+def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) -> tuple[str, ...]:
     there = list(source.column_names)
     names = tuple([given] if isinstance(given, str) else given or ())
     if not names:
@@ -377,9 +381,9 @@ def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) 
         )
     for name in names:
         feature = source.features[name]
-        if _is_text(source, name) or (len(names) == 1 and not isinstance(feature, datasets.Value)):
+        if _is_text(source, name) or (len(names) == 1 and _is_chats(feature)):
             continue
-        if hasattr(feature, "feature"):
+        if _is_chats(feature):
             raise ConfigError(
                 f"the columns {' and '.join(names)} hold lists of messages: join each two to one list, in a column "
                 "messages"

@@ -125,9 +125,10 @@ def test_a_masked_language_model_predicts_some_tokens_by_the_draws_of_the_positi
 
 
 MISTAKES = [
-    ({"columns": "txt"}, r"there is no column txt, only text, n, talk: give data\.columns="),
+    ({"columns": "txt"}, r"there is no column txt, only text, n, talk, ids: give data\.columns="),
     ({"columns": "n"}, r"the column n holds Value\('int64'\), not text: give data\.columns="),
-    ({"label": "stars"}, r"there is no column stars, only text, n, talk: give data\.label="),
+    ({"columns": "ids"}, r"the column ids holds List\(Value\('int64'\)\), not text: give data\.columns="),
+    ({"label": "stars"}, r"there is no column stars, only text, n, talk, ids: give data\.label="),
     ({"label": "text"}, r"the column text holds text: write the numbers of the classes"),
     ({"overflow": "cut"}, r"data\.overflow=cut: give one of truncate, split, drop"),
     ({"flatten": True}, r"data\.flatten=true is of packed rows: give data\.packing=true, too"),
@@ -156,7 +157,17 @@ MISTAKES = [
 def test_mistakes(make, options, told, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ConfigError, match=told):
-        make([{"text": "abc", "n": 1, "talk": [{"role": "user", "content": "a"}]}], **options)
+        make([{"text": "abc", "n": 1, "talk": [{"role": "user", "content": "a"}], "ids": [3, 4]}], **options)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("ClassLabel", {"names": ["a", "b"]}), ("Image", {}), ("Audio", {})])
+def test_what_is_no_text_and_no_list_of_messages_is_no_chat(tokenizer, tmp_path, kind, options):
+    import datasets
+
+    features = datasets.Features(x=getattr(datasets, kind)(**options))
+    datasets.Dataset.from_dict({"x": [None]}, features=features).save_to_disk(tmp_path / "rows")
+    with pytest.raises(ConfigError, match=f"the column x holds {kind}.*, not text"):
+        TokenizedText(tokenizer=tokenizer, path=str(tmp_path / "rows"), columns=["x"])
 
 
 @pytest.mark.parametrize(
