@@ -7,7 +7,7 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -112,9 +112,15 @@ def _panel(axes: Axes, values: Mapping[int, str | None], ordered: Sequence[JobRo
     if labels:
         step = max(1, len(labels) // 16)
         axes.set_xticks(range(0, len(labels), step), labels[::step], rotation=20)
-    elif needs_logarithm(numbers):
+        return
+    places = numbers
+    if needs_logarithm(numbers):
         axes.set_xscale("log")
-    if not labels and len(numbers) <= _MAX_TICKS:
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("")
+        places = [math.log(number) for number in numbers]
+    gap = min((after - before for before, after in pairwise(places)), default=0.0)
+    if len(numbers) <= _MAX_TICKS and gap >= (places[-1] - places[0]) / 10:  # else labels would cover each other
         axes.set_xticks(numbers, [f"{number:g}" for number in numbers])
         axes.set_xticks([], minor=True)
 

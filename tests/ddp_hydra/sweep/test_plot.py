@@ -83,6 +83,16 @@ def test_texts_are_side_by_side_and_a_loss_that_went_far_up_leaves_the_others_ap
 
 
 @pytest.mark.medium
+def test_labels_of_near_numbers_do_not_cover_each_other(tmp_path, monkeypatch):
+    figures = shapes(monkeypatch)
+    near = [0.1, 0.01, 0.0101, 0.0102, 1e-8]
+    assert draw(grid(lambda lr, n: lr + n, lr=near, n=[1.0, 1.01, 2.0]), LOSS, tmp_path)
+    for axes, numbers in zip(figures[0].axes, (near, [1.0, 1.01, 2.0]), strict=True):
+        shown = [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_xticklabels()]
+        assert not set(numbers) <= {float(text) for text in shown if text}, "they are numbers, no formulas"
+
+
+@pytest.mark.medium
 def test_no_job_is_marked_as_the_best_where_that_is_not_known(tmp_path, monkeypatch):
     figures = shapes(monkeypatch)
     rows = grid(lambda lr, size: lr - size, lr=[1, 2, 3], size=[1, 2])
