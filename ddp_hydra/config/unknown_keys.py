@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
@@ -131,7 +132,7 @@ def check(cfg: DictConfig) -> None:
     """Refuse keys that no schema has: Hydra accepts them after `+`."""
     raw = OmegaConf.to_container(cfg)
     assert isinstance(raw, dict)
-    read = set(_interpolated(raw))
+    read = set(interpolated(raw))
     for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for key in node:
@@ -147,7 +148,7 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
-def _interpolated(node: Any) -> Iterator[str]:
+def interpolated(node: Any) -> Iterator[str]:
     """Yield the words inside all interpolations, with the full names of the keys that other values refer to."""
     for key, value in redact.values_of(node):
         for word in re.findall(r"[\w.\[\]-]+", value) if isinstance(value, str) and "${" in value else ():
@@ -171,6 +172,9 @@ def explain(error: BaseException) -> str | None:
         key, is_given, value = word.partition("=")
         reason = typed.removeprefix(f"Error parsing override '{word}'\n").splitlines()[0]
         advice = f"quote the value, {text.typed(key, value)}" if is_given else f"give {word}=<value>"
+        if plain_list := re.fullmatch(r"\[([^][{}'\"]+)\]", value):
+            items = ",".join(text.quoted(item.strip()) for item in plain_list[1].split(","))
+            advice = "quote the items, " + shlex.quote(f"{key}=[{items}]")
         if "/" in key and "." in key:
             advice = f"give {key.replace('/', '.')}={value}"
         return f"{word}: this is no override ({reason}): {advice}"
@@ -262,7 +266,7 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
     """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
-    read = set(_interpolated(OmegaConf.to_container(cfg)))
+    read = set(interpolated(OmegaConf.to_container(cfg)))
     for key in new:
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None

@@ -162,6 +162,10 @@ class JobQueue:
         self.not_repeated = {JobState.done, JobState.stopped} | (set() if retry_failed else {JobState.failed})
         self.jobs: list[PlannedJob] = []
         self.keys = dict.fromkeys(key for row in self.earlier for key in typed(row))
+        raw: Any = OmegaConf.to_container(config)
+        data = raw.get("data")
+        others = {key: value for key, value in data.items() if key != "train"} if isinstance(data, dict) else {}
+        self.read_by_others = list(unknown_keys.interpolated({"data": others}))
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
@@ -178,6 +182,8 @@ class JobQueue:
         self.next_number = max(self.next_number, number + 1)
         job = PlannedJob(JobRow(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))
+        own = [key for key in typed(job.row) if key.startswith("data.train.")]
+        job.row.shared = [key for key in own if any(unknown_keys.meet(key, other) for other in self.read_by_others)]
         if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
             self.keep_earlier(job)
             job.result = job.earlier_return()

@@ -65,6 +65,7 @@ class JobRow:
         value: the return value of the task, if JSON can represent it.
         filled: from its config, the values of keys that only other jobs give.
         labels: what the sweeper says of the job, such as its generation.
+        shared: keys of `data.train` that it gives, and that its other data are made from.
     """
 
     number: Count
@@ -85,6 +86,7 @@ class JobRow:
     value: Any = None
     filled: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
 
     @property
     def shown_state(self) -> str:
@@ -151,7 +153,7 @@ def data_of(rows: Sequence[JobRow], objective: SweepObjective) -> dict[int, Chos
 
     They choose the data, what counts in them, or, where the objective is a loss, the loss.
     """
-    return _chosen(rows, lambda key: chooses_data(key, objective.metric))
+    return _chosen(rows, lambda key, shared: key in shared or chooses_data(key, objective.metric))
 
 
 def chooses_data(key: str, metric: str) -> bool:
@@ -167,12 +169,13 @@ def chooses_data(key: str, metric: str) -> bool:
 
 
 def group_of(rows: Sequence[JobRow], objective: SweepObjective) -> dict[int, Chosen]:
-    return _chosen(rows, lambda key: key in MODEL_KEYS or chooses_data(key, objective.metric))
+    return _chosen(rows, lambda key, shared: key in MODEL_KEYS or key in shared or chooses_data(key, objective.metric))
 
 
-def _chosen(rows: Sequence[JobRow], is_wanted: Callable[[str], bool]) -> dict[int, Chosen]:
+def _chosen(rows: Sequence[JobRow], is_wanted: Callable[[str, set[str]], bool]) -> dict[int, Chosen]:
+    shared = {key for row in rows for key in row.shared}
     return {
-        number: tuple((key, value) for key, value in values.items() if is_wanted(key))
+        number: tuple((key, value) for key, value in values.items() if is_wanted(key, shared))
         for number, values in swept(rows).items()
     }
 

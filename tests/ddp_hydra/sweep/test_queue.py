@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.sweep.planned_job import Need
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import JobRow, JobState
+from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 
 
 def row(number: int, override: str) -> JobRow:
@@ -45,6 +45,16 @@ def test_a_secret_is_in_no_row_and_its_job_is_known_again():
     assert job.row.overrides == ["cluster.password=***", "a=1"], "rows are written to files"
     assert job.overrides == typed, "which Hydra composes"
     assert queue([job.row]).add(typed, 0).earlier is job.row
+
+
+def test_jobs_whose_validation_is_made_from_a_swept_key_of_training_are_not_compared():
+    val = {"noise": "${data.train.noise}", "root": "${..train.source.root}"}
+    train = {"noise": 0.1, "source": {"root": "a", "kind": 1}, "n": 4, "note": "${data.train.n}"}
+    jobs = JobQueue(Path(), None, OmegaConf.create({"data": {"train": train, "val": val}}), Need(), None, False)
+    objective = SweepObjective("val/loss", maximize=False)
+    for key, is_ranked in [("noise", False), ("source.root", False), ("source.kind", True), ("n", True)]:
+        rows = [jobs.add([f"data.train.{key}={value}"], value).row for value in (1, 2)]
+        assert objective.ranks(rows) is is_ranked, key
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
