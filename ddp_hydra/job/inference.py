@@ -13,8 +13,7 @@ from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, validate
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, Interrupted
-from ddp_hydra.job.job_config import gang_settings
-from ddp_hydra.rank import fault_injection
+from ddp_hydra.job.job_config import check_faults, gang_settings
 from ddp_hydra.record import Record
 
 EVALUATE = "ddp_hydra.training.inference:evaluate"
@@ -55,7 +54,7 @@ class InferenceJob:
         """Run `EVALUATE` or `PREDICT` on the ranks, and return what rank 0's call returns."""
         packed = self.check()
         if self.is_here:
-            fault_injection.check_ranks(self.faults, 1)
+            check_faults(self.cfg, self.faults, 1)
         own = {"overrides": self.overrides, "groups": self.groups, "split": self.split, "trust": self.trust}
         own["faults"] = list(self.faults)
         receive, run = receive or (lambda record, fetch: None), self.run_here if self.is_here else self.run_on_dask
@@ -85,7 +84,7 @@ class InferenceJob:
 
             def call(number: int, world_size: int) -> Call:
                 if number == 0:
-                    fault_injection.check_ranks(self.faults, self.cfg.dispatch.ranks or world_size)
+                    check_faults(self.cfg, self.faults, self.cfg.dispatch.ranks or world_size)
                 return Call(fn, (arguments(),), files={"checkpoint": self.checkpoint})
 
             return gang.run_attempts(call, lambda record: receive(record, gang.fetch))

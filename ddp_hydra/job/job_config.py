@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -139,6 +140,12 @@ def ranks_per_worker(cfg: DictConfig) -> int | str:
         return given
     place = torchrun.find_place() if connect.is_torchrun(cfg.cluster) else None
     return place.local_world_size if place else 1
+
+
+def check_faults(cfg: DictConfig, faults: Sequence[str], ranks: int) -> None:
+    is_here = connect.is_inline(cfg.cluster)
+    kinds = ["worker"] * is_here + ["nanny", "term"] * (is_here or connect.is_local(cfg.cluster))
+    fault_injection.check(faults, ranks, without=kinds)
 
 
 def keep_warm_s(cfg: DictConfig) -> float:

@@ -29,6 +29,7 @@ from ddp_hydra.job import loggers
 from ddp_hydra.job.job_config import (
     DOWNLOADS,
     check,
+    check_faults,
     check_files,
     find_paths,
     find_resume,
@@ -234,7 +235,7 @@ class Job:
 
     def run_here(self) -> dict[str, Any]:
         self.summary.world_size = 1
-        fault_injection.check_ranks(self.cfg.faults, 1)
+        check_faults(self.cfg, self.cfg.faults, 1)
         for key in ("ranks", "ranks_per_worker"):
             if (given := self.cfg.dispatch[key]) not in (None, 1, "auto"):
                 log.warning("dispatch.%s=%s has no effect with cluster=inline, which has one rank", key, given)
@@ -279,7 +280,7 @@ class Job:
     @property
     def cluster_config(self) -> DictConfig:
         """Return the config of the cluster; its workers are processes where a fault strikes one."""
-        strikes = any(fault.kind in fault_injection.OF_WORKERS for fault in fault_injection.parse(self.cfg.faults))
+        strikes = any(fault.kind in fault_injection.STRUCK for fault in fault_injection.parse(self.cfg.faults))
         if strikes and self.cfg.cluster.get("processes") is False:
             return DictConfig(OmegaConf.merge(self.cfg.cluster, {"processes": True}))
         return self.cfg.cluster
@@ -299,7 +300,7 @@ class Job:
             config["trainer"]["time_limit_s"] = max(0.0, config["trainer"]["time_limit_s"] - self.elapsed_s())
         self.first_world_size = self.first_world_size or world_size
         if number == self.first_attempt:
-            fault_injection.check_ranks(self.cfg.faults, self.cfg.dispatch.ranks or world_size)
+            check_faults(self.cfg, self.cfg.faults, self.cfg.dispatch.ranks or world_size)
         if number == self.first_attempt and world_size == self.first_world_size:
             return Call(TRAIN, (config,), settings, files=self.files)
         settings["first_ranks"] = self.first_world_size

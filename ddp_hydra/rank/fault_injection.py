@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
@@ -32,8 +32,9 @@ KINDS = (
     "raise", "exit", "kill", "segv", "hang", "stop", "slow", "nan", "worker", "nanny", "term", "interrupt",
 )  # fmt: skip
 """What they do: docs/failures.md. `interrupt` is for the command, which gets Ctrl-C when it hears of the step."""
-OF_WORKERS = ("worker", "nanny", "term")
-"""Faults that need a worker that is a process of its own."""
+_NANNY = ("the nanny of a Dask worker", "the fault worker with cluster=local, or cluster=remote")
+STRUCK = {"worker": ("a Dask worker", "cluster=local"), "nanny": _NANNY, "term": _NANNY}
+"""Faults that need a worker that is a process of its own: what they strike, and where there is one."""
 PLACES = (*PHASES[2:-1], "write")
 """Places where a fault can be triggered; `write` is in the middle of a checkpoint's file, on a rank that writes one."""
 
@@ -154,10 +155,13 @@ def parse(texts: Iterable[str]) -> list[Fault]:
     return [Fault.parse(text) for text in texts]
 
 
-def check_ranks(texts: Iterable[str], ranks: int) -> None:
-    """Refuse faults of ranks that a gang of `ranks` does not have."""
+def check(texts: Iterable[str], ranks: int, without: Collection[str] = ()) -> None:
+    """Refuse faults of ranks that a gang of `ranks` does not have, and kinds `without` anything to strike."""
     for text in texts:
         fault = Fault.parse(text)
+        if fault.kind in without:
+            what, where = STRUCK[fault.kind]
+            raise ConfigError(f"fault={text!r} strikes {what}, and this job has none: give {where}")
         if fault.rank >= ranks and fault.kind != "interrupt":
             there = f"ranks 0 to {ranks - 1}" if ranks > 1 else "rank 0 only"
             raise ConfigError(f"fault={text!r} has no effect: this job has {there}")

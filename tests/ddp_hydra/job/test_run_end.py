@@ -335,8 +335,17 @@ def test_a_fault_of_a_rank_that_no_attempt_has_is_refused(tmp_path):
     assert make(tmp_path, faults=["kill,rank=4", "interrupt,rank=9"], dispatch__ranks=5).call(0, 4)
     assert made.call(1, 2)
     inline = config(cluster___target_="ddp_hydra.cluster.kinds.Inline")
-    with pytest.raises(ConfigError, match="rank 0 only"):
-        InferenceJob(inline, tmp_path / "a.pt", [], {}, faults=("kill,rank=4",)).run("no:function")
+    for fault, told in [("kill,rank=4", "rank 0 only"), ("worker", "strikes a Dask worker.* give cluster=local")]:
+        with pytest.raises(ConfigError, match=told):
+            InferenceJob(inline, tmp_path / "a.pt", [], {}, faults=(fault,)).run("no:function")
+    for fault in ("nanny,rank=1", "term,rank=1"):
+        local, remote = (
+            make(tmp_path, faults=[fault], cluster___target_=target)
+            for target in ("distributed.LocalCluster", "ddp_hydra.cluster.kinds.local.Remote")
+        )
+        with pytest.raises(ConfigError, match="strikes the nanny of a Dask worker, and this job has none: give the fa"):
+            local.call(0, 4)
+        assert remote.call(0, 4)
 
 
 def test_the_last_lines_say_where_a_profile_is_and_conclude_nothing_from_few_steps():
