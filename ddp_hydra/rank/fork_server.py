@@ -74,8 +74,6 @@ QUIET_S = 0.002
 """Seconds without a request after which spares are forked."""
 IDLE_S = 1.0
 """Seconds between two looks whether to leave while nobody is connected."""
-FIRST_S = 30.0
-"""Seconds that a server waits for its first connection."""
 
 
 class ForkServer:
@@ -97,7 +95,8 @@ class ForkServer:
         self.address = address
         self.start_anew = start_anew
         self.inode = address.stat().st_ino
-        self.keep_warm_s, self.stay_s = 0.0, FIRST_S
+        # Its first caller has the folder's lock until it is connected; without one, that process was killed.
+        self.keep_warm_s = self.stay_s = 0.0
         self.is_retired = self.has_served = False
         self.begin_waiting()
         self.begun = time.monotonic()

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from importlib.metadata import entry_points
@@ -17,8 +18,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ddp_hydra.rank import fork_client, spare_forks
 from ddp_hydra.rank import fork_server as module
-from ddp_hydra.rank import spare_forks
 from ddp_hydra.rank.fork_server import ForkServer
 from ddp_hydra.rank.world import joined
 
@@ -113,11 +114,18 @@ def test_it_ends_where_all_have_gone_while_it_imports(server, monkeypatch):
     assert not server.address.exists()
 
 
-def test_it_waits_for_a_first_caller_from_the_end_of_the_imports_on(server):
-    server.idle_since -= 100.0
-    assert server.is_time_over
+def test_it_leaves_where_the_first_caller_was_killed_before_it_called_and_waits_for_one_that_has_the_lock(server):
     server.begin_waiting()
-    assert not server.is_time_over
+    assert server.is_idle
+    assert server.is_time_over
+    with fork_client.locked(server.address.parent), socket.socket(socket.AF_UNIX) as first:
+        leaving = threading.Thread(target=server.leave)
+        leaving.start()
+        leaving.join(0.1)
+        first.connect(str(server.address))
+    leaving.join()
+    assert server.callers
+    assert server.address.exists()
 
 
 def test_where_no_process_can_be_started_only_that_rank_hears_of_it(server, monkeypatch):
@@ -160,6 +168,7 @@ def test_in_a_batch_job_it_stays_for_nobody(server, monkeypatch):
 
 
 def test_questions_do_not_keep_it(server):
+    server.stay_s = 30.0
     with call(server, b'{"status": true}\n') as caller:
         status = json.loads(caller.recv(1000))
         assert status["pid"] == os.getpid()
