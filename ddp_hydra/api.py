@@ -302,11 +302,11 @@ class StartedRun(Run):
     """A run that this process has started; see `run`.
 
     Args:
-        job: its config; its run directory exists.
+        job: its config.
     """
 
     def __init__(self, job: ComposedConfig) -> None:
-        super().__init__(job.run_dir)
+        self.dir = job.run_dir  # a dry run has none
         self._job = job
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -389,9 +389,9 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     if not wait and (cluster.is_inline(job.cfg.cluster) or job.cfg.results.handler is Handler.cluster):
         what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
         raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
-    with locked(job.run_dir):
-        refuse_other_run(job.run_dir, job.cfg.resume)
-        if not job.cfg.dry_run:
+    if not job.cfg.dry_run:
+        with locked(job.run_dir):
+            refuse_other_run(job.run_dir, job.cfg.resume)
             job.save()
     started = StartedRun(job)
     if wait:

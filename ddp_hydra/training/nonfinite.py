@@ -106,12 +106,12 @@ class NonFiniteHandler:
             bad = f"the gradient of {names} is not finite in step {step}, although the loss is {found.loss:.4g}"
             advice = ", have debug=anomaly name the operation that it comes from"
         ids = shown([str(sample) for sample in samples], SHOWN)
-        allowed = f", and {self.max_steps} such steps were allowed (trainer.max_nonfinite)"
-        spent = allowed if self.policy != "abort" else ""
-        return (
-            f"{bad}{spent}; samples of this rank: {ids}. Lower optimizer.lr, look at these samples{advice}, or go on "
-            "without such steps with trainer.on_nonfinite=skip or rollback"
-        )
+        spent, without = "", "go on without such steps with trainer.on_nonfinite=skip or rollback"
+        if self.policy != "abort":
+            spent = f", and {self.max_steps} such steps were allowed (trainer.max_nonfinite)"
+            without = "allow more such steps with trainer.max_nonfinite=…"
+        look = f"Lower optimizer.lr, look at these samples{advice}"
+        return f"{bad}{spent}; samples of this rank: {ids}. {look}, or {without}"
 
 
 def record(step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> None:

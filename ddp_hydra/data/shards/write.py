@@ -122,12 +122,14 @@ def write_index(
         The index.
 
     Raises:
-        ValueError: a tar file is damaged or has no samples.
+        ValueError: a tar file is damaged or has no samples, or `out` is a folder.
         FileNotFoundError: there is no such file.
         OSError: a file can't be read or written.
     """
     access = access or Access(setting="TAR")
     target = Path(absolute(out))
+    if target.is_dir():
+        raise ValueError(f"{out} is a folder: give the path of a file, such as {target.name}/index.json")
     shards: list[dict[str, Any]] = []
     for tar in tars:
         url = absolute(tar)

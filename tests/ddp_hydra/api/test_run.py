@@ -141,6 +141,13 @@ def test_a_folder_that_holds_a_run_is_refused_before_anything_is_written(project
     assert not (project / "there" / ".hydra").exists()
 
 
+def test_a_dry_run_writes_nothing(project, monkeypatch):
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda *_, **__: None)
+    run = ddp_hydra.run(["dry_run=true", "hydra.run.dir=there/run"])
+    assert (repr(run), run.objective, run.metrics().empty) == ("<Run there/run: unknown>", None, True)
+    assert not (project / "there").exists()
+
+
 def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="is not a run directory"):
         Run(tmp_path / "no")

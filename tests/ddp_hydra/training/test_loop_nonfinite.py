@@ -59,7 +59,7 @@ def test_a_rollback_may_go_back_into_the_epoch_before(train):
 
 
 def test_too_many_bad_steps_end_the_run(train):
-    with pytest.raises(NonFiniteLoss, match=r"in step 3, and 2 such steps were allowed \(trainer.max_nonfinite\)"):
+    with pytest.raises(NonFiniteLoss, match=r"in step 3, and 2 such .*, or allow more such steps with trainer\.max_"):
         train(fault=["nan"], on_nonfinite="skip", max_nonfinite=2)
 
 

@@ -134,6 +134,8 @@ def test_shards_that_exist_get_an_index(tmp_path, capsys):
     for number, path in enumerate(tars):
         path.write_bytes(numbered(10 * number, 10))
     out = tmp_path / "index.json"
+    assert main(["index", *map(str, tars), "--out", str(tmp_path)]) == 1
+    assert f"{tmp_path} is a folder: give the path of a file, such as {tmp_path.name}/index" in capsys.readouterr().err
     assert main(["index", *map(str, tars), "--out", str(out), "--name", "old"]) == 0
     index = json.loads(out.read_bytes())
     assert [(shard["url"], shard["nsamples"]) for shard in index["shardlist"]] == [("in/a.tar", 10), ("in/b.tar", 10)]
