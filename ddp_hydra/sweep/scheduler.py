@@ -278,6 +278,7 @@ class ForkedProcess:
         self.output, self.watches_parent = output, watches_parent
         self.pipe, theirs = multiprocessing.Pipe()
         self.messages: list[Any] = []
+        self.unread = ""
         context = multiprocessing.get_context("fork")
         self.process = context.Process(target=self._main, args=(work, theirs, os.getpid()))
         with held_back(SIGNALS), warnings.catch_warnings():
@@ -330,9 +331,10 @@ class ForkedProcess:
         try:
             while self.pipe.poll():
                 message = self.pipe.recv_bytes()
-                # One with a class that only that process can import is dropped: its exit code and output have to do.
-                with contextlib.suppress(Exception):
+                try:
                     self.messages.append(pickle.loads(message))  # noqa: S301
+                except Exception as error:  # of a class that only that process can import
+                    self.unread = f"what it sent can't be read here: {type(error).__name__}: {error}"
         except (EOFError, OSError):
             self.process.join()
             return False
@@ -353,7 +355,7 @@ class ForkedProcess:
 
     def describe_end(self) -> str:
         """Return how it ended, for a process that has sent no result."""
-        return describe_exit(self.process.exitcode or 0)[1]
+        return self.unread or describe_exit(self.process.exitcode or 0)[1]
 
 
 def wait_for_message(processes: Sequence[ForkedProcess], timeout_s: float) -> None:

@@ -58,7 +58,9 @@ def test_what_it_sends_and_returns_is_heard_and_what_it_prints_is_in_its_file(st
         pipe.send(importlib.import_module("only_there").Refused())  # what only it can import is not heard
         return "x" * 10**6
 
-    assert receive_all(start(work)) == ["first", "x" * 10**6]
+    child = start(work)
+    assert receive_all(child) == ["first", "x" * 10**6]
+    assert child.describe_end().endswith("can't be read here: ModuleNotFoundError: No module named 'only_there'")
     assert (tmp_path / "logs/out.log").read_text() == "hello\nfrom its own child\ntrouble\n"
 
 
