@@ -86,11 +86,19 @@ class Uploader(Mirror):
         self.copy()
         if missing := self.missing():
             raise ConnectionError(f"its newest checkpoint, {missing[0]}, is not there")
+        self._remove_gone()
         self.store.delete(STOP)
         self.status.now.state, self.status.now.message = state, message
         self.store.put(STATUS, encode_status(self.status.content()))
         if state != LOST:
             self.store.put(SUMMARY, (self.run_dir / SUMMARY).read_bytes())
+
+    def _remove_gone(self) -> None:
+        """Remove files that the job has removed since they were uploaded, as TensorBoard's of the attempt before."""
+        for name in self._known - {name for name, _ in self._files()}:
+            self.store.delete(name)
+            self._known.discard(name)
+        self.status.files = sorted(self._known)
 
     def _write_status(self) -> None:
         if (content := self.status.next_update()) is not None:

@@ -103,9 +103,14 @@ def test_files_come_as_they_grow_and_the_summary_last(make, there, run_dir):
         file.write('{"step":2}\n')
     wait_until(lambda: there.get("metrics.jsonl").count(b"\n") == 2)
     (run_dir / "logs" / "rank-0.log").write_text("hello again\n")
+    (run_dir / "old.hparams").write_text("of the attempt before")
+    wait_until(lambda: "old.hparams" in there.order)
+    (run_dir / "old.hparams").unlink()
     assert one.finish_run(0, "done", "well done") == ""
     assert there.order[-2:] == ["status.json", "summary.json"]
     assert there.get("logs/rank-0.log") == b"hello again\n"
+    assert there.size_or_none("old.hparams") is None
+    assert json.loads(there.get("status.json"))["files"] == ["logs/rank-0.log", "metrics.jsonl"]
     assert (json.loads(there.get("status.json"))["state"], there.size_or_none("logs/.part-123")) == ("done", None)
 
 
