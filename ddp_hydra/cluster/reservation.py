@@ -70,21 +70,36 @@ class Reservation:
             with contextlib.suppress(ClusterError):
                 self._on_scheduler(release, self.name, answer_s=PING_S if was_lost else ANSWER_S)
 
-    def reserve(self, topic: str, timeout_s: float) -> dict[str, str]:
-        begin, is_logged = time.monotonic(), False
-        while "workers" not in (answer := self._first_answer(topic, begin + timeout_s)):
+    def reserve(
+        self, topic: str, timeout_s: float, restart_wait_s: float | None = None, least: int | None = None
+    ) -> dict[str, str]:
+        """Reserve workers for the first attempt.
+
+        Args:
+            timeout_s: how long to wait for workers that other gangs hold.
+            restart_wait_s: how long lost workers may take to come back, if another process has run the gang before.
+            least: this many are enough when the others have not come in time; None for all.
+        """
+        begin, is_logged, enough = time.monotonic(), False, self.wanted
+        grow_s = min(timeout_s, GROW_S if restart_wait_s is None else restart_wait_s)
+        while "workers" not in (answer := self._first_answer(topic, begin + timeout_s, enough)):
             self.check()
             waited_s = time.monotonic() - begin
             ahead, grows = answer.pop("ahead"), answer.pop("grows")
-            enough = answer["total"] >= answer["wanted"]
-            if waited_s > (timeout_s if enough or grows else min(timeout_s, GROW_S)):
-                raise ClusterError(_too_few(enough=enough, waited_s=waited_s, slots=self.slots, **answer))
+            are_there = answer["total"] >= (enough or answer["wanted"])
+            if waited_s > (timeout_s if are_there or grows else grow_s):
+                if least and enough != least and answer["total"] >= least:
+                    enough = least
+                    continue
+                if restart_wait_s is not None and not are_there:
+                    raise self._not_back(answer["total"], answer["wanted"], least or answer["wanted"], waited_s)
+                raise ClusterError(_too_few(enough=are_there, waited_s=waited_s, slots=self.slots, **answer))
             if waited_s > 1 and not is_logged:
                 log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
                 is_logged = True
             if ahead >= FRONT:
                 time.sleep(min(POLL_S * ahead, ABSENT_S / 4))
-        self.wanted = len(answer["workers"])
+        self.wanted = self.wanted or len(answer["workers"])
         return answer["workers"]
 
     def renew(self, topic: str, silent: Collection[str], least: int | None, wait_s: float) -> dict[str, str]:
@@ -105,21 +120,23 @@ class Reservation:
             if "workers" in answer:
                 return answer["workers"]
             if late:
-                there = f"{answer['free']} of {self.wanted} workers are there, fewer than {least}"
-                fewer = f"dispatch.min_ranks={max(1, answer['free']) * self.slots}"
-                raise ClusterError(
-                    f"after dispatch.restart_wait_s={wait_s:g} s, {there}: resume it later, or give {fewer}"
-                )
+                raise self._not_back(answer["free"], self.wanted, least, wait_s)
             if not is_logged and time.monotonic() - begin > 1:
                 log.warning("waiting for workers: %d of %d are there", answer["free"], self.wanted)
                 is_logged = True
             time.sleep(RENEW_POLL_S)
 
-    def _first_answer(self, topic: str, until: float) -> dict[str, Any]:
+    def _not_back(self, there: int, wanted: int, least: int, wait_s: float) -> ClusterError:
+        return ClusterError(
+            f"after dispatch.restart_wait_s={wait_s:.0f} s, {there} of {wanted} workers are there, fewer than {least}: "
+            f"resume it later, or give dispatch.min_ranks={max(1, there) * self.slots}"
+        )
+
+    def _first_answer(self, topic: str, until: float, least: int | None) -> dict[str, Any]:
         """Ask for workers while nothing runs yet: a busy scheduler is asked again while the client is connected."""
         while True:
             try:
-                return self._request(topic, self.wanted, self.wanted, wait_s=WAIT_S)
+                return self._request(topic, self.wanted, least, wait_s=WAIT_S)
             except ClusterError as error:
                 is_late = isinstance(error.__cause__, TimeoutError)
                 if not is_late or self.client.status != "running" or time.monotonic() > until:
@@ -159,9 +176,8 @@ class Reservation:
 def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float, slots: int) -> str:
     asked = f"{wanted} workers of {slots} ranks are wanted" if slots > 1 else f"dispatch.ranks={wanted}"
     if not enough:
-        return (
-            f"{asked}, but there are {total} workers: give cluster.n_workers={wanted} or dispatch.ranks={total * slots}"
-        )
+        fewer = f" or dispatch.ranks={total * slots}" if total else ""
+        return f"{asked}, but there are {total} workers: give cluster.n_workers={wanted}{fewer}"
     held = (
         f"{wanted} workers were wanted, {free} of {total} are free after {waited_s:.0f} s, the rest held by other jobs"
     )

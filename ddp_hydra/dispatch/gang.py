@@ -202,6 +202,7 @@ class Gang:
         call_of: Callable[[int, int], Call],
         *readers: Callable[[Record], None],
         first_attempt: int = 0,
+        ranks_before: int | None = None,
         notice: Callable[[], str] | None = None,
         goes_on: Callable[[int], str] = lambda done: "",
         on_give_up: Callable[[], None] = lambda: None,
@@ -212,6 +213,8 @@ class Gang:
             call_of: returns what an attempt runs, for its number and world size; called before each attempt.
             readers: called with each record, before `on_record`.
             first_attempt: number of the first attempt; the others count on from it.
+            ranks_before: ranks of an earlier attempt, whose process was lost, 0 if it had none yet; its workers are
+                waited for as after a failure. None: there was none.
             notice: returns what is printed when the user wants to end.
             goes_on: returns, in words, where a new attempt begins, given the steps that the last attempt has done.
             on_give_up: called when the user ends the job at once: `write` should stop waiting for anything.
@@ -225,13 +228,14 @@ class Gang:
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
             stack.callback(self._clear_outboxes)  # after the release of the workers, for which other gangs may wait
             self.slots = placement.slots_of_workers(self.client, settings.ranks_per_worker)
-            wanted = self.workers_for(settings.ranks)
+            wanted, least = self.workers_for(ranks_before or settings.ranks), self.workers_for(settings.min_ranks)
             reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
             stack.enter_context(reservation)
             stack.callback(self._release_tasks)
             settings = structs.replace(settings, cwd=settings.cwd or str(Path.cwd()))
             job = JobSpec(gang=name, attempt=first_attempt, ranks=(), project=self.project, settings=settings)
-            workers = reservation.reserve(job.topic, settings.queue_timeout_s)
+            again = (None, None) if ranks_before is None else (settings.restart_wait_s, least)
+            workers = reservation.reserve(job.topic, settings.queue_timeout_s, *again)
             preflight.check_workers(self.client, workers, settings.pip, settings.interface)
             while True:
                 places = tuple(placement.plan(workers, self.slots, settings.ranks))
@@ -246,9 +250,7 @@ class Gang:
                     self.attempt.workers.clear()
                     job = structs.replace(job, attempt=job.attempt + 1)
                     try:
-                        workers = reservation.renew(
-                            job.topic, silent, self.workers_for(settings.min_ranks), settings.restart_wait_s
-                        )
+                        workers = reservation.renew(job.topic, silent, least, settings.restart_wait_s)
                         preflight.check_workers(self.client, workers, settings.pip, settings.interface)
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))

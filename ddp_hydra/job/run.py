@@ -161,7 +161,7 @@ def train(
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
         result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
-        before: dict[str, float | None] = {**saved_metrics(run_dir, cfg.resume), **summary.metrics}
+        before: dict[str, float | None] = {**saved_metrics(run_dir), **summary.metrics}
         if cfg.resume and not before and not result.metrics:  # nothing was left to train
             before |= metrics_at(cfg.resume, result.steps)
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
@@ -215,10 +215,15 @@ class Job:
         self.first_world_size = 0
         self.first_step = 0
         self.steps_before: list[int] = []  # done by the attempt before, in another process
+        self.ranks_before: int | None = None  # of a driver that was lost
         _, hosts, run_dir = torchrun.read_memory()
         if run_dir == str(self.run_dir.absolute()):  # torchrun may have started it before, with more hosts
             self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
             self.first_world_size = self.cfg.dispatch.ranks or hosts * int(ranks_per_worker(self.cfg))
+        elif self.remote and self.remote.spec.is_restart:
+            self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
+            self.first_world_size = next(filter(None, (one.world_size for one in self.earlier_attempts)), 0)
+            self.ranks_before = self.first_world_size
         self.sent = set[int]()  # steps of checkpoints
         self.ended: list[AttemptEntry] = []
         self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)
@@ -227,6 +232,7 @@ class Job:
         results = self.cfg.results
         settings = {"retry_s": results.retry_s, "give_up": self.give_up}
         kept = {"keep": results.keep_checkpoints, "keep_every": results.keep_every, "mirror": results.mirror}
+        kept["is_stored"] = self.remote is not None
         writers: list[Writer] = [self, *default_writers(self.run_dir, fetch, **kept, status=self.status, **settings)]
         if faults := [fault for fault in fault_injection.parse(self.cfg.faults) if fault.kind == "interrupt"]:
             writers.append(fault_injection.InterruptWriter(faults))
@@ -267,6 +273,7 @@ class Job:
                         self.call,
                         handler.handle,
                         first_attempt=self.first_attempt,
+                        ranks_before=self.ranks_before,
                         notice=lambda: self.interrupt_notice(gang.trains),
                         goes_on=lambda done: self.end_attempt(done, gang.restarts.ended),
                         on_give_up=self.give_up.set,

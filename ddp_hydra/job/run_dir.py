@@ -126,10 +126,8 @@ def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
     return None
 
 
-def saved_metrics(run_dir: Path, resume: str | None) -> dict[str, float | None]:
-    """Return the metrics of the newest checkpoint of a run that goes on in its own directory; {} if there are none."""
-    if not is_resumed(run_dir, resume):
-        return {}
+def saved_metrics(run_dir: Path) -> dict[str, float | None]:
+    """Return the metrics of the newest checkpoint of a run; {} if there are none."""
     return _metrics_of(next(iter(readable_steps(run_dir / FOLDER).values()), None))
 
 

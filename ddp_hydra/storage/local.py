@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,11 @@ class LocalFolder(Store):
             return str(self.etag(key))
 
     def _delete(self, client: None, key: str) -> None:
-        self.path(key).unlink(missing_ok=True)
+        path = self.path(key)
+        path.unlink(missing_ok=True)
+        if path.parent != self.folder:
+            with suppress(OSError):  # it is not empty: a bucket has no empty folders
+                path.parent.rmdir()
 
     def _etag(self, client: None, key: str) -> str:
         found = self.path(key).stat()

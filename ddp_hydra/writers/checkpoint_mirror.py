@@ -73,7 +73,7 @@ class Mirror:
         self._copied: Entries | None = None
         self._end = threading.Event()
         self._failing: dict[str, float] = {}  # works, and since when
-        self._is_reported = False
+        self._is_reported = self._is_final = False
         self._threads = [
             threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
             for work in self.works()
@@ -108,13 +108,13 @@ class Mirror:
         """End the threads, then do a last work until it succeeds.
 
         Returns:
-            The reason why it failed for `retry_s`; "" if it succeeded.
+            The reason why it failed for `retry_s`, or for good; "" if it succeeded.
         """
         self._end.set()
         for thread in self._threads:
             thread.join()
         backoff = Backoff(retry_s, self.give_up.wait)
-        while (failure := self._try(work)) and backoff.wait():
+        while (failure := self._try(work)) and not self._is_final and backoff.wait():
             pass
         return failure
 
@@ -136,7 +136,8 @@ class Mirror:
         except TakenOver as error:
             self.on_taken_over(error)
             return str(error)
-        except Exception as error:  # whatever happened, it may succeed later
+        except Exception as error:  # but for a request that the store does not have, it may succeed later
+            self._is_final = isinstance(error, NotImplementedError)
             return str(error) or type(error).__name__
         return ""
 

@@ -227,6 +227,7 @@ class CheckpointWriter:
     Args:
         keep: newest checkpoints to keep, besides those that last.pt and best.pt name; None keeps all.
         keep_every: also keep the first checkpoint after each multiple of this number of steps.
+        is_stored: the checkpoints are in a store, too; those that the manifest names need not be in the folder.
 
     Raises:
         ConfigError: `keep` is less than 1.
@@ -234,7 +235,12 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, run_dir: Path, fetch: Fetch | None = None, keep: int | None = 3, keep_every: int | None = None
+        self,
+        run_dir: Path,
+        fetch: Fetch | None = None,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        is_stored: bool = False,
     ) -> None:
         if keep is not None and keep < 1:
             raise ConfigError(f"checkpoints to keep must be at least 1, or null for all; got {keep}")
@@ -247,7 +253,7 @@ class CheckpointWriter:
         self._outdated: set[str] = set()
         present = self._folder.is_dir() and not self._folder.is_symlink()
         old = read_manifest(self._folder) if present else {}
-        there = [name for name in old if (self._folder / name).exists()]
+        there = [name for name in old if is_stored or (self._folder / name).exists()]
         there += [alias for alias in ALIASES if alias not in there and same_as(old, alias, there)]
         self._entries = {name: entry for name, entry in old.items() if name in there}
         if present:
@@ -262,7 +268,7 @@ class CheckpointWriter:
             self._attempt = record.attempt
             self._drop_saves()
         file, checkpoint = record.data, record.checkpoint
-        if isinstance(file, Start) and not self._entries:
+        if isinstance(file, Start) and not any((self._folder / name).exists() for name in self._entries):
             self._check_space(file.checkpoint_bytes)
         if not isinstance(file, File) or checkpoint is None:
             return

@@ -144,6 +144,7 @@ def default_writers(
     *,
     keep: int | None = 3,
     keep_every: int | None = None,
+    is_stored: bool = False,
     mirror: str | None = None,
     retry_s: float = 60.0,
     give_up: threading.Event | None = None,
@@ -157,6 +158,7 @@ def default_writers(
         fetch: copies files from the ranks' hosts; None if every file comes inline.
         keep: newest step checkpoints to keep; None keeps all.
         keep_every: also keep the first checkpoint after each multiple of this number of steps.
+        is_stored: the run's checkpoints are in a store, and the run directory may lack some of them.
         mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
         retry_s: how long to retry a failing bucket.
         give_up: an event that ends all waiting for the bucket at once.
@@ -170,7 +172,7 @@ def default_writers(
         LogWriter(folder),
         JsonLinesWriter(folder),
         FileWriter(folder, fetch),
-        CheckpointWriter(folder, fetch, keep, keep_every),
+        CheckpointWriter(folder, fetch, keep, keep_every, is_stored),
     ]
     if mirror:
         from ddp_hydra.writers.checkpoint_mirror import start_mirror

@@ -81,7 +81,7 @@ def started_driver(
     config = schema.resolved(cfg)
     packed = job_config.packed_project(cfg, config)
     url = urls.address(cfg.results.root, run_dir)
-    name = f"driver-{secrets.token_hex(6)}"
+    name, is_resumed = f"driver-{secrets.token_hex(6)}", _is_resumed(url, cfg.resume)
     with connect.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
@@ -99,7 +99,8 @@ def started_driver(
             sweep=connect.sweep(),
             logged=loggers.describe(cfg, run_dir, url),
             resume=_send_checkpoint(client, worker, name, cfg.resume),
-            goes_on=bool(connect.sweep()) or _is_resumed(url, cfg.resume),
+            goes_on=bool(connect.sweep()) or is_resumed,
+            is_resumed=is_resumed,
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
         )
         run_dir.mkdir(parents=True, exist_ok=True)

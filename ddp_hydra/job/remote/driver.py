@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,14 @@ def open_runner(spec: DriverSpec, scheduler: Scheduler, scratch_root: str) -> It
     more = {"objective": objective, "tags": [str(tag) for tag in spec.config["tags"]]}
     status = DriverStatus(scheduler.address, spec.project.sha256, spec.max_restarts, **more)
     store = FencedStore(urls.open_folder(spec.url))
-    if not spec.is_restart:
-        acquire_run(store, status, spec.hydra_files, spec.goes_on)
     with scratch_folder(SCRATCH, scratch_root) as scratch, scheduler.client() as client:
         connect.use_existing(replace(scheduler, connected=client))  # one client: if it's gone, so is the gang
         runner = RemoteJobRunner(spec, scratch, store, status, client)
         if spec.is_restart:
             runner.take_over()
+        else:
+            own_dir = runner.run_dir if spec.is_resumed else None
+            acquire_run(store, status, spec.hydra_files, spec.goes_on, own_dir)
         yield runner
 
 
@@ -98,7 +99,11 @@ class RemoteJobRunner:
         self.run_dir.mkdir()
         self.state = "running"
         self.channel = EventChannel(client, spec.name) if spec.client else None
-        self.uploader = Uploader(self.run_dir, store, status, interrupt)
+
+    @cached_property
+    def uploader(self) -> Uploader:
+        """Return the uploader, which begins with the files and checkpoints of the driver before, once they are here."""
+        return Uploader(self.run_dir, self.store, self.status, interrupt)
 
     def take_over(self) -> None:
         if resume_run(self.store, self.status, self.run_dir):

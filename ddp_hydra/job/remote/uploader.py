@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import threading
 import time
@@ -23,10 +24,10 @@ from ddp_hydra.job.remote.status import (
     read,
 )
 from ddp_hydra.record import check_path
-from ddp_hydra.run_state import Summary
+from ddp_hydra.run_state import Status, Summary, decode
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
-from ddp_hydra.storage.manifest import FOLDER
+from ddp_hydra.storage.manifest import FOLDER, NAME, encode_manifest
 from ddp_hydra.writers.checkpoint_mirror import Mirror, entries_in
 from ddp_hydra.writers.run_dir import STATUS, SUMMARY, encode_status, write_summary
 
@@ -85,11 +86,19 @@ class Uploader(Mirror):
         self.copy()
         if missing := self.missing():
             raise ConnectionError(f"its newest checkpoint, {missing[0]}, is not there")
+        self._remove_gone()
         self.store.delete(STOP)
         self.status.now.state, self.status.now.message = state, message
         self.store.put(STATUS, encode_status(self.status.content()))
         if state != LOST:
             self.store.put(SUMMARY, (self.run_dir / SUMMARY).read_bytes())
+
+    def _remove_gone(self) -> None:
+        """Remove files that the job has removed since they were uploaded, as TensorBoard's of the attempt before."""
+        for name in self._known - {name for name, _ in self._files()}:
+            self.store.delete(name)
+            self._known.discard(name)
+        self.status.files = sorted(self._known)
 
     def _write_status(self) -> None:
         if (content := self.status.next_update()) is not None:
@@ -142,7 +151,14 @@ class Uploader(Mirror):
                 yield name.as_posix(), path
 
 
-def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str, bytes], goes_on: bool = False) -> None:
+def acquire_run(
+    store: FencedStore,
+    status: DriverStatus,
+    hydra_files: dict[str, bytes],
+    goes_on: bool = False,
+    own_dir: Path | None = None,
+) -> None:
+    """Acquire the folder of a new run; `own_dir` gets the files of the run that is resumed there, if one is."""
     owner = store.owner()
     if is_active(store):
         run = shlex.quote(f"run={store.url}")
@@ -155,6 +171,8 @@ def acquire_run(store: FencedStore, status: DriverStatus, hydra_files: dict[str,
         store.acquire(owner)
     except TakenOver:
         raise ConfigError(f"another run has just begun in {store.url}: give another hydra.run.dir") from None
+    if own_dir is not None and last is not None:
+        _download(store, last, status, own_dir)
     for name in (SUMMARY, STOP):
         store.delete(name)
     store.put(STATUS, encode_status(status.content()))
@@ -203,7 +221,20 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
     store.acquire(store.owner())
     if (before := read(store)) is None or before.state in ENDED:
         raise AlreadyEnded
+    is_saved = _download(store, before, status, run_dir)
+    store.put(STATUS, encode_status(status.content()))
+    return is_saved
+
+
+def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir: Path) -> bool:
+    """Download the files of a run that goes on. Return whether it has a checkpoint.
+
+    Of checkpoints, only the manifest is downloaded: it says which of them are the best and the oldest.
+    """
     status.now.attempts, status.files = failed_attempts(before), before.files
+    with contextlib.suppress(FileNotFoundError):  # a run that has not ended has no summary
+        ended = decode(store.get(SUMMARY), Summary, f"{SUMMARY} in {store.url}")
+        status.now.attempts = ended.attempts if ended else []
     write_summary(run_dir, Summary(status="failed", attempts=status.now.attempts))  # the job adds its own attempts
     for name in status.files:
         path = prepared_path(run_dir, check_path(name))
@@ -211,5 +242,6 @@ def resume_run(store: FencedStore, status: DriverStatus, run_dir: Path) -> bool:
         with path.open("wb") as file:
             for start in range(0, size, PIECE_BYTES):
                 file.write(store.get_range(name, start, min(size, start + PIECE_BYTES)))
-    store.put(STATUS, encode_status(status.content()))
-    return bool(entries_in(store))
+    if entries := entries_in(store):
+        prepared_path(run_dir, f"{FOLDER}/{NAME}").write_bytes(encode_manifest(entries))
+    return bool(entries)

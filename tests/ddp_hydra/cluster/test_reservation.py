@@ -167,6 +167,30 @@ def test_a_cluster_that_is_too_small_may_grow_but_not_for_long(scheduler, client
     assert clock.now < 60
 
 
+def test_workers_of_a_lost_process_may_take_longer_to_come_back(client, scheduler, clock):
+    for worker in tuple(scheduler.workers):
+        scheduler.remove(worker)
+    for when in (20.0, 30.0):
+        clock.events[when] = lambda when=when: scheduler.add(f"c:{when:g}")
+    with Reservation(client, "one", 2) as held:
+        assert len(held.reserve("t", 1e6, restart_wait_s=60.0)) == 2
+    scheduler.remove("c:20")
+    with Reservation(client, "one", 2) as held:
+        expected = r"after dispatch.restart_wait_s=60 s, 1 of 2 workers are there, fewer than 2: .*min_ranks=1"
+        with pytest.raises(ClusterError, match=expected):
+            held.reserve("t", 1e6, restart_wait_s=60.0)
+        begin = clock.now
+        assert len(held.reserve("t", 1e6, restart_wait_s=60.0, least=1)) == 1
+        assert clock.now - begin > 60
+        scheduler.add("c:2")
+        assert len(held.renew("t-1", [], 1, 60.0)) == 2
+    scheduler.remove("c:2")
+    scheduler.remove("c:30")
+    with Reservation(client, "two", 2) as held, pytest.raises(ClusterError) as caught:
+        held.reserve("t", 1e6)
+    assert str(caught.value) == "dispatch.ranks=2, but there are 0 workers: give cluster.n_workers=2"
+
+
 def test_the_number_of_workers_stays_what_it_was_at_first(scheduler, client, clock):
     with Reservation(client, "one", None) as held:
         assert len(held.reserve("t", 1.0)) == 4

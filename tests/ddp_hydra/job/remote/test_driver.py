@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import hashlib
 import os
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +22,14 @@ from ddp_hydra.job.remote.driver import SCRATCH, RemoteJobRunner, _client_securi
 from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost
-from ddp_hydra.job.run import Job
+from ddp_hydra.job.run import Job, RemoteContext
+from ddp_hydra.job.run_dir import best_checkpoint, saved_metrics
 from ddp_hydra.rank import outbox
-from ddp_hydra.record import Metrics, Record, Start
-from ddp_hydra.run_state import AttemptEntry, FailureEntry, Summary
+from ddp_hydra.record import Checkpoint, File, Metrics, Record, Start
+from ddp_hydra.run_state import AttemptEntry, Best, FailureEntry, Summary
 from ddp_hydra.storage import LocalFolder, urls
 from ddp_hydra.storage.files import scratch_folder
-from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
+from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest, name_in_store, read_manifest
 from ddp_hydra.writers.run_dir import encode_status
 
 PLAIN = {"results": {"handler": "cluster", "root": "s3://bucket/runs", "mirror": None, "retry_s": 1.0}, "detach": True}
@@ -210,6 +213,45 @@ def test_the_attempts_of_a_lost_driver_are_not_forgotten(runner, spec):
     assert (lost.attempt, lost.world_size, lost.steps_done, lost.failure.kind) == (1, 2, 9, "lost")
     assert f"its driver, process {os.getpid()} on " in lost.failure.message
     assert runner.status.content().attempts == [first, lost]  # for the next driver
+
+
+def test_a_driver_goes_on_with_ranks_and_checkpoints_of_the_one_before(runner, spec):
+    """As a run does that is resumed in its own directory."""
+    status = DriverStatus("tcp://scheduler:8786", "abc")
+    status.write(Record(Start(world_size=2, total_steps=90), step=0))
+    status.write(Record(Metrics({"train/loss": 1.0}), step=49))
+    entries = {}
+    for step, accuracy in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.6)):
+        part = CheckpointPart(name=f"step-{step:06d}.pt", size=1, sha256=f"{step:064d}")
+        entry = CheckpointEntry(parts=[part], step=step, metrics={"val/accuracy": accuracy, "val/loss": 1.0})
+        entries[name_in_store(f"step-{step:06d}.pt", entry)] = entry
+    for name in entries:
+        runner.store.put(f"checkpoints/{name}", b"1")
+    newest, best = list(entries)[-1], list(entries)[1]
+    entries |= {"last.pt": entries[newest], "best.pt": entries[best]}
+    runner.store.put("checkpoints/manifest.json", encode_manifest(entries))
+    runner.store.put("status.json", encode_status(status.content()))
+    runner.spec = replace(spec, is_restart=True)
+    runner.take_over()
+    assert best_checkpoint(runner.run_dir, "val/accuracy") == Best(20, 0.9)
+    assert saved_metrics(runner.run_dir) == {"val/accuracy": 0.6, "val/loss": 1.0}
+    remote = RemoteContext(runner.spec, [], runner.status.now)
+    job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(status="failed"), remote, {})
+    assert (job.ranks_before, job.first_world_size) == (2, 2)
+    job.write(Record(Start(world_size=1), step=40, attempt=1))
+    assert job.summary.steps_lost == 9
+
+    uploader = runner.uploader
+    with job.handler(None) as handler:
+        content = b"weights"
+        inline, digest = b64encode(content).decode(), hashlib.sha256(content).hexdigest()
+        said = Checkpoint(50, metrics={"val/accuracy": 0.8})
+        handler.handle(Record(File("checkpoints/step-000050.pt", len(content), digest, inline, checkpoint=said)))
+        uploader.copy()
+    entries = read_manifest(runner.run_dir / "checkpoints")
+    assert ([entry.step for entry in entries.values()][:4], entries["best.pt"].step) == ([20, 30, 40, 50], 20)
+    kept = {name for name, _ in runner.store.objects("checkpoints")}
+    assert {name.partition("-")[2][:6] for name in kept} == {"", "000020", "000030", "000040", "000050"}
 
 
 def test_a_client_shows_the_certificate_of_its_worker():

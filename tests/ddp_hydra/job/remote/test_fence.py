@@ -21,6 +21,25 @@ def there(request, tmp_path, monkeypatch, s3) -> Store:  # noqa: F811
     return urls.open_folder(f"s3://{s3.fill({})}/runs")
 
 
+def test_it_has_each_method_of_a_store():
+    methods = {name for name, value in vars(Store).items() if callable(value) and not name.startswith("_")}
+    by_others = {"size_or_none", "public_url"}
+    assert methods - vars(FencedStore).keys() == by_others
+
+
+@pytest.mark.medium
+def test_it_lists_and_reads_what_is_there(there):
+    fenced = FencedStore(there)
+    fenced.acquire(None)
+    fenced.put(key := "checkpoints/step-000001/state.pt", b"1")
+    assert list(fenced.objects("checkpoints")) == [(key, 1)]
+    assert fenced.folders("checkpoints") == ["step-000001"]
+    assert b"".join(map(bytes, fenced.stream(key, 1))) == b"1"
+    closing = there._closing
+    fenced.close()
+    assert closing.is_set()
+
+
 @pytest.mark.medium
 def test_of_many_who_acquire_at_once_one_is_the_owner(there):
     stores = [FencedStore(there) for _ in range(4)]

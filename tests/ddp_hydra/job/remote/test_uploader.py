@@ -15,9 +15,10 @@ from ddp_hydra.job.remote.status import DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status
-from ddp_hydra.storage import LocalFolder
+from ddp_hydra.storage import LocalFolder, Store
 from ddp_hydra.storage.files import scratch_folder
-from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest
+from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest, read_manifest
+from ddp_hydra.writers.run_dir import next_attempt, read_summary
 
 ENTRY = CheckpointEntry(parts=[CheckpointPart(name="step-000001.pt", size=1, sha256="a" * 64)])
 
@@ -102,9 +103,14 @@ def test_files_come_as_they_grow_and_the_summary_last(make, there, run_dir):
         file.write('{"step":2}\n')
     wait_until(lambda: there.get("metrics.jsonl").count(b"\n") == 2)
     (run_dir / "logs" / "rank-0.log").write_text("hello again\n")
+    (run_dir / "old.hparams").write_text("of the attempt before")
+    wait_until(lambda: "old.hparams" in there.order)
+    (run_dir / "old.hparams").unlink()
     assert one.finish_run(0, "done", "well done") == ""
     assert there.order[-2:] == ["status.json", "summary.json"]
     assert there.get("logs/rank-0.log") == b"hello again\n"
+    assert there.size_or_none("old.hparams") is None
+    assert json.loads(there.get("status.json"))["files"] == ["logs/rank-0.log", "metrics.jsonl"]
     assert (json.loads(there.get("status.json"))["state"], there.size_or_none("logs/.part-123")) == ("done", None)
 
 
@@ -176,6 +182,14 @@ def test_what_is_missing_at_the_end_is_said(make, there, run_dir, caplog):
     assert there.size_or_none("summary.json") is None
 
 
+def test_a_request_that_a_store_does_not_have_is_not_repeated(make, there, monkeypatch):
+    one = make()
+    monkeypatch.setattr(there, "delete", Store.objects.__get__(there))
+    began = time.monotonic()
+    assert one.finish_run(60, "done", "") == "NotImplementedError"
+    assert time.monotonic() - began < 30
+
+
 def test_somebody_asks_for_the_end_once(make, there):
     asked = []
     one = make(asked.append)
@@ -212,6 +226,18 @@ def test_the_place_of_another_run_that_has_left_something_is_not_free(there, sta
         acquire_run(FencedStore(there), status, {})
     assert there.size_or_none("owner") is None
     acquire_run(FencedStore(there), status, {}, goes_on=True)
+
+
+def test_a_run_that_is_resumed_in_its_folder_has_what_it_has_left_there(there, status, tmp_path):
+    there.put("metrics.jsonl", b'{"step":1,"attempt":1}\n')
+    there.put("status.json", b'{"state": "done", "files": ["metrics.jsonl"]}')
+    there.put("summary.json", b'{"status": "done", "attempts": [{"attempt": 0}]}')
+    there.put("checkpoints/manifest.json", encode_manifest({"step-000001.pt": ENTRY}))
+    own = tmp_path / "own"
+    acquire_run(FencedStore(there), status, {}, goes_on=True, own_dir=own)
+    assert [attempt.attempt for attempt in read_summary(own).attempts] == [0]
+    assert (next_attempt(own), read_manifest(own / "checkpoints")) == (2, {"step-000001.pt": ENTRY})
+    assert there.size_or_none("summary.json") is None
 
 
 def test_a_dead_runs_place_is_free(there, status, monkeypatch):
