@@ -66,12 +66,12 @@ class Pass:
     """What one forward pass of a step does.
 
     Args:
-        activations: bytes that it keeps for the backward pass.
+        activations: bytes that it keeps for the backward pass; None: not known.
         flops: floating-point operations.
         parts: operations of each direct child of the model, by its name.
     """
 
-    activations: int
+    activations: int | None
     flops: int
     parts: dict[str, int]
 
@@ -145,12 +145,18 @@ def fitting(whole: Memory, gathered: float, ranks: int, limit: float) -> str:
 
 
 def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: DictConfig) -> Pass | None:
-    # None if model or task need values. The model is one of `build_outline`.
+    # None if the model needs values. The model is one of `build_outline`.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
     low = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
+    if getattr(task, "mix", None) is not None:
+        task = copy.copy(task)
+        task.__dict__["mix"] = None  # it draws a value, and its operations are few
     step, counter, kept = _Step(task, model.train(), update), FlopCounterMode(display=False), _Kept()
+    done: list[Any] = []
+    activations: int | None = None
+    hook = model.register_forward_hook(lambda *_: done.append(None))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), StateGuard(), warnings.catch_warnings(action="ignore"):
             named = [*step.named_parameters(), *step.named_buffers()]
@@ -162,11 +168,15 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
             autocast = torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None)
             with kept.watched(model, cfg.trainer.activation_checkpointing), counter, autocast:
                 torch.func.functional_call(step, fakes, (given,))
-    except Exception:  # they may do anything with values, which are not there
-        return None
+        activations = kept.n_bytes
+    except Exception:  # model and task may do anything with values, which are not there
+        if not done:
+            return None
+    finally:
+        hook.remove()
     of_modules = counter.get_flop_counts()  # by the names of modules within `step`
     parts = {name: sum(of_modules.get(f"_Step.model.{name}", {}).values()) for name, _ in model.named_children()}
-    return Pass(kept.n_bytes, counter.get_total_flops(), parts)
+    return Pass(activations, counter.get_total_flops(), parts)
 
 
 @dataclass

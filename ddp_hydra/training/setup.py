@@ -150,7 +150,7 @@ def memory_of(run: Any) -> str:
         return ""
     outline, device = cost.build_outline(run.cfg, run.loader.dataset), run.loader.device
     passes = forward_passes(run.cfg, outline, run.task, run.builder.names, run.loader)
-    needed.activations = max((one.activations for one in passes), default=None)
+    needed.activations = most_kept(passes)
     gathered, shards = cost.gathered_bytes(run.cfg, outline), 1
     if run.parallel.is_sharded:
         needed.gathered, shards = gathered, run.world.size // run.cfg.parallel.get("replicas", 1)
@@ -186,7 +186,7 @@ def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[s
         updates, loader = updates_of(task), build_data.loader(cfg, train_set, cpu, False, ALONE)
         whole = cost.memory_of(cfg, outline, task, updates)
         passes = forward_passes(cfg, outline, task, updates, loader)
-        whole.activations = max((one.activations for one in passes), default=None)
+        whole.activations = most_kept(passes)
     is_sharded = get_object(cfg.parallel["_target_"]).shards and ranks > 1
     shards = ranks // cfg.parallel.get("replicas", 1) if is_sharded else 1
     gathered = cost.gathered_bytes(cfg, outline)
@@ -208,6 +208,11 @@ def forward_passes(
     passes = [cost.forward_pass(outline, task, update, batch, cfg) for update in updates]
     known = [one for one in passes if one]
     return known if len(known) == len(passes) else []
+
+
+def most_kept(passes: Sequence[cost.Pass]) -> int | None:
+    known = [one.activations for one in passes if one.activations is not None]
+    return max(known, default=None) if len(known) == len(passes) else None
 
 
 def rates_of(run: Any) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hydra.tasks import Task
+from ddp_hydra.tasks import Classification, Task
 from ddp_hydra.training import cost, profiler
 from tests.ddp_hydra.training.loop_runs import config
 
@@ -26,6 +26,24 @@ def test_operations_by_hand_also_where_a_task_calls_parts_of_the_model_and_one_o
     found = cost.forward_pass(Named(), ByNames(), "", torch.zeros(3, 10), config())
     assert found.flops == 3 * 2 * (2 * 10 * 20 + 20 * 5)
     assert found.parts == {"one": 3 * 800, "other": 3 * 200}
+
+
+def test_a_task_may_need_values_after_the_models_pass_and_a_mix_before_it():
+    class Some(Task):
+        def step(self, model, batch):
+            found = model(batch)
+            return found[found > 0].sum()
+
+    def mix(x, y):
+        return float(x.sum()) * x, y
+
+    model = nn.Linear(10, 5)
+    assert cost.forward_pass(model, Some(), "", torch.zeros(3, 10), config()) == cost.Pass(None, 300, {})
+    classes = Classification(nn.CrossEntropyLoss(), mix=mix)
+    found = cost.forward_pass(model, classes, "", (torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64)), config())
+    assert (found.flops, classes.mix) == (300, mix)
+    assert found.activations > 0
+    assert not model._forward_hooks
 
 
 @pytest.mark.parametrize(
