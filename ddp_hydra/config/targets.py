@@ -266,6 +266,11 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(f"{node.get('_target_')}: {reason_of(error, node)}") from error
 
 
+def make_function(node: DictConfig, **kwargs: Any) -> Any:
+    # The same; `_partial_: true` makes the target itself the function, as for `instantiate`.
+    return functools.partial(prepared(node), **kwargs) if node.get("_partial_") else make(node, **kwargs)
+
+
 def reason_of(error: Exception, node: DictConfig) -> str:
     told = f"{type(error).__name__}: {error}" if isinstance(error, LookupError) else str(error)
     said = text.raised_at(error) or not_taken(node) or not_given(node, error) or told or type(error).__name__

@@ -204,6 +204,7 @@ class LanguageModel(Classification):
 
     def __init__(self, ignore: int | None = None) -> None:
         super().__init__(CrossEntropy(ignore_index=IGNORED if ignore is None else ignore))
+        self.ignore = self.counting.ignore
 
     def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the model's input and the tokens that follow."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.config import objective, validate
-from ddp_hydra.config.targets import init_parameters, make, parameters, without
+from ddp_hydra.config.targets import init_parameters, make, make_function, parameters, without
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
@@ -116,18 +116,16 @@ def loss_state(task: Task) -> nn.Module | None:
 
 def criterion(cfg: DictConfig) -> Any:
     # Weights of its classes, a list in the config, become a tensor. `loss._target_=` alone keeps the other keys of
-    # `conf/loss/cross_entropy.yaml`. A smoothing of 0 asks for nothing, so it is left out for a loss that doesn't take
+    # `conf/loss/cross_entropy.yaml`. A smoothing of 0 asks for nothing, so it is left out for a loss that doesn't name
     # it.
     weights = {name: cfg.loss[name] for name in WEIGHTS if OmegaConf.is_list(cfg.loss.get(name))}
-    taken = parameters(str(cfg.loss.get("_target_")))
-    takes_all = not taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
-    idle = set() if takes_all or SMOOTHING in taken or cfg.loss.get(SMOOTHING) != 0 else {SMOOTHING}
-    node = without(cfg.loss, weights.keys() | idle)
+    is_idle = cfg.loss.get(SMOOTHING) == 0 and SMOOTHING not in parameters(str(cfg.loss.get("_target_")))
+    node = without(cfg.loss, weights.keys() | ({SMOOTHING} if is_idle else set()))
     try:
         tensors = {name: torch.tensor(list(values), dtype=torch.float32) for name, values in weights.items()}
     except (TypeError, ValueError) as error:
         raise ConfigError(f"loss.{', loss.'.join(weights)}: give a list of numbers, one for each class") from error
-    return make(node, **tensors)
+    return make_function(node, **tensors)
 
 
 def callbacks(cfg: DictConfig) -> dict[str, Callback]:
@@ -158,7 +156,7 @@ def check_moments(callback: Callback, what: str) -> None:
 def mix(cfg: DictConfig, data: Any) -> Any:
     if cfg.mix.get("_target_") is None:
         return None
-    return make(fill_num_classes(cfg.mix, data, "mix"))
+    return make_function(fill_num_classes(cfg.mix, data, "mix"))
 
 
 def eval_metrics(cfg: DictConfig, data: Any, device: torch.device, world: World) -> EvalMetrics:

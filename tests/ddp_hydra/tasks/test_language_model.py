@@ -28,6 +28,7 @@ def test_each_token_counts_unless_one_is_ignored():
     assert every.loss.item() == pytest.approx(F.cross_entropy(LOGITS[0], Y[0]).item())
     some = LanguageModel(ignore=PAD).step(model, (Y, Y))
     assert (int(some.n), int(some.sums["accuracy"][0])) == (2, 1)
+    assert (LanguageModel().ignore, LanguageModel(ignore=PAD).ignore) == (-100, PAD), "for steps of one's own"
     assert some.loss.item() == pytest.approx(F.cross_entropy(LOGITS[0, :2], Y[0, :2]).item())
 
 

@@ -127,6 +127,31 @@ def test_a_loss_that_smooths_nothing_needs_no_argument_for_it():
     assert criterion(_target_="torch.nn.CrossEntropyLoss", label_smoothing=0.0).label_smoothing == 0
 
 
+class OnlyForward(nn.Module):
+    """A loss as most people write it: its signature is that of `nn.Module`."""
+
+    def forward(self, prediction, target):
+        return (prediction - target).square().mean()
+
+
+class Plain:
+    """A loss that is no module, and has no constructor of its own."""
+
+
+def test_a_loss_of_ones_own_needs_no_constructor():
+    for kind in (OnlyForward, Plain):
+        assert isinstance(criterion(_target_=f"{__name__}.{kind.__name__}", label_smoothing=0.0), kind)
+
+
+def test_a_loss_and_a_mix_may_be_partial_functions_as_for_instantiate():
+    loss = criterion(_target_="torch.nn.functional.huber_loss", _partial_=True, delta=0.3)
+    x, y = torch.randn(8), torch.randn(8)
+    assert torch.equal(loss(x, y), nn.functional.huber_loss(x, y, delta=0.3))
+    cfg = config()
+    cfg.mix = {"_target_": "torch.lerp", "_partial_": True, "weight": 0.5}
+    assert torch.equal(builders.mix(cfg, Numbers(3))(x, y), torch.lerp(x, y, 0.5))
+
+
 def test_a_loss_that_cannot_smooth_is_refused_with_the_whole_key_to_leave_out():
     with pytest.raises(ConfigError, match=r"takes no label_smoothing.*type '~loss\.label_smoothing'"):
         criterion(_target_="torch.nn.BCEWithLogitsLoss", label_smoothing=0.1)
