@@ -216,6 +216,15 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
     def checkpoint(self) -> Checkpoint | None:
         return self.data.checkpoint if isinstance(self.data, File) else None
 
+    def check(self) -> None:
+        """Refuse what the client would refuse, where it was given."""
+        try:
+            convert(to_builtins(self, enc_hook=_json_value), type(self))
+        except ValueError as error:
+            raise RecordError(
+                f"results.{self.kind}: {error}: give names and texts that are str, and no empty names"
+            ) from None
+
     def encode(self) -> bytes:
         """Encode as one line of JSON, without the newline. `NaN` is in it: msgspec's own JSON would make it null."""
         return json.dumps(to_builtins(self, enc_hook=_json_value), separators=(",", ":")).encode()

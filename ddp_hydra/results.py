@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar, cast
@@ -120,9 +120,20 @@ def emit(data: AnyData, step: int | None = None) -> None:
     """Send one record.
 
     Raises:
-        RecordError: this process is not a rank.
+        RecordError: this process is not a rank, or the record has a name, a text or a step that can't be one.
     """
-    _sender().send(Record(data, _process.rank, step, time.time(), _process.attempt))
+    sender = _sender()
+    record = Record(data, _process.rank, None if step is None else _step(step), time.time(), _process.attempt)
+    record.check()
+    sender.send(record)
+
+
+def _step(step: Any) -> int:
+    with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+        number = step.item() if hasattr(step, "item") else step
+        if number == int(number) and 0 <= number < 2**63:
+            return int(number)
+    raise RecordError(f"step={step!r:.40}: give the number of optimizer steps done, a whole number of at least 0")
 
 
 def _sender() -> Sender:

@@ -74,6 +74,32 @@ def test_what_is_no_number_is_refused_with_its_name(value, sent):
     assert sent == []
 
 
+@pytest.mark.parametrize("step", [3, 3.0, True + 2, np.int32(3), np.float64(3), torch.tensor(3), torch.tensor(3.0)])
+def test_a_step_is_a_whole_number_of_any_kind(step, sent):
+    results.log({"a": 1}, step=step)
+    assert sent[0].step == 3
+
+
+@pytest.mark.parametrize("step", [1.5, -1, "3", 2**63, float("nan"), float("inf"), torch.ones(2), []])
+def test_a_step_that_is_none_is_refused_where_it_is_given(step, sent):
+    for send in (lambda: results.log({"a": 1}, step=step), lambda: results.text("a", "b", step=step)):
+        with pytest.raises(RecordError, match=r"^step=.*: give the number of optimizer steps done"):
+            send()
+    assert sent == []
+
+
+def test_names_and_texts_that_are_none_are_refused_where_they_are_given(sent):
+    for send in (
+        lambda: results.log({"": 1.0}, step=1),
+        lambda: results.log({3: 1.0}, step=1),
+        lambda: results.text("a", 3),
+        lambda: results.image("", b"png"),
+    ):
+        with pytest.raises(RecordError, match=r"^results\.(metrics|text|image): .*give names and texts that are str"):
+            send()
+    assert sent == []
+
+
 def test_context_that_is_no_number_is_refused(sent):
     with pytest.raises(RecordError, match="takes plain values, got ndarray"):
         results.log({"a": 1}, step=1, epoch=np.ones(3))
