@@ -22,6 +22,8 @@ OF_READING = frozenset({
 MODEL_KEYS = frozenset({"model", "model._target_"})
 """Overrides that choose a model; the other keys of `model` change it."""
 
+VALUE = "value"
+"""What the return value of another app's task is called, where `objective.metric` names no other."""
 LINEAGE_KEYS = frozenset({"resume", "trainer.pause_after_validations"})
 """Overrides of a sweeper that labels its jobs: the labels say the same in better words."""
 

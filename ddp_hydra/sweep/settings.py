@@ -17,7 +17,7 @@ from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours
 from ddp_hydra.sweep.pruning import number_kept
-from ddp_hydra.sweep.rows import SweepObjective
+from ddp_hydra.sweep.rows import VALUE, SweepObjective
 from ddp_hydra.sweep.stop_rules import (
     Halving,
     Median,
@@ -72,8 +72,10 @@ def objective_of(config: DictConfig, direction: str | None = None) -> SweepObjec
         return SweepObjective(metric, better == "maximize")
     given = config.get("objective")
     if isinstance(given, DictConfig) and given.get("metric"):
-        return SweepObjective(str(given.metric), _maximizes(direction or given.get("direction")))
-    return SweepObjective("value", _maximizes(direction or config.hydra.sweeper.get("direction")))
+        metric, direction = str(given.metric), direction or given.get("direction")
+    else:
+        metric = VALUE
+    return SweepObjective(metric, _maximizes(direction or config.hydra.sweeper.get("direction")))
 
 
 def _check_sweeper(config: DictConfig, metric: str, better: str) -> None:
@@ -132,6 +134,8 @@ def check_objective(objective: SweepObjective, config: DictConfig, ranks: int | 
     if not is_ours(config):
         if ranks is None:
             raise ConfigError(f"{STOP} goes by what ranks report: give hydra.launcher.ranks=1")
+        if objective.metric == VALUE and not OmegaConf.select(config, "objective.metric"):
+            raise ConfigError(f"{STOP} goes by a metric that ranks report: give +objective.metric=<its name>")
         return
     if objective.metric.startswith("train/"):
         raise ConfigError(f"{STOP} goes by validations: give data.val, and an objective.metric such as val/loss")

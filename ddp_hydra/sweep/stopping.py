@@ -25,7 +25,7 @@ from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import JobState, SweepObjective, data_of
+from ddp_hydra.sweep.rows import VALUE, JobRow, JobState, SweepObjective, data_of
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
 from ddp_hydra.writers.run_dir import json_object, read_summary, write_summary
@@ -218,11 +218,22 @@ class JobStopper:
         if number in self.stops:
             self._stop(job, self.stops[number])
             return
+        if job.row.state == JobState.done and not job.is_ours:
+            self._take_report(job.row)
         self._update(job, self._end_of(job))
         if job.row.state == JobState.done and not self.pauses:
             self.waiting.add(number)
             job.row.state, job.row.message = JobState.paused, WAITS
         self._decide()
+
+    def _take_report(self, row: JobRow) -> None:
+        """Let a task of another app be compared by its last report, as a stopped one is; the sweeper has its value."""
+        metric = self.objective.metric
+        if not self.reports[row.number]:
+            log.warning("job %d is compared by its value: it reported no %s (objective.metric)", row.number, metric)
+            return
+        last = self.reports[row.number][-1]
+        row.metrics, row.objective = {VALUE: row.objective, **last.metrics}, finite_number(last.value)
 
     def end_batch(self) -> bool:
         """Settle the jobs of a batch when nothing is left to run; return whether some have to run on first."""

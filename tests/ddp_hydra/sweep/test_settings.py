@@ -111,6 +111,16 @@ def test_jobs_of_ours_are_paused_by_asha_and_hyperband():
     assert isinstance(policy({"rule": "asha", "first": 2}, ours=False, ranks=1).rule, Halving)
 
 
+def test_a_rule_for_another_app_needs_a_metric_and_takes_the_sweepers_direction():
+    with pytest.raises(ConfigError, match=r"goes by a metric that ranks report: give \+objective\.metric="):
+        policy("asha", ours=False, metric="value", ranks=1)
+    assert policy("asha", ours=False, metric="value", ranks=1, objective={"metric": "value"})
+    sweeper = {"sweeper": {"direction": "maximize"}}
+    for own, maximize in [({}, True), ({"direction": "minimize"}, False)]:
+        config = OmegaConf.create({"hydra": sweeper, "objective": {"metric": "score"} | own})
+        assert objective_of(config) == SweepObjective("score", maximize)
+
+
 @pytest.mark.parametrize(
     ("given", "kind"),
     [("median", Median), ("patient", Patient), ({"rule": "threshold", "bound": 0.5}, Threshold)],

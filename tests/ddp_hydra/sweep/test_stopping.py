@@ -163,6 +163,20 @@ def test_a_job_that_fails_before_it_starts_keeps_nobody_waiting(tmp_path):
     assert states([failing, other]) == [JobState.failed, JobState.done]
 
 
+def test_a_task_of_another_app_is_compared_by_its_last_report_and_returns_its_value(tmp_path, caplog):
+    sweep = Sweep(tmp_path, Threshold(False, 9.0), ours=False)
+    first, silent = sweep.add(2)
+    for job in (first, silent):
+        sweep.start(job)
+        job.row.objective = job.row.value = 7.0
+    report(first.folder, 3.0, 2.0, steps=False)
+    for job in (first, silent):
+        sweep.end(job, JobState.done)
+    assert (first.row.objective, first.row.metrics["value"], first.row.value) == (2.0, 7.0, 7.0)
+    assert (silent.row.objective, silent.row.metrics) == (7.0, {})
+    assert "job 1 is compared by its value: it reported no val/loss (objective.metric)" in caplog.text
+
+
 def test_the_task_of_another_app_is_killed_if_it_does_not_heed_the_signal(tmp_path):
     sweep = Sweep(tmp_path, Threshold(False, bound=0.5), ours=False)
     (job,) = sweep.add(1)
