@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -70,21 +71,26 @@ def layered(config_dir: str | None = None) -> Iterator[Path]:
         LayerConfigs.before = LayerConfigs.after = ()
 
 
+_composing = threading.Lock()
+"""Hydra composes one config of a process at a time."""
+
+
 def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
     """Return a config with Hydra's own part, composed in this process as Hydra does it for the command."""
     project.make_importable(project.layers())
     schema.register()
-    if GlobalHydra.instance().is_initialized():
-        raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
-    with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
-        try:
-            cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
-            unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
-        except Exception as error:
-            if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error)) is None:
-                raise
-            raise ConfigError(said) from error
-    return cfg
+    with _composing:
+        if GlobalHydra.instance().is_initialized():
+            raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
+        with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
+            try:
+                cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
+                unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
+            except Exception as error:
+                if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error)) is None:
+                    raise
+                raise ConfigError(said) from error
+            return cfg
 
 
 @contextmanager

@@ -19,6 +19,9 @@ from ddp_hydra.record import File, Notice, Record
 
 ONLY_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "NODE_RANK": "0"}
 
+_one_at_a_time = threading.RLock()
+"""For threads: a process can be one rank."""
+
 
 class DirectSender:
     """Passes records directly to their reader.
@@ -69,7 +72,7 @@ def run(
 
     settings = settings or GangSettings()
     restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
-    with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:
+    with _one_at_a_time, tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:
         if settings.threads:
             process.set_threads(settings.threads, 1)
         results.connect(DirectSender(on_record, Path(folder)), 0, attempt, settings.retry_s)

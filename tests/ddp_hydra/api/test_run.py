@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import msgspec
@@ -146,6 +147,14 @@ def test_a_dry_run_writes_nothing(project, monkeypatch):
     run = ddp_hydra.run(["dry_run=true", "hydra.run.dir=there/run"])
     assert (repr(run), run.objective, run.metrics().empty) == ("<Run there/run: unknown>", None, True)
     assert not (project / "there").exists()
+
+
+def test_threads_may_start_runs_side_by_side(project, monkeypatch):
+    seeds = []
+    monkeypatch.setattr("ddp_hydra.api.run_job", lambda cfg, *_, **__: seeds.append(cfg.seed))
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda seed: ddp_hydra.run([f"seed={seed}", f"hydra.run.dir=of/{seed}"]), range(8)))
+    assert sorted(seeds) == list(range(8))
 
 
 def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
