@@ -145,6 +145,7 @@ class Gang:
         self.notice: Callable[[], str] | None = None
         self.interrupts = Interrupts(lambda: (self.notice or default_notice)())
         self.attempt: Attempt | None = None
+        self.first_attempt = 0
         self.restarts = Restarts(0)
         self.world_size, self.slots, self.logged_step = 0, 1, 0
 
@@ -193,7 +194,7 @@ class Gang:
         """Return what summary.json says of the attempts."""
         return {
             "world_size": self.world_size,
-            "restarts": len(self.restarts.ended),
+            "restarts": self.attempt.number - self.first_attempt if self.attempt else 0,
             "attempts": list(self.restarts.ended),
         }
 
@@ -220,7 +221,7 @@ class Gang:
             on_give_up: called when the user ends the job at once: `write` should stop waiting for anything.
         """
         self.readers = [*readers, *([self.on_record] if self.on_record else [])]
-        self.notice, self.attempt = notice, None
+        self.notice, self.attempt, self.first_attempt = notice, None, first_attempt
         settings, name = self.settings, f"{self.settings.name}-{secrets.token_hex(4)}"
         self.restarts, self.unread = Restarts(settings.max_restarts), UnreadRecords()
         with ExitStack() as stack:

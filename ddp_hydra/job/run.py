@@ -280,9 +280,9 @@ class Job:
                     )
                 return values[0]
             finally:
-                self.summary.world_size = gang.world_size
-                self.summary.restarts = gang.attempt.number - self.first_attempt if gang.attempt else 0
-                self.summary.attempts = [*self.earlier_attempts, *gang.restarts.ended]
+                found = gang.summary()
+                self.summary.world_size, self.summary.restarts = found["world_size"], found["restarts"]
+                self.summary.attempts = [*self.earlier_attempts, *found["attempts"]]
 
     @property
     def cluster_config(self) -> DictConfig:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,10 +132,26 @@ class RunRef:
         """
         if which not in ("best", "last"):
             raise ConfigError(f"which={which}: give best or last")
-        if not self.is_stored:
-            return find_checkpoint(self.place, which).absolute()
-        download.mkdir(parents=True, exist_ok=True)
-        return fetch_checkpoint(self.place, download, which, retry_s=retry_s).absolute()
+        try:
+            if not self.is_stored:
+                return find_checkpoint(self.place, which).absolute()
+            download.mkdir(parents=True, exist_ok=True)
+            return fetch_checkpoint(self.place, download, which, retry_s=retry_s).absolute()
+        except CheckpointError as error:
+            if which == "best" and (before := self._resumed_from()):
+                raise CheckpointError(
+                    f"{error}; or give run={before}, which it has resumed: nothing was better after that"
+                ) from error
+            raise
+
+    def _resumed_from(self) -> str:
+        """Return the other run that this one has resumed; "" for none."""
+        with suppress(OSError, CheckpointError, ConfigError):
+            config = self.read(".hydra/config.yaml").decode(errors="replace")
+            given = re.search(r"^resume: (?!null$)['\"]?(.+?)['\"]?$", config, re.MULTILINE)
+            if given and RunRef.own(given[1]).folder != self.folder:
+                return given[1]
+        return ""
 
 
 def fetch_checkpoint(url: str, folder: Path, which: str = "last", *, retry_s: float = 60.0) -> Path:

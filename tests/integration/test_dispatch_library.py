@@ -180,6 +180,8 @@ def test_a_checkpoint_that_weights_only_would_refuse_is_refused_when_it_is_saved
     with pytest.raises(RankFailed, match=r"checkpoint of step 1 holds more than tensors.*state_dict"):
         dispatch.run(client2, save, run_dir=tmp_path)
     assert not (tmp_path / "checkpoints").exists()
+    summary = summary_of(tmp_path)
+    assert (summary["status"], summary["restarts"], len(summary["attempts"])) == ("failed", 0, 1)
 
 
 def takes_its_own(rate, run_dir=None, backend=None):

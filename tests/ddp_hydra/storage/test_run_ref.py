@@ -29,6 +29,16 @@ def run_dir(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+def test_a_run_without_a_best_checkpoint_names_the_run_that_it_has_resumed(run_dir):
+    (run_dir / "checkpoints" / "best.pt").unlink()
+    for resumed, told in [("outputs/b", "; or give run=outputs/b, which it has"), ("outputs/a", ""), ("null", "")]:
+        (run_dir / ".hydra" / "config.yaml").write_text(f"data:\n  resume: x\nresume: {resumed}\n")
+        with pytest.raises(CheckpointError, match=r"has no best\.pt") as caught:
+            RunRef.named("outputs/a").checkpoint("best", run_dir)
+        assert ("or give run=" in str(caught.value)) == bool(told)
+        assert told in str(caught.value)
+
+
 NAMES = (
     "outputs/a",
     "outputs/a/",
