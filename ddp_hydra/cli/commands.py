@@ -76,7 +76,7 @@ def init(words: Sequence[str]) -> None:
     if len(folders) != 1 or folders[0].startswith("-"):
         raise ConfigError(f"init {' '.join(words)}: give one folder, ddp-hydra init my_project")
     write_project(Path(folders[0]), "--minimal" in words)
-    where = "" if Path(folders[0]).resolve() == Path.cwd() else f"cd {folders[0]} && "
+    where = "" if Path(folders[0]).resolve() == Path.cwd() else f"cd {shlex.quote(folders[0])} && "
     print(f"{folders[0]} has a project now. To train: {where}ddp-hydra")  # noqa: T201
 
 
@@ -185,7 +185,7 @@ def parse(options: type[T], arguments: Sequence[str], usage: str, groups: Collec
         key = str(error.full_key)
         if given.get(key) is not None:
             raise ConfigError(f"{key}={given[key]}: give {_WANTED[get_type_hints(options)[key]]}; {see}") from error
-        wanted = re.search(rf"\b{key}=(<[^>]+>|[^\]\s]+)", usage)
+        wanted = re.search(rf"\b{key}=(<[^>]+>|'[^']+'|[^\]\s]+)", usage)
         near = "".join(text.meant(word.partition("=")[0], [key]) for word in arguments if word not in own)
         raise ConfigError(f"{wanted[0] if wanted else key} is missing{text.after(near, see)}") from error
     others = [word for word in arguments if word not in own]

@@ -28,6 +28,12 @@ def test_a_project_has_all_that_a_first_change_needs(tmp_path, monkeypatch, caps
     assert list((folder / "tests").glob("test_*.py"))
 
 
+def test_its_command_can_be_pasted(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    commands.init(["my project", "--minimal"])
+    assert capsys.readouterr().out.endswith("To train: cd 'my project' && ddp-hydra\n")
+
+
 def test_a_minimal_one_is_its_main_config(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     commands.init(["--minimal", "."])

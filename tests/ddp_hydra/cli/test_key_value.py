@@ -51,6 +51,11 @@ def test_what_is_missing_or_none_of_them_is_told_with_what_there_is(words, said)
         parse(Options, words, USAGE, ["model"])
 
 
+def test_an_example_is_shown_whole():
+    with pytest.raises(ConfigError, match=r"^run='Once upon' is missing; type"):
+        parse(Options, ["run="], "ddp-hydra show run='Once upon' [n=50]")
+
+
 def test_a_key_that_is_left_out_is_the_runs():
     assert parse(Options, ["run=a", "~model.x"], USAGE, ["model"])[1] == ["~model.x"]
     assert parse(Options, ["run=a", "~model.x"], USAGE)[1] == ["~model.x"]
