@@ -7,6 +7,7 @@ import importlib
 import itertools
 import re
 from collections.abc import Container, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ddp_hydra.config.hydra_compat import parse_override, typed_words
 from ddp_hydra.errors import ClusterError, DdpHydraError
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
-from ddp_hydra.sweep.rows import JobRow, JobState, comparable, typed
+from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, comparable, typed
 from ddp_hydra.sweep.summary_files import fill_row
 
 CHECKED = 64
@@ -162,10 +163,6 @@ class JobQueue:
         self.not_repeated = {JobState.done, JobState.stopped} | (set() if retry_failed else {JobState.failed})
         self.jobs: list[PlannedJob] = []
         self.keys = dict.fromkeys(key for row in self.earlier for key in typed(row))
-        raw: Any = OmegaConf.to_container(config)
-        data = raw.get("data")
-        others = {key: value for key, value in data.items() if key != "train"} if isinstance(data, dict) else {}
-        self.read_by_others = list(unknown_keys.interpolated({"data": others}))
 
     def __bool__(self) -> bool:
         return bool(self.jobs)
@@ -182,14 +179,29 @@ class JobQueue:
         self.next_number = max(self.next_number, number + 1)
         job = PlannedJob(JobRow(number, task_overrides, str(number)), overrides, earlier)
         self.keys |= dict.fromkeys(typed(job.row))
-        own = [key for key in typed(job.row) if key.startswith("data.train.")]
-        job.row.shared = [key for key in own if any(unknown_keys.meet(key, other) for other in self.read_by_others)]
+        shared = self.shared_keys(job)
         if earlier is not None and (earlier.state in self.not_repeated or planned_job.is_paused(earlier)):
             self.keep_earlier(job)
             job.result = job.earlier_return()
         else:
             self.jobs.append(job)
+        job.row.shared = shared
         return job
+
+    def shared_keys(self, job: PlannedJob) -> list[str]:
+        """Return the keys of `data.train` that a job gives, and that change its other data, which refer to them."""
+        given = typed(job.row)
+        own = [key for key in given if key.startswith("data.train.") and key.split(".")[2] not in OF_READING]
+        if not own:
+            return []
+        raw: Any = None
+        if any(key.split(".")[0] in ("data", "experiment") and key not in own for key in given):  # other references
+            with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
+                raw = OmegaConf.to_container(self.loader.take(self.config, job.overrides))
+        data = (raw or OmegaConf.to_container(self.config)).get("data")
+        others = {key: value for key, value in data.items() if key != "train"} if isinstance(data, dict) else {}
+        words = list(unknown_keys.interpolated({"data": others}))
+        return [key for key in own if any(unknown_keys.meet(key, word) for word in words)]
 
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""

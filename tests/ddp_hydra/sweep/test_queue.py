@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -48,13 +49,23 @@ def test_a_secret_is_in_no_row_and_its_job_is_known_again():
 
 
 def test_jobs_whose_validation_is_made_from_a_swept_key_of_training_are_not_compared():
-    val = {"noise": "${data.train.noise}", "root": "${..train.source.root}"}
-    train = {"noise": 0.1, "source": {"root": "a", "kind": 1}, "n": 4, "note": "${data.train.n}"}
-    jobs = JobQueue(Path(), None, OmegaConf.create({"data": {"train": train, "val": val}}), Need(), None, False)
+    val = {"noise": "${data.train.noise}", "root": "${..train.source.root}", "cache_dir": "${..train.cache_dir}"}
+    train = {"noise": 0.1, "source": {"root": "a", "kind": 1}, "n": 4, "note": "${data.train.n}", "cache_dir": "a"}
+    config = OmegaConf.create({"data": {"train": train, "val": val}})
+    apart, whole = OmegaConf.create({"data": {"train": train}}), SimpleNamespace(take=lambda *_: config)
     objective = SweepObjective("val/loss", maximize=False)
-    for key, is_ranked in [("noise", False), ("source.root", False), ("source.kind", True), ("n", True)]:
-        rows = [jobs.add([f"data.train.{key}={value}"], value).row for value in (1, 2)]
+    cases = [("noise", False), ("source.root", False), ("source.kind", True), ("n", True), ("cache_dir", True)]
+    for key, is_ranked in cases:
+        typed = [f"data.train.{key}={value}" for value in (1, 2)]
+        jobs = JobQueue(Path(), None, config, Need(), None, False)
+        rows = [jobs.add([word], 0).row for word in typed]
         assert objective.ranks(rows) is is_ranked, key
+        chosen = JobQueue(Path(), whole, apart, Need(), None, False)
+        assert objective.ranks([chosen.add(["data=a", word], 0).row for word in typed]) is is_ranked, key
+        for row in rows:
+            row.state, row.shared = JobState.done, []  # in a sweep.json of an older version
+        kept = JobQueue(Path(), None, config, Need(), rows, False)
+        assert objective.ranks([kept.add([word], 0).row for word in typed]) is is_ranked, key
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
