@@ -268,7 +268,11 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 def make_function(node: DictConfig, **kwargs: Any) -> Any:
     # The same; `_partial_: true` makes the target itself the function, as for `instantiate`.
-    return functools.partial(prepared(node), **kwargs) if node.get("_partial_") else make(node, **kwargs)
+    if not node.get("_partial_"):
+        return make(node, **kwargs)
+    if said := not_taken(node):
+        raise ConfigError(f"{node.get('_target_')}: {said}")
+    return functools.partial(prepared(node), **kwargs)
 
 
 def reason_of(error: Exception, node: DictConfig) -> str:

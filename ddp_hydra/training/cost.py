@@ -145,7 +145,7 @@ def fitting(whole: Memory, gathered: float, ranks: int, limit: float) -> str:
 
 
 def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: DictConfig) -> Pass | None:
-    # None if the model needs values. The model is one of `build_outline`.
+    # None if the model needs values, or a task of the user does. The model is one of `build_outline`.
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -170,7 +170,7 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
                 torch.func.functional_call(step, fakes, (given,))
         activations = kept.n_bytes
     except Exception:  # model and task may do anything with values, which are not there
-        if not done:
+        if not done or not type(task).__module__.startswith("ddp_hydra."):  # it may go on to another pass
             return None
     finally:
         hook.remove()

@@ -28,17 +28,21 @@ def test_operations_by_hand_also_where_a_task_calls_parts_of_the_model_and_one_o
     assert found.parts == {"one": 3 * 800, "other": 3 * 200}
 
 
-def test_a_task_may_need_values_after_the_models_pass_and_a_mix_before_it():
+def test_a_task_of_ours_may_need_values_after_the_models_pass_and_a_mix_before_it():
     class Some(Task):
         def step(self, model, batch):
             found = model(batch)
             return found[found > 0].sum()
 
+    class Ours(Some):
+        __module__ = "ddp_hydra.tasks.some"
+
     def mix(x, y):
         return float(x.sum()) * x, y
 
     model = nn.Linear(10, 5)
-    assert cost.forward_pass(model, Some(), "", torch.zeros(3, 10), config()) == cost.Pass(None, 300, {})
+    assert cost.forward_pass(model, Ours(), "", torch.zeros(3, 10), config()) == cost.Pass(None, 300, {})
+    assert cost.forward_pass(model, Some(), "", torch.zeros(3, 10), config()) is None, "it might go on to another pass"
     classes = Classification(nn.CrossEntropyLoss(), mix=mix)
     found = cost.forward_pass(model, classes, "", (torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64)), config())
     assert (found.flops, classes.mix) == (300, mix)
