@@ -22,7 +22,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.console import text
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
 from ddp_hydra.runs.describe import status_of
@@ -316,7 +316,13 @@ class StartedRun(Run):
 
     def perform(self) -> None:
         """Run the job in this thread."""
-        self._objective = run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
+        try:
+            self._objective = run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
+        except KeyboardInterrupt as error:
+            if isinstance(error, Interrupted):
+                raise
+            said = str(error) or f"interrupted: {self.dir} has no checkpoint yet"
+            raise Interrupted(said) from error
 
     def _work(self) -> None:
         try:

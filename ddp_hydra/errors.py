@@ -101,7 +101,7 @@ class RunFailed(DdpHydraError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """The job was asked to end, and has saved a checkpoint: it did not fail, but it is not done."""
+    """The job was asked to end, and has saved a checkpoint if it had begun: it did not fail, but it is not done."""
 
 
 class RankFailed(DdpHydraError):

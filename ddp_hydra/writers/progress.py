@@ -91,7 +91,7 @@ class ProgressWriter:
 
     def _metrics(self, record: Record, logged: Metrics) -> None:
         before = self._state.now.epoch
-        if before is not None and self._reported != before != self._state.epoch_of(logged):
+        if before and self._reported != before != self._state.epoch_of(logged):  # 0 is before the first
             self._permanent_line()
         self._state.update(record)
         has_means = any(name.startswith(EPOCH) for name in logged.metrics)

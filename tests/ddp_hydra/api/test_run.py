@@ -12,7 +12,7 @@ import ddp_hydra
 from ddp_hydra.api import ComposedConfig, Run
 from ddp_hydra.cli import commands
 from ddp_hydra.cluster import connect as cluster
-from ddp_hydra.errors import ClusterError, ConfigError
+from ddp_hydra.errors import ClusterError, ConfigError, Interrupted
 from ddp_hydra.run_state import Objective, Summary
 from ddp_hydra.writers.run_dir import locked
 
@@ -147,6 +147,19 @@ def test_a_dry_run_writes_nothing(project, monkeypatch):
     run = ddp_hydra.run(["dry_run=true", "hydra.run.dir=there/run"])
     assert (repr(run), run.objective, run.metrics().empty) == ("<Run there/run: unknown>", None, True)
     assert not (project / "there").exists()
+
+
+@pytest.mark.parametrize(
+    "raised", [KeyboardInterrupt(), KeyboardInterrupt("step 3 is saved"), Interrupted("at step 3")]
+)
+def test_a_run_that_is_stopped_at_any_time_raises_interrupted(project, monkeypatch, raised):
+    def stopped(*_, **__):
+        raise raised
+
+    monkeypatch.setattr("ddp_hydra.api.run_job", stopped)
+    for run in (lambda: ddp_hydra.run(["hydra.run.dir=a"]), ddp_hydra.run(["hydra.run.dir=b"], wait=False).wait):
+        with pytest.raises(Interrupted, match=str(raised) or "interrupted: . has no checkpoint yet"):
+            run()
 
 
 def test_threads_may_start_runs_side_by_side(project, monkeypatch):

@@ -104,6 +104,17 @@ def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, star
     assert output.getvalue().splitlines()[2:] == lines
 
 
+def test_a_validation_before_the_first_step_has_one_line(plain_writer, output, start, metrics_record):
+    plain_writer.write(replace(start, data=replace(start.data, epoch_means=True)))
+    plain_writer.write(metrics_record(0, epoch=0.0, val__loss=2.5))
+    plain_writer.write(metrics_record(5, epoch=1, train__loss=2))
+    plain_writer.close()
+    assert output.getvalue().splitlines()[2:] == [
+        "epoch 0/5  step 0/50  val/loss 2.5",
+        "epoch 1/5  step 5/50  train/loss 2",
+    ]
+
+
 @pytest.mark.parametrize(("restarts", "said"), [(False, []), (True, ["restart 1, from step 10"])])
 def test_a_restart_is_told_where_nobody_else_does(restarts, said, output, clock, start, metrics_record):
     writer = ProgressWriter(Console(file=output, width=120, force_terminal=False), restarts=restarts)
