@@ -31,6 +31,7 @@ What is printed for sixty ordinary mistakes. Where your own code has raised, its
 *`tests/integration/test_mistakes.py` makes the mistakes in a project of `ddp-hydra init`, and this page of what comes.*
 """
 FRAME_OF_OURS = re.compile(r'File "[^"]*ddp_hydra/')
+DAY = re.compile(r"\b20\d\d-\d\d-\d\d/")  # the folder of today's runs
 NAMED_OPERATOR = re.compile(r"(?<=RuntimeError: )addmm: ")  # torch 2.15 names it, older versions don't
 SENTENCE_ENDS = re.compile(r"(?<=[a-z\])'\"])[.?](?=\s+[A-Z])")
 
@@ -82,7 +83,7 @@ def print_of(cli, home, mark, client2):
             (home / name).unlink()
         shutil.rmtree(home / "outputs", ignore_errors=True)
         said = NAMED_OPERATOR.sub("", said).replace(f"{home}/", "").replace(str(home), ".")
-        return said.replace("127.0.0.1", "here").rstrip()
+        return DAY.sub("2026-11-28/", said).replace("127.0.0.1", "here").rstrip()
 
     return make
 

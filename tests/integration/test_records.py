@@ -17,7 +17,7 @@ from ddp_hydra import results
 from ddp_hydra.errors import RankFailed, RecordError
 from ddp_hydra.rank.outbox import CHUNK_BYTES
 from ddp_hydra.rank.record_relay import WINDOW_BYTES
-from ddp_hydra.record import File
+from ddp_hydra.record import File, Record
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
 pytestmark = pytest.mark.integration
@@ -172,7 +172,7 @@ def test_a_rank_that_does_not_ask_is_refused_by_the_client(client2, run_into, tm
     def forge():
         file = File("good", 4, hashlib.sha256(b"evil").hexdigest(), inline="ZXZpbA==")
         msgspec.structs.force_setattr(file, "path", "../evil")
-        results.emit(file)
+        results._process.sender.send(Record(file))
 
     with pytest.raises(RecordError, match="not allowed"):
         run_into(client2, forge)
