@@ -194,13 +194,12 @@ class JobQueue:
         own = [key for key in given if key.startswith("data.train.") and key.split(".")[2] not in OF_READING]
         if not own:
             return []
-        raw: Any = OmegaConf.to_container(self.config)
+        config = self.config
         if any(key.split(".")[0] in ("data", "experiment") and key not in own for key in given):  # other references
             with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
-                raw = OmegaConf.to_container(self.loader.take(self.config, job.overrides))
-        data = raw.get("data")
-        others = {key: value for key, value in data.items() if key != "train"} if isinstance(data, dict) else {}
-        words = list(unknown_keys.interpolated({"data": others}))
+                config = self.loader.take(self.config, job.overrides)
+        data: Any = OmegaConf.to_container(config.data) if OmegaConf.is_dict(config.get("data")) else {}
+        words = list(unknown_keys.interpolated({"data": {key: data[key] for key in data if key != "train"}}))
         return [key for key in own if any(unknown_keys.meet(key, word) for word in words)]
 
     def keep_earlier(self, job: PlannedJob) -> None:
