@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -292,15 +293,16 @@ def with_parts(content: Mapping[str, Any], world: World, like: Like) -> Mapping[
 
 
 def _received(tensor: Tensor, world: World, like: Callable[[torch.Size, torch.dtype], Tensor]) -> Tensor:
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    whole = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    # Of `torch.empty_like`, a tensor without memory imports Sympy, and each restart would wait for it; and for DTensor.
+    layout = tensor.shape, tensor.stride()
+    whole = torch.empty_strided(*layout, dtype=tensor.dtype) if tensor.is_meta else tensor
     if whole.numel():
         world.send_from_rank_0(as_bytes(whole))
-    share = like(whole.shape, whole.dtype)
-    if not isinstance(share, DTensor):
+    share: Any = like(whole.shape, whole.dtype)
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    if dtensor is None or not isinstance(share, dtensor.DTensor):
         return whole if tensor.is_meta else whole.clone()  # out of the file
-    own = distribute_tensor(whole, share.device_mesh, share.placements, src_data_rank=None)
+    own = dtensor.distribute_tensor(whole, share.device_mesh, share.placements, src_data_rank=None)
     share.to_local().copy_(own.to_local())  # it may be a view of the whole
     return share
 

@@ -23,6 +23,7 @@ from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.manifest import find_checkpoint, read_manifest
+from ddp_hydra.training import sharded_checkpoint
 from ddp_hydra.training.checkpoint import CheckpointSaver, read
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.state import Position, TrainingState
@@ -74,6 +75,22 @@ def save(world: World, run: Path, deadly_step: int) -> int:
         saver.save(state, {"loss": 0.5} if world.rank == 0 else {}, best=False)
         saver.wait()
     return begun
+
+
+@in_world
+def restored(world: World) -> list[str]:
+    """Resume from one file, and tell what else was imported for that."""
+    before = set(sys.modules)
+    strided = torch.arange(6.0).reshape(2, 3).t()
+    sent = sharded_checkpoint.send(lambda: {"model": {"weight": strided}, "steps": 3}, world)
+    found = sharded_checkpoint.with_parts(sent, world, lambda _, shape, dtype: torch.empty(shape, dtype=dtype))
+    assert found["steps"] == 3
+    assert torch.equal(found["model"]["weight"], strided)
+    return sorted(name for name in set(sys.modules) - before if not name.startswith("ddp_hydra"))
+
+
+def test_a_restart_waits_for_no_imports(client2):
+    assert dispatch.run(client2, restored) == [[], []]
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
