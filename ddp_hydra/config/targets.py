@@ -267,7 +267,7 @@ def make(node: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 
 def make_function(node: DictConfig, **kwargs: Any) -> Any:
-    # The same; `_partial_: true` makes the target itself the function, as for `instantiate`.
+    # As `make`. With `_partial_: true`, the target itself is the function that is made, as for `instantiate`.
     if not node.get("_partial_"):
         return make(node, **kwargs)
     if said := not_taken(node):

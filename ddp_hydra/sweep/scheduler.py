@@ -318,7 +318,7 @@ class ForkedProcess:
         result = work(pipe)
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the result must arrive
-        # `send` has reducers of torch: they would have a tensor's memory fetched from this process, which ends.
+        # `send` uses torch's reducers: a tensor's memory would have to be fetched from this process, which ends.
         pipe.send_bytes(pickle.dumps(result))
 
     @property

@@ -293,7 +293,7 @@ def with_parts(content: Mapping[str, Any], world: World, like: Like) -> Mapping[
 
 
 def _received(tensor: Tensor, world: World, like: Callable[[torch.Size, torch.dtype], Tensor]) -> Tensor:
-    # Of `torch.empty_like`, a tensor without memory imports Sympy, and each restart would wait for it; and for DTensor.
+    # `torch.empty_like` of a tensor without memory imports Sympy. Each restart would wait for that, and for DTensor.
     layout = tensor.shape, tensor.stride()
     whole = torch.empty_strided(*layout, dtype=tensor.dtype) if tensor.is_meta else tensor
     if whole.numel():
