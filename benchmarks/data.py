@@ -178,7 +178,7 @@ def raw_fetch(sides: Sides, endpoints: Sequence[str], repeats: int) -> Iterator[
             speeds.append(images_per_s(full, ways[how]))
             yield speeds[-1]
             yield cpu_ms(full, ways[how])
-        yield report.ratio(f"raw fetch, {OURS} / {BARE}, {latency} ms", *speeds, Goal(0.9))
+        yield report.ratio(f"raw fetch, {OURS} / {BARE}, {latency} ms", speeds[0], speeds[1], Goal(0.9))
 
 
 def decoding(sides: Sides, repeats: int) -> Iterator[Figure]:
@@ -195,7 +195,7 @@ def decoding(sides: Sides, repeats: int) -> Iterator[Figure]:
         speeds.append(images_per_s(f"decoding to crops, {name}", results))
         yield speeds[-1]
         yield cpu_ms(f"decoding to crops, {name}", results)
-    yield report.ratio(f"decoding, {OURS} / simplejpeg + cv2", *speeds, Goal(0.9))
+    yield report.ratio(f"decoding, {OURS} / simplejpeg + cv2", speeds[0], speeds[1], Goal(0.9))
 
 
 def listing(sides: Sides, endpoint: str, repeats: int) -> Iterator[Figure]:

@@ -57,7 +57,7 @@ def speeds(work: Work, ray: dict[str, str], repeats: int) -> Iterator[Figure]:
             report.progress(f"{name}, {side}: {found[side][-1]:,.1f} samples/s")
     for side in SIDES:
         yield report.speeds(f"{name}, {side}", found[side])
-    yield report.paired(f"{name}: ddp_hydra / Ray Train", *(found[side] for side in SIDES), Goal(1.0))
+    yield report.paired(f"{name}: ddp_hydra / Ray Train", found[SIDES[0]], found[SIDES[1]], Goal(1.0))
 
 
 def by_us(work: Work, ray: dict[str, str], folder: Path) -> float:

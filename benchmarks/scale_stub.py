@@ -37,7 +37,7 @@ def run_ranks(data: bytes) -> None:
         for step in range(n):
             metrics = Metrics({"train/loss": 0.5, "lr": 0.1}, 0, 32 * step)
             for rank in ranks:
-                sender.add(Record(metrics, rank, step, time.time(), job.attempt).encode())
+                sender.buffer.append(Record(metrics, rank, step, time.time(), job.attempt).encode())
             sender.flush()
         for rank in ranks:
             sender.say_end(rank, End(results.file_of("value", spec.encode(rank))))

@@ -13,7 +13,7 @@ from benchmarks.peers.loop_photos import SIDE
 from benchmarks.report import Figure, Goal
 from ddp_hydra.rank.environment import ALLOCATOR
 
-PEERS = ("lightning-fabric>=2.5", "ray[train]>=2.50")
+PEERS = ("lightning-fabric>=2.5", "ray[train]>=2.50", "boto3>=1.35")
 RAY = {"RAY_TRAIN_V2_ENABLED": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 PHOTOS = Work("resnet18", "photos", 32, 30, 10)
 
@@ -58,7 +58,7 @@ class Peers:
     """Runs the loops in `peers/`.
 
     Args:
-        python: the interpreter that has Fabric and Ray.
+        python: the interpreter that has Fabric, Ray and boto3.
     """
 
     def __init__(self, python: str) -> None:
@@ -67,10 +67,10 @@ class Peers:
     def sides(self, *options: str) -> dict[str, Side]:
         """Each loop, with options of its command line."""
 
-        def torchrun(script: str, python: str | None = None) -> Side:
+        def torchrun(script: str) -> Side:
             def train(work: Work, folder: Path) -> float:
-                command = commands.by_hand(script, *sizes(work, folder), *options, ranks=RANKS)
-                return run([python or command[0], *command[1:]], work, folder)
+                _, *command = commands.by_hand(script, *sizes(work, folder), *options, ranks=RANKS)
+                return run([self.python, *command], work, folder)
 
             return train
 
@@ -80,7 +80,7 @@ class Peers:
 
         return {
             "by hand": torchrun("ddp_loop.py"),
-            "Lightning Fabric": torchrun("fabric_loop.py", self.python),
+            "Lightning Fabric": torchrun("fabric_loop.py"),
             "Ray Train": ray,
         }
 

@@ -23,6 +23,7 @@ a traceback. Workers and ranks load this module, too, so it imports little.
 
 from __future__ import annotations
 
+import itertools
 import re
 import signal
 from collections.abc import Sequence
@@ -32,7 +33,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from ddp_hydra.checked import Count, Time
-from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, printable, shorten
+from ddp_hydra.console.text import MESSAGE_CHARS, TRACE_CHARS, printable, ranges, shorten
+
+FOLLOWERS = 20
+"""Most messages of ranks that followed a failed one, in an error's text."""
 
 
 class DdpHydraError(Exception):
@@ -251,6 +255,11 @@ def explain(failure: Failure, symptoms: Sequence[Failure] = ()) -> str:
     elif failure.last_output and not failure.mistake:
         lines += ["", "its last output:", *(f"  {line}" for line in failure.last_output.rstrip().splitlines()[-20:])]
     if others := [one for one in symptoms if one.message != failure.message]:
-        lines += ["", "the other ranks followed:"]
-        lines += [f"  rank {other.rank}: {other.message.partition(chr(10))[0]:.160}" for other in others]
+        said: dict[str, list[int]] = {}
+        for other in others:
+            said.setdefault(f"{other.message.partition(chr(10))[0]:.160}", []).append(other.rank)
+        texts, not_shown = list(said.items())[:FOLLOWERS], list(said.values())[FOLLOWERS:]
+        lines += ["", "the other ranks followed:", *(f"  rank {ranges(ranks)}: {text}" for text, ranks in texts)]
+        if not_shown:
+            lines.append(f"  rank {ranges(itertools.chain(*not_shown))}: with other messages")
     return "\n".join(lines)

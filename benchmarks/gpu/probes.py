@@ -75,7 +75,7 @@ class Watched(MLP):
 
     def _begin(self) -> None:
         self.show = warnings.showwarning
-        warnings.showwarning = self._hear  # type: ignore[assignment]
+        warnings.showwarning = self._hear
         warnings.filterwarnings("always", message=f".*{SYNCHRONISES}.*")
         torch.cuda.set_sync_debug_mode("warn")
 

@@ -167,7 +167,7 @@ def roof(bench: Bench, work: Work, mine: Figure) -> Iterator[Figure]:
     """Compare what a training computes with the matrix products that the device has just done."""
     seconds = 6.0 if bench.on_gpu else 1.0
     settings = ("--device", bench.device, "--matmul", bench.half, "--size", str(work.matmul), "--seconds", str(seconds))
-    peak = float(card.child(*settings)["tflops"])  # type: ignore[arg-type]
+    peak = float(card.child(*settings)["tflops"])
     yield report.value(f"matrix products of {work.matmul}, {bench.half}", peak, unit="TFLOP/s")
     reached = profiler.TRAINING * operations(work) * mine.median / 1e12
     yield report.value(f"{work.model}: operations of the training", reached, unit="TFLOP/s")

@@ -52,6 +52,17 @@ def shorten(text: str, most: int) -> str:
     return f"{text[:half]}\n… {len(text) - 2 * half:,} characters are left out here …\n{text[-half:]}"
 
 
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as text: "0-3, 7" for {0, 1, 2, 3, 7}."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
 def message_of(error: object) -> str:
     try:
         return shorten(str(error), MESSAGE_CHARS)

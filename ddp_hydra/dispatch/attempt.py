@@ -23,10 +23,9 @@ from msgspec import structs
 from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.cluster.scheduler_plugin import SUSPENDED_S
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.console.text import MESSAGE_CHARS, printable, shorten
+from ddp_hydra.console.text import MESSAGE_CHARS, printable, ranges, shorten
 from ddp_hydra.dispatch import placement
 from ddp_hydra.dispatch.health import HealthMonitor, RankStates, waits
-from ddp_hydra.dispatch.placement import ranges
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient, WorkerSilent
 from ddp_hydra.errors import ConfigError, Failure, RankFailed, RecordError, SchedulerLost
 from ddp_hydra.heartbeat import SAVE_S

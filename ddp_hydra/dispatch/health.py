@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_hydra.dispatch.placement import ranges
+from ddp_hydra.console.text import ranges
 from ddp_hydra.errors import Failure, FailureKind, RankFailed, explain, root_cause
 from ddp_hydra.heartbeat import UNREADY
 from ddp_hydra.rank.spec import RankSpec

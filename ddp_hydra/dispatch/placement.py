@@ -45,17 +45,6 @@ def by_worker(specs: Iterable[RankSpec]) -> dict[str, list[RankSpec]]:
     return {worker: list(own) for worker, own in itertools.groupby(specs, key=lambda spec: spec.worker)}
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as text: "0-3, 7" for {0, 1, 2, 3, 7}."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-
-
 # -- ranks of each worker --------------------------------------------------------------------------------
 
 log = logging.getLogger(__name__)

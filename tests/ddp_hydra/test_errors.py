@@ -101,6 +101,16 @@ def test_the_story_has_the_cause_its_traceback_and_the_followers():
     ]
 
 
+def test_a_message_of_several_ranks_is_told_once_and_few_messages_are():
+    cause = Failure("killed", 3, "h", "killed by SIGKILL")
+    texts = dict.fromkeys((0, 1, 2, 4), GLOO) | {rank: f"port {rank}" for rank in range(5, 4096)}
+    told = explain(cause, [raised(rank, text) for rank, text in texts.items()])
+    lines = told.splitlines()
+    assert lines[2:5] == ["the other ranks followed:", f"  rank 0-2, 4: {GLOO}", "  rank 5: port 5"]
+    assert lines[-1] == "  rank 24-4095: with other messages"
+    assert len(lines) == 24
+
+
 def test_without_a_traceback_the_last_words_are_told():
     said = "".join(f"line {n}\n" for n in range(50))
     told = explain(Failure("killed", 0, "h", "killed by SIGSEGV", last_output=said)).splitlines()

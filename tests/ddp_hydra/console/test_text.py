@@ -17,6 +17,7 @@ from ddp_hydra.console.text import (
     meant_path,
     message_of,
     printable,
+    ranges,
     shorten,
     traceback_of,
 )
@@ -185,3 +186,11 @@ def test_what_the_code_would_raise_again(raised, name, answer):
 )
 def test_what_libraries_raise_comes_again_unless_it_is_the_hosts(error, answer):
     assert text.is_deterministic(error) is answer
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([4], "4"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 1, 2], "1-2, 5"), ([0, 2, 4], "0, 2, 4")],
+)
+def test_ranges(numbers, text):
+    assert ranges(numbers) == text

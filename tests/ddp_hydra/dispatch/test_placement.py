@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hydra.cluster.scheduler_plugin import choose, natural
-from ddp_hydra.dispatch.placement import by_gpus, by_worker, plan, ranges
+from ddp_hydra.dispatch.placement import by_gpus, by_worker, plan
 
 
 def workers(**ports: list[int]) -> dict[str, str]:
@@ -63,14 +63,6 @@ def test_no_choice_needs_fewer_hosts(sizes, data):
     assert chosen.items() <= free.items()
     assert len(chosen) == n
     assert len(set(chosen.values())) == fewest
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([], ""), ([4], "4"), ([0, 1, 2, 3, 7], "0-3, 7"), ([5, 1, 2], "1-2, 5"), ([0, 2, 4], "0, 2, 4")],
-)
-def test_ranges(numbers, text):
-    assert ranges(numbers) == text
 
 
 def test_a_worker_holds_several_ranks_and_the_last_one_what_is_left():
