@@ -24,6 +24,8 @@ pytestmark = pytest.mark.integration
 
 # -- the end that was asked for ----------------------------------------------------------------------------
 
+REMOTE = ("cluster=remote", "cluster.address=tcp://127.0.0.1:1")
+"""Has nannies to strike; the cluster is there already, and the address is not used."""
 SLOW = ("data.delay_s=0.02", "+data.val.delay_s=0.02", "trainer.log_every_steps=1")
 
 
@@ -188,7 +190,7 @@ def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
     chaos, machines, clients, uninterrupted, place
 ):
     _, client = machines
-    story = chaos.done(client, f"nanny,rank=1,step=8,at={place}", overrides=SLOW)
+    story = chaos.done(client, f"nanny,rank=1,step=8,at={place}", overrides=(*REMOTE, *SLOW))
     (failure,) = story.failures
     assert (failure.kind, failure.rank) == ("lost", 1)
     assert_same(story.checkpoint(), uninterrupted(clients[2], 2).checkpoint())
@@ -199,7 +201,7 @@ def test_a_killed_nanny_takes_its_rank_along_and_a_spare_worker_takes_over(
 def test_sigterm_to_a_dask_worker_saves_at_the_next_step(chaos, machines, clients, uninterrupted, step, place, ranks):
     """Sent to the nanny, as by a batch system that ends a job step."""
     cluster, client = machines
-    slow = (*SLOW, f"data.delay_s={0.02 * ranks}")
+    slow = (*REMOTE, *SLOW, f"data.delay_s={0.02 * ranks}")
     story = chaos(client, f"term,rank=1,step={step},at={place}", ranks=ranks, overrides=slow)
     assert "a worker is being shut down (SIGTERM); saved at step" in str(story.error)
     assert story.over == []
