@@ -6,7 +6,6 @@ import base64
 import contextlib
 import json
 import re
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -20,6 +19,7 @@ import pytest
 from tests.integration.support import hosts
 from tests.integration.support.by_hand import killed_at_work, program
 from tests.integration.support.training import summary_of
+from tests.support.ports import free_port
 
 pytest.importorskip("dask_gateway_server", reason="its wheel, which holds its proxy, is for Linux on x86_64")
 pytestmark = pytest.mark.integration
@@ -78,9 +78,7 @@ def gateway(warm_server, tmp_path_factory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("gateway")
     for name in ("tmp", "clusters"):
         (folder / name).mkdir()
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        http, tcp = (one.getsockname()[1] for one in sockets)
+    http, tcp = free_port(), free_port()
     config = folder / "config.py"
     config.write_text(CONFIG.format(http=http, tcp=tcp, python=sys.executable, folder=folder, password=PASSWORD))
     server, log = Server(folder, http, tcp), folder / "server.log"

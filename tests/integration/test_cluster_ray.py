@@ -7,7 +7,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ import pytest
 from tests.integration.conftest import wait_for
 from tests.integration.support.by_hand import killed_at_work, program
 from tests.integration.support.training import metrics_of, summary_of
+from tests.support.ports import free_port
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -86,12 +86,6 @@ def nodes(warm_server) -> Iterator[Nodes]:
         stack.enter_context(nodes.node("--head", f"--port={port}", *own))
         stack.enter_context(nodes.node(f"--address={nodes.address}"))
         yield nodes
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind((HOST, 0))
-        return int(free.getsockname()[1])
 
 
 @pytest.fixture(autouse=True)

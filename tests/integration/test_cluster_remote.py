@@ -21,6 +21,7 @@ from ddp_hydra.errors import ClusterError
 from tests.integration.support.by_hand import address_in, dask_scheduler, dask_worker
 from tests.integration.support.certificates import Authority
 from tests.integration.support.training import summary_of
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -206,8 +207,7 @@ def test_somebody_else_listens(impatient):
 
 def test_a_scheduler_may_come_up_meanwhile(warm_server, tmp_path, monkeypatch):
     monkeypatch.setattr("ddp_hydra.cluster.kinds.local.CONNECT_S", 60.0)  # on a busy machine, too
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(why_not, address=f"tcp://127.0.0.1:{port}", wait_timeout_s=0.1)
         with dask_scheduler(tmp_path, "--port", port):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from ddp_hydra import dispatch, results
 from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.dispatch import placement
 from ddp_hydra.errors import ClusterError, RankFailed
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -181,8 +181,7 @@ def test_a_value_that_is_not_plain_data_is_refused_with_what_to_return_instead(c
 
 
 def test_the_rendezvous_keeps_to_a_port_range(client2, gang):
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     ports = gang(client2, port_range=(port, port)).run(lambda: os.environ["MASTER_PORT"])
     assert ports == [str(port)] * 2
 

@@ -25,6 +25,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_loggers import HERE
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 
@@ -199,9 +200,7 @@ class Server:
     """MLflow's server on loopback, with a SQLite store."""
 
     def __init__(self, program: Path, folder: Path) -> None:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = free_port()
         self.address, self.database = f"http://127.0.0.1:{port}", folder / "store.db"
         self.command = [
             program, "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -23,6 +22,7 @@ from tests.integration.project.models.reporter import LARGE
 from tests.integration.support.certificates import Authority
 from tests.integration.support.hosts import PLUMBING, Host, needs_hosts, network
 from tests.integration.support.training import metrics_of, summary_of, train
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.integration
 TINY = (
@@ -168,9 +168,7 @@ def test_a_killed_first_process_is_started_again_where_it_was(cli, wait_for):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
 def test_a_job_goes_on_with_one_torchrun_of_two(cli, wait_for, number):
     """From a checkpoint of the last step, with the same global batch; nothing is left running."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        meet = ("--rdzv-backend=c10d", "--rdzv-id=t", f"--rdzv-endpoint=127.0.0.1:{free.getsockname()[1]}")
+    meet = ("--rdzv-backend=c10d", "--rdzv-id=t", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
     own = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2", *meet)
     slow = (
         "data.delay_s=0.05",
@@ -241,9 +239,7 @@ def running(
 @pytest.mark.slow
 def test_any_launcher_that_sets_the_variables_will_do(cli):
     """Here nobody serves a store, as where `srun` starts each process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     own = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **apart(cli)}
     words = ("cluster=torchrun", *TINY, "trainer.epochs=1", "+callbacks.reporter._target_=models.reporter.Reporter")
     processes = [cli.start(*words, RANK=str(rank), LOCAL_RANK=str(rank), **own) for rank in range(2)]
@@ -265,9 +261,7 @@ def test_any_launcher_that_sets_the_variables_will_do(cli):
 def test_hosts_meet_with_certificates_from_the_environment_or_say_why_not(cli, other):
     """In Dask's own variables; a host that has those of another authority ends."""
     certificates = {name: Authority(cli.folder / name, name) for name in ("mine", "other")}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     processes = []
     for rank, authority in enumerate([certificates["mine"], certificates[other]]):
         cert, key = authority.issue(f"host-{rank}")

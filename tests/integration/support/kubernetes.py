@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shlex
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from tests.integration.support.by_hand import program
+from tests.support.ports import free_port
 
 CONDITIONS = [{"type": kind, "status": "True"} for kind in ("Ready", "ContainersReady")]
 RUNNING = {"phase": "Running", "conditions": CONDITIONS, "containerStatuses": []}
@@ -38,8 +38,7 @@ class Kubernetes:
         resource = {**resource, "metadata": {**resource["metadata"], "namespace": "default"}}
         self.created.append(resource)
         self.cluster, self.stack, self.workers = resource, contextlib.ExitStack(), 0
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port = server.getsockname()[1]
+        self.port = free_port()
         self.run("scheduler", "--host", "127.0.0.1", "--port", self.port, "--no-dashboard")
         self.scale(resource["spec"]["worker"]["replicas"])
         return resource
