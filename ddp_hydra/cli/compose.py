@@ -38,6 +38,11 @@ from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError
 from ddp_hydra.rank import torchrun
 from ddp_hydra.storage.manifest import find_checkpoint
 
+MODES = {
+    "-m", "--multirun", "-r", "--run", "hydra.mode", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion",
+}  # fmt: skip
+"""Of these words of a command, Hydra takes one."""
+
 
 class LayerConfigs(SearchPathPlugin):
     """Adds the configs of all layers of the project space but the first, which is Hydra's main folder of configs.
@@ -216,7 +221,7 @@ def with_weights(word: str) -> str:
 
 def with_search(arguments: list[str]) -> list[str]:
     """Add `-m` to `hparams_search=<name>`: in Hydra 1.4 a config of a group cannot switch to multirun."""
-    modes = {"-m", "--multirun", "-r", "--run", "hydra.mode"} & {key_of(word) for word in arguments}
+    modes = MODES & {key_of(word) for word in arguments}
     names = [word.partition("=")[2] for word in arguments if key_of(word) == "hparams_search"]
     return arguments if modes or set(names) <= {"", "null"} else [*arguments, "--multirun"]
 

@@ -20,6 +20,9 @@ from ddp_hydra.data.batch import unlike
 from ddp_hydra.errors import DataError
 from ddp_hydra.storage.urls import FORMATS
 
+SUFFIXES = {"jsonl": "json", "txt": "text", "tsv": "csv"}
+"""Formats of files by suffixes that are no names of formats."""
+
 
 def load(
     path: str,
@@ -90,23 +93,30 @@ def read(
     """
     try:
         import datasets
+        from datasets.arrow_writer import SchemaInferenceError
     except ImportError:
         raise ModuleNotFoundError("this data set needs datasets: type `pip install 'ddp-hydra[huggingface]'`") from None
     if path in FORMATS and not files:
         raise ValueError(
             f"path={path} reads files: give data.files=<paths or URLs>, and data.val_files=… or data.val=null"
         )
+    if files and path in SUFFIXES and not Path(path).exists():
+        raise ValueError(f"path={path}: such files are read by data.path={SUFFIXES[path]}")
     datasets.disable_progress_bars()  # they would fill the logs of all ranks
     if (Path(path) / "state.json").is_file() or (Path(path) / "dataset_dict.json").is_file():
         return _from_disk(datasets.load_from_disk(path), path, split, streaming)
     data_files = {"data_files": list(files) if not isinstance(files, str) else files, "split": "train"} if files else {}
     try:
         return datasets.load_dataset(path, subset, **{"split": split, **data_files}, streaming=streaming, **options)
-    except (datasets.exceptions.DatasetGenerationError, StopIteration) as error:
+    except (datasets.exceptions.DatasetGenerationError, StopIteration, ValueError) as error:
+        if isinstance(error, ValueError) and path not in FORMATS:
+            raise
         given = path if files is None else files if isinstance(files, str) else ", ".join(files)
-        if isinstance(error, StopIteration) or isinstance(error.__cause__, StopIteration):
-            raise ValueError(f"{given} has no rows") from None
-        raise ValueError(f"{given} can't be read as {path}: {error.__cause__ or error}") from error
+        cause = error.__cause__ or error
+        if isinstance(cause, (StopIteration, SchemaInferenceError)) or "corresponds to no data" in str(cause):
+            matches = ", or no file has such a name" if "*" in given else ""
+            raise ValueError(f"{given} has no rows{matches}") from None
+        raise ValueError(f"{given} can't be read as {path}: {cause}") from error
 
 
 def _from_disk(saved: Any, path: str, split: str, streaming: bool) -> Any:

@@ -363,6 +363,8 @@ def _is_chats(feature: Any) -> bool:
 
 
 def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) -> tuple[str, ...]:
+    import datasets
+
     there = list(source.column_names)
     names = tuple([given] if isinstance(given, str) else given or ())
     if not names:
@@ -381,6 +383,8 @@ def _columns(source: Any, given: Sequence[str] | str | None, label: str | None) 
         )
     for name in names:
         feature = source.features[name]
+        if isinstance(feature, datasets.Json) and not any(isinstance(one, (list, dict)) for one in source[:100][name]):
+            raise ConfigError(f"the column {name} holds values of several kinds: write text in each row")
         if _is_text(source, name) or (len(names) == 1 and _is_chats(feature)):
             continue
         if _is_chats(feature):

@@ -210,7 +210,7 @@ def read_tags(files: RunFiles, of_config: Sequence[str]) -> list[str]:
 
 def change_tags(files: RunFiles, of_config: Sequence[str], words: Sequence[str]) -> list[str]:
     for word in words:
-        if word[:1] not in ("+", "-") or not _TAG.fullmatch(word[1:]):
+        if not (word[:1] == "-" or (word[:1] == "+" and _TAG.fullmatch(word[1:]))):
             raise ConfigError(f"{word!r}: give +good or -old, of at most 64 letters, digits and . _ : / @ -")
     if isinstance(files, StoredRunFiles):
         return _change_stored_tags(files, of_config, words)

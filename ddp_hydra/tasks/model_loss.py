@@ -284,7 +284,7 @@ def refused_column(error: str, model: str, batch: Mapping[str, Any]) -> str:
             if isinstance(part, Tensor) and len(places := (part == int(target[1])).nonzero()):
                 return (
                     f"the column {name} holds {target[1]} in sample {int(places[0, 0])} of a batch, which is no class "
-                    f"of {model}: leave it out, write {IGNORED} with data.transform, or give the model more classes"
+                    f"of {model}: leave the sample out, write {IGNORED} in its place, or give the model more classes"
                 )
     return ""
 

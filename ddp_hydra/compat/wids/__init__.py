@@ -265,7 +265,8 @@ class ChunkedSampler(_RangeSampler):
         shuffle: bool = False,
         shufflefirst: bool = False,
     ) -> None:
-        first, end = (0, num_samples or len(dataset)) if not isinstance(num_samples, tuple) else num_samples
+        whole = len(dataset) if num_samples is None else num_samples
+        first, end = (0, whole) if isinstance(whole, int) else whole
         if not 0 <= first < end <= len(dataset) or chunksize < 1:
             raise ValueError(
                 f"num_samples={num_samples} and chunksize={chunksize}: the data set has {len(dataset):,} samples, of "
@@ -302,7 +303,7 @@ def DistributedChunkedSampler(  # noqa: N802 (its name in wids)
     rank = rank if rank is not None else (dist.get_rank() if grouped else 0)
     if not 0 <= rank < num_replicas:
         raise ValueError(f"rank={rank}, and must be from 0 to {num_replicas - 1}, for num_replicas={num_replicas}")
-    own = (num_samples or len(dataset)) // num_replicas
+    own = (len(dataset) if num_samples is None else num_samples) // num_replicas
     return ChunkedSampler(
         dataset,
         num_samples=(rank * own, (rank + 1) * own),

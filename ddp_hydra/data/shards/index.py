@@ -49,13 +49,13 @@ class ShardIndex(Struct, frozen=True):
 
     Args:
         name: of the data set; "": the index gives no name.
-        info: the description in the index; `write_shards` puts the classes there.
+        info: the description in the index, mostly a dict; `write_shards` puts the classes there.
         shards: the tar files.
     """
 
     name: str
     shards: tuple[Shard, ...]
-    info: dict[str, Any] = {}
+    info: Any = {}
 
 
 class _Dataset(Struct):
@@ -76,8 +76,8 @@ class _File(_Dataset, kw_only=True):
     info: Any = None
 
 
-Index = str | Sequence[Mapping[str, Any]] | IO[Any]
-"""A URL, the entries of a shard list, or an open file with the JSON."""
+Index = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | IO[Any]
+"""A URL, the entries of a shard list, the index itself, or an open file with its JSON."""
 
 
 def read_index(
@@ -110,8 +110,8 @@ def read_index(
         source = absolute("the list of shards")
         file = _File(shardlist=_converted([*index], list[Shard], source), wids_version=VERSION)
     else:
-        source, content = absolute("the open index"), index.read()
-        file = _converted(content, _File, source) if isinstance(content, dict) else _parse(content, source)
+        source, content = absolute("the open index"), index if isinstance(index, Mapping) else index.read()
+        file = _converted(content, _File, source) if isinstance(content, Mapping) else _parse(content, source)
     folder = None if base is None else _Folder(absolute(base).rstrip("/"), not is_remote(source))
     found = list(_shards(access, file, source, folder))
     if not found:
@@ -124,7 +124,7 @@ def read_index(
             raise ValueError(
                 f"the index {bare_url(source)} has no data set {dataset!r}; it {has}. Check data.dataset=..."
             )
-    info = file.info if isinstance(file.info, dict) else {}
+    info = {} if file.info is None else file.info
     return ShardIndex(name=dataset or file.name or "", shards=tuple(shard for _, shard in found), info=info)
 
 
@@ -153,7 +153,7 @@ def _shards(
     folder = folder or _Folder.of(source).within(dataset.base)
     names = (*names, dataset.name) if dataset.name else names
     for shard in dataset.shardlist or ():
-        md5, name = shard.md5 and shard.md5.lower(), names[-1] if names else None
+        md5, name = shard.md5 and shard.md5.lower(), names[-1] if names else shard.dataset
         yield names, replace(shard, url=folder.join(shard.url), md5=md5, dataset=name)
     for number, inner in enumerate(dataset.datasets or ()):
         if inner.source_url is not None:

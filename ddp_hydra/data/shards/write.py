@@ -168,7 +168,8 @@ def _images(store: Store, prefix: str, source: str, report: Callable[[str], None
 
 def _classes(source: str, access: Access, report: Callable[[str], None]) -> list[str]:
     if source.endswith(".json"):
-        classes = read_index(source, access=access).info.get("classes")
+        info = read_index(source, access=access).info
+        classes = info.get("classes") if isinstance(info, dict) else None
         if not isinstance(classes, list):
             raise ValueError(
                 f"the index {bare_url(source)} names no classes (info.classes): type another --classes-from"

@@ -161,7 +161,10 @@ def test_a_secret_of_a_sweep_is_typed_again_too(sweep):
     ("arguments", "is_sweep"),
     [
         (["hparams_search=x"], True),
-        (["experiment=y", "+hparams_search=x", "--cfg", "job"], True),
+        (["experiment=y", "+hparams_search=x"], True),
+        (["hparams_search=x", "--cfg", "job"], False),
+        (["hparams_search=x", "-c=job"], False),
+        (["--info", "config", "hparams_search=x"], False),
         (["hparams_search=x", "-r"], False),
         (["hparams_search=null"], False),
     ],

@@ -142,6 +142,8 @@ def test_tags_are_added_and_removed(three, capsys):
     runs.main(["tag", "outputs/a", "+best", "-good"])
     assert capsys.readouterr().out == "outputs/a: best\n"
     assert listed(capsys, "tag=best") == ["outputs/a"]
+    with pytest.raises(ConfigError, match="the run has no tag of old; it has best"):
+        runs.main(["tag", "outputs/a", "-of old"])
     runs.main(["tag", "outputs/b"])
     assert capsys.readouterr().out == "outputs/b: no tags\n"
 

@@ -173,6 +173,9 @@ def test_chunks_and_samples_are_shuffled():
     assert list(chunked(shuffle=False)) == list(range(5000))
     assert list(wids.ChunkedSampler(DATA)) == list(DATA)
     assert set(chunked(num_samples=(1111, 2222))) == set(range(1111, 2222))
+    assert set(chunked(num_samples=[1111, 2222])) == set(range(1111, 2222))
+    with pytest.raises(ValueError, match=r"num_samples=0 and"):
+        chunked(num_samples=0)
     with pytest.raises(ValueError, match="the data set has 10,000 samples"):
         chunked(num_samples=(9000, 10_001))
 
@@ -259,7 +262,9 @@ def test_an_index_is_created_described_shown_and_changed(shards, tmp_path, capsy
     assert len(wids.ShardListDataset("index.json")) == 200
     capsysbinary.readouterr()
     assert main(["info", "index.json"]) == 0
-    assert b"samples: 200" in capsysbinary.readouterr().out
+    said = capsysbinary.readouterr().out
+    assert b"samples: 200" in said
+    assert b"what it is" in said
     assert main(["info", "-t", "index.json"]) == 0
     assert capsysbinary.readouterr().out.splitlines()[1].split(b"\t")[3] == b"200"
     assert main(["sample", "index.json", "150"]) == 0

@@ -109,6 +109,19 @@ def test_mistakes_are_said(load, tmp_path):
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(ValueError, match=r"empty\.jsonl has no rows$"):
         huggingface.read("json", files=str(tmp_path / "empty.jsonl"))
+    contents = {"no.txt": "", "blank.jsonl": "\n\n", "head.csv": "text\n", "broken.parquet": "x" * 50}
+    for name, content in contents.items():
+        (tmp_path / name).write_text(content)
+    for path, name, said in (
+        ("text", "no.txt", r"no\.txt has no rows$"),
+        ("json", "blank.jsonl", r"blank\.jsonl has no rows$"),
+        ("csv", "head.csv", r"head\.csv has no rows$"),
+        ("text", "*.zzz", r"\*\.zzz has no rows, or no file has such a name$"),
+        ("parquet", "broken.parquet", r"broken\.parquet can't be read as parquet: "),
+        ("jsonl", "blank.jsonl", r"path=jsonl: such files are read by data\.path=json$"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            huggingface.read(path, files=str(tmp_path / name))
 
 
 def test_class_names_are_known(load, tmp_path):

@@ -71,6 +71,9 @@ def test_sources(make, shown, tokenizer, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\nno json')
     with pytest.raises(ValueError, match=r"bad\.jsonl can't be read as json: "):
         TokenizedText("json", files=str(tmp_path / "bad.jsonl"), **given)
+    (tmp_path / "mixed.jsonl").write_text('{"text": 5}\n{"text": "a"}\n{"text": null}\n')
+    with pytest.raises(ConfigError, match=r"the column text holds values of several kinds: write text in each row"):
+        TokenizedText("json", files=str(tmp_path / "mixed.jsonl"), **given)
 
 
 def test_tokens_are_made_once_and_anew_for_other_settings(make, shown, monkeypatch, tmp_path):
