@@ -334,6 +334,8 @@ class LiveTable:
                 duration(row.wall_s or None),
                 duration(row.eta_s if row.state == JobState.running else None),
             )
+        if most is None:  # the closing lines count the jobs
+            return Group(table)
         hidden = len(rows) - len(ordered)
         note = describe_counts(rows) + (f"; {hidden} not shown" if hidden > 0 else "")
         return Group(table, Text(note, style="dim"))
