@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import dask
@@ -128,14 +129,19 @@ class Scheduler:
 
 def check_certificates(security: Any) -> None:
     given = security.get_tls_config_for_role("client")
-    for name, kind in zip(CERTIFICATES, ("ca_file", "cert", "key"), strict=True):
-        file = given.get(kind)
-        if file is not None and "\n" not in file and not os.access(file, os.R_OK):
+    kinds = zip(CERTIFICATES, ("ca_file", "cert", "key"), strict=True)
+    files = {name: given[kind] for name, kind in kinds if given[kind] is not None}  # or their text
+    for name, file in files.items():
+        if "\n" not in file and (not os.access(file, os.R_OK) or Path(file).is_dir()):
             raise ClusterError(f"cluster.security.{name}={file}: there is no file that can be read: give {GIVE}")
     try:
         security.get_connection_args("client")
-    except ssl.SSLError as error:
-        raise ClusterError(f"cluster.security: not a certificate and its key in PEM format: {error.reason}") from None
+    except OSError as error:  # also of `ssl`
+        named = ", ".join(f"{name}={file}" for name, file in files.items() if "\n" not in file)
+        raise ClusterError(
+            f"cluster.security: {named or 'given as text'}: not the certificate of an authority, a certificate and its "
+            f"key in PEM format, the key without a password: {getattr(error, 'reason', '') or error}: give {GIVE}"
+        ) from None
 
 
 def await_scheduler(address: str, security: Any, timeout_s: float) -> None:
@@ -204,7 +210,9 @@ def _diagnose_listener(scheme: str, host: str, port: int, security: Any) -> str:
     if isinstance(error, ssl.SSLError) and "ALERT" not in reason:
         return f"the scheduler at {where} does not speak TLS: give cluster.address=tcp://{where}"
     given_cert = f"cluster.security.tls_client_cert={files.get('cert')} ({reason})"
-    return f"the scheduler at {where} does not accept {given_cert}: give one that its CA has signed, and its key"
+    return (
+        f"the scheduler at {where} does not accept {given_cert}: give a valid one that its CA has signed, and its key"
+    )
 
 
 def _is_greeted(host: str, port: int, context: ssl.SSLContext | None = None) -> OSError | None:

@@ -122,7 +122,7 @@ class HealthMonitor:
         others = []
         if same:
             others.append(f"rank {ranges(same)} stand{'' if len(same) > 1 else 's'} at the same place")
-        if len(same) == len(judged) - 1 > 0 and not beat.stopped:
+        if len(same) == len(judged) - 1 > 0 and not beat.stopped and beat.phase != "load":
             others.append("they may all wait for each other: look at the network between their hosts")
         if ahead:
             others.append(f"rank {ranges(ahead)} wait{'' if len(ahead) > 1 else 's'} for it further on")

@@ -273,6 +273,8 @@ class TrainingRun:
 
     @property
     def step_ends_epoch(self) -> bool:
+        if isinstance(self.sampler, StreamSampler):  # only with the next batch does a rank know
+            heartbeat.at("load", self.step + 1)
         return self._samples_are_used_up(self.sampler.global_batch)
 
     def rolls_back(self, found: NonFiniteStep) -> bool:

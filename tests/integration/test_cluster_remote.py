@@ -157,7 +157,15 @@ WRONG: dict[str, tuple[Callable[[Secured], dict[str, object]], str]] = {
     ),
     "somebody else's key": (
         lambda it: {"security": it.certificates(tls_client_key=it.other.folder / "client.key")},
-        "not a certificate and its key",
+        r"tls_client_key=\S+/other/client\.key: not the certificate of an authority, .* its key.*MISMATCH",
+    ),
+    "a folder": (
+        lambda it: {"security": it.certificates(tls_ca_file=it.other.folder)},
+        r"^cluster\.security\.tls_ca_file=\S+: there is no file that can be read: give cluster\.",
+    ),
+    "something else": (
+        lambda it: {"security": it.certificates(tls_client_cert=__file__)},
+        r"tls_client_cert=\S+\.py, tls_client_key=\S+: not .*, a certificate and its key in PEM format, .*: \[SSL\]",
     ),
     "no certificates": (lambda it: {}, r"wants to see a certificate: give cluster\.security\.tls_ca_file="),
     "tcp": (

@@ -229,3 +229,9 @@ def test_joining_the_others_has_a_limit_of_its_own():
     message = seen.hang([0, 1], 1.5).message
     assert "in joining the process group;" in message
     assert "they may all wait for each other" in message
+
+
+def test_ranks_that_wait_for_data_do_not_wait_for_the_network():
+    message = gang(at("load", 5, HANG_S), at("load", 5, HANG_S)).hang([0, 1], 1.0).message
+    assert "in loading data of step 5; rank 1 stands at the same place;" in message
+    assert "network" not in message
