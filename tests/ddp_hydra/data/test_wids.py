@@ -19,6 +19,7 @@ import torch
 from ddp_hydra.data.shards.cache_folder import with_index
 from ddp_hydra.data.shards.tar_index import decode_field
 from ddp_hydra.data.wids import WidsShards, field_of
+from tests.support.shard_caches import total
 from tests.support.tar_server import described, index_of, numbered, serving, tar_of
 
 
@@ -116,6 +117,22 @@ def test_shards_may_be_given_as_a_list(three, tmp_path, monkeypatch):
         WidsShards([])
     with pytest.raises(ValueError, match="missing required field `nsamples`"):
         WidsShards([{"url": "numbers.tar"}])
+
+
+def test_shards_may_be_given_as_the_content_of_an_index(three, tmp_path):
+    data = WidsShards(json.loads(Path(three).read_text()), base=str(tmp_path))
+    assert (len(data), data.name, data.info) == (203, "pets", {"classes": ["cat", "dog"]})
+    assert int(data[150][".cls"]) == 50
+
+
+def test_a_shard_without_a_named_data_set_above_it_may_name_its_own(tmp_path):
+    listed = [{"url": "a.tar", "nsamples": 1, "dataset": "cats"}, {"url": "b.tar", "nsamples": 1}]
+    (tmp_path / "a.tar").write_bytes(numbered(0, 1))
+    (tmp_path / "b.tar").write_bytes(numbered(1, 1))
+    data = WidsShards(listed, base=str(tmp_path))
+    assert [sample.get("__dataset__") for sample in data] == ["cats", None]
+    named = WidsShards(json.loads(index_of(*listed, name="pets")), base=str(tmp_path))
+    assert [sample["__dataset__"] for sample in named] == ["pets", "pets"]
 
 
 def test_an_index_may_be_open_for_reading(three, tmp_path):
@@ -286,7 +303,7 @@ def test_shards_that_are_not_needed_any_more_are_evicted(remote, server, tmp_pat
     for _ in range(2):
         data.expect(range(80))
         assert [int(bytes(data.fields(index)[".cls"])) for index in range(80)] == list(range(80))
-    assert sum(path.stat().st_size for path in (tmp_path / "cache").iterdir()) <= 2.5 * size
+    assert total(tmp_path / "cache") <= 2.5 * size
     # Seven if each download ends before the next shard is needed; by sample it would be 160.
     assert data.stats()["downloads"] <= 10
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from itertools import product
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import IterableDataset
 
+from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import Classification
 from ddp_hydra.training.checkpoint import read
@@ -214,3 +217,24 @@ def test_one_batch_can_be_learnt_by_heart(train):
     run = train(epochs=30, overfit_batches=1, val=0, parts=BY_LOSS)
     losses = [loss for _, loss in run.metrics("train/loss")]
     assert losses[-1] < 0.05 < losses[0]
+
+
+class Stream(IterableDataset):
+    def __init__(self, n: int) -> None:
+        self.n, self.places = n, list[tuple[str, int]]()
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        heartbeat.on_phase(lambda *place: self.places.append(place))
+        return (Numbers(self.n)[index] for index in range(self.n))
+
+
+def test_a_rank_that_waits_for_what_a_stream_gives_next_is_in_the_loading(train):
+    streams = []
+
+    def data(n: int) -> Stream:
+        streams.append(Stream(n))
+        return streams[0]
+
+    run = train(data=data, val=0, epochs=1, max_steps=9, parts=BY_LOSS)
+    assert streams[0].places[-4:] == [("load", 5), ("update", 4), ("log", 4), ("save", 4)]  # there is no fifth batch
+    assert run.value["steps"] == 4

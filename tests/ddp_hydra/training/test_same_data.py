@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,15 @@ class Named(Numbers):
         return f"{self.x[index].tolist()}"
 
 
+class Words(Numbers):
+    def __init__(self, n: int, *words: float) -> None:
+        super().__init__(n)
+        self.words = list(words)
+
+    def __getitem__(self, index: int) -> dict[str, list[float]]:
+        return {"words": self.words}
+
+
 class Noise(Numbers):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"x": torch.rand(3, generator=torch.Generator().manual_seed(torch.seed()))}
@@ -64,6 +74,8 @@ def test_ranks_with_the_same_data_go_on():
     compare(Named(9), Named(9))
     compare(Numbers(9), Shifted(9, 1e-6))  # decoded by other instructions
     compare(Noise(9), Noise(9))
+    compare(Words(9, 1.0, math.nan, math.inf), Words(9, 1.0005, math.nan, math.inf))
+    compare(Words(9, *range(1_000_000)), Words(9, *range(1_000_000)))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +83,9 @@ def test_ranks_with_the_same_data_go_on():
     [
         ((Numbers(9), Numbers(8)), r"data\.train: Numbers has 9, 8 samples on the ranks"),
         ((Numbers(9), Shifted(9, 1)), r"data\.train: Numbers has other samples on rank 1 than on rank 0"),
+        ((Words(9, 1.0, 2.0), Words(9, 1.0, 2.01)), r"Words has other samples on rank 1"),
+        ((Words(9, 1.0, math.nan), Words(9, 1.0, 0.0)), r"Words has other samples on rank 1"),
+        ((Words(9, *range(5000)), Words(9, *range(5001))), r"Words has other samples on rank 1"),
         ((Named(9), Named(9).__class__(9)), None),
     ],
 )

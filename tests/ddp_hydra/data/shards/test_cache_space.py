@@ -103,6 +103,7 @@ def test_files_of_others_are_neither_counted_nor_removed(server, cache_of, tmp_p
     cache = cache_of(serve(server, "abc"), 2 * SIZE)
     for number in range(3):
         label(cache, number)
+    settle(cache)
     assert {"holiday.tar", "notes.part"} <= {path.name for path in folder.iterdir()}
     assert sum(path.stat().st_size == 10 * SIZE for path in folder.iterdir()) == 4
 
