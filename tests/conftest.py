@@ -66,7 +66,7 @@ def private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
         if value is not None:
             os.environ[name] = value
     tempfile.tempdir = None
-    shutil.rmtree(root)
+    shutil.rmtree(root, ignore_errors=True)  # a process that was killed may still remove its own files there
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -129,7 +129,10 @@ class Snapshot:
     def take(cls, *folders: Path) -> Snapshot:
         """Look around."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith(LIBRARY_VARIABLES)}
-        files = {path for folder in folders if folder.exists() for path in folder.iterdir()}
+        files: set[Path] = set()
+        for folder in folders:
+            with contextlib.suppress(FileNotFoundError):  # a fork server that ends removes its folder
+                files |= set(folder.iterdir())
         return cls(variables, set(threading.enumerate()), children(), files)
 
     def changes(self, *folders: Path) -> list[str]:
@@ -173,8 +176,10 @@ def children() -> set[psutil.Process]:
         return set(psutil.Process().children())
     found = set()
     for thread in lists:
-        with contextlib.suppress(OSError, psutil.NoSuchProcess):
-            found |= {psutil.Process(int(pid)) for pid in thread.read_text().split()}
+        with contextlib.suppress(OSError):  # the thread has ended
+            for pid in thread.read_text().split():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    found.add(psutil.Process(int(pid)))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import shlex
@@ -129,8 +130,9 @@ def warm(words: Sequence[str]) -> None:
 
 
 def server_sockets() -> list[Path]:
-    folder = fork_client.runtime_folder()
-    return sorted(folder.glob("*.sock")) if folder.is_dir() else []
+    with contextlib.suppress(FileNotFoundError):  # also of a server that ends meanwhile
+        return sorted(path for path in fork_client.runtime_folder().iterdir() if path.suffix == ".sock")
+    return []
 
 
 def describe_server(status: dict[str, Any]) -> str:

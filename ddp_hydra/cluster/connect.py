@@ -40,7 +40,9 @@ MANAGERS: dict[str, type[Manager]] = {
 """Managers of cluster classes that need one of their own, by the last part of `_target_`; others have `Manager`."""
 POLL_S = 0.05
 ANSWER_S = 5.0
-"""Seconds that the scheduler, or a cluster manager, may take to answer."""
+"""Seconds that the scheduler may take to answer."""
+STATUS_S = 5.0
+"""The same for a cluster manager."""
 
 
 def is_inline(cfg: DictConfig) -> bool:
@@ -181,7 +183,7 @@ def wait_for_workers(client: Any, manager: Manager, cluster: Any) -> None:
     came = states["running"] if states else 0
     others = [f"{count} more {state}" for state, count in (states or {}).items() if state != "running"]
     reasons = ["the scheduler does not answer any more"] if states is None else []
-    reasons += [*others, *filter(None, [_call_within(ANSWER_S, lambda: manager.status(cluster))])]
+    reasons += [*others, *filter(None, [_call_within(STATUS_S, lambda: manager.status(cluster))])]
     why = "; ".join(reasons) or manager.hint or "the logs of the cluster may say why"
     advice = f"cluster.n_workers={came or 1}, or cluster.wait_timeout_s={max(60, round(3 * timeout_s))}"
     raise ClusterError(f"{came} of {n_workers} workers came in {waited_s:.0f} s: {why}. Give {advice}")

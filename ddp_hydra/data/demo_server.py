@@ -118,6 +118,7 @@ class Seaweed:
             "AWS_SECRET_ACCESS_KEY": self.credentials[1],
             **{f"WEED_{name}": secrets.token_hex(20) for name in _JWT_KEYS},
         }
+        (self._folder / "log").touch()  # it is read also where the shell had no time to make it
         self._process = subprocess.Popen(
             ["/bin/sh", "-c", _UNTIL_STDIN_ENDS, "sh", self._program, "mini", *(f"-{flag}" for flag in flags)],
             stdin=subprocess.PIPE,

@@ -200,6 +200,7 @@ class ForkServer:
         if not isinstance(request, dict):
             raise TypeError("a request is an object")
         if "signal" in request:
+            self.reap()  # a rank that has ended by itself was not ended by this signal
             caller.kill(request["signal"], bool(request.get("alone")))
         elif "status" in request or "stop" in request:
             caller.only_asks = True
@@ -266,7 +267,8 @@ class ForkServer:
                 if caller.pid == pid:
                     caller.pid = None
                     exit_code = os.waitstatus_to_exitcode(status)
-                    caller.reply({"exit": exit_code, "peak_rss": usage.ru_maxrss * 1024, "left": left})
+                    end = {"exit": exit_code, "was_ended": caller.was_ended}
+                    caller.reply({**end, "peak_rss": usage.ru_maxrss * 1024, "left": left})
 
     def drop(self, caller: Caller) -> None:
         self.callers.pop(caller.connection.fileno())
@@ -281,6 +283,8 @@ class ForkServer:
             "pid": os.getpid(),
             "python": sys.executable,
             "ranks": sum(caller.pid is not None for caller in self.callers.values()),
+            "spares": len(self.spares.connections),
+            "lacks_spares": self.spares.are_missing,
             "age_s": time.monotonic() - self.begun,
             "ends_in_s": None if is_used else self.remaining_s,
             "memory": memory_bytes(),

@@ -171,7 +171,10 @@ def _kept(local_directory: str, sha256: str) -> Path:
 
 
 def has_files(worker: Any) -> bool:
-    return any(Path(worker.local_directory, "ddp_hydra").glob("*/rank-*/out/*"))
+    try:
+        return any(Path(worker.local_directory, "ddp_hydra").glob("*/rank-*/out/*"))
+    except FileNotFoundError:  # a task that ends has just removed a folder
+        return True
 
 
 def clear(gang: str, dask_worker: Any = None) -> None:

@@ -347,7 +347,9 @@ class RankProcess:
         if end is None and self.context.job.is_script and self.exit.get("exit") == 0:
             end = End(value=results.file_of("value", spec.encode(None)))  # os._exit(0), or another program
         if end is None:
-            end = End(stopped=True) if self.stopping_since is not None else End(failure=self.failure(output))
+            # One that ended before the stop reached it has failed by itself, and may be the cause of the others' end.
+            is_stopped = self.stopping_since is not None and self.exit.get("was_ended", True)
+            end = End(stopped=True) if is_stopped else End(failure=self.failure(output))
         if end.failure is not None:
             end = replace(end, failure=replace(end.failure, last_output=output))
         return replace(end, step=place.step, phase=place.phase)

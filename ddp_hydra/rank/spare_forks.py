@@ -164,6 +164,7 @@ class Caller:
         fds: descriptors for the rank.
         has_requested: it has requested its rank.
         only_asks: it has asked for the status, or for the end.
+        was_ended: the rank got a signal that ends a process while it ran.
     """
 
     connection: socket.socket
@@ -172,6 +173,7 @@ class Caller:
     fds: list[int] = field(default_factory=list)
     has_requested: bool = False
     only_asks: bool = False
+    was_ended: bool = False
 
     def requests(self) -> list[Any]:
         """Return the requests that have arrived; ValueError if the connection has ended, or what came is none."""
@@ -196,6 +198,7 @@ class Caller:
         if self.pid is not None:
             with contextlib.suppress(OSError):  # it has just ended, or there is no such signal
                 (os.kill if alone else os.killpg)(self.pid, number)
+                self.was_ended |= number in (signal.SIGTERM, signal.SIGKILL)
 
     def close_fds(self) -> None:
         while self.fds:

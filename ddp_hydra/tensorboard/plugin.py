@@ -50,6 +50,7 @@ class RunsPlugin(base_plugin.TBPlugin):
         self.roots = roots_of(context.logdir, getattr(context.flags, "logdir_spec", None))
         self._has_runs = False
         self._looking: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._looked = 0.0
 
     @functools.cached_property
@@ -70,11 +71,13 @@ class RunsPlugin(base_plugin.TBPlugin):
         return self._has_runs
 
     def _start_to_look(self) -> None:
-        if self._has_runs or not self.roots or self._looking is not None:
-            return
-        if not self._looked or time.monotonic() - self._looked > LOOK_AGAIN_S:
-            self._looking = threading.Thread(target=self._look, name="ddp_hydra-runs", daemon=True)
-            self._looking.start()
+        with self._starting:  # TensorBoard answers each request in a thread of its own
+            if self._has_runs or not self.roots or self._looking is not None:
+                return
+            if not self._looked or time.monotonic() - self._looked > LOOK_AGAIN_S:
+                looking = threading.Thread(target=self._look, name="ddp_hydra-runs", daemon=True)
+                self._looking = looking
+                looking.start()
 
     def _look(self) -> None:
         from ddp_hydra.errors import ConfigError

@@ -367,10 +367,10 @@ class WallClock(Callback):
             time = datetime.strptime(str(at), "%H:%M").time()
         except ValueError:
             raise ConfigError(f"at={at!r} is not a time of day: give hours and minutes, '07:30'") from None
-        now = datetime.now().astimezone()
-        self.end = now.replace(hour=time.hour, minute=time.minute, second=0, microsecond=0)
-        if self.end <= now:
-            self.end += timedelta(days=1)
+        now = datetime.now()
+        end = datetime.combine(now.date(), time)
+        # Only then the zone: tomorrow's offset from UTC may be another one.
+        self.end = (end if end > now else end + timedelta(days=1)).astimezone()
 
     def on_step(self, run: RunView) -> None:
         """Stop when it is time."""

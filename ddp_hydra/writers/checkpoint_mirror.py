@@ -74,6 +74,7 @@ class Mirror:
         self._end = threading.Event()
         self._failing: dict[str, float] = {}  # works, and since when
         self._is_reported = self._is_final = False
+        self._reporting = threading.Lock()
         self._threads = [
             threading.Thread(target=self._repeat, args=(work,), name=work.__name__, daemon=True)
             for work in self.works()
@@ -120,15 +121,20 @@ class Mirror:
 
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._end.wait(INTERVAL_S):
-            failure, now = self._try(work), time.monotonic()
-            if not failure:
-                self._failing.pop(work.__name__, None)
-                if self._is_reported and not self._failing:
-                    self._is_reported = False
-                    log.warning("%s are uploaded to %s again", self.what, self.place)
-            elif now - self._failing.setdefault(work.__name__, now) >= self.retry_s and not self._is_reported:
-                self._is_reported = True
-                log.warning("%s cannot be uploaded to %s: %s; the upload is retried", self.what, self.place, failure)
+            failure = self._try(work)
+            with self._reporting:
+                self._report(work.__name__, failure)
+
+    def _report(self, work: str, failure: str) -> None:
+        now = time.monotonic()
+        if not failure:
+            self._failing.pop(work, None)
+            if self._is_reported and not self._failing:
+                log.warning("%s are uploaded to %s again", self.what, self.place)
+                self._is_reported = False
+        elif now - self._failing.setdefault(work, now) >= self.retry_s and not self._is_reported:
+            log.warning("%s cannot be uploaded to %s: %s; the upload is retried", self.what, self.place, failure)
+            self._is_reported = True
 
     def _try(self, work: Callable[[], None]) -> str:
         try:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ddp_hydra import heartbeat
 from ddp_hydra.heartbeat import PHASES, REASONS, Place, SharedStatus
 from ddp_hydra.record import Beat
+from tests.support.clocks import set_time
 
 places = st.tuples(st.sampled_from(PHASES), st.integers(0, 2**63 - 1))
 
@@ -194,7 +195,7 @@ def test_a_checkpoint_under_way_is_on_the_page_and_waited_for(page, monkeypatch)
     heartbeat.connect(other)
     other.saving = True
     assert page[0].saving
-    monkeypatch.setattr(heartbeat.time, "sleep", lambda seconds: setattr(page[0], "saving", False))
+    set_time(monkeypatch, heartbeat, sleep=lambda seconds: setattr(page[0], "saving", False))
     heartbeat.await_saved()
     assert not other.saving
     other.saving = True

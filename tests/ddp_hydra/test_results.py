@@ -13,6 +13,7 @@ from ddp_hydra import results
 from ddp_hydra.errors import DiskFull, RecordError
 from ddp_hydra.record import RESERVED, File, Image, Metrics, Record, Text, check_path
 from ddp_hydra.results import INLINE_BYTES, finite
+from tests.support.clocks import set_time
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_context_that_is_no_number_is_refused(sent):
 
 
 def test_records_say_who_and_when(sent, monkeypatch):
-    monkeypatch.setattr("time.time", lambda: 1234.5)
+    set_time(monkeypatch, results, time=lambda: 1234.5)
     results.text("note", "**bold**", step=4)
     results.image("picture", b"\x89PNG")
     assert sent == [

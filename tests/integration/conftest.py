@@ -25,7 +25,7 @@ from ddp_hydra.dispatch import Gang
 from ddp_hydra.record import Record
 from tests.integration.support.warm_commands import WarmCommands
 from tests.support.s3_server import png, s3  # noqa: F401 (fixtures)
-from tests.support.warm_server import alive, local_client, shared_client, wait_for
+from tests.support.warm_server import PATIENCE_S, alive, local_client, shared_client, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = {"DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver"}
@@ -45,6 +45,14 @@ def alive_function():
 @pytest.fixture(scope="session", autouse=True)
 def started(warm_server) -> None:
     """All of these tests have the warm server."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """On a busy machine, ranks that were stopped may take long to end; the client of these tests waits for them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddp_hydra.dispatch.attempt.END_S", PATIENCE_S)
+        yield
 
 
 @pytest.fixture(autouse=True)

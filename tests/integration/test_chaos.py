@@ -32,7 +32,7 @@ def slow(*values: Any) -> Any:
 TWO_AND_FOUR = [2, slow(4)]
 
 
-IMPATIENT = ("dispatch.hang_timeout_s=4", "dispatch.first_step_timeout_s=6")
+IMPATIENT = ("dispatch.hang_timeout_s=15", "dispatch.first_step_timeout_s=60")
 """For jobs that hang. All others have a minute, in which a busy machine gets to its next step."""
 
 

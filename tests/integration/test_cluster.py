@@ -147,13 +147,13 @@ def test_a_worker_that_is_paused_does_not_count(wait_for):
     [
         (lambda: "the pool is closed on Sundays", "the pool is closed on Sundays. Give"),
         (lambda: 1 / 0, "could not be read (ZeroDivisionError"),
-        (lambda: time.sleep(1) or "too late", "look there. Give"),
+        (lambda: time.sleep(60) or "too late", "look there. Give"),
         (lambda: "", "look there. Give"),
     ],
 )
 def test_who_starts_the_workers_is_asked_why_they_do_not_come(client2, monkeypatch, ask, said):
     if said == "look there. Give":
-        monkeypatch.setattr("ddp_hydra.cluster.connect.ANSWER_S", 0.5)
+        monkeypatch.setattr("ddp_hydra.cluster.connect.STATUS_S", 0.5)
     with pytest.raises(ClusterError) as caught:
         wait_for_workers(client2, 3, 0.1, ask, "look there")
     assert re.match(r"2 of 3 workers came in \d+ s: ", str(caught.value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
@@ -23,7 +24,9 @@ from ddp_hydra import dispatch, results
 from ddp_hydra.cluster.connection import workers_of
 from ddp_hydra.dispatch import placement
 from ddp_hydra.errors import ClusterError, RankFailed
+from ddp_hydra.rank import fork_client
 from tests.support.ports import free_port
+from tests.support.warm_server import wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -112,7 +115,7 @@ def test_results_that_nobody_takes_are_counted_and_nothing_waits_for_a_reader(cl
         "results.*: 20 metrics records, 20 files (1.9 MiB); have it written with run_dir=<folder>, or receive it with "
         in caplog.text
     )
-    assert list(client2.run(spooled).values()) == [[], []]
+    wait_for(lambda: list(client2.run(spooled).values()) == [[], []], "what the ranks had spooled is gone")
 
 
 def test_collectives_work_also_with_fewer_ranks_than_there_are_workers(client4, gang):
@@ -172,7 +175,7 @@ def test_large_and_odd_values_come_back(client2):
         assert found["a", 1] == {1, 2, 2**70}
         assert found["bf16"].dtype == torch.bfloat16
         assert found["nothing"] is None
-    assert spooled(client2) == []
+    wait_for(lambda: spooled(client2) == [], "what the ranks had spooled is gone")
 
 
 def test_a_value_that_is_not_plain_data_is_refused_with_what_to_return_instead(client2):
@@ -188,16 +191,19 @@ def test_the_rendezvous_keeps_to_a_port_range(client2, gang):
 
 def test_ranks_are_forks_that_were_ready(client2, warm_server, wait_for):
     def spares() -> set[int]:
-        return {process.pid for process in warm_server.children() if "spare fork" in " ".join(process.cmdline())}
+        found = set()
+        for process in warm_server.children():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if "spare fork" in " ".join(process.cmdline()):
+                    found.add(process.pid)
+        return found
 
-    def are_ready() -> bool:
-        found = spares()
-        time.sleep(0.3)
-        return len(found) >= 2 and found == spares()
+    def all_spares() -> set[int]:
+        status, found = fork_client.ask(fork_client.socket_path(), "status"), spares()
+        return found if status and not status["lacks_spares"] and status["spares"] == len(found) else set()
 
     dispatch.run(client2, os.getpid)
-    wait_for(are_ready, "forks for the next ranks")
-    ready = spares()
+    ready = wait_for(all_spares, "forks for the next ranks")
     assert set(dispatch.run(client2, os.getpid)) <= ready
     wait_for(lambda: len(spares() - ready) >= 2, "others in their place")
 

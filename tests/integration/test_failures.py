@@ -22,6 +22,7 @@ from ddp_hydra import dispatch, results
 from ddp_hydra.cluster import preflight
 from ddp_hydra.dispatch import workers
 from ddp_hydra.errors import ClusterError, RankFailed
+from tests.support.warm_server import wait_for as wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -289,7 +290,9 @@ def test_a_lost_scheduler_ends_the_job_with_a_sentence(tmp_path):
     scheduler = command("scheduler", "--host", "127.0.0.1", "--port", "0")
     worker = command("worker", "--nthreads", "1", "--no-nanny", "--local-directory", str(tmp_path / "worker"))
     try:
-        with Client(scheduler_file=str(tmp_path / "scheduler.json"), timeout="100s", set_as_default=False) as client:
+        file = tmp_path / "scheduler.json"
+        wait_until(lambda: file.exists() and file.read_text().endswith("}"), "the scheduler is up")
+        with Client(scheduler_file=str(file), timeout="100s", set_as_default=False) as client:
             client.wait_for_workers(1, timeout=100)
 
             def kill_once_up(record):

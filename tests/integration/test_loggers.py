@@ -96,18 +96,23 @@ def test_an_interrupted_job_is_a_killed_run(cli, tmp_path, wait_for):
 
 
 @pytest.mark.parametrize(
-    ("does", "sentence"),
+    ("does", "timeout_s", "sentence"),
     [
         pytest.param(
             "blocks",
+            6,
             "Tracker lacks records of this job: it had not taken everything when the job ended.",
             marks=pytest.mark.slow,
         ),
-        ("fails", r"Tracker does not answer \(ConnectionError: nobody there\): the job goes on, and its records wait"),
+        (
+            "fails",
+            100,
+            r"Tracker does not answer \(ConnectionError: nobody there\): the job goes on, and its records wait",
+        ),
     ],
 )
-def test_a_logger_that_does_not_work_fails_no_job(does, sentence, job, tmp_path, capsys, caplog):
-    job("x", tracker(tmp_path / "runs", does), "results.loggers_timeout_s=6")
+def test_a_logger_that_does_not_work_fails_no_job(does, timeout_s, sentence, job, tmp_path, capsys, caplog):
+    job("x", tracker(tmp_path / "runs", does), f"results.loggers_timeout_s={timeout_s}")
     assert re.search(sentence, caplog.text)
     assert "done: 6 steps" in capsys.readouterr().out
 

@@ -372,7 +372,10 @@ def left_over() -> dict[str, Any]:
         ]
 
     def link(fd: Path) -> str:
-        return str(fd.readlink()) if fd.is_symlink() else ""
+        try:
+            return str(fd.readlink())
+        except OSError:  # closed by now
+            return ""
 
     before = pipes()
     model = wrapped(torch.nn.Linear(2, 2))

@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_leaves_no_gap_and_no_row_twice(here, run, tmp_pat
 def meeting(module_cli) -> Path:
     """A run of three ranks that validate seven samples, one at a time, and meet in each forward pass."""
     words = ("model._target_=models.tiny.Meeting", "data.batch_size=1", "data.n=6", "data.val.n=7")
-    module_cli.done(*TINY, *words, "cluster.n_workers=3", "dispatch.timeout_s=30", "hydra.run.dir=meeting")
+    module_cli.done(*TINY, *words, "cluster.n_workers=3", "dispatch.timeout_s=120", "hydra.run.dir=meeting")
     return module_cli.folder / "meeting"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -74,15 +75,24 @@ def nothing_left(dask) -> Iterator[None]:
     """No driver is left behind, no folder of one, and nothing on the scheduler."""
     yield
     wait_for(lambda: not drivers(), "no driver left running")
-    wait_for(lambda: not list(dask.folder.rglob("ddp_hydra-run-*")), "no folder of a driver left")
+    wait_for(lambda: not folders(dask), "no folder of a driver left")
+
+
+def folders(dask) -> list[Path]:
+    while True:
+        with contextlib.suppress(FileNotFoundError):  # a task that ends removes its folder meanwhile
+            return list(dask.folder.rglob("ddp_hydra-run-*"))
 
 
 def drivers() -> list[psutil.Process]:
-    found = []
+    """The drivers of these tests, and not those of others on this machine."""
+    found, place = [], os.environ["XDG_RUNTIME_DIR"]
     for process in psutil.process_iter(["cmdline"]):
         command = " ".join(process.info["cmdline"] or ())  # a title, in one word or several
         if command.startswith("ddp_hydra driver") and alive(process.pid):
-            found.append(process)
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("XDG_RUNTIME_DIR") == place:
+                    found.append(process)
     return found
 
 
@@ -241,7 +251,7 @@ def test_a_trained_model_is_evaluated_from_the_bucket(both, module_cli, access):
 
 def test_a_detached_run_is_shown_stopped_and_gone_on_with(cli, remote, root, access, both):
     """Its numbers are those of a run that was not interrupted."""
-    job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "trainer.checkpoint_every_steps=3")
+    job = (*SHORT, "data.delay_s=0.4", f"results.root={root}", "trainer.checkpoint_every_steps=3")
     said = cli.done(*job, *remote, "detach=true", "hydra.run.dir=outputs/day/first")
     url = f"{root}/day/first"
     assert f"ddp-hydra attach run={url}\n" in said.stdout

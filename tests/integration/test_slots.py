@@ -78,6 +78,7 @@ def test_a_gang_starts_again_on_the_same_workers(client2, tmp_path):
 
 def shout(lines: int) -> None:
     """Print without end on rank 1, and answer on the others."""
+    dist.barrier()
     if dist.get_rank() == 1:
         for _ in range(lines):
             print("x" * 1000)
@@ -93,7 +94,7 @@ def test_a_noisy_rank_does_not_hold_up_its_neighbours(client2):
     def read(record):
         order.append((record.rank, record.kind))
         if record.kind == "log" and record.rank == 1:
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     dispatch.Gang(client2, ranks_per_worker=2, on_record=read).run(shout, 5_000)
     texts = [number for number, (rank, kind) in enumerate(order) if kind == "text"]

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,6 +28,7 @@ import torch
 from ddp_hydra import dispatch
 from ddp_hydra.cli import commands
 from ddp_hydra.rank import fork_client, lazy_dynamo
+from tests.support.warm_server import PATIENCE_S
 
 pytestmark = pytest.mark.integration
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +69,11 @@ def fork(keep_warm_s: float) -> None:
 
 
 def status() -> dict[str, Any] | None:
-    return fork_client.ask(fork_client.socket_path(), "status")
+    """What the server says of itself; None where there is none."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (found := fork_client.ask(fork_client.socket_path(), "status")) == {} and time.monotonic() < deadline:
+        pass  # it has no time for an answer on a busy machine
+    return found
 
 
 def test_it_stays_after_its_last_rank_and_serves_whoever_comes_next(library, tmp_path, capsys):
@@ -129,7 +135,7 @@ def test_it_ends_by_itself(library, alive, wait_for, end):
         elif end == "no socket":
             fork_client.socket_path().unlink()
         wait_for(lambda: not alive(found["pid"]), "the end of the server")
-    assert not fork_client.runtime_folder().exists()
+    wait_for(lambda: not fork_client.runtime_folder().exists(), "the end of its folder")
 
 
 def test_an_edited_library_is_imported_anew(library, tmp_path):
@@ -246,4 +252,4 @@ def test_a_server_that_no_rank_needs_ends_at_once(cli, project, runtime, tmp_pat
     )
     ended = own.run(*words, f"hydra.run.dir={tmp_path / 'run'}", XDG_RUNTIME_DIR=str(runtime))
     assert (ended.returncode == 0) == (words[0] != "nonsense=1"), ended.stderr
-    wait_for(lambda: not list(runtime.rglob("*.sock")), "the end of the fork server")
+    wait_for(lambda: not list((runtime / "ddp_hydra").glob("*.sock")), "the end of the fork server")

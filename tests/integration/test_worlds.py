@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,6 +69,21 @@ def member(world: World, parts: Any, faults: list[str]) -> tuple[Any, ...]:
     return os.getpid(), environment, began, done, weights, run.metrics["train/loss"]
 
 
+@in_world
+def waiting_member(world: World) -> Any:
+    """Train, and stay in step 2 until this rank is asked to leave."""
+
+    def stay(phase: str, step: int) -> None:
+        if (phase, step) == ("update", 2):
+            print("waits to be asked")
+            until = time.monotonic() + 100
+            while not heartbeat.here().leave and time.monotonic() < until:
+                time.sleep(0.01)
+
+    heartbeat.on_phase(stay)
+    return member(world, {}, [])
+
+
 @pytest.fixture
 def gang(client2) -> Iterator[WorldGang]:
     cloudpickle.register_pickle_by_value(loop_runs)
@@ -108,9 +124,8 @@ def test_a_gang_that_loses_a_member_forms_again_and_trains_on(alone, gang, ranks
 
 
 def test_ranks_that_are_asked_to_leave_do_so_after_the_same_step(alone, gang):
-    slow = [f"slow,rank={rank},step=2,at=update,seconds=3" for rank in range(2)]
-    gang.start(2, member, ({}, slow), {})
-    gang.read(lambda: gang.output.count("fault on purpose") == 2)
+    gang.start(2, waiting_member, (), {})
+    gang.read(lambda: gang.output.count("waits to be asked") == 2)
     gang.send({"leave": True})
     gang.read(lambda: gang.output.count("waits for another world") == 2)
     gang.form(3, {1: 0, 2: 1}, member, ({}, []), {})

@@ -48,6 +48,7 @@ class FaultServer:
         page: keys in a page of a listing.
         ranges: whether a part of an object can be asked for; otherwise all of it comes, with 200.
         stall_s: how long a stalled body is held.
+        slow_s: between two of the six parts of a slow body.
     """
 
     def __init__(self, objects: Mapping[str, bytes], tls: Path | None = None) -> None:
@@ -58,6 +59,7 @@ class FaultServer:
         self.page = 1000
         self.ranges = True
         self.stall_s = 30.0
+        self.slow_s = 0.02
         self.closing = threading.Event()
         self._lock = threading.Lock()
         server = self
@@ -149,7 +151,7 @@ class FaultServer:
             for at in range(0, len(part), max(1, len(part) // 5)):
                 request.wfile.write(part[at : at + max(1, len(part) // 5)])
                 request.wfile.flush()
-                time.sleep(0.02)
+                time.sleep(self.slow_s)
         else:
             request.wfile.write(part)
 

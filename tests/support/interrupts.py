@@ -13,6 +13,9 @@ from typing import Any
 
 from tests.support.warm_server import PATIENCE_S
 
+WAITS = ("wait", "join", "_wait_for_tstate_lock")
+"""Functions of `threading` that wait; others only look."""
+
 
 @contextlib.contextmanager
 def interrupt_once_waiting(function: Callable[..., Any]) -> Iterator[None]:
@@ -22,7 +25,7 @@ def interrupt_once_waiting(function: Callable[..., Any]) -> Iterator[None]:
         frame = top = sys._current_frames()[threading.main_thread().ident]
         while frame is not None and frame.f_code is not function.__code__:
             frame = frame.f_back
-        return frame is not None and top.f_code.co_filename == threading.__file__
+        return frame is not None and top.f_code.co_filename == threading.__file__ and top.f_code.co_name in WAITS
 
     def strike() -> None:
         deadline = time.monotonic() + PATIENCE_S

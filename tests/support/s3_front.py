@@ -104,6 +104,7 @@ def front(monkeypatch, plain_environment, credentials, s3) -> Iterator[Front]:  
         setattr(FrontHandler, f"do_{name}", FrontHandler.pass_on)
 
     class FrontServer(http.server.ThreadingHTTPServer):
+        request_queue_size = 128
         daemon_threads = True
 
         def handle_error(self, *args):

@@ -55,6 +55,8 @@ def index_of(*shards: dict[str, Any], **more: Any) -> bytes:
 class TarServer(http.server.ThreadingHTTPServer):
     """Serves `files`, and counts what was asked for in `requests`: {(method, path): times}."""
 
+    request_queue_size = 128
+
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.requests: Counter[tuple[str, str]] = Counter()
@@ -110,14 +112,16 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(content)))
         if status == 206:
             self.send_header("Content-Range", f"bytes {first}-{int(first) + len(content) - 1}/{whole}")
-        self.end_headers()
         if with_body:
+            self.end_headers()
             self.wfile.write(content[: len(content) // 2])
             self.server.gate.wait(60)
         with self.server.lock:
             self.server.at_once -= 1  # before the last bytes, after which the client may ask again
         if with_body:
             self.wfile.write(content[len(content) // 2 :])
+        else:
+            self.end_headers()
 
     def log_message(self, *args: Any) -> None:
         pass

@@ -132,7 +132,7 @@ def shared_client(n_workers: int) -> Iterator[Client]:
 
 
 _shared: list[Client] = []
-IDLE_S = 10.0
+IDLE_S = PATIENCE_S
 """Seconds that the workers of a shared cluster may take to end what a test has left there."""
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -223,12 +224,13 @@ class BatchLoader:
                 sample = image, self._images.sample_target(request.index)
             else:
                 sample = (self._images.decoded(request.index, data), rng), self._images.target(request.index)
-            made.set_result(sample)
         except Exception as error:
-            made.set_exception(error)
-        finally:
-            self._memory.give(n_bytes)
+            tell = partial(made.set_exception, error)
+        else:
+            tell = partial(made.set_result, sample)
+        self._memory.give(n_bytes)
         self._images.count(decode_s=time.perf_counter() - begin)
+        tell()  # last, so that no fork that follows copies a lock that is held
 
     def close(self) -> None:
         self._closing = True

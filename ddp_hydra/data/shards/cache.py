@@ -251,6 +251,7 @@ class ShardCache(ProcessLocal):
                 os.ftruncate(part, 0)
                 download(shard, store, key, part, reserve, self._note_piece)
             folder.note_fetched(part)
+            self._counters.add(downloads=1)  # who sees the file sees it counted
             folder.publish(part, name)
         except BaseException as error:
             folder.abandon(part, name)
@@ -259,7 +260,6 @@ class ShardCache(ProcessLocal):
                     f"{folder.path} on {socket.gethostname()} became full: free it, or type data.cache_dir=..."
                 ) from None
             raise
-        self._counters.add(downloads=1)
 
     def _note_piece(self, piece: Any) -> None:
         self._counters.add(bytes=len(piece))
@@ -306,7 +306,9 @@ class ShardCache(ProcessLocal):
         try:
             folder, name = self._folder(), self._names[number]
             part = None if (folder.path / name).exists() else folder.claim(name)
-            if part is not None:
+            if part is not None and number not in self._prefetcher.needed():  # it was read, and evicted, meanwhile
+                folder.abandon(part, name)
+            elif part is not None:
                 self._download(part, number, background=True)
                 try:
                     self._read_and_save_members(number, part)

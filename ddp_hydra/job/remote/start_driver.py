@@ -200,11 +200,13 @@ def liveness_watched(client: Any, other: str, on_gone: Callable[[], None]) -> It
         seen = time.monotonic()
         while not end.wait(POLL_S):
             try:
-                if client.run_on_scheduler(BySource(scheduler_plugin.is_connected), other):
-                    seen = time.monotonic()
+                is_there = client.run_on_scheduler(BySource(scheduler_plugin.is_connected), other)
             except Exception:  # the scheduler does not answer; the job itself notices its loss
-                seen = time.monotonic()
-            if time.monotonic() - seen > GONE_S:
+                is_there = True
+            now = time.monotonic()
+            if is_there:
+                seen = now
+            elif now - seen > GONE_S:
                 on_gone()
                 return
 

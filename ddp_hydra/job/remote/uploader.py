@@ -188,11 +188,13 @@ def is_active(store: FencedStore) -> bool:
     if last.time is not None and abs(time.time() - last.time) < LOST_S:
         return True
     until = time.monotonic() + WATCH_S
-    while time.monotonic() < until:
+    while True:
         time.sleep(WATCH_S / 10)
+        is_last = time.monotonic() > until  # before the look: a process that stood still looks once more
         if (now := read(store)) is None or now.time != last.time:
             return True
-    return False
+        if is_last:
+            return False
 
 
 def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
@@ -207,11 +209,12 @@ def is_lost(store: Store, is_connected: Callable[[], bool]) -> bool:
         except OSError:  # it says nothing of the driver
             changed = time.monotonic()
         else:
+            now = time.monotonic()
             if last is None or last.state in ENDED:
                 return False
             if last.time != seen:
-                changed, seen = time.monotonic(), last.time
-            if last.state == LOST or (time.monotonic() - changed > WATCH_S and not is_connected()):
+                changed, seen = now, last.time
+            if last.state == LOST or (now - changed > WATCH_S and not is_connected()):
                 return True
         time.sleep(POLL_S)
 

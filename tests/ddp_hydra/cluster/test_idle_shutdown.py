@@ -81,7 +81,7 @@ def test_a_scheduler_looks_by_itself_until_the_cluster_is_to_be_kept():
             set_up(None, 0.0, dask_scheduler=one)
             was_kept = NAME not in one.periodic_callbacks
             set_up("mine", 0.02, dask_scheduler=one)
-            await asyncio.wait_for(one.finished(), 10)
+            await asyncio.wait_for(one.finished(), 100)
             return was_kept, one.status.name
 
     assert asyncio.run(run()) == (True, "closed")

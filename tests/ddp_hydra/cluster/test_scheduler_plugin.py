@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ddp_hydra.cluster import scheduler_plugin
 from ddp_hydra.cluster.scheduler_plugin import FRONT, LATE_S, ask_for_workers, release, reserve, reserve_or_wait
+from tests.support.clocks import set_time
 from tests.support.scheduler import Scheduler
 
 # -- reservations on the scheduler -------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_a_sweep_that_has_gangs_at_work_lets_as_many_newcomers_pass_and_no_more(
 def test_a_suspended_client_loses_its_workers_to_those_who_wait_for_them(monkeypatch):
     scheduler = Scheduler("a:1", "a:2")
     now = [0.0]
-    monkeypatch.setattr(scheduler_plugin.time, "monotonic", lambda: now[0])
+    set_time(monkeypatch, scheduler_plugin, monotonic=lambda: now[0])
     scheduler.reserve("one", 1, holder="you")
     scheduler.clients["you"].last_seen -= scheduler_plugin.SUSPENDED_S + 1
     assert "workers" in scheduler.reserve("two", 1)

@@ -20,4 +20,4 @@ def test_all_names_can_be_imported_and_others_are_refused():
 @pytest.mark.integration
 def test_the_package_alone_imports_no_torch():
     code = "import sys, ddp_hydra.data; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

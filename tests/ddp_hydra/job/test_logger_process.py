@@ -320,7 +320,7 @@ from ddp_hydra.job.loggers import LoggerProcess
 from ddp_hydra.writers.loggers import Order, RunInfo
 folder = {str(folder)!r}
 node = {{"_target_": "models.my_writer.Service", "folder": folder, "does": {does!r}}}
-order = Order(node, RunInfo("a", Path(folder)), (Path(folder), Path({str(starter())!r})), 0.5)
+order = Order(node, RunInfo("a", Path(folder)), (Path(folder), Path({str(starter())!r})), {0.5 if does else 60.0})
 LoggerProcess("Service", order, Path(folder) / "log", print)
 time.sleep(1000)
 """

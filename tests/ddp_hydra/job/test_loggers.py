@@ -87,7 +87,7 @@ def test_the_end_waits_less_where_waiting_is_no_use(status, is_away, limit_s):
     sender = Sender(is_away=is_away)
     loggers.end([sender], status, 30)
     assert sender.status == status
-    assert limit_s - 2 < sender.limit_s <= limit_s
+    assert limit_s - 20 < sender.limit_s <= limit_s
     assert sender.is_killed
 
 

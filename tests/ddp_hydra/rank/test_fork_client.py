@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -250,12 +249,17 @@ def test_the_lock_of_the_folder_is_given_back_whatever_was_forked_meanwhile(tmp_
     os.close(write)
 
 
-def test_who_waits_for_the_lock_of_the_folder_is_told(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(fork_client, "TOLD_S", 0.0)
+def test_who_waits_for_the_lock_of_the_folder_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(fork_client, "TOLD_S", -1.0)
     handle = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
-    timer = threading.Timer(0.1, os.close, (handle,))
-    timer.start()
+    told = []
+
+    def tell(text, *names):
+        told.append(text % names)
+        os.close(handle)  # it is given back
+
+    monkeypatch.setattr(fork_client.log, "warning", tell)
     with fork_client.locked(tmp_path):
-        assert f"another process has locked {tmp_path}: waiting for it" in caplog.text
-    timer.join()
+        (sentence,) = told
+    assert f"another process has locked {tmp_path}: waiting for it" in sentence

@@ -45,7 +45,7 @@ def test_a_box_can_be_waited_on(gang):
     assert not is_ready(box)
     timer = threading.Timer(0.02, post, (gang, {"stop": True}))
     timer.start()
-    assert select.select([box], [], [], 5)[0] == [box]
+    assert select.select([box], [], [], 60)[0] == [box]
     timer.join()
     assert box.take(0) == [(None, {"stop": True})]
     assert not is_ready(box)
@@ -69,7 +69,7 @@ def test_no_message_is_lost_between_threads(gang):
     for writer in writers:
         writer.start()
     while len(taken) < 2000:
-        assert select.select([box], [], [], 5)[0], f"only {len(taken)} of 2000 woke the reader"
+        assert select.select([box], [], [], 60)[0], f"only {len(taken)} of 2000 woke the reader"
         taken += box.take(0)
     for writer in writers:
         writer.join()

@@ -10,6 +10,7 @@ import torch
 from ddp_hydra import heartbeat, results
 from ddp_hydra.rank import process
 from ddp_hydra.rank.world import ALONE
+from tests.support.clocks import set_time
 
 
 def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_there_is_some(tmp_path, monkeypatch):
@@ -21,7 +22,7 @@ def test_a_rank_that_waits_for_room_in_its_spool_claims_progress_only_where_ther
             (tmp_path / "1").unlink()
 
     waited = []
-    monkeypatch.setattr(results.time, "sleep", wait)
+    set_time(monkeypatch, results, sleep=wait)
     heartbeat.connect(None)
     for number in range(results.MAX_FILES):
         (tmp_path / str(number)).touch()

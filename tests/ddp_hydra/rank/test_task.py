@@ -26,6 +26,8 @@ from ddp_hydra.rank import (
 )
 from ddp_hydra.rank.spec import GangSettings, JobSpec, RankSpec
 from ddp_hydra.record import End, Record
+from ddp_hydra.storage import retry
+from tests.support.clocks import set_time
 
 SPEC = RankSpec(0, 2, 0, 2, 0, worker="tcp://127.0.0.1:1", host="127.0.0.1")
 
@@ -88,14 +90,18 @@ BREAKS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(what, worker, monkeypatch):
     BREAKS[what](monkeypatch)
     gc.collect()  # what other tests have left closes its own
-    before = descriptors()
-    task.run_ranks(job().encode())
-    assert descriptors() <= before
+    for _ in range(3):  # a cluster in this process may open some of its own meanwhile; what leaks does so each time
+        before = descriptors()
+        task.run_ranks(job().encode())
+        inbox._ended.clear()
+        if descriptors() <= before:
+            break
+    else:
+        pytest.fail("each try leaves descriptors")
     end = worker.said[-1]
     assert (end.kind, end.data.failure.kind) == ("end", "start")
     assert end.data.failure.message.startswith("could not be started: OSError: [Errno 24]")
     assert not inbox._boxes
-    inbox._ended.clear()
 
 
 @pytest.fixture
@@ -107,8 +113,8 @@ def full_disk(monkeypatch, tmp_path) -> list[float]:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(outbox, "folder", refuse)
-    monkeypatch.setattr(task.retry.time, "monotonic", lambda: 1000.0 + sum(waited))
-    monkeypatch.setattr(task.time, "sleep", waited.append)
+    set_time(monkeypatch, retry, monotonic=lambda: 1000.0 + sum(waited))
+    set_time(monkeypatch, task, sleep=waited.append)
     return waited
 
 
@@ -142,7 +148,7 @@ def test_a_rank_that_waits_for_room_can_be_stopped_and_loses_no_message(worker, 
         inbox.deliver("gang", 0, None, {"stop": True} if len(full_disk) == 3 else {"n": 1}, worker)
 
     worker.state.tasks["task"] = SimpleNamespace(state="executing")
-    monkeypatch.setattr(task.time, "sleep", send)
+    set_time(monkeypatch, task, sleep=send)
     task.run_ranks(job().encode())
     assert len(full_disk) == 3
     assert worker.said[-1].data.stopped
@@ -221,7 +227,7 @@ def test_where_a_rank_was_is_known_also_when_it_was_told_to_stop(one):
 
 def test_a_rank_that_is_writing_a_checkpoint_is_stopped_when_it_is_complete_or_at_once(one, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(rank_process.time, "monotonic", lambda: now)
+    set_time(monkeypatch, rank_process, monotonic=lambda: now)
     signals: list[int] = []
     one.signal = lambda number, alone=False: signals.append(number)
     one.shared_status.saving = True
@@ -247,7 +253,7 @@ def test_the_output_of_a_rank_that_has_ended_is_listened_to_for_a_moment_and_lon
     one, monkeypatch
 ):
     now = 1000.0
-    monkeypatch.setattr(rank_process.time, "monotonic", lambda: now)
+    set_time(monkeypatch, rank_process, monotonic=lambda: now)
     assert not one.is_drained(is_quiet=False)
     now += rank_process.DRAIN_S + 0.1
     assert one.is_drained(is_quiet=True)
@@ -304,7 +310,7 @@ def test_a_fork_server_that_dies_with_an_unread_request_takes_the_rank_with_it(o
 
 def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(rank_process.time, "monotonic", lambda: now)
+    set_time(monkeypatch, rank_process, monotonic=lambda: now)
     with rank_of(worker) as one:
         for waiting in (0, record_relay.WINDOW_BYTES, 0):
             now += 10.0

@@ -15,8 +15,10 @@ from ddp_hydra.api import Run
 from ddp_hydra.run_state import Best, Objective, Status, Summary
 from ddp_hydra.runs.describe import UNREADABLE, RunState, row_of, status_of, stored_status
 from ddp_hydra.runs.run_files import LocalRunFiles
+from ddp_hydra.writers import run_dir
 from ddp_hydra.writers.run_dir import LOCK, is_locked, locked
 from tests.ddp_hydra.runs.conftest import kill
+from tests.support.clocks import set_time
 
 
 @pytest.mark.medium
@@ -122,7 +124,7 @@ def test_a_look_does_not_keep_a_job_from_its_folder(tmp_path, monkeypatch):
     """Whoever looks holds the lock for an instant, and may not be taken for another job."""
     with (tmp_path / LOCK).open("w") as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        monkeypatch.setattr("ddp_hydra.writers.run_dir.time.sleep", lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
+        set_time(monkeypatch, run_dir, sleep=lambda _: fcntl.flock(looking, fcntl.LOCK_UN))
         with locked(tmp_path):
             assert is_locked(tmp_path)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -116,17 +115,17 @@ def test_a_run_whose_driver_has_another_clock_is_refused_while_it_is_written(tmp
     store.acquire(None)
     old = time.time() - 100
     store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old)))
-    written = threading.Event()
+    read, reads = uploader.read, []
 
-    def write():
-        written.wait(0.3)
-        store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old + 1)))
+    def watched(found):
+        reads.append(found)
+        if len(reads) == 2:  # its driver writes while it is watched
+            store.put("status.json", encode(Status(state="running", scheduler="tcp://x:1", time=old + 1)))
+        return read(found)
 
-    driver = threading.Thread(target=write)
-    driver.start()
+    monkeypatch.setattr(uploader, "read", watched)
     with pytest.raises(ConfigError, match=r"is running: end it first, with ddp-hydra attach run="):
         disk.remove(str(run_dir))
-    driver.join()
     assert disk.remove(str(run_dir)).freed > 0  # its driver is gone
     assert not run_dir.exists()
     with pytest.raises(TakenOver):

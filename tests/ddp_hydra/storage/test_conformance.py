@@ -53,8 +53,8 @@ def place(request, tmp_path, seaweed) -> Place:
         def other(name: str = "things", **arguments: Any) -> Any:
             given = {"endpoint_url": seaweed.endpoint_url, "credentials": seaweed.credentials, **arguments}
             if kind == "obstore":
-                return Bucket(name, retry_timeout_s=1, **given)
-            return FsspecStore(f"s3://{name}", bucket=BucketAddress(name, **given), retry_timeout_s=1)
+                return Bucket(name, retry_timeout_s=30, **given)
+            return FsspecStore(f"s3://{name}", bucket=BucketAddress(name, **given), retry_timeout_s=30)
 
         return Place(other(), run, other, seaweed)
     if kind == "folder":

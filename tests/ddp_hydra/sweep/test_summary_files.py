@@ -19,6 +19,7 @@ from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
 from ddp_hydra.sweep.summary_files import SummaryFiles, json_text, read, take_value
 from ddp_hydra.sweep.tables import csv_text, markdown_text
 from ddp_hydra.writers import tensorboard
+from tests.support.clocks import set_time
 
 ACCURACY = SweepObjective("val/accuracy", maximize=True)
 
@@ -307,8 +308,8 @@ def test_a_long_message_is_cut_and_one_job_alone_shows_all_that_was_given():
 @pytest.mark.medium
 def test_files_are_written_about_once_a_second_and_at_the_end(tmp_path, monkeypatch):
     now, texts = [0.0], []
-    monkeypatch.setattr(summary_files.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(summary_files.time, "process_time", lambda: 0.0)
+    set_time(monkeypatch, summary_files, monotonic=lambda: now[0])
+    set_time(monkeypatch, summary_files, process_time=lambda: 0.0)
     monkeypatch.setattr(summary_files, "json_text", lambda *given: texts.append(now[0]) or json_text(*given))
     rows = [job(number) for number in range(500)]
     made = SummaryFiles(tmp_path, ACCURACY)
@@ -329,8 +330,8 @@ def test_slow_writes_take_a_twentieth_of_the_time_at_most(tmp_path, monkeypatch)
         now[0] += 0.5
         return "{}"
 
-    monkeypatch.setattr(summary_files.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(summary_files.time, "process_time", lambda: now[0])
+    set_time(monkeypatch, summary_files, monotonic=lambda: now[0])
+    set_time(monkeypatch, summary_files, process_time=lambda: now[0])
     monkeypatch.setattr(summary_files, "json_text", write)
     made = SummaryFiles(tmp_path, ACCURACY)
     while now[0] < 100:
@@ -364,7 +365,7 @@ def test_a_full_disk_is_said_once_and_tried_again(tmp_path, monkeypatch, caplog)
     assert "free some space" in caplog.text
     assert read(tmp_path) == ROWS[:1]
     monkeypatch.undo()
-    monkeypatch.setattr(summary_files.time, "monotonic", lambda: 1e12)  # when it tries again
+    set_time(monkeypatch, summary_files, monotonic=lambda: 1e12)  # when it tries again
     made.write(ROWS)
     assert read(tmp_path) == ROWS
     assert {path.name for path in tmp_path.iterdir()} == {"sweep.json", "sweep.csv", "sweep.md"}

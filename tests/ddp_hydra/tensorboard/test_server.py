@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -21,6 +20,7 @@ from ddp_hydra.sweep.summary_files import json_text
 from ddp_hydra.tensorboard import run_list
 from ddp_hydra.tensorboard.plugin import RunsPlugin, roots_of
 from tests.ddp_hydra.runs.conftest import kill
+from tests.support.warm_server import wait_for
 
 pytestmark = pytest.mark.medium
 
@@ -44,6 +44,7 @@ def test_loading_it_imports_nothing_heavy():
 
 
 def test_it_is_active_where_there_are_runs(ask, make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("ddp_hydra.tensorboard.plugin.LOOK_S", 60.0)
     for folder in ("nothing", "no_such/x"):
         assert not ask(str(tmp_path / folder)).plugin.is_active()
     assert not ask("").plugin.is_active()
@@ -336,6 +337,7 @@ def test_hostile_and_broken_files_are_shown_as_text_or_not_at_all(ask, make_run,
 
 
 def test_many_requests_at_once_look_at_the_runs_once(make_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_list, "SHORTEST_PAUSE_S", 1e9)
     make_run("outputs/a")
     looks = []
     original = run_list.find.local_rows
@@ -357,9 +359,7 @@ def test_runs_in_a_bucket(ask, s3, credentials, monkeypatch, make_run):
     objects = {f"runs/day/a/{path.relative_to(run_dir)}": path.read_bytes() for path in run_dir.rglob("*.*")
                if path.is_file()}  # fmt: skip
     asked = ask(f"s3://{s3.fill(objects)}/runs")
-    deadline = time.monotonic() + 30
-    while not asked.plugin.is_active():  # it does not wait for the store
-        assert time.monotonic() < deadline
+    wait_for(asked.plugin.is_active, "the run is found")  # it does not wait for the store
     key = asked.ids()["day/a"]
     assert asked("/run", id=key)["value"] == 0.25
     assert asked("/log", id=key, rank=0)["text"] == "hello\n"

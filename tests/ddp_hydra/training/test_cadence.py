@@ -6,7 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.config.schema import TrainerConfig
+from ddp_hydra.training import cadence
 from ddp_hydra.training.cadence import Actions, Cadence, LogClock, is_due
+from tests.support.clocks import set_time
 
 TOTAL, EPOCH = 12, 4
 NOTHING = Actions()
@@ -114,7 +116,7 @@ def test_the_config_gives_the_intervals():
 
 def test_a_clock_tells_when_to_log_at_growing_intervals(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    set_time(monkeypatch, cadence, monotonic=lambda: now)
     clock, due = LogClock(10.0, growth=2.0), []
     for second in range(100):
         now = float(second)
@@ -127,7 +129,7 @@ def test_a_clock_tells_when_to_log_at_growing_intervals(monkeypatch):
 
 def test_what_was_logged_for_another_reason_begins_the_interval_anew(monkeypatch):
     now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    set_time(monkeypatch, cadence, monotonic=lambda: now)
     clock = LogClock(10.0, growth=2.0)
     now = 9.0
     clock.restart()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
+from ddp_hydra.training import callbacks
 from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import STEPS, flat, same
@@ -291,14 +295,47 @@ def test_a_frozen_part_stays_so_at_the_end_of_the_run():
     assert callback.state_dict() == {"done": False}
 
 
-def test_a_wall_clock_stops_at_its_time():
+@pytest.fixture
+def berlin(monkeypatch) -> Iterator[None]:
+    """The time zone of a place whose clocks are set back on 2026-10-25 at 03:00."""
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("berlin")
+@pytest.mark.parametrize(
+    ("now", "end"),
+    [
+        ("2026-11-29 05:00", "2026-11-29T07:30:00+01:00"),
+        ("2026-11-29 07:30", "2026-11-30T07:30:00+01:00"),
+        ("2026-10-24 20:00", "2026-10-25T07:30:00+01:00"),
+        ("2026-10-25 01:00", "2026-10-25T07:30:00+01:00"),
+        ("2026-12-31 08:00", "2027-01-01T07:30:00+01:00"),
+    ],
+)
+def test_a_wall_clock_stops_at_its_time(now, end, monkeypatch):
+    class Clock(datetime):
+        @classmethod
+        def now(cls, zone: Any = None) -> datetime:
+            return datetime.fromisoformat(now)
+
+    monkeypatch.setattr(callbacks, "datetime", Clock)
     asked: list[str] = []
     run = type("run", (), {"rank": 0, "stop": lambda self, reason, done: asked.append(reason)})()
     clock = WallClock("07:30")
+    assert clock.end.isoformat() == end
+    now = f"{clock.end - timedelta(seconds=1):%F %T}"
     clock.on_step(run)
-    clock.end -= clock.end - clock.end.replace(year=2020)
+    assert asked == []
+    now = f"{clock.end:%F %T}"
     clock.on_step(run)
     assert asked == ["it is 07:30"]
+
+
+def test_a_time_of_day_has_hours_and_minutes():
     with pytest.raises(ConfigError, match=r"at='7.30' is not a time of day"):
         WallClock("7.30")
 

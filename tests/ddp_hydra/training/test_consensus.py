@@ -12,6 +12,7 @@ from ddp_hydra.heartbeat import REASONS
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import consensus
 from ddp_hydra.training.consensus import Decision, StepConsensus, StopSignal
+from tests.support.clocks import set_time
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_a_rank_stops_when_its_time_is_up_whatever_else_it_was_asked(board, limi
 
 def test_a_rank_goes_on_while_it_has_time(monkeypatch):
     now = 1000.0
-    monkeypatch.setattr(consensus.time, "monotonic", lambda: now)
+    set_time(monkeypatch, consensus, monotonic=lambda: now)
     stop_signal = StopSignal(60.0)
     now = 1059.9
     assert stop_signal.reason() == 0

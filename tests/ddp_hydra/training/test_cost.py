@@ -66,6 +66,7 @@ def test_a_model_that_needs_values_has_unknown_activations():
     assert cost.forward_pass(Looks(8, 3), TASK, "", (torch.zeros(4, 8), torch.zeros(4).long()), settings()) is None
 
 
+@pytest.mark.usefixtures("group")
 def test_a_dry_run_tells_what_a_rank_needs():
     parts = {"cluster": {"n_workers": 2}, "dispatch": {"ranks": None}, "optimizer": {"momentum": 0.9}}
     lines = first_step(OmegaConf.merge(config(), parts), Numbers(9), Numbers(5))

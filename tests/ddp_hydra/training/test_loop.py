@@ -174,6 +174,7 @@ class Noisy(torch.nn.Linear):
 def test_a_resumed_run_draws_the_same_from_every_generator(train):
     loss = {"metric": "train/loss", "direction": "minimize"}
     parts = {"model": {"_target_": f"{__name__}.Noisy"}, "objective": loss}
+    Noisy.drawn.clear()
     whole = [train(val=0, parts=parts), *Noisy.drawn]
     Noisy.drawn.clear()
     train(resume=train(val=0, parts=parts, stop_at=("update", 3)).last, val=0, parts=parts)

@@ -350,6 +350,8 @@ def test_one_that_the_manifest_does_not_name_may_be_damaged_anywhere(tmp_path, t
     content = bytearray(zipped(9))
     content[-from_end] = value  # in the directory at the archive's end: 60 bytes, then 22
     (three / "step-000009.pt").write_bytes(content)
+    later = (three / "step-000003.pt").stat().st_mtime + 1  # the clock of the file system may be coarse
+    os.utime(three / "step-000009.pt", (later, later))
     assert find_checkpoint(tmp_path) == three / "last.pt"
     assert "step-000009.pt is newer than the manifest, but not whole (" in caplog.text
 

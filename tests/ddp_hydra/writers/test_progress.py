@@ -12,8 +12,10 @@ from msgspec.structs import replace
 from rich.console import Console
 
 from ddp_hydra.record import Log, Metrics, Record, Start, Text
+from ddp_hydra.writers import progress, run_dir
 from ddp_hydra.writers.handler import ResultsHandler
 from ddp_hydra.writers.progress import ProgressWriter
+from tests.support.clocks import set_time
 
 
 class Clock:
@@ -25,7 +27,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr("time.monotonic", now := Clock())
+    now = Clock()
+    for module in (progress, run_dir):
+        set_time(monkeypatch, module, monotonic=now)
     return now
 
 

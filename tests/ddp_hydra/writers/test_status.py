@@ -6,7 +6,9 @@ import json
 
 from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import AttemptEntry, Status
+from ddp_hydra.writers import run_dir
 from ddp_hydra.writers.run_dir import StatusWriter
+from tests.support.clocks import set_time
 
 
 def read(folder):
@@ -15,7 +17,7 @@ def read(folder):
 
 def test_it_says_where_the_job_is_and_goes_when_that_has_ended(tmp_path, metrics_record, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    set_time(monkeypatch, run_dir, monotonic=lambda: now[0])
     writer = StatusWriter(tmp_path)
     writer.write(Record(Start(total_steps=100, epochs=4, world_size=2), step=0))
     assert (read(tmp_path)["world_size"], read(tmp_path)["step"]) == (2, None)
@@ -32,7 +34,7 @@ def test_it_is_written_no_more_than_twice_a_second_but_a_new_attempt_shows_at_on
     tmp_path, metrics_record, monkeypatch
 ):
     now = [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    set_time(monkeypatch, run_dir, monotonic=lambda: now[0])
     base = Status()
     writer = StatusWriter(tmp_path, base)
     writer.write(metrics_record(1, loss=1.0))

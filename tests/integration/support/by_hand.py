@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.warm_server import wait_for
+from tests.support.warm_server import PATIENCE_S, wait_for
 
 STOP_S = 15.0
 
@@ -58,7 +58,7 @@ def dask_scheduler(folder: Path, *options: object) -> Iterator[Path]:
         "--no-dashboard",
     )
     with program(*command, "--scheduler-file", file, *options, log=folder / "scheduler.log"):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_S
         while not (file.exists() and file.read_text().endswith("}")):  # Dask creates it before it writes it
             assert time.monotonic() < deadline, (folder / "scheduler.log").read_text()
             time.sleep(0.05)

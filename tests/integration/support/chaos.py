@@ -40,7 +40,7 @@ SETTINGS = (
     "data=tiny", "model=tiny", "model.dropout=0.5", "optimizer=adam", "optimizer.lr=0.01", "scheduler=cosine",
     "trainer.epochs=3", "trainer.threads=1", "trainer.log_every_steps=3", "trainer.checkpoint_every_steps=4",
     "dispatch.max_restarts=3", "dispatch.hang_timeout_s=60", "dispatch.first_step_timeout_s=60",
-    "dispatch.restart_wait_s=30",
+    "dispatch.restart_wait_s=100",
 )  # fmt: skip
 """Whatever a resume could lose is there: dropout, Adam's moments, a schedule, and stops in the middle of an epoch. An
 epoch has 6 steps: 96 samples, 16 in a global batch."""
@@ -270,7 +270,7 @@ class Dask:
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Client]:
-        wait_for(self.file.exists, "the scheduler is up")
+        wait_for(lambda: self.file.exists() and self.file.read_text().endswith("}"), "the scheduler is up")
         with Client(scheduler_file=str(self.file), timeout="100s", set_as_default=False) as client:
             client.wait_for_workers(len(self.programs) * self.workers_each, timeout=100)
             yield client

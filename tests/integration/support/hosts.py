@@ -155,7 +155,7 @@ class Host:
         return found
 
     def kill(self) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while processes := self.processes():
             assert time.monotonic() < deadline, f"{processes} do not end"
             for process in processes:

@@ -15,8 +15,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
-
 COMMANDS = ("sbatch", "squeue", "scancel")
 PENDING = "0"
 
@@ -69,6 +67,8 @@ def scancel(folder: Path, *jobs: str) -> None:
 
 
 def alive(pid: int) -> bool:
+    import psutil  # only here: the client waits but some seconds for the other answers
+
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -80,6 +80,7 @@ def test_a_shard_larger_than_the_cache_is_refused_at_once(server, cache_of, tmp_
 def test_on_a_full_disk_older_shards_go_and_without_any_it_is_told_apart(server, cache_of, monkeypatch, tmp_path):
     cache = cache_of(serve(server, "ab"))
     label(cache, 0)
+    monkeypatch.setattr(cache_module, "_ASK_AFTER_S", 60)
     real, is_full = os.fstatvfs, False
 
     def full(descriptor):

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 
 from ddp_hydra.errors import ConfigError, Interrupted, RunFailed
+from ddp_hydra.job.remote import client
 from ddp_hydra.job.remote.client import Attached
 from ddp_hydra.job.remote.status import DriverStatus
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.storage import Store, urls
 from ddp_hydra.writers.run_dir import encode_status
+from tests.support.clocks import set_time
 
 
 class Run:
@@ -132,23 +133,23 @@ def test_it_ends_as_the_run_did(run, state, error):
         attached.follow()
 
 
-@pytest.mark.medium
-def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run):
+def test_a_driver_that_says_nothing_is_missed_and_one_that_beats_is_not(run, monkeypatch):
     run.start()
-    end = threading.Event()
+    now, beats = 0.0, 20
 
-    def beat():
-        while not end.wait(0.02):
+    def sleep(_):
+        nonlocal now, beats
+        now += 1.0
+        if beats:
+            beats -= 1
             run.beat()
 
-    thread = threading.Thread(target=beat)
-    thread.start()
+    set_time(monkeypatch, client, monotonic=lambda: now, sleep=sleep)
     attached = following(run, 1.5)
-    threading.Timer(2, end.set).start()
     with pytest.raises(RunFailed, match=r"driver, process \d+ on .*, has not updated its status for 1.5 s: .*resume=/"):
         attached.follow()
-    assert end.is_set()
-    thread.join()
+    assert beats == 0
+    assert 20 < now < 25
 
 
 def test_where_there_is_no_run(run):

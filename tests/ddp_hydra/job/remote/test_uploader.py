@@ -115,7 +115,7 @@ def test_files_come_as_they_grow_and_the_summary_last(make, there, run_dir):
 
 
 def test_a_large_file_is_not_brought_each_second(make, there, run_dir, monkeypatch):
-    monkeypatch.setattr(uploader, "BYTES_PER_S", 1.0)
+    monkeypatch.setattr(uploader, "BYTES_PER_S", 0.001)
     one = make()
     wait_until(lambda: "metrics.jsonl" in there.order)
     wait_until(lambda: not one.is_behind())  # before checkpoints, the metrics are brought at once
@@ -131,8 +131,8 @@ def test_a_store_that_was_away_gets_all(make, there, run_dir, caplog):
     one = make()
     wait_until(lambda: "cannot be uploaded" in caplog.text)
     there.away = False
-    wait_until(lambda: len(caplog.messages) == 2 and "metrics.jsonl" in there.order)
-    assert "store again" in caplog.messages[1]
+    # A second thread may tell its earlier failure after that.
+    wait_until(lambda: any("store again" in said for said in caplog.messages) and "metrics.jsonl" in there.order)
     assert one.finish_run(0, "done", "") == ""
 
 
