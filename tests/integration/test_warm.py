@@ -27,6 +27,7 @@ import torch
 
 from ddp_hydra import dispatch
 from ddp_hydra.cli import commands
+from ddp_hydra.heartbeat import SharedStatus
 from ddp_hydra.rank import fork_client, lazy_dynamo
 from tests.support.warm_server import PATIENCE_S
 
@@ -136,6 +137,29 @@ def test_it_ends_by_itself(library, alive, wait_for, end):
             fork_client.socket_path().unlink()
         wait_for(lambda: not alive(found["pid"]), "the end of the server")
     wait_for(lambda: not fork_client.runtime_folder().exists(), "the end of its folder")
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_rank_that_had_ended_by_itself_was_not_ended_by_a_signal(library, alive, wait_for, is_late):
+    """Also where the server has not looked at it yet."""
+    request = {"title": "a rank that waits for its launch", "affinity": [], "environment": dict(os.environ), "cwd": "/"}
+    ours, theirs = socket.socketpair()
+    page, page_fd = SharedStatus.create()
+    with ours, theirs, Path(os.devnull).open("wb") as output, fork_client.connect() as server:
+        fds = [theirs.fileno(), output.fileno(), page_fd]
+        socket.send_fds(server, [json.dumps({**request, "path": sys.path}).encode() + b"\n"], fds)
+        with server.makefile("rb") as lines:
+            rank, serving = json.loads(lines.readline())["pid"], status()["pid"]
+            if is_late:
+                os.kill(serving, signal.SIGSTOP)
+                os.kill(rank, signal.SIGKILL)
+                wait_for(lambda: not alive(rank), "its end")
+            server.sendall(b'{"signal": %d}\n' % signal.SIGTERM)
+            os.kill(serving, signal.SIGCONT)
+            end = json.loads(lines.readline())
+    page.close()
+    os.close(page_fd)
+    assert (end["exit"], end["was_ended"]) == ((-signal.SIGKILL, False) if is_late else (-signal.SIGTERM, True))
 
 
 def test_an_edited_library_is_imported_anew(library, tmp_path):

@@ -225,6 +225,13 @@ def test_where_a_rank_was_is_known_also_when_it_was_told_to_stop(one):
     assert (end.failure.kind, end.failure.message, end.step, end.phase) == ("killed", "killed by SIGTERM", 20, "save")
 
 
+def test_a_rank_that_was_killed_before_the_stop_reached_it_says_so(one):
+    one.exit, one.stopping_since = {"exit": -9, "peak_rss": 0, "was_ended": False}, 1.0
+    assert one.end().failure.message.startswith("killed by SIGKILL")
+    one.exit["was_ended"] = True
+    assert one.end().stopped
+
+
 def test_a_rank_that_is_writing_a_checkpoint_is_stopped_when_it_is_complete_or_at_once(one, monkeypatch):
     now = 1000.0
     set_time(monkeypatch, rank_process, monotonic=lambda: now)
