@@ -234,11 +234,11 @@ class ForkServer:
     def leave_server(self) -> None:
         try:
             server_pid = os.getppid()
-            os.setsid()
-            die_with_parent(server_pid)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
+            os.setsid()  # from now on it gets the signals that are for the rank
+            die_with_parent(server_pid)
             self.selector.close()
             self.spares.close()
             for end in (self.listener, self.wake_r, self.wake_w, *(one.connection for one in self.callers.values())):

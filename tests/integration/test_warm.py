@@ -140,7 +140,7 @@ def test_it_ends_by_itself(library, alive, wait_for, end):
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_rank_that_had_ended_by_itself_was_not_ended_by_a_signal(library, alive, wait_for, is_late):
+def test_a_rank_that_had_ended_by_itself_was_not_ended_by_a_signal(warm_server, alive, wait_for, is_late):
     """Also where the server has not looked at it yet."""
     request = {"title": "a rank that waits for its launch", "affinity": [], "environment": dict(os.environ), "cwd": "/"}
     ours, theirs = socket.socketpair()
@@ -149,13 +149,14 @@ def test_a_rank_that_had_ended_by_itself_was_not_ended_by_a_signal(library, aliv
         fds = [theirs.fileno(), output.fileno(), page_fd]
         socket.send_fds(server, [json.dumps({**request, "path": sys.path}).encode() + b"\n"], fds)
         with server.makefile("rb") as lines:
-            rank, serving = json.loads(lines.readline())["pid"], status()["pid"]
+            rank = json.loads(lines.readline())["pid"]
+            wait_for(lambda: os.getpgid(rank) == rank, "a process group of its own, which gets the signals")
             if is_late:
-                os.kill(serving, signal.SIGSTOP)
+                warm_server.suspend()
                 os.kill(rank, signal.SIGKILL)
                 wait_for(lambda: not alive(rank), "its end")
             server.sendall(b'{"signal": %d}\n' % signal.SIGTERM)
-            os.kill(serving, signal.SIGCONT)
+            warm_server.resume()
             end = json.loads(lines.readline())
     page.close()
     os.close(page_fd)
