@@ -175,7 +175,9 @@ class CommandLine:
 
     def environment(self, **variables: str) -> dict[str, str]:
         home = {"HOME": str(self.folder / "home"), "DDP_HYDRA_PROJECT": str(self.project), "COLUMNS": "200"}
-        return {**os.environ, **home, **variables}
+        # A cluster of this process sets it, and Dask then wipes the environment that /proc shows of a command.
+        inherited = {name: value for name, value in os.environ.items() if name != "__DASK_PARENT_PID"}
+        return {**inherited, **home, **variables}
 
     def start(self, *arguments: str, module: str = "ddp_hydra", **variables: str) -> subprocess.Popen[str]:
         """Start it, as the leader of its own process group."""

@@ -222,8 +222,8 @@ def test_an_error_that_comes_again_in_the_same_step_is_not_tried_a_third_time(ch
 @pytest.mark.slow
 def test_a_validation_longer_than_the_timeout_is_no_hang(chaos, client2, uninterrupted):
     """Each of a rank's 19 samples takes its time; two batches are read at once."""
-    settings = ("trainer.epochs=2", "trainer.validate_every_epochs=2", "dispatch.hang_timeout_s=4")
-    story = chaos.done(client2, overrides=(*settings, "+data.val.delay_s=0.6"))
+    settings = ("trainer.epochs=2", "trainer.validate_every_epochs=2", "dispatch.hang_timeout_s=15")
+    story = chaos.done(client2, overrides=(*settings, "+data.val.delay_s=2.4"))
     assert story.over == []
     assert_same(story.checkpoint(), uninterrupted(client2, 2, *settings).checkpoint())
 
@@ -231,11 +231,11 @@ def test_a_validation_longer_than_the_timeout_is_no_hang(chaos, client2, uninter
 @pytest.mark.slow
 def test_a_client_that_takes_its_time_for_checkpoints_is_no_hang(chaos, client2, uninterrupted):
     """Rank 0 waits for room in its spool, and the others for rank 0."""
-    settings = ("trainer.checkpoint_every_steps=1", "results.keep_checkpoints=20", "dispatch.hang_timeout_s=4")
+    settings = ("trainer.checkpoint_every_steps=1", "results.keep_checkpoints=20", "dispatch.hang_timeout_s=15")
 
     def take_time(record: Record) -> None:
         if record.kind == "file":
-            time.sleep(8.0 if record.step == 1 else 0.1)
+            time.sleep(30.0 if record.step == 1 else 0.1)
 
     story = chaos.done(client2, on_record=take_time, overrides=settings)
     assert_survived(story, uninterrupted(client2, 2, *settings), restarts=0)

@@ -50,7 +50,7 @@ def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
         if record.kind == "metrics" and record.step == step and "train/loss" in record.data.metrics:
             os.kill(os.getpid(), number)
 
-    slow = (*SLOW, f"data.delay_s={0.02 * ranks}")
+    slow = (*SLOW, f"data.delay_s={0.05 * ranks}")
     story = chaos(clients[ranks], ranks=ranks, on_record=interrupt, overrides=slow)
     assert step <= story.summary["steps"] <= 18
     assert_same_end(chaos, clients[ranks], story, uninterrupted(clients[ranks], ranks), ranks)
@@ -58,7 +58,10 @@ def test_an_interrupt_at_any_step_saves_and_a_resume_comes_to_the_same_end(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", TWO_AND_FOUR)
-def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(chaos, clients, uninterrupted, ranks):
+def test_an_interrupt_during_validation_saves_and_a_resume_validates_first(
+    chaos, clients, uninterrupted, ranks, monkeypatch
+):
+    monkeypatch.setattr("ddp_hydra.dispatch.attempt.LOOP_START_S", 20.0)
     steps: list[int] = []
 
     def interrupt(record: Record) -> None:

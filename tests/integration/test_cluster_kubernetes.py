@@ -58,7 +58,7 @@ def test_a_cluster_that_is_kept_serves_the_next_job_with_more_workers(cli, kuber
 
 @pytest.mark.slow
 def test_pods_that_do_not_come_up(cli, kubernetes, login):
-    ended = cli.run(*TINY, "cluster.n_workers=5", "cluster.wait_timeout_s=8", **login)
+    ended = cli.run(*TINY, "cluster.n_workers=5", "cluster.wait_timeout_s=40", **login)
     assert ended.returncode == 1
     assert re.search(r"4 of 5 workers came in \d+ s: its pods: .*worker-4 Pending \(ImagePullBackOff\)", ended.stderr)
     assert not kubernetes.cluster

@@ -94,7 +94,7 @@ def test_batch_jobs_that_end_at_once(cli, queue):
     ended = cli.run(
         *TINY,
         "cluster.job_script_prologue=['exit 1']",
-        "cluster.wait_timeout_s=4",
+        "cluster.wait_timeout_s=20",
         "hydra.run.dir=run",
         **queue.variables,
     )

@@ -28,6 +28,7 @@ from tests.integration.test_shared_results import nothing_left as nothing_left
 from tests.integration.test_shared_results import remote as remote
 from tests.integration.test_shared_results import root as root
 from tests.integration.test_shared_results import server as server
+from tests.support.warm_server import PATIENCE_S
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -42,7 +43,7 @@ def detached(cli, remote, root, access, name: str, *words: str) -> tuple[Results
 
 
 def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, remote, root, access):
-    job = (*SHORT, "data.delay_s=0.15", f"results.root={root}", "hydra.run.dir=outputs/day/alone")
+    job = (*SHORT, "data.delay_s=0.4", f"results.root={root}", "hydra.run.dir=outputs/day/alone")
     url = f"{root}/day/alone"
     command = cli.start(*job, *remote, "detach=true")
     results = Results(url, access)
@@ -91,11 +92,14 @@ def test_a_second_ctrl_c_ends_at_once(cli, remote, root, access):
     results = Results(f"{root}/twice", access)
     wait_for(lambda: results.status().get("state") == "running", "the first step")
     command.send_signal(signal.SIGINT)
-    time.sleep(1)
+    said = ""
+    while "A second" not in said:  # the kernel makes one signal of two that are not yet handled
+        said += (line := command.stderr.readline())
+        assert line, said
     began = time.monotonic()
     command.send_signal(signal.SIGINT)
     assert ended(command).returncode == 130
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE_S
     assert results.json("summary.json")["status"] == "interrupted"
 
 
@@ -166,7 +170,7 @@ def test_a_driver_that_is_lost_for_good_is_missed(cli, dask, remote, root, acces
     assert missed.returncode == 1
     assert f"process {driver.pid} on " in missed.stderr
     assert f"resume={root}/lost" in missed.stderr
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < PATIENCE_S
     assert list(dask.folder.rglob("ddp_hydra-run-*"))
     cli.done(*SHORT, *remote, f"results.root={root}", "hydra.run.dir=after")  # its driver clears up
 

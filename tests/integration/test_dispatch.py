@@ -26,7 +26,7 @@ from ddp_hydra.dispatch import placement
 from ddp_hydra.errors import ClusterError, RankFailed
 from ddp_hydra.rank import fork_client
 from tests.support.ports import free_port
-from tests.support.warm_server import wait_for
+from tests.support.warm_server import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.integration
 
@@ -314,7 +314,7 @@ def test_a_client_that_is_gone_leaves_its_workers_free_and_nothing_running(clien
                 age(client2)
                 assert dispatch.run(client2, who_am_i) == [0, 1]
                 holder.send_signal(signal.SIGCONT)
-                assert holder.wait(timeout=20) == 1
+                assert holder.wait(timeout=PATIENCE_S) == 1
         finally:
             holder.kill()
     wait_for(lambda: not any(alive(pid) for pid in pids), "the ranks of a dead client are gone")

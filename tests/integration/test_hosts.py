@@ -196,7 +196,7 @@ ON_TWO = (
     "dispatch.restart_wait_s=1",
     "dispatch.lost_timeout_s=5",
 )
-SLOW = "data.delay_s=0.02"
+SLOW = "data.delay_s=0.1"
 """Time enough to pull a cable."""
 TIMES = ("time", "samples_per_s", "tokens_per_s", "slowest_rank", "data_wait", "attempt")
 

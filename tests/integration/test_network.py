@@ -63,7 +63,7 @@ def test_ranks_meet_on_the_interface_that_was_chosen(hosts, client, gang):
     """On the other network they could not."""
     for pair in ((1, 2), (1, 3), (2, 3)):
         hosts.part(*pair)
-    places = gang(client, interface="eth1", timeout_s=20).run(place)
+    places = gang(client, interface="eth1", timeout_s=120).run(place)
     first = hosts.hosts[1].second
     assert [found[:2] for found in places] == [(3.0, [first, "eth1", "=eth1"])] * 3
     for number, (_, _, listening) in enumerate(places, start=1):

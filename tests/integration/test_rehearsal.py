@@ -42,7 +42,7 @@ def whole(module_cli) -> Path:
 @pytest.mark.slow
 def test_the_rehearsal_of_the_readme_comes_out_of_a_crash_a_lost_worker_and_a_hang(cli, whole):
     run = cli.folder / "run"
-    patience = ("dispatch.hang_timeout_s=2", "dispatch.first_step_timeout_s=30")
+    patience = ("dispatch.hang_timeout_s=10", "dispatch.first_step_timeout_s=60")
     ended = cli.done("debug=faults", *TINY, *patience, f"hydra.run.dir={run}")
     summary = summary_of(run)
     kinds = [(attempt["failure"]["kind"], attempt["failure"]["rank"]) for attempt in summary["attempts"]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -70,9 +69,14 @@ def remote(dask) -> tuple[str, ...]:
     return "cluster=remote", f"cluster.address={address}", "cluster.n_workers=2", "results.handler=cluster"
 
 
+OWN_FOLDERS: list[Path] = []
+"""Below which the workers are that start the drivers of these tests."""
+
+
 @pytest.fixture(autouse=True)
-def nothing_left(dask) -> Iterator[None]:
+def nothing_left(dask, tmp_path_factory) -> Iterator[None]:
     """No driver is left behind, no folder of one, and nothing on the scheduler."""
+    OWN_FOLDERS[:] = [tmp_path_factory.getbasetemp()]
     yield
     wait_for(lambda: not drivers(), "no driver left running")
     wait_for(lambda: not folders(dask), "no folder of a driver left")
@@ -86,12 +90,13 @@ def folders(dask) -> list[Path]:
 
 def drivers() -> list[psutil.Process]:
     """The drivers of these tests, and not those of others on this machine."""
-    found, place = [], os.environ["XDG_RUNTIME_DIR"]
+    found = []
     for process in psutil.process_iter(["cmdline"]):
         command = " ".join(process.info["cmdline"] or ())  # a title, in one word or several
         if command.startswith("ddp_hydra driver") and alive(process.pid):
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("XDG_RUNTIME_DIR") == place:
+                # Its folder is the worker's. A process that has a title shows no variables.
+                if any(Path(process.cwd()).is_relative_to(folder) for folder in OWN_FOLDERS):
                     found.append(process)
     return found
 

@@ -127,7 +127,7 @@ def test_faults_every_few_seconds_cost_no_result_and_leave_nothing_behind(
     settings = (
         "data.batch_size=4", f"trainer.epochs={plan.epochs}", f"trainer.checkpoint_every_steps={CHECKPOINT}",
         "trainer.log_every_steps=1", "trainer.checkpoint_every_epochs=2", f"dispatch.max_restarts={len(plan.faults)}",
-        "dispatch.hang_timeout_s=4", "dispatch.first_step_timeout_s=6",
+        "dispatch.hang_timeout_s=15", "dispatch.first_step_timeout_s=60",
     )  # fmt: skip
     slow = (*settings, "data.delay_s=0.01")
     story = chaos.done(cluster[1], *plan.faults, ranks=RANKS, on_failure=look, overrides=slow)

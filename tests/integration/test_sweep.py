@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,7 @@ def test_jobs_of_all_kinds_of_ends_are_each_a_row_and_the_others_go_on(cli, noth
     """Six jobs of two ranks on four workers; then the same command again."""
     kinds = "faults=[],['raise,rank=1,step=5'],['segv,rank=0,step=4'],['kill,rank=1,step=3'],['hang,rank=0,step=5'],"
     kinds += "['exit,rank=1,step=2']"
-    settings = ("dispatch.max_restarts=0", "dispatch.hang_timeout_s=2", "dispatch.first_step_timeout_s=20")
+    settings = ("dispatch.max_restarts=0", "dispatch.hang_timeout_s=10", "dispatch.first_step_timeout_s=60")
     ended = cli.run(*SWEEP, kinds, *settings)
     assert ended.returncode == 1, ended.stderr
     assert ended.stderr.splitlines()[-1] == "ddp_hydra: 6 jobs: 1 done, 5 failed  ->  sweep/sweep.md"
@@ -132,7 +131,10 @@ def test_a_second_ctrl_c_ends_at_once(cli, nothing_left, wait_for):
     status = cli.folder / "sweep" / "0" / "status.json"
     wait_for(status.exists, "a job that runs")
     process.send_signal(signal.SIGINT)
-    time.sleep(1)
+    said = ""
+    while "A second" not in said:  # the kernel makes one signal of two that are not yet handled
+        said += (line := process.stderr.readline())
+        assert line, said
     process.send_signal(signal.SIGINT)
     _, err = process.communicate()
     assert process.returncode == 130, err
@@ -162,11 +164,11 @@ def test_fail_fast_stops_the_others(cli, nothing_left):
 
 @pytest.mark.slow
 def test_a_job_that_takes_too_long_is_a_failed_row_and_the_one_that_waits_for_its_workers_is_not(cli, nothing_left):
-    words = [*SWEEP, "cluster.n_workers=2", "hydra.launcher.job_timeout_s=6", "data.delay_s=0.5,0"]
+    words = [*SWEEP, "cluster.n_workers=2", "hydra.launcher.job_timeout_s=20", "data.delay_s=2,0"]
     ended = cli.run(*words)
     assert ended.returncode == 1
     assert states(cli.folder / "sweep") == ["failed", "done"]
-    assert "longer than hydra.launcher.job_timeout_s=6" in rows(cli.folder / "sweep")[0]["message"]
+    assert "longer than hydra.launcher.job_timeout_s=20" in rows(cli.folder / "sweep")[0]["message"]
     nothing_left()
 
 
@@ -269,7 +271,8 @@ def test_a_population_that_keeps_the_best_comes_to_the_same_end_also_if_it_is_ki
     cli.done(*here, "hydra.sweep.dir=all")
     keeping = [*here, "hydra.launcher.keep=best:1", "hydra.sweep.dir=kept"]
     process = cli.start(*keeping)
-    wait_for(lambda: (cli.folder / "kept/6/status.json").exists(), "a job of the third generation")
+    third = [cli.folder / "kept/6" / name for name in ("status.json", "summary.json")]
+    wait_for(lambda: any(file.exists() for file in third), "a job of the third generation")
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert not list((cli.folder / "kept").glob("[0-2]/checkpoints/*.pt"))
@@ -289,12 +292,12 @@ def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, 
     remote = ["cluster=remote", f"cluster.address={client4.scheduler.address}", *SWEEP[1:4], "dispatch.ranks=2"]
     sweeps = [
         cli.start("-m", *remote, f"hydra.sweep.dir={name}", "data.delay_s=0.02", f"seed={seeds}")
-        for name, seeds in (("many", "1,2,3,4,5,6"), ("few", "1,2"))
+        for name, seeds in (("many", "range(1,13)"), ("few", "1,2"))
     ]
     for process in sweeps:
         out, err = process.communicate()
         assert process.returncode == 0, out + err
-    assert states(cli.folder / "many") + states(cli.folder / "few") == ["done"] * 8
+    assert states(cli.folder / "many") + states(cli.folder / "few") == ["done"] * 14
     spans = {}
     for name in ("many", "few"):
         for number in rows(cli.folder / name):

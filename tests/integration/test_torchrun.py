@@ -23,6 +23,7 @@ from tests.integration.support.certificates import Authority
 from tests.integration.support.hosts import PLUMBING, Host, needs_hosts, network
 from tests.integration.support.training import metrics_of, summary_of, train
 from tests.support.ports import free_port
+from tests.support.warm_server import PATIENCE_S
 
 pytestmark = pytest.mark.integration
 TINY = (
@@ -143,7 +144,7 @@ def test_a_job_that_is_told_to_end_saves_first(cli, wait_for, end):
         started = psutil.Process(process.pid).children(recursive=True)
         end(process)
         _, stderr = process.communicate()
-    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert not psutil.wait_procs(started, timeout=PATIENCE_S)[1]
     assert process.returncode != 0
     summary = summary_of(run_directory(cli))
     assert (summary["status"], summary["interrupted"]) == ("interrupted", "interrupt")
@@ -192,7 +193,7 @@ def test_a_job_goes_on_with_one_torchrun_of_two(cli, wait_for, number):
             agent.kill()
             agent.communicate()
     assert agents[0].returncode == 0, stderr
-    assert not psutil.wait_procs(started, timeout=20)[1]
+    assert not psutil.wait_procs(started, timeout=PATIENCE_S)[1]
     assert "  resumed   at step " in stdout
     summary = summary_of(cli.folder / "run")
     assert (summary["status"], summary["world_size"], summary["steps"], summary["steps_lost"]) == ("done", 1, 90, 0)
@@ -261,7 +262,7 @@ def test_any_launcher_that_sets_the_variables_will_do(cli):
 def test_hosts_meet_with_certificates_from_the_environment_or_say_why_not(cli, other):
     """In Dask's own variables; a host that has those of another authority ends."""
     certificates = {name: Authority(cli.folder / name, name) for name in ("mine", "other")}
-    port = str(free_port())
+    port, wait = str(free_port()), f"cluster.wait_timeout_s={300 if other == 'mine' else 60}"
     processes = []
     for rank, authority in enumerate([certificates["mine"], certificates[other]]):
         cert, key = authority.issue(f"host-{rank}")
@@ -270,7 +271,13 @@ def test_hosts_meet_with_certificates_from_the_environment_or_say_why_not(cli, o
             tls |= {f"TLS__{role}__CERT": cert, f"TLS__{role}__KEY": key}
         variables = {f"DASK_DISTRIBUTED__COMM__{name}": str(value) for name, value in tls.items()}
         variables |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-        words = ("cluster=torchrun", "cluster.wait_timeout_s=60", *TINY, "trainer.epochs=1", "hydra.run.dir=run")
+        words = (
+            "cluster=torchrun",
+            wait,
+            *TINY,
+            "trainer.epochs=1",
+            "hydra.run.dir=run",
+        )
         processes.append(cli.start(*words, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **variables, **apart(cli)))
     try:
         (_, first), (_, second) = [process.communicate() for process in processes]
@@ -294,7 +301,7 @@ def on_two_hosts(project: Path, *job: str, nodes: str = "2") -> Iterator[list[Ho
             host.boot()
             meet = ("--rdzv-backend=c10d", "--rdzv-id=t", f"--rdzv-endpoint={hosts[0].address}:29400")
             # They have the same name, which leads to none of them.
-            here = (f"--rdzv-conf=is_host={1 - node},last_call_timeout=5", f"--local-addr={host.address}")
+            here = (f"--rdzv-conf=is_host={1 - node},last_call_timeout=20", f"--local-addr={host.address}")
             own = (f"--nnodes={nodes}", "--nproc-per-node=1", "--max-restarts=1", "-m", "ddp_hydra", "cluster=torchrun")
             trust = ("cluster.trust_network=true",)
             command = ("-m", "torch.distributed.run", *meet, *here, *own, *trust, *TINY, *job)
