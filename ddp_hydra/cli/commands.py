@@ -130,7 +130,7 @@ def warm(words: Sequence[str]) -> None:
 
 
 def server_sockets() -> list[Path]:
-    with contextlib.suppress(FileNotFoundError):  # also of a server that ends meanwhile
+    with contextlib.suppress(OSError):  # there is none, or a server that ends removes it, or it is another's
         return sorted(path for path in fork_client.runtime_folder().iterdir() if path.suffix == ".sock")
     return []
 

@@ -197,9 +197,17 @@ PARTS = 1024
 
 
 def summary(sample: Any) -> Any:
-    # Return a sample as plain values: a few numbers of each tensor.
+    # Return a sample as plain values: a few numbers of each tensor; None for what has no numbers.
+    try:
+        return _summary(sample)
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # an array of texts, a sparse tensor, 10**400
+        return None
+
+
+def _summary(sample: Any) -> Any:
     if isinstance(sample, (torch.Tensor, np.ndarray)):
-        flat = torch.as_tensor(sample).detach().reshape(-1)
+        flat = torch.as_tensor(np.ascontiguousarray(sample) if isinstance(sample, np.ndarray) else sample).detach()
+        flat = flat.reshape(-1)
         chosen = flat[:: max(1, len(flat) // VALUES)][:VALUES]
         numbers = torch.view_as_real(chosen) if chosen.is_complex() else chosen
         return [tuple(sample.shape), numbers.reshape(-1).double().tolist()]
@@ -207,7 +215,7 @@ def summary(sample: Any) -> Any:
         return [[str(name), summary(part)] for name, part in sample.items()]
     if isinstance(sample, (list, tuple)):
         return [str(len(sample)), [summary(part) for part in sample[:: max(1, len(sample) // PARTS)]]]
-    if isinstance(sample, (bool, int, float, np.number)):
+    if isinstance(sample, (bool, int, float, np.number)) and not isinstance(sample, np.complexfloating):
         return float(sample)
     return str(sample) if isinstance(sample, (str, bytes)) else None
 

@@ -292,6 +292,10 @@ class Attempt:
     def drain(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         while not self.rank_states.is_over and not enough() and time.monotonic() < until:
             self.handle_next(0.05)
+        for _ in range(self.events.qsize()):  # what has come while this process stood still
+            if self.rank_states.is_over or enough():
+                break
+            self.handle_next(0.0)
 
     def read_rest(self, failed: RankFailed) -> None:
         """Read the last records of a failed attempt; records of a lost host are lost."""

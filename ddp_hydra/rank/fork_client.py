@@ -78,7 +78,7 @@ def socket_path() -> Path:
 
 def ask(address: Path, question: str) -> dict[str, Any] | None:
     """Ask a server for its "status", or to "stop" after its last rank; return {} without an answer, None at its end."""
-    if not address.exists():  # to lock its folder would make it again
+    if not os.path.lexists(address):  # to lock its folder would make it again
         return None
     with locked(address.parent) as folder:
         try:

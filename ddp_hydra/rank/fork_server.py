@@ -5,11 +5,12 @@ it has no CUDA context and no threads of Dask. It never runs a tensor operation,
 fork would lose.
 
 One connection is one rank. The caller sends a line of JSON together with the rank's descriptors. The server answers
-{"pid": …} and, when the rank has ended, {"exit": …, "peak_rss": …}; or {"refused": reason} if the host lets it start no
-process. A line {"signal": n} sends a signal to the rank's process group, {"signal": n, "alone": true} to the rank only.
-When the caller's connection ends, its rank is killed; when the server ends, the kernel kills all ranks. So no rank
-outlives its worker, whatever state it is in. {"status": true} asks how the server is, {"stop": true} has it end after
-its last rank. A caller that sends anything else, or belongs to another user, is disconnected.
+{"pid": …} and, when the rank has ended, {"exit": …, "was_ended": by a signal from here, "peak_rss": …}; or {"refused":
+reason} if the host lets it start no process. A line {"signal": n} sends a signal to the rank's process group,
+{"signal": n, "alone": true} to the rank only. When the caller's connection ends, its rank is killed; when the server
+ends, the kernel kills all ranks. So no rank outlives its worker, whatever state it is in. {"status": true} asks how the
+server is, {"stop": true} has it end after its last rank. A caller that sends anything else, or belongs to another user,
+is disconnected.
 
 If all callers go while it imports torch, it ends at once. After its last connection it stays for `keep_warm_s` of the
 last request, 0 without that: the next command finds torch imported. It then belongs to no command: its folder is /, its

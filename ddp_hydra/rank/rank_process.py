@@ -89,6 +89,7 @@ class RankProcess:
         self.stack.callback(os.close, self.shared_status_fd)
         self.pid: int | None = None
         self.exit: dict[str, Any] | None = None
+        self.ended_at = 0.0
         self.stopping_since: float | None = None
         self.save_until: float | None = None
         self.ticks, self.moved_at = -1, time.monotonic()
@@ -237,10 +238,11 @@ class RankProcess:
             message = json.loads(line)
             self.pid = message.get("pid", self.pid)
             if "exit" in message or "refused" in message:
-                self.exit = message
-        if not data and self.exit is None:
-            self.exit = {"exit": -signal.SIGKILL, "server": "ended"}  # and its ranks with it
+                self.exit = {"was_ended": False, **message}
+        if not data and self.exit is None:  # and its ranks with it
+            self.exit = {"exit": -signal.SIGKILL, "server": "ended", "was_ended": self.stopping_since is not None}
         if self.exit is not None:
+            self.ended_at = self.ended_at or time.time()
             self.leave_server()
             if left := self.exit.get("left"):
                 self.relay.log_sentence(f"it has left processes behind, and they were ended: {', '.join(left)}")
@@ -348,7 +350,7 @@ class RankProcess:
             end = End(value=results.file_of("value", spec.encode(None)))  # os._exit(0), or another program
         if end is None:
             # One that ended before the stop reached it has failed by itself, and may be the cause of the others' end.
-            is_stopped = self.stopping_since is not None and self.exit.get("was_ended", True)
+            is_stopped = self.stopping_since is not None and self.exit["was_ended"]
             end = End(stopped=True) if is_stopped else End(failure=self.failure(output))
         if end.failure is not None:
             end = replace(end, failure=replace(end.failure, last_output=output))
@@ -359,11 +361,11 @@ class RankProcess:
         if "refused" in self.exit:
             what = f"could not be started: its host lets this user start no other process ({self.exit['refused']})"
             message = f"{what}; run fewer ranks there, or raise the limit (ulimit -u, or a container's pids limit)"
-            return Failure("start", message=message, time_s=time.time())
+            return Failure("start", message=message, time_s=self.ended_at)
         if "server" in self.exit:
             what = "ended with the fork server of its host, which was killed, as for lack of memory, or could not start"
-            return Failure("killed", message=f"{what}; ddp-hydra warm starts and shows it", time_s=time.time())
+            return Failure("killed", message=f"{what}; ddp-hydra warm starts and shows it", time_s=self.ended_at)
         kind, message = describe_exit(self.exit["exit"], self.exit["peak_rss"])
         fatal = output.rfind("Fatal Python error")
         trace = output[fatal:] if fatal >= 0 else ""
-        return Failure(kind, message=message, traceback=trace, time_s=time.time())
+        return Failure(kind, message=message, traceback=trace, time_s=self.ended_at)

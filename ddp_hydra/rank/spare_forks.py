@@ -197,7 +197,10 @@ class Caller:
         """Send a signal to the rank, and to its process group unless `alone`."""
         if self.pid is not None:
             with contextlib.suppress(OSError):  # it has just ended, or there is no such signal
-                (os.kill if alone else os.killpg)(self.pid, number)
+                try:
+                    (os.kill if alone else os.killpg)(self.pid, number)
+                except ProcessLookupError:  # a fork that has no group of its own yet
+                    os.kill(self.pid, number)
                 self.was_ended |= number in (signal.SIGTERM, signal.SIGKILL)
 
     def close_fds(self) -> None:

@@ -96,8 +96,10 @@ class LocalFolder(Store):
         return ConfigError(f"{message}: is the disk mounted there, and may its user write it?")
 
     def _folders(self, client: None, prefix: str) -> list[str]:
-        folder = self.path(prefix)
-        return sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
+        try:
+            return sorted(entry.name for entry in self.path(prefix).iterdir() if entry.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def _get(self, client: None, key: str, size: int | None) -> bytes:
         return self.path(key).read_bytes()  # a disk gives all of it: the size it had does not matter

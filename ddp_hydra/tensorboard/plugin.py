@@ -65,19 +65,25 @@ class RunsPlugin(base_plugin.TBPlugin):
 
     def is_active(self) -> bool:
         """Return whether there is a run. TensorBoard asks often, so it never waits long, nor fails."""
-        self._start_to_look()
-        if not self._has_runs and (looking := self._looking) is not None:
+        looking = self._start_to_look()
+        if not self._has_runs and looking is not None:
             looking.join(LOOK_S)
         return self._has_runs
 
-    def _start_to_look(self) -> None:
+    def _start_to_look(self) -> threading.Thread | None:
+        """Return the thread that looks, if there is one."""
         with self._starting:  # TensorBoard answers each request in a thread of its own
             if self._has_runs or not self.roots or self._looking is not None:
-                return
-            if not self._looked or time.monotonic() - self._looked > LOOK_AGAIN_S:
-                looking = threading.Thread(target=self._look, name="ddp_hydra-runs", daemon=True)
-                self._looking = looking
+                return self._looking
+            if self._looked and time.monotonic() - self._looked <= LOOK_AGAIN_S:
+                return None
+            self._looking = looking = threading.Thread(target=self._look, name="ddp_hydra-runs", daemon=True)
+            try:
                 looking.start()
+            except RuntimeError:  # the host allows no other thread
+                self._looking = None
+                return None
+            return looking
 
     def _look(self) -> None:
         from ddp_hydra.errors import ConfigError

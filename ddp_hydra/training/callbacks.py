@@ -367,10 +367,11 @@ class WallClock(Callback):
             time = datetime.strptime(str(at), "%H:%M").time()
         except ValueError:
             raise ConfigError(f"at={at!r} is not a time of day: give hours and minutes, '07:30'") from None
-        now = datetime.now()
-        end = datetime.combine(now.date(), time)
-        # Only then the zone: tomorrow's offset from UTC may be another one.
-        self.end = (end if end > now else end + timedelta(days=1)).astimezone()
+        now = datetime.now().astimezone()
+        days = (datetime.combine(now.date() + timedelta(days), time) for days in range(2))
+        # A night in which the clocks change may have this time twice, or not at all: then it is an hour later.
+        ends = [(day, day.replace(fold=fold).astimezone()) for day in days for fold in (0, 1)]
+        self.end = min(end for day, end in ends if end > now and end.replace(tzinfo=None) >= day)
 
     def on_step(self, run: RunView) -> None:
         """Stop when it is time."""

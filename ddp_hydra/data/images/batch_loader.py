@@ -210,7 +210,7 @@ class BatchLoader:
                 data = self._images.fetch(request.index)
                 self._images.count(cache_misses=1, fetch_s=time.perf_counter() - begin)
             self._decoding.submit(self._decode, request, data, n_bytes, made)
-        except Exception as error:
+        except BaseException as error:
             self._memory.give(n_bytes)
             made.set_exception(error)
 
@@ -224,7 +224,7 @@ class BatchLoader:
                 sample = image, self._images.sample_target(request.index)
             else:
                 sample = (self._images.decoded(request.index, data), rng), self._images.target(request.index)
-        except Exception as error:
+        except BaseException as error:  # a transform may call sys.exit()
             tell = partial(made.set_exception, error)
         else:
             tell = partial(made.set_result, sample)

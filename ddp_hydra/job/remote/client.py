@@ -256,7 +256,7 @@ class Attached:
         self.store, self.lost_timeout_s = store, lost_timeout_s
         self.handler = ResultsHandler([ProgressWriter(restarts=True)])
         self.status = Status()
-        self.updated = time.monotonic()
+        self.updated = self.looked = time.monotonic()
         self.size, self.attempt = 0, -1
         self.newest: tuple[float, ...] = (-1.0, 0.0)  # attempt and time of what was read
 
@@ -288,7 +288,7 @@ class Attached:
     def check_driver(self) -> None:
         """Raise if the driver is silent for too long; that is longer if the scheduler restarts it when it is lost."""
         timeout_s = self.lost_timeout_s * (RESTART_FACTOR if self.status.max_restarts else 1)
-        if time.monotonic() - self.updated <= timeout_s:
+        if self.looked - self.updated <= timeout_s:
             return
         again = typed("resume", self.store.url)
         if self.status.state == LOST:
@@ -298,8 +298,9 @@ class Attached:
 
     def read_status(self) -> None:
         status = read(self.store)
+        self.looked = time.monotonic()  # from now on nothing is known of the driver
         if status is not None and status.time != self.status.time:
-            self.updated = time.monotonic()
+            self.updated = self.looked
             self.status = status
 
     def show_metrics(self) -> None:

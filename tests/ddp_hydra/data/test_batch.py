@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_hydra.data.batch import described, laid_out, make_batch, mapped, n_bytes, to_device
+from ddp_hydra.data.batch import alike, described, laid_out, make_batch, mapped, n_bytes, summary, to_device
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.errors import DataError
 
@@ -120,3 +120,21 @@ class Samples:
 def test_samples_that_make_no_batch_are_named_with_what_to_write(samples, said):
     with pytest.raises(DataError, match=rf"the samples of Samples make no batch, as {said}.*collate\(self, samples\)"):
         make_batch(Samples(*samples), Indices([0, 1]))
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        10**400, np.array(["a"]), np.array([None]), np.array(["2026-01-01"], dtype="datetime64[D]"), np.complex64(1j),
+        torch.eye(3).to_sparse(), {"x": [np.array(["a"]), 1.0]}, object(),
+    ],
+    ids=["large", "texts", "objects", "dates", "complex", "sparse", "nested", "object"],
+)  # fmt: skip
+def test_what_has_no_numbers_can_be_compared_with_all(sample):
+    assert alike(summary(sample), summary(sample))
+
+
+def test_an_array_is_compared_by_its_numbers_whatever_its_strides():
+    mirrored = np.arange(6.0).reshape(2, 3)[:, ::-1]
+    assert alike(summary(mirrored), summary(torch.tensor([[2.0, 1.0, 0.0], [5.0, 4.0, 3.0]])))
+    assert not alike(summary(mirrored), summary(mirrored.copy() + 1))

@@ -218,7 +218,7 @@ def test_a_folder_that_others_can_swap_is_a_mistake_and_not_tried_again(worker, 
 
 def test_where_a_rank_was_is_known_also_when_it_was_told_to_stop(one):
     one.shared_status.enter("save", 20)
-    one.exit, one.stopping_since = {"exit": -15, "peak_rss": 0}, 1.0
+    one.exit, one.stopping_since = {"exit": -15, "peak_rss": 0, "was_ended": True}, 1.0
     assert one.end() == End(stopped=True, step=20, phase="save")
     one.stopping_since = None
     end = one.end()
@@ -312,7 +312,7 @@ def test_a_fork_server_that_dies_with_an_unread_request_takes_the_rank_with_it(o
     one.server.sendall(b"a request")
     server.close()
     one.on_server()
-    assert one.exit == {"exit": -signal.SIGKILL, "server": "ended"}
+    assert one.exit == {"exit": -signal.SIGKILL, "server": "ended", "was_ended": False}
 
 
 def test_a_rank_that_waits_for_the_client_is_not_stuck(worker, monkeypatch):

@@ -314,25 +314,33 @@ def berlin(monkeypatch) -> Iterator[None]:
         ("2026-10-24 20:00", "2026-10-25T07:30:00+01:00"),
         ("2026-10-25 01:00", "2026-10-25T07:30:00+01:00"),
         ("2026-12-31 08:00", "2027-01-01T07:30:00+01:00"),
+        ("2026-10-25 01:00", "2026-10-25T02:50:00+02:00"),  # which comes twice
+        ("2026-10-25 02:55", "2026-10-25T02:50:00+01:00"),
+        ("2026-10-25 02:45+01:00", "2026-10-25T02:50:00+01:00"),
+        ("2026-10-25 02:55+01:00", "2026-10-26T02:50:00+01:00"),
+        ("2026-03-28 12:00", "2026-03-29T03:30:00+02:00"),  # when there is no 02:30
+        ("2026-03-29 01:45", "2026-03-29T03:30:00+02:00"),
+        ("2026-03-29 03:45", "2026-03-30T02:30:00+02:00"),
     ],
 )
 def test_a_wall_clock_stops_at_its_time(now, end, monkeypatch):
     class Clock(datetime):
         @classmethod
         def now(cls, zone: Any = None) -> datetime:
-            return datetime.fromisoformat(now)
+            return time_now.astimezone()
 
     monkeypatch.setattr(callbacks, "datetime", Clock)
     asked: list[str] = []
     run = type("run", (), {"rank": 0, "stop": lambda self, reason, done: asked.append(reason)})()
-    clock = WallClock("07:30")
+    time_now, until = datetime.fromisoformat(now), datetime.fromisoformat(end)
+    clock = WallClock("02:30" if "03-2" in now else f"{until:%H:%M}")
     assert clock.end.isoformat() == end
-    now = f"{clock.end - timedelta(seconds=1):%F %T}"
+    time_now = until - timedelta(seconds=1)
     clock.on_step(run)
     assert asked == []
-    now = f"{clock.end:%F %T}"
+    time_now = until
     clock.on_step(run)
-    assert asked == ["it is 07:30"]
+    assert asked == [f"it is {until:%H:%M}"]
 
 
 def test_a_time_of_day_has_hours_and_minutes():

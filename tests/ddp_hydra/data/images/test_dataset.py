@@ -55,6 +55,11 @@ class Stored(ImageDataset):
         return "memory"
 
 
+class Exits(EvalTransform):
+    def __call__(self, *_):
+        raise SystemExit(3)
+
+
 @pytest.fixture
 def stored():
     """Make data sets that are closed at the end."""
@@ -225,3 +230,10 @@ def test_a_plain_data_loader_reads_it(stored):
 def test_a_value_that_cannot_be_is_refused(arguments, typed):
     with pytest.raises(ValueError, match=typed):
         Stored(**arguments)
+
+
+def test_a_transform_that_exits_is_no_batch_that_never_comes(stored):
+    data = stored(threads=8, transform=Exits(32))
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            data.__getitems__([0, 1, 2])
