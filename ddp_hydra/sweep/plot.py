@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import math
+import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +62,13 @@ def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> boo
         log.warning("there is no picture of the sweep: %s", error)
         return False
     return True
+
+
+def draw_received(pipe: Connection, objective: SweepObjective, folder: Path) -> None:
+    """Import matplotlib, and draw the rows that then come through a pipe; the sweep's process forks this."""
+    with contextlib.suppress(ImportError):  # `draw` says so
+        import matplotlib.figure  # noqa: F401
+    draw(pickle.loads(pipe.recv_bytes()), objective, folder)  # noqa: S301
 
 
 def _figure(ordered: Sequence[JobRow], objective: SweepObjective, keys: list[str]) -> Figure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import secrets
 import signal
 import socket
@@ -26,7 +27,7 @@ from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job
-from ddp_hydra.sweep.plot import DRAW_S, draw
+from ddp_hydra.sweep.plot import DRAW_S, draw_received
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
 from ddp_hydra.sweep.rows import JobState, describe_counts
@@ -84,6 +85,7 @@ class Sweep:
                 row.state = JobState.interrupted
                 summary_files.take_end(row, folder / row.folder, self.objective)
                 row.state = self.stopping.state_at_end if row.state == JobState.done else row.state
+        self.picture: ForkedProcess | None = None
         self.stop_reason = ""
         self.polled = 0.0
         self.interrupts = Interrupts(self.interrupt_notice)
@@ -143,6 +145,8 @@ class Sweep:
         while self.running or (self.queue and not self.is_stopping()):
             for job in self.scheduler.ready_jobs(self.is_stopping):
                 self.start(job)
+            if not self.queue and self.picture is None:  # while the last jobs run: matplotlib takes 0.4 s to import
+                self.start_picture()
             is_busy = self.queue.compose_ahead()
             cluster = self.scheduler.cluster
             processes = [cluster.process] if cluster is not None and not cluster.is_gone else []
@@ -234,11 +238,17 @@ class Sweep:
         self.end_all()
         if self.batches > 1:  # a sweeper may ask for a hundred batches
             self.table.close(self.rows, self.closing_lines)
-        picture = ForkedProcess(lambda pipe: draw(self.rows, self.objective, self.folder))
+        picture = self.picture or self.start_picture()
+        with contextlib.suppress(OSError):  # it has ended
+            picture.pipe.send_bytes(pickle.dumps(self.rows))
         self.scheduler.close_cluster()
         picture.process.join(DRAW_S)
         picture.end()
         self.locks.close()
+
+    def start_picture(self) -> ForkedProcess:
+        self.picture = ForkedProcess(lambda pipe: draw_received(pipe, self.objective, self.folder))
+        return self.picture
 
     # -- results -------------------------------------------------------------------------------------------
 

@@ -104,6 +104,7 @@ def test_an_interrupted_sweep_goes_on_and_comes_to_the_same_end(cli, nothing_lef
 
     cli.done(*slow)
     assert states(cli.folder / "sweep") == ["done"] * 3
+    assert (cli.folder / "sweep" / "sweep.png").exists()
     for number in range(3):
         ends = [torch.load(cli.folder / name / f"{number}/checkpoints/last.pt") for name in ("sweep", "straight")]
         for name, value in ends[0]["model"].items():

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.sweep import launcher, sweep
 from ddp_hydra.sweep.launcher import GangLauncher
 from ddp_hydra.sweep.queue import CachingConfigLoader
+from ddp_hydra.sweep.rows import JobRow, JobState
 from ddp_hydra.sweep.scheduler import SHORT_LOGS, sweep_locked
 from ddp_hydra.sweep.settings import SweepSettings
 from ddp_hydra.sweep.sweep import Sweep
@@ -43,6 +44,20 @@ def test_an_interrupt_as_it_starts_ends_what_it_has_started_already(tmp_path, mo
     assert closed == ["cluster"]
     with sweep_locked(tmp_path):  # the next sweep in this folder may begin
         pass
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_the_process_that_draws_waits_for_the_last_rows(tmp_path, is_killed):
+    one = start(tmp_path)
+    picture = one.start_picture()
+    one.rows = [JobRow(number, [f"lr={number}"], "", JobState.done, float(number)) for number in range(2)]
+    if is_killed:
+        picture.process.kill()
+        picture.process.join()
+    one.close()
+    assert picture.process.exitcode == (-9 if is_killed else 0)
+    assert (tmp_path / "sweep.png").exists() is not is_killed
 
 
 @pytest.mark.integration
