@@ -6,7 +6,6 @@ import contextlib
 import io
 import logging
 import math
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, zip_longest
@@ -15,8 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddp_hydra.console.text import one_line
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, best_first, comparable, describe_counts, swept
+from ddp_hydra.sweep.summary_files import read
 from ddp_hydra.sweep.tables import is_seed
 
 if TYPE_CHECKING:
@@ -64,11 +65,13 @@ def draw(rows: Sequence[JobRow], objective: SweepObjective, folder: Path) -> boo
     return True
 
 
-def draw_received(pipe: Connection, objective: SweepObjective, folder: Path) -> None:
-    """Import matplotlib, and draw the rows that then come through a pipe; the sweep's process forks this."""
-    with contextlib.suppress(ImportError):  # `draw` says so
+def draw_at_end(pipe: Connection, objective: SweepObjective, folder: Path) -> None:
+    """Import matplotlib, wait for a message, and draw the rows that the sweep has written."""
+    with contextlib.suppress(Exception):  # `draw` says why
         import matplotlib.figure  # noqa: F401
-    draw(pickle.loads(pipe.recv_bytes()), objective, folder)  # noqa: S301
+    pipe.recv_bytes()
+    with contextlib.suppress(ConfigError):  # sweep.json can't be read
+        draw(read(folder), objective, folder)
 
 
 def _figure(ordered: Sequence[JobRow], objective: SweepObjective, keys: list[str]) -> Figure:

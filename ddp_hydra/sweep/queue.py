@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import itertools
+import os
 import re
 from collections.abc import Container, Sequence
 from contextlib import suppress
@@ -18,7 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import hydra_compat, redact, unknown_keys, validate
 from ddp_hydra.config.hydra_compat import parse_override, typed_words
-from ddp_hydra.errors import ClusterError, DdpHydraError
+from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
+from ddp_hydra.job.run_dir import refuse_other_run
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, comparable, typed
@@ -144,6 +146,7 @@ class JobQueue:
 
     Attributes:
         jobs: the jobs, the highest priority first.
+        owners: the number of the job that has a folder.
         keys: the keys that some job gives.
     """
 
@@ -162,6 +165,7 @@ class JobQueue:
         self.next_number = max((row.number for row in self.earlier), default=-1) + 1
         self.not_repeated = {JobState.done, JobState.stopped} | (set() if retry_failed else {JobState.failed})
         self.jobs: list[PlannedJob] = []
+        self.owners: dict[str, int] = {}
         self.keys = dict.fromkeys(key for row in self.earlier for key in typed(row))
 
     def __bool__(self) -> bool:
@@ -206,6 +210,7 @@ class JobQueue:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""
         assert job.earlier is not None
         job.row, job.folder = job.earlier, self.folder / job.earlier.folder
+        self.owners[os.path.normpath(job.row.folder)] = job.row.number
         job.is_ours = planned_job.is_ours(self.config)
 
     def first(self, cluster: str | None) -> PlannedJob | None:
@@ -235,8 +240,11 @@ class JobQueue:
                 config.hydra.job.id, config.hydra.job.num = str(job.row.number), job.row.number
                 config.hydra.sweep.dir = str(self.folder)
             with planned_job.hydra_config_of(config):
-                job.row.folder = str(config.hydra.sweep.subdir)
+                folder = str(config.hydra.sweep.subdir)
                 job.is_ours = planned_job.is_ours(config)
+                if job.is_ours:
+                    self.claim(folder, job, config.get("resume"))
+                job.row.folder = folder
                 job.need = planned_job.need_of(config) if job.is_ours else self.own_need
                 job.config, job.folder = config, self.folder / job.row.folder
                 fill_row(job.row, self.keys, config, config.hydra.runtime.choices)
@@ -250,6 +258,18 @@ class JobQueue:
             # It imports torch: do that once, before the processes of the jobs are forked.
             importlib.import_module("ddp_hydra.training.loop")
         return job.row.state != JobState.failed
+
+    def claim(self, folder: str, job: PlannedJob, resume: str | None) -> None:
+        """Refuse a folder of another job or run: Hydra would write this job's config over the other one's."""
+        number = job.row.number
+        owner = self.owners.setdefault(os.path.normpath(folder), number)
+        if owner != number:
+            raise ConfigError(
+                f"jobs {owner} and {number} have the same folder, {self.folder / folder}: let hydra.sweep.subdir name "
+                "one for each job, as '${hydra.job.num}' does"
+            )
+        if not self.is_resumed:
+            refuse_other_run(self.folder / folder, resume, "hydra.sweep.dir")
 
     def compose_ahead(self) -> bool:
         """Compose one of the next jobs, so that it can start at once later; return False if all are composed."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import pickle
 import secrets
 import signal
 import socket
@@ -27,7 +26,7 @@ from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fork_client
 from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job
-from ddp_hydra.sweep.plot import DRAW_S, draw_received
+from ddp_hydra.sweep.plot import DRAW_S, draw_at_end
 from ddp_hydra.sweep.pruning import FINISH_S, Pruning
 from ddp_hydra.sweep.queue import CachingConfigLoader, JobQueue
 from ddp_hydra.sweep.rows import JobState, describe_counts
@@ -239,15 +238,17 @@ class Sweep:
         if self.batches > 1:  # a sweeper may ask for a hundred batches
             self.table.close(self.rows, self.closing_lines)
         picture = self.picture or self.start_picture()
-        with contextlib.suppress(OSError):  # it has ended
-            picture.pipe.send_bytes(pickle.dumps(self.rows))
-        self.scheduler.close_cluster()
-        picture.process.join(DRAW_S)
-        picture.end()
-        self.locks.close()
+        try:
+            with contextlib.suppress(OSError):  # it has ended
+                picture.pipe.send_bytes(b"draw")
+            self.scheduler.close_cluster()
+            picture.process.join(DRAW_S)
+        finally:  # also after Ctrl-C
+            picture.end()
+            self.locks.close()
 
     def start_picture(self) -> ForkedProcess:
-        self.picture = ForkedProcess(lambda pipe: draw_received(pipe, self.objective, self.folder))
+        self.picture = ForkedProcess(lambda pipe: draw_at_end(pipe, self.objective, self.folder))
         return self.picture
 
     # -- results -------------------------------------------------------------------------------------------

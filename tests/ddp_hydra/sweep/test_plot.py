@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from ddp_hydra.sweep import plot
 from ddp_hydra.sweep.plot import draw, positions
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, swept
+from ddp_hydra.sweep.summary_files import SummaryFiles
 
 ACCURACY = SweepObjective("val/accuracy", maximize=True)
 LOSS = SweepObjective("val/loss", maximize=False)
@@ -169,6 +171,30 @@ def test_any_values_can_be_drawn(tmp_path_factory, data):
         == (folder / "sweep.png").exists()
         == (len(rows) > 1 and bool(keys) and has_values)
     )
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("content", ["MPLBACKEND", "raise RuntimeError('no')", "import nothing_of_this_name", ""])
+def test_a_matplotlib_that_cannot_be_imported_is_one_line(tmp_path, content):
+    SummaryFiles(tmp_path, LOSS).write(grid(lambda lr: lr, lr=[0.1, 0.2]), now=True)
+    if content not in ("", "MPLBACKEND"):
+        (tmp_path / "matplotlib.py").write_text(content)
+    backend = {"MPLBACKEND": "nonsense"} if content == "MPLBACKEND" else {}
+    code = f"""
+from multiprocessing import Pipe
+from pathlib import Path
+from ddp_hydra.sweep.plot import draw_at_end
+from ddp_hydra.sweep.rows import SweepObjective
+here, there = Pipe()
+here.send_bytes(b"draw")
+draw_at_end(there, SweepObjective("val/loss", maximize=False), Path({str(tmp_path)!r}))
+"""
+    environment = {**os.environ, **backend, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert (tmp_path / "sweep.png").exists() is not bool(content)
+    lines = ended.stderr.splitlines()
+    assert len(lines) == bool(content), ended.stderr
+    assert all(line.startswith("there is no picture of the sweep") for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from ddp_hydra.run_state import Summary
 from ddp_hydra.sweep.planned_job import Need
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
@@ -66,6 +69,43 @@ def test_jobs_whose_validation_is_made_from_a_swept_key_of_training_are_not_comp
             row.state, row.shared = JobState.done, []  # in a sweep.json of an older version
         kept = JobQueue(Path(), None, config, Need(), rows, False)
         assert objective.ranks([kept.add([word], 0).row for word in typed]) is is_ranked, key
+
+
+def composing(folder: Path, is_resumed: bool = False, earlier: list[JobRow] | None = None) -> JobQueue:
+    """A queue whose jobs have the folders that they are given as overrides: `sub=x`."""
+
+    def take(_: DictConfig, overrides: list[str]) -> DictConfig:
+        hydra = {"job": {}, "runtime": {"choices": {}}, "sweep": {"subdir": overrides[0].partition("=")[2]}}
+        parts = {"cluster": {"_target_": "inline"}, "dispatch": {}, "trainer": {}, "dry_run": True}
+        return OmegaConf.create({"hydra": hydra, **parts})
+
+    loader = SimpleNamespace(take=take)
+    return JobQueue(folder, loader, take(None, ["sub="]), Need(), earlier or ([] if is_resumed else None), False)
+
+
+@pytest.mark.parametrize("same", ["x", "./x", "y/../x"])
+def test_two_jobs_of_one_folder_are_refused_before_either_is_overwritten(tmp_path, same):
+    jobs = composing(tmp_path)
+    first, second, other = (jobs.add([f"sub={folder}"], number) for number, folder in enumerate(["x", same, "z"]))
+    assert [jobs.compose(job) for job in (first, second, other)] == [True, False, True]
+    assert "jobs 0 and 1 have the same folder" in second.row.message
+    assert all(word in second.row.message for word in ("hydra.sweep.subdir", "${hydra.job.num}"))
+    assert second.row.folder == "1", "its row shows nothing of job 0"
+
+
+def test_a_folder_of_a_job_that_is_done_is_not_given_to_another_one(tmp_path):
+    jobs = composing(tmp_path, earlier=[JobRow(0, ["sub=x"], "x", JobState.done)])
+    assert jobs.add(["sub=x"], 0).row.state == JobState.done
+    assert not jobs.compose(jobs.add(["sub=./x"], 1))
+
+
+def test_a_folder_that_holds_a_single_run_is_refused_before_hydra_writes_there(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "summary.json").write_bytes(msgspec.json.encode(Summary(status="done")))
+    job = (jobs := composing(tmp_path)).add(["sub=x"], 0)
+    assert not jobs.compose(job)
+    assert "holds another run: give hydra.sweep.dir=<folder>" in job.row.message
+    assert job.row.folder == "0"
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))

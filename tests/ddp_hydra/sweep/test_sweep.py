@@ -48,10 +48,11 @@ def test_an_interrupt_as_it_starts_ends_what_it_has_started_already(tmp_path, mo
 
 @pytest.mark.integration
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_the_process_that_draws_waits_for_the_last_rows(tmp_path, is_killed):
+def test_the_process_that_draws_waits_for_the_end(tmp_path, is_killed):
     one = start(tmp_path)
     picture = one.start_picture()
     one.rows = [JobRow(number, [f"lr={number}"], "", JobState.done, float(number)) for number in range(2)]
+    one.files.write(one.rows, now=True)
     if is_killed:
         picture.process.kill()
         picture.process.join()
