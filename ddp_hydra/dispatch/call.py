@@ -17,6 +17,8 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
+from dask.base import is_dask_collection
+from distributed import futures_of
 
 from ddp_hydra.console.signals import printed
 from ddp_hydra.console.text import printable
@@ -80,6 +82,10 @@ def check_arguments(call: Call) -> None:
     for kind in (kind for kind, is_kind in _NOT_RUN.items() if is_kind(call.fn)):
         name = getattr(call.fn, "__name__", "")
         raise ConfigError(f"{name} is {kind}, which a rank would not run: give a function with a return")
+    if futures_of((call.args, dict(call.kwargs))):
+        raise ConfigError("an argument holds a Dask future, which ranks can't read: give its value, future.result()")
+    if any(is_dask_collection(value) for value in (*call.args, *call.kwargs.values())):
+        raise ConfigError("an argument is a lazy Dask collection: give its value, .compute(), or make it in the ranks")
     signature = signature_of(call.fn)
     if signature is None:
         return

@@ -88,6 +88,24 @@ def start(
     return _gang(client, fn, run_dir).start(fn, *args, **kwargs)
 
 
+def check_client(client: object) -> None:
+    """Check that a client can be used from here.
+
+    Raises:
+        ConfigError: it is none, or it is closed or asynchronous.
+    """
+    if not isinstance(client, Client):
+        given = f"Client({client!r})" if isinstance(client, str) else "Client(cluster) or Client('tcp://<scheduler>')"
+        raise ConfigError(f"a {type(client).__name__} is no client of a Dask cluster: give a distributed.{given}")
+    if client.asynchronous:
+        raise ConfigError(
+            "this client is asynchronous, and a gang is waited for: give it a client of its own, "
+            "distributed.Client(client.scheduler.address), in a thread, as asyncio.to_thread does"
+        )
+    if client.status != "running":
+        raise ConfigError(f"this client is {client.status}: give a new one, distributed.Client('tcp://<scheduler>')")
+
+
 def _gang(client: Client, fn: Callable[..., Any] | str, run_dir: str | Path | None) -> Gang:
     signature = None if run_dir is None else signature_of(fn)
     if signature is not None and "run_dir" in signature.parameters:
@@ -164,6 +182,7 @@ class Gang:
 
     def checked_call(self, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Return the call of a function that takes these arguments."""
+        check_client(self.client)
         call = Call(fn, args, kwargs, self.files)
         check_arguments(call)
         self.stop.clear()

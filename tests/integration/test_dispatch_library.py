@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import json
 import os
@@ -14,11 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dask
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import Client
 
 from ddp_hydra import dispatch, results
+from ddp_hydra.compat.dask_pytorch_ddp import dispatch as dask_pytorch_ddp
 from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.record import Checkpoint
@@ -217,6 +221,35 @@ def test_arguments_that_the_function_does_not_take_are_refused_before_it_starts(
 def test_what_is_no_function_is_refused(client2):
     with pytest.raises(ConfigError, match=r"^3 can't be called: give a function"):
         dispatch.run(client2, 3)
+
+
+@pytest.mark.parametrize(
+    "at", [lambda value: ((value,), {}), lambda value: (([{"a": (value,)}],), {}), lambda value: ((), {"x": value})]
+)
+def test_what_ranks_cannot_read_of_dask_is_refused(client2, at):
+    args, kwargs = at(client2.submit(int, 3))
+    for run in (dispatch.run, dispatch.start, dask_pytorch_ddp.run):
+        with pytest.raises(ConfigError, match=r"a Dask future.*future\.result\(\)"):
+            run(client2, print, *args, **kwargs)
+    with pytest.raises(ConfigError, match=r"lazy Dask collection.*\.compute\(\)"):
+        dispatch.run(client2, print, dask.delayed(3))
+
+
+def test_a_client_that_is_closed_or_asynchronous_or_none_is_refused(client2):
+    address = client2.scheduler.address
+
+    async def run() -> None:
+        async with Client(address, asynchronous=True) as client:
+            with pytest.raises(ConfigError, match=r"asynchronous.*asyncio\.to_thread"):
+                dispatch.run(client, dist_rank)
+
+    asyncio.run(run())
+    client = Client(address)
+    client.close()
+    for given, said in ((client, "closed"), (address, rf"Client\('{address}'\)"), (None, r"Client\(cluster\)")):
+        for start in (dispatch.run, dispatch.start, dask_pytorch_ddp.run):
+            with pytest.raises(ConfigError, match=said):
+                start(given, dist_rank)
 
 
 def test_what_cannot_be_pickled_ends_the_gang_at_once(client2):
