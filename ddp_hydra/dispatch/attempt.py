@@ -374,10 +374,12 @@ class Attempt:
         futures = {spec.worker: self.workers.futures[spec.worker] for spec in running}
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
         client = self.workers.client
-        is_closed = client.status in ("closing", "closed")
+        ended = ("closing", "closed")
+        is_closed = client.status in ended
         if is_closed or any(future.status in ("cancelled", "lost") for future in futures.values()):
             # A client closes by itself when it has no scheduler any more, or when its own cluster closes.
-            if is_closed and client.scheduler_comm and "clos" not in str(getattr(client.cluster, "status", "")):
+            of_cluster = str(getattr(getattr(client, "cluster", None), "status", "")).rpartition(".")[2]
+            if is_closed and client.scheduler_comm and of_cluster not in ended:
                 self.workers.is_cut_off = True
                 raise ClusterError(
                     "the client was closed, so its workers stop the ranks: close it after they have ended"
