@@ -31,7 +31,9 @@ def main() -> None:
         place = torchrun.find_place()
         assert place is not None
     except DdpHydraError as error:
-        sys.exit(f"ddp_hydra: {error}")
+        print(f"ddp_hydra: {error}", file=sys.stderr, flush=True)  # noqa: T201
+        torchrun.end_other_hosts()
+        sys.exit(1)
     if place.local_rank:
         torchrun.end_with_first(place)
     with torchrun.ended_together(place):

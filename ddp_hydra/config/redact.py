@@ -25,7 +25,13 @@ HARMLESS = {
     "pad", "primary", "sep", "sort", "special", "start", "stop", "target", "text", "unk",
 }  # fmt: skip
 """Words next to which "key" and "token" belong to a column or a vocabulary."""
+PLACE = {"dir", "file", "filename", "folder", "path"}
+"""Words at the end of the name of a file or folder, which is no secret, even where its content is."""
+FILE_KEY = {"ssl", "tls"}
+"""Words next to which "key" is the name of a file. Dask also takes the key's text, which `_PEM` matches."""
 HIDDEN = "***"
+_PEM = re.compile("-----BEGIN [A-Z ]*PRIVATE KEY")
+"""Matches a private key itself, whatever the name of the setting."""
 _WORD = re.compile(r"([\w./]+)=([^,\s]+)")
 """Matches an override inside a text, such as hydra.job.override_dirname."""
 _FIELD = re.compile(r"""(?<=[=;'"])([\w./]+)=([^,;\s]+)""")
@@ -49,16 +55,20 @@ _LOGIN = re.compile(r"(https?://)[^/@\s]*@|(://)[^/@\s:]*:[^/@\s]*@")
 def named_secret(name: str) -> bool:
     plain = re.sub("([a-z])([A-Z])", r"\1_\2", re.split("[./]", name)[-1]).lower()
     words = [word for word in re.split("[^a-z]+", plain) if word]
+    if words[-1:] and words[-1] in PLACE:
+        return False
     if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
         return True
     end = words[-2:-1] if words[-1:] == ["id"] else words[-1:]
-    return not SECRET_AT_THE_END.isdisjoint(end) and HARMLESS.isdisjoint(words)
+    return not SECRET_AT_THE_END.isdisjoint(end) and (HARMLESS | FILE_KEY).isdisjoint(words)
 
 
 def holds_secret(value: object) -> bool:
     if isinstance(value, dict):
         return any(named_secret(str(key)) or holds_secret(inner) for key, inner in value.items())
-    return isinstance(value, list) and any(holds_secret(inner) for inner in value)
+    if isinstance(value, list):
+        return any(holds_secret(inner) for inner in value)
+    return isinstance(value, str) and bool(_PEM.search(value))
 
 
 def bare(text: str) -> str:
@@ -124,8 +134,10 @@ def secret_line(text: str) -> str | None:
             continue
         bare_line = line.partition(" #")[0]
         pairs = ((found[1] or found[3], (found[2] or found[4] or "").strip()) for found in _PAIR.finditer(bare_line))
-        if _LOGIN.search(bare_line) or any(
-            named_secret(key) and value not in _NO_SECRETS and _hidden(value) == HIDDEN for key, value in pairs
+        if (
+            _PEM.search(line)
+            or _LOGIN.search(bare_line)
+            or any(named_secret(key) and value not in _NO_SECRETS and _hidden(value) == HIDDEN for key, value in pairs)
         ):
             return line
     return None
@@ -134,7 +146,10 @@ def secret_line(text: str) -> str | None:
 def _override(text: str) -> str:
     """Hide the secrets in a text, such as an override: a value, or a password or a signature in an address."""
     name, given, value = text.partition("=")
-    if given and re.fullmatch(r"[+~]*[\w./@]+", name) and named_secret(name.partition("@")[0]):
+    is_typed = bool(given and re.fullmatch(r"[+~]*[\w./@]+", name))
+    if _PEM.search(text):
+        return f"{name}={HIDDEN}" if is_typed else HIDDEN
+    if is_typed and named_secret(name.partition("@")[0]):
         return f"{name}={_hidden(value)}"
     text = _LOGIN.sub(lambda found: f"{found[1] or found[2]}{HIDDEN}@", text)
     text = re.sub(r"([?&])([\w.-]+)=([^&\s'\",\]}]+)", lambda part: part[1] + _named(part[2], part[3]), text)

@@ -6,15 +6,12 @@ The comments in conf/ document each key. Groups that hold the arguments of a `_t
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import EnumType, StrEnum
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-import msgspec
 from msgspec import Meta
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -26,6 +23,7 @@ from omegaconf.errors import (
 )
 
 from ddp_hydra.config import hydra_compat, objective
+from ddp_hydra.config.limits import AtLeast0, AtLeast1, NonNegativeSeconds, PositiveSeconds, described
 from ddp_hydra.errors import ConfigError
 
 Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16", "fp8"])
@@ -51,14 +49,6 @@ CompileMode = StrEnum(
 """`mode` of torch.compile; `block` compiles each block of the model by itself."""
 Handler = StrEnum("Handler", ["client", "cluster"])
 """Where the writers run: where the command was typed, or on the cluster's side."""
-
-# Types with limits: OmegaConf takes the type, `check_limits` the limit, and the description says what to give.
-AtLeast1 = Annotated[int, Meta(ge=1, description="a whole number of at least 1")]
-AtLeast2 = Annotated[int, Meta(ge=2, description="a whole number of at least 2")]
-AtLeast0 = Annotated[int, Meta(ge=0, description="0 or more")]
-Number = Annotated[float, Meta(description="a number")]
-PositiveSeconds = Annotated[float, Meta(gt=0, description="seconds, more than 0")]
-NonNegativeSeconds = Annotated[float, Meta(ge=0, description="seconds, 0 or more")]
 
 
 @dataclass
@@ -181,21 +171,6 @@ SCHEMAS = {entry.name: entry.default_factory for entry in fields(Config) if is_d
 """Schemas of the groups that have one."""
 
 
-def limits_of(kind: Any) -> dict[str, Any]:
-    return {name: found for name, found in get_type_hints(kind, include_extras=True).items() if _described(found)}
-
-
-def check_limits(prefix: str, values: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
-    """Refuse values that their types do not allow: "trainer.epochs=0: give a whole number of at least 1, or null"."""
-    for key in filter(values.__contains__, limits):
-        try:
-            msgspec.convert(value := values[key], limits[key])
-        except msgspec.ValidationError:
-            shown = f"{value:.12g}" if isinstance(value, float) else value
-            shown = json.dumps(value) if value is None or isinstance(value, bool) else shown
-            raise ConfigError(f"{prefix}{key}={shown}: give {_described(limits[key])}") from None
-
-
 def allowed(key: str) -> str:
     """Return what to give for a key: "a whole number of at least 1, or null"; "" for one without a type."""
     group, _, name = key.partition("[")[0].rpartition(".")
@@ -210,13 +185,7 @@ def allowed(key: str) -> str:
         str: "a text",
     }
     found = ", ".join(first.__members__) if isinstance(first, EnumType) else words.get(first, "")
-    return _described(kind) or (f"{found}, or null" if found and type(None) in parts else found)
-
-
-def _described(kind: Any) -> str:
-    parts = (kind, *get_args(kind))
-    allowed = next((meta.description for part in parts for meta in getattr(part, "__metadata__", ())), "")
-    return f"{allowed}, or null" if allowed and type(None) in parts else allowed
+    return described(kind) or (f"{found}, or null" if found and type(None) in parts else found)
 
 
 def register() -> None:

@@ -15,13 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import objective, redact
 from ddp_hydra.config.checkpoint_config import leaves
-from ddp_hydra.config.schema import SCHEMAS, AtLeast0, AtLeast1, Handler, check_limits, limits_of
+from ddp_hydra.config.limits import AtLeast0, AtLeast1, RanksPerWorker, check_gang, check_limits, limits_of
+from ddp_hydra.config.schema import SCHEMAS, Handler
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.urls import FORMATS, root_of
 
 RateRule = Annotated[Literal["none", "linear", "sqrt"], Meta(description="none, linear or sqrt")]
-RanksPerWorker = Annotated[AtLeast1 | Literal["auto"], Meta(description="a whole number of at least 1, or auto")]
 
 
 def check(cfg: DictConfig) -> None:
@@ -44,12 +44,7 @@ def check(cfg: DictConfig) -> None:
     check_training(cfg)
     _check_results(cfg)
     objective.metric_and_direction(cfg)
-    ranks, least = cfg.dispatch.ranks, cfg.dispatch.min_ranks
-    if ranks is not None and least is not None and least > ranks:
-        raise ConfigError(f"dispatch.min_ranks={least} is more than dispatch.ranks={ranks}: give {ranks} or less")
-    ports = cfg.dispatch.port_range
-    if ports is not None and not (len(ports) == 2 and 0 < ports[0] <= ports[1] < 65536):
-        raise ConfigError(f"dispatch.port_range={list(ports)}: give the first and the last port, e.g. [40000,40100]")
+    check_gang("dispatch.", cfg.dispatch.ranks, cfg.dispatch.min_ranks, cfg.dispatch.port_range)
 
 
 def check_numbers(cfg: DictConfig) -> None:

@@ -27,7 +27,7 @@ from ddp_hydra.console.text import MESSAGE_CHARS, printable, ranges, shorten
 from ddp_hydra.dispatch import placement
 from ddp_hydra.dispatch.health import HealthMonitor, RankStates, waits
 from ddp_hydra.dispatch.workers import CALL_S, WorkerClient, WorkerSilent
-from ddp_hydra.errors import ConfigError, Failure, RankFailed, RecordError, SchedulerLost
+from ddp_hydra.errors import ClusterError, ConfigError, Failure, RankFailed, RecordError, SchedulerLost
 from ddp_hydra.heartbeat import SAVE_S
 from ddp_hydra.rank import rank_process, record_relay, task
 from ddp_hydra.rank.spec import JobSpec, RankSpec
@@ -373,8 +373,17 @@ class Attempt:
         running = [self.specs[rank] for rank in self.rank_states.running]
         futures = {spec.worker: self.workers.futures[spec.worker] for spec in running}
         # Dask's client cancels all its tasks when it loses the scheduler, or when somebody restarts the cluster.
-        is_closed = self.workers.client.status == "closed"
+        client = self.workers.client
+        ended = ("closing", "closed")
+        is_closed = client.status in ended
         if is_closed or any(future.status in ("cancelled", "lost") for future in futures.values()):
+            # A client closes by itself when it has no scheduler any more, or when its own cluster closes.
+            of_cluster = str(getattr(getattr(client, "cluster", None), "status", "")).rpartition(".")[2]
+            if is_closed and client.scheduler_comm and of_cluster not in ended:
+                self.workers.is_cut_off = True
+                raise ClusterError(
+                    "the client was closed, so its workers stop the ranks: close it after they have ended"
+                )
             how = "is lost, or was restarted"
             if self.health.away_s > SUSPENDED_S:
                 how = f"has given the workers to others: this program was suspended for {self.health.away_s:.0f} s"

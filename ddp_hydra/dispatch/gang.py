@@ -135,7 +135,7 @@ class Gang:
         changes: those that differ from `settings`, by name.
 
     Raises:
-        ConfigError: there is no such setting, or its value is of another type.
+        ConfigError: there is no such setting, or its value is not allowed.
     """
 
     def __init__(

@@ -350,5 +350,5 @@ def bind(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
             reason = error
         else:
             return listener
-    chosen = f"{first} to {last}" if first else "chosen by the system"
+    chosen = "chosen by the system" if not first else f"{first} to {last}" if last > first else str(first)
     raise ClusterError(f"rank 0 can't listen on {host}, port {chosen}: {reason}; free it, or widen dispatch.port_range")

@@ -23,6 +23,16 @@ from msgspec import Struct
 
 import ddp_hydra
 from ddp_hydra.checked import prepare
+from ddp_hydra.config.limits import (
+    AtLeast0,
+    AtLeast1,
+    NonNegativeSeconds,
+    PositiveSeconds,
+    RanksPerWorker,
+    check_gang,
+    check_limits,
+    limits_of,
+)
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ConfigError, RecordError
 
@@ -76,28 +86,28 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """
 
     name: str = "gang"
-    ranks: int | None = None
-    ranks_per_worker: int | str = 1
+    ranks: AtLeast1 | None = None
+    ranks_per_worker: RanksPerWorker = 1
     backend: str = "auto"
     group: bool = True
-    threads: int = 0
-    data_workers: int | None = 0
-    timeout_s: float = 1800.0
-    retry_s: float = 60.0
-    queue_timeout_s: float = 86400.0
-    start_timeout_s: float = 300.0
+    threads: AtLeast0 = 0
+    data_workers: AtLeast0 | None = 0
+    timeout_s: PositiveSeconds = 1800.0
+    retry_s: NonNegativeSeconds = 60.0
+    queue_timeout_s: PositiveSeconds = 86400.0
+    start_timeout_s: PositiveSeconds = 300.0
     port_range: tuple[int, int] | None = None
     interface: str | None = None
     pip: tuple[str, ...] = ()
-    max_restarts: int = 0
-    min_ranks: int | None = None
-    restart_wait_s: float = 60.0
-    lost_timeout_s: float = 15.0
-    hang_timeout_s: float = 300.0
-    first_step_timeout_s: float = 1800.0
-    grace_s: float = 0.0
-    stop_s: float | None = None
-    keep_warm_s: float | None = None
+    max_restarts: AtLeast0 = 0
+    min_ranks: AtLeast1 | None = None
+    restart_wait_s: NonNegativeSeconds = 60.0
+    lost_timeout_s: PositiveSeconds = 15.0
+    hang_timeout_s: PositiveSeconds = 300.0
+    first_step_timeout_s: PositiveSeconds = 1800.0
+    grace_s: NonNegativeSeconds = 0.0
+    stop_s: NonNegativeSeconds | None = None
+    keep_warm_s: NonNegativeSeconds | None = None
     sweep: str = ""
     cwd: str = ""
 
@@ -106,12 +116,15 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Check settings by name.
 
         Raises:
-            ConfigError: there is no such setting, or its value is of another type.
+            ConfigError: there is no such setting, or its value is not allowed.
         """
+        check_limits("", settings, limits_of(cls), "None")
         try:
-            return msgspec.convert(dict(settings), cls)
+            made = msgspec.convert(dict(settings), cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"a gang's settings are {', '.join(sorted(cls.__struct_fields__))}: {error}") from None
+        check_gang("", made.ranks, made.min_ranks, made.port_range)
+        return made
 
 
 class JobSpec(Struct, frozen=True, kw_only=True):

@@ -230,7 +230,7 @@ class Hosts:
             yield json.loads(line)
 
     @classmethod
-    def end(cls, code: int) -> None:
+    def end(cls, code: int, wait_s: float = 2 * END_S) -> None:
         process, cls.process = cls.process, None
         if process is None:
             return
@@ -238,9 +238,17 @@ class Hosts:
             assert process.stdin is not None
             os.write(process.stdin.fileno(), json.dumps({"exit": code}).encode() + b"\n")
             process.stdin.close()
-            process.wait(2 * END_S)
+            process.wait(wait_s)
         process.kill()
         process.wait()
+
+
+def end_other_hosts() -> None:
+    """Have other hosts, for which the numbers may fit together, end with RANK 0, for which they do not."""
+    sizes = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")]
+    if os.environ["RANK"] == "0" and all(map(str.isdecimal, sizes)) and 0 < int(sizes[0]) < int(sizes[1]):
+        Hosts.connect()
+        Hosts.end(1, MEET_S)
 
 
 # -- a start after another one ---------------------------------------------------------------------------

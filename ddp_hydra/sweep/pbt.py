@@ -25,7 +25,7 @@ from hydra.types import HydraContext, TaskFunction
 from msgspec import Meta
 from omegaconf import DictConfig
 
-from ddp_hydra.config.schema import AtLeast1, AtLeast2, check_limits, limits_of
+from ddp_hydra.config.limits import AtLeast1, AtLeast2, check_limits, limits_of
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError, SweepFailed
 from ddp_hydra.storage.manifest import FOLDER, LAST

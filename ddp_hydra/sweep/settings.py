@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import objective
 from ddp_hydra.config.hydra_compat import instantiate
-from ddp_hydra.config.schema import AtLeast1, PositiveSeconds, check_limits, limits_of
+from ddp_hydra.config.limits import AtLeast1, PositiveSeconds, check_limits, limits_of
 from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.planned_job import is_ours

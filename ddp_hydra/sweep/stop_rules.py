@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ddp_hydra.config.schema import AtLeast1, AtLeast2, Number
+from ddp_hydra.config.limits import AtLeast1, AtLeast2, Number
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import score
 

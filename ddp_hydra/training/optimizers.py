@@ -20,8 +20,8 @@ from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
-from ddp_hydra.training.train_step import trained_loss
-from ddp_hydra.training.update import Update, Weighing, check_updates
+from ddp_hydra.training.train_step import sparse_weights, trained_loss
+from ddp_hydra.training.update import Update, Weighing, check_sparse, check_updates
 
 FUSED = {f"torch.optim.{name}" for name in ("SGD", "Adam", "AdamW")}
 """Optimizers whose `fused` computes on GPUs."""
@@ -79,6 +79,9 @@ class UpdateBuilder:
         trainer = self.cfg.trainer
         parts = {name: self.parallel.build_part(trainer, self.task, name) for name in given}
         trained = {name: {one: None for _, one in part.trained(given[name][0])} for name, part in parts.items()}
+        keys = {name: "optimizer" if "_target_" in self.cfg.optimizer else f"optimizer.{name}" for name in given}
+        for name, part in parts.items():
+            check_sparse(part.part, given[name][0], keys[name])
         may_be_late = self.device.type == "cuda" and trainer.on_nonfinite != "skip" and len(parts) == 1
         return {
             name: Update(
@@ -89,6 +92,7 @@ class UpdateBuilder:
                 others=[one for several in trained.values() for one in several if one not in trained[name]],
                 late=may_be_late and part.same_gradients,
                 in_place=trainer.gradient_accumulation_steps > 1 and builders.makes_cuda_graphs(self.cfg, self.device),
+                key=keys[name],
             )
             for name, part in parts.items()
         }
@@ -149,7 +153,8 @@ def optimizer(
         check_groups(built, str(node["_target_"]), names)
     else:
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
-        built = make(node, groups, **fused(node, [one for one in names if one.requires_grad]))
+        sparse = bool(sparse_weights(model))
+        built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse))
     if global_batch:
         for group in built.param_groups:
             group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
@@ -188,7 +193,7 @@ def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[n
         group["params"] = [one for one in group["params"] if one.requires_grad]
 
 
-def fused(node: DictConfig, given: Sequence[nn.Parameter]) -> dict[str, bool]:
+def fused(node: DictConfig, given: Sequence[nn.Parameter], sparse: bool = False) -> dict[str, bool]:
     # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
     # takes are left to it, and so is what the config says itself.
     if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
@@ -198,7 +203,7 @@ def fused(node: DictConfig, given: Sequence[nn.Parameter]) -> dict[str, bool]:
         )
     if weights.are_sharded(given) and node.get("fused") is True and node["_target_"] not in FUSED_SHARDS:
         return {"fused": False}
-    can_be = all(one.is_cuda and one.is_floating_point() for one in given) and node["_target_"] in FUSED
+    can_be = all(one.is_cuda and one.is_floating_point() for one in given) and node["_target_"] in FUSED and not sparse
     return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 
 

@@ -77,12 +77,16 @@ class TrainStep(nn.Module):
                 "the task's loss depends on none of the weights that are trained (has it gone through .detach(), "
                 ".item(), argmax or torch.no_grad()?): if nothing counts in this micro-batch, return Step(loss, n=0)"
             )
-        sparse = {
-            id(one.weight) for one in self.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse
-        }
+        sparse = sparse_weights(self)
         trained = [one for one in self.parameters() if one.requires_grad]
-        nothing = [nothing_of(one, id(one) in sparse).to(step.loss.dtype) for one in trained]
+        nothing = [nothing_of(one, one in sparse).to(step.loss.dtype) for one in trained]
         return torch.stack(nothing).sum() if nothing else step.loss * 0
+
+
+def sparse_weights(module: nn.Module) -> set[Tensor]:
+    """Return the trained parameters whose gradients are sparse."""
+    tables = [one for one in module.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse]
+    return {one.weight for one in tables if one.weight.requires_grad}
 
 
 def nothing_of(parameter: Tensor, is_sparse: bool) -> Tensor:

@@ -9,10 +9,12 @@ number of samples, the latter is 1 and the former the share of the step's sample
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +26,7 @@ from ddp_hydra.training.finite import GradientNorms, are_finite
 from ddp_hydra.training.nonfinite import NonFiniteStep
 from ddp_hydra.training.parallel import PartStep
 from ddp_hydra.training.plain_state import begin_copy
+from ddp_hydra.training.train_step import sparse_weights
 
 
 class Update:
@@ -37,6 +40,7 @@ class Update:
         others: parameters that other updates train, and this one does not.
         late: check the gradients of a step together with the next step's loss. Then the loop need not wait for the
             backward pass of a GPU, but the weights have taken up the gradients by then.
+        key: of the optimizer in the config.
         in_place: add gradients to memory that stays, as CUDA graphs write each micro-batch's to the same place.
 
     Attributes:
@@ -56,10 +60,12 @@ class Update:
         others: Sequence[nn.Parameter] = (),
         late: bool = False,
         in_place: bool = False,
+        key: str = "optimizer",
     ) -> None:
         self.name, self.part, self.optimizer, self.scheduler, self.scaler = name, part, optimizer, scheduler, scaler
         self.weighing, self.consensus = weighing, weighing.consensus
         self.clip_norm, self.others, self.late, self.in_place = clip_norm, others, late, in_place
+        self.key = key
         self.trained = part.trained(optimizer)
         self.unchecked: GradientNorms | None = None
         self.gradients: GradientNorms | None = None
@@ -139,7 +145,7 @@ class Update:
             if self.gradients is None and not self.is_unscaled:
                 self.scaler.unscale_(self.optimizer)
             self.grad_norm = self.part.clip(self.trained, self.clip_norm, self.gradients)
-        with self.part.explain_step_errors(self.optimizer):
+        with sparse_explained(self.optimizer, self.key), self.part.explain_step_errors(self.optimizer):
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.part.after_step()
@@ -152,6 +158,41 @@ class Update:
         if self.scaler.is_enabled():
             found[f"{prefix}loss_scale"] = float(self.scaler.get_scale())
         return found
+
+
+@contextmanager
+def sparse_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search("sparse|dense grad", str(error)):
+            raise
+        name, off = type(optimizer).__name__, {"fused": "false", "weight_decay": "0"}
+        given = [one for one in off if any(group.get(one) for group in optimizer.param_groups)]
+        takes_none = "takes no sparse gradients, and nn.Embedding(sparse=True) gives such"
+        instead = "optimizer=sgd optimizer.fused=false optimizer.weight_decay=0"
+        if name == "SparseAdam":
+            said = "SparseAdam takes no dense gradients, and some parameters have such"
+        elif name in ("SGD", "Adagrad") and given:
+            said = f"{name} with {' and '.join(given)} {takes_none}"
+            instead = " ".join(f"{key}.{one}={off[one]}" for one in given)
+        else:
+            said = f"{name} {takes_none}"
+            if name.startswith("Adam"):
+                said += " (torch's SparseAdam is for models whose gradients are all sparse)"
+        raise ConfigError(f"{key}: {said}: give {instead}, or build the embedding with sparse=False") from None
+
+
+def check_sparse(part: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
+    # A step of an optimizer of the same kind tells it before the data are read.
+    sparse, kind = sparse_weights(part), cast("Any", type(optimizer))
+    for group in optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim.") else ():
+        found = next((one for one in group["params"] if one in sparse), None)
+        if found is not None:
+            small = nn.Parameter(torch.zeros(2, 2, dtype=found.dtype, device=found.device))
+            small.grad = torch.eye(2, dtype=found.dtype, device=found.device).to_sparse(1)
+            with sparse_explained(optimizer, key):
+                kind([{**group, "params": [small]}]).step()
 
 
 def check_updates(task: Task, step: int, names: Sequence[str], known: Iterable[str] | None = None) -> None:

@@ -16,7 +16,7 @@ CONF = Path(__file__).parents[3] / "conf"
         "password",
         "cluster.auth.token",
         "apiKey",
-        "tls_client_key",
+        "client_key",
         "a/secret",
         "dbPassword",
         "aws_access_key_id",
@@ -29,10 +29,30 @@ def test_what_is_called_like_a_secret(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["data.n", "model.keys", "tokens_seen", "monkey", "key_value_heads", "pad_token", "label_key"],
-)
+    [
+        "data.n", "model.keys", "tokens_seen", "monkey", "key_value_heads", "pad_token", "label_key", "tls_client_key",
+        "DASK_DISTRIBUTED__COMM__TLS__CLIENT__KEY", "ssl_key", "ssl_key_file", "private_key_path", "passwordFile",
+        "api_token_file", "client_keys", "ssl_keyfile", "credentials_path", "key_filename",
+    ],
+)  # fmt: skip
 def test_what_is_not(name):
     assert not redact.named_secret(name)
+
+
+def test_the_name_of_a_key_file_stays_and_a_private_key_itself_is_hidden():
+    pem = "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\n"
+    security = {"tls_client_key": "../tls/me.key", "tls_client_cert": "me.pem"}
+    typed = ["cluster.security.tls_client_key=../tls/me.key", "cluster.security={tls_client_key: me.key, a: b}"]
+    assert redact.without([security, *typed]) == [security, *typed]
+    assert redact.without({"tls_client_key": pem, "client_keys": [pem]}) == {
+        "tls_client_key": "***",
+        "client_keys": ["***"],
+    }
+    words = [f"cluster.security.tls_client_key='{pem}'", f"+a={{client_keys: ['{pem}']}}", f"key is {pem}"]
+    assert redact.without(words) == ["cluster.security.tls_client_key=***", "+a=***", "***"]
+    assert redact.holds_secret({"client_keys": [pem]})
+    assert redact.secret_line(f"tls_client_key: |\n  {pem}") == "  -----BEGIN RSA PRIVATE KEY-----"
+    assert redact.secret_line("tls_client_key: ../tls/me.key") is None
 
 
 def test_the_files_of_hydra_go_without_secrets(tmp_path):

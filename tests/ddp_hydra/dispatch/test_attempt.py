@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from distributed.core import Status
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -336,6 +337,24 @@ def test_tasks_that_are_cancelled_mean_that_the_scheduler_is_lost(status, make, 
     with pytest.raises(ClusterError, match=r"the scheduler tcp://s:1 is lost, or was restarted; "):
         one.run(b"")
     assert one.client.sent == []
+
+
+@pytest.mark.parametrize(
+    ("comm", "cluster", "said"),
+    [
+        (object(), None, "the client was closed, so its workers stop the ranks: close it after"),
+        (object(), "running", "the client was closed, so its workers stop the ranks: close it after"),
+        (object(), "closed", "the scheduler tcp://s:1 is lost"),
+        (None, None, "the scheduler tcp://s:1 is lost"),
+    ],
+)
+def test_a_client_that_was_closed_is_told_from_a_lost_scheduler(comm, cluster, said, make, monkeypatch):
+    one = make()
+    one.client.scheduler_comm, one.client.cluster = comm, cluster and SimpleNamespace(status=Status[cluster])
+    monkeypatch.setattr(one.client, "submit", lambda *_, key, **__: SimpleNamespace(key=key, status="cancelled"))
+    monkeypatch.setattr(one.client, "status", "closed")
+    with pytest.raises(ClusterError, match=said):
+        one.run(b"")
 
 
 def test_a_silent_host_is_lost_and_remembered_for_the_next_attempt(make):

@@ -46,5 +46,23 @@ def test_settings_of_a_gang_are_checked_when_it_is_made():
     assert Gang(None, 3, port_range=[1, 2], pip=["x"]).settings == GangSettings(ranks=3, port_range=(1, 2), pip=("x",))
     with pytest.raises(ConfigError, match=r"a gang's settings are .*ranks_per_worker.* unknown field `rank`"):
         Gang(None, rank=3)
-    with pytest.raises(ConfigError, match=r"Expected `float`, got `str` - at `\$\.timeout_s`"):
-        Gang(None, timeout_s="long")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"ranks": 2, "min_ranks": 3}, "min_ranks=3 is more than ranks=2: give 2 or less"),
+        ({"ranks": 0}, "ranks=0: give a whole number of at least 1, or None"),
+        ({"ranks_per_worker": 0}, "ranks_per_worker=0: give a whole number of at least 1, or auto"),
+        ({"timeout_s": "long"}, "timeout_s=long: give seconds, more than 0"),
+        ({"lost_timeout_s": float("nan")}, "lost_timeout_s=nan: give seconds, more than 0"),
+        ({"max_restarts": -1}, "max_restarts=-1: give 0 or more"),
+        ({"port_range": [2, 1]}, r"port_range=\[2, 1\]: give the first and the last port"),
+        ({"port_range": [2]}, "a gang's settings are .* length 2"),
+        ({"ranks": 2, "settings": GangSettings(min_ranks=3)}, "min_ranks=3 is more than ranks=2"),
+    ],
+    ids=str,
+)
+def test_a_gang_refuses_what_the_command_refuses(settings, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        Gang(None, **settings)

@@ -104,6 +104,15 @@ def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(
     assert not inbox._boxes
 
 
+def test_a_range_without_a_free_port_is_a_mistake_that_is_not_tried_again(worker):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        task.run_ranks(job(port_range=(port, port), max_restarts=3).encode())
+    failure = worker.said[-1].data.failure
+    assert f"rank 0 can't listen on 127.0.0.1, port {port}: [Errno 98]" in failure.message
+    assert (failure.kind, failure.mistake, failure.traceback) == ("start", True, "")
+
+
 @pytest.fixture
 def full_disk(monkeypatch, tmp_path) -> list[float]:
     """The worker's folder has no room; time passes only while room is waited for, and is listed."""

@@ -12,6 +12,7 @@ from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import torchrun
 from ddp_hydra.rank.processes import RANK_PID
+from tests.support.ports import free_port
 from tests.support.warm_server import wait_for
 
 MORE = ("LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RESTART_COUNT", RANK_PID)
@@ -115,6 +116,31 @@ def test_the_processes_of_a_host_end_with_the_first_one(end, first, others, tmp_
             process.wait()
     assert [process.returncode for process in processes] == [first, others, others]
     assert not list(tmp_path.rglob("torchrun-*"))
+
+
+@pytest.mark.medium
+def test_hosts_with_other_numbers_of_processes_do_not_wait_for_one_another():
+    """The numbers of RANK 2 fit together."""
+    variables = {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    code = "import sys; from ddp_hydra.__main__ import main; sys.argv = ['ddp-hydra', 'cluster=torchrun']; main()"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **variables, "RANK": rank, "LOCAL_WORLD_SIZE": local},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, local in (("0", "2"), ("2", "1"))
+    ]
+    try:
+        said = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "RANK=0, LOCAL_RANK=0, WORLD_SIZE=3, LOCAL_WORLD_SIZE=2 do not fit together" in said[0]
+    assert "RANK 2 has LOCAL_WORLD_SIZE=1, and RANK 0 has 2: each host needs equally many processes" in said[1]
 
 
 # -- restarts ----------------------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset
 
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.training.loop import first_step
+from ddp_hydra.training.run import TrainingRun
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 
 pytestmark = pytest.mark.usefixtures("group")
@@ -38,7 +40,10 @@ class Pixels(Numbers):
 
 
 def dry(train_set: Any = None, val_set: Any = None, **parts: Any) -> list[str]:
-    cfg = OmegaConf.merge(config(), {"cluster": {"n_workers": 2}, "dispatch": {"ranks": None}}, parts)
+    cfg = config()
+    if "_target_" in parts.get("optimizer", {}):
+        cfg.optimizer = {"lr": 0.1}
+    cfg = OmegaConf.merge(cfg, {"cluster": {"n_workers": 2}, "dispatch": {"ranks": None}}, parts)
     return first_step(cfg, train_set or Numbers(9), val_set or Numbers(5))
 
 
@@ -47,6 +52,48 @@ def test_it_makes_a_whole_step_and_names_the_metrics():
     assert lines[0] == "data      9 samples, 5 for validation"
     assert "metrics   train/loss, train/accuracy, val/loss, val/accuracy; best.pt goes by val/accuracy" in lines
     assert lines[-1] == "dry run: all of it works"
+
+
+class Table(torch.nn.Linear):
+    """Looks numbers up, by a layer or by a function: the optimizer learns of a function in the step alone."""
+
+    def __init__(self, in_features: int, out_features: int, by_function: bool = False) -> None:
+        super().__init__(in_features, out_features)
+        self.rows = torch.nn.Embedding(2, 4, sparse=not by_function)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.embedding((x[:, 0] > 0).long(), self.rows.weight, sparse=True))
+
+
+SPARSE = "takes no sparse gradients, and nn.Embedding"
+
+
+@pytest.mark.parametrize("by_function", [False, True])
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (
+            {"_target_": "torch.optim.SGD", "fused": True, "weight_decay": 0.1},
+            f"SGD with fused and weight_decay {SPARSE}.*: give optimizer.fused=false optimizer.weight_decay=0, or",
+        ),
+        ({"_target_": "torch.optim.Adagrad", "weight_decay": 0.1}, f"{SPARSE}.*: give optimizer.weight_decay=0, or"),
+        ({"_target_": "torch.optim.AdamW", "fused": True}, f"AdamW {SPARSE}.*SparseAdam is for.*optimizer=sgd optimiz"),
+        ({"_target_": "torch.optim.RMSprop"}, f"RMSprop {SPARSE}.*optimizer=sgd optimizer.fused=false"),
+        ({"_target_": "torch.optim.SparseAdam"}, "SparseAdam takes no dense gradients"),
+    ],
+)
+def test_an_optimizer_that_takes_no_sparse_gradients_is_refused_with_what_to_type(optimizer, said, by_function):
+    model = {"_target_": f"{__name__}.Table", "by_function": by_function}
+    with pytest.raises(ConfigError, match=said):
+        dry(model=model, optimizer=optimizer)
+
+
+def test_an_optimizer_that_takes_sparse_gradients_is_told_before_the_first_step(monkeypatch):
+    model = {"_target_": f"{__name__}.Table"}
+    assert dry(model=model, optimizer={"nesterov": True})[-1] == "dry run: all of it works"
+    monkeypatch.setattr(TrainingRun, "begin_epoch", lambda run: pytest.fail("it has begun"))
+    with pytest.raises(ConfigError, match="weight_decay=0"):
+        dry(model=model, optimizer={"weight_decay": 0.1})
 
 
 class Stream(IterableDataset):
