@@ -24,6 +24,10 @@ from pathlib import Path
 import ddp_hydra
 from ddp_hydra.errors import ClusterError
 from ddp_hydra.rank.spec import JobSpec, RankSpec
+from ddp_hydra.storage.retry import Backoff
+
+PORT_S = 5.0
+"""How long a port of `dispatch.port_range` may still be held by a rank or a job that ends, in seconds."""
 
 
 def search_place(entry: str) -> str:
@@ -337,18 +341,20 @@ def bind(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
     first, last = ports or (0, 0)
     family, _, _, _, (address, *_) = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     reason: OSError | None = None
-    for port, own in itertools.product(range(first, last + 1), (str(address), "")):
-        if not own and reason is not None and reason.errno != errno.EADDRNOTAVAIL:
-            continue
-        listener = socket.socket(family)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((own, port))
-            listener.listen(4096)
-        except OSError as error:
-            listener.close()
-            reason = error
-        else:
-            return listener
+    pauses = Backoff(PORT_S if ports else 0.0)
+    while reason is None or pauses.wait():
+        for port, own in itertools.product(range(first, last + 1), (str(address), "")):
+            if not own and reason is not None and reason.errno != errno.EADDRNOTAVAIL:
+                continue
+            listener = socket.socket(family)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((own, port))
+                listener.listen(4096)
+            except OSError as error:
+                listener.close()
+                reason = error
+            else:
+                return listener
     chosen = "chosen by the system" if not first else f"{first} to {last}" if last > first else str(first)
     raise ClusterError(f"rank 0 can't listen on {host}, port {chosen}: {reason}; free it, or widen dispatch.port_range")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,8 @@ def test_the_way_to_a_server_begins_at_an_interface():
     assert environment.interface_towards("inproc://1/2") is None
 
 
-def test_the_rendezvous_listens_on_the_hosts_own_address_only_or_everywhere_where_it_is_mapped():
+def test_the_rendezvous_listens_on_the_hosts_own_address_only_or_everywhere_where_it_is_mapped(monkeypatch):
+    monkeypatch.setattr(environment, "PORT_S", 0.0)
     with environment.bind("127.0.0.1") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     with environment.bind("192.0.2.77") as listener:
@@ -61,6 +63,15 @@ def test_a_port_that_is_taken_is_passed_over():
         port = taken.getsockname()[1]
         with environment.bind("127.0.0.1", (port, port + 20)) as listener:
             assert port < listener.getsockname()[1] <= port + 20
+
+
+def test_the_only_port_is_waited_for_while_the_attempt_before_ends(monkeypatch):
+    taken = socket.create_server(("127.0.0.1", 0))
+    port = taken.getsockname()[1]
+    monkeypatch.setattr(environment, "PORT_S", 60.0)
+    threading.Timer(0.3, taken.close).start()
+    with environment.bind("127.0.0.1", (port, port)) as listener:
+        assert listener.getsockname()[1] == port
 
 
 # -- GPUs --------------------------------------------------------------------------------------------------

@@ -104,7 +104,8 @@ def test_a_rank_that_cannot_be_started_says_why_and_leaves_no_descriptor_behind(
     assert not inbox._boxes
 
 
-def test_a_range_without_a_free_port_is_a_mistake_that_is_not_tried_again(worker):
+def test_a_range_without_a_free_port_is_a_mistake_that_is_not_tried_again(worker, monkeypatch):
+    monkeypatch.setattr(environment, "PORT_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         task.run_ranks(job(port_range=(port, port), max_restarts=3).encode())
