@@ -27,14 +27,18 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
 
 
-def seed_by(*key: int) -> None:
-    mixed = 0
+def mixed(*key: int) -> int:
+    found = 0
     for part in key:  # the finaliser of splitmix64
-        mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
-        mixed ^= mixed >> 31
-    seed_all(mixed)
+        found = (found + part + 0x9E3779B97F4A7C15) & _MASK
+        found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & _MASK
+        found ^= found >> 31
+    return found
+
+
+def seed_by(*key: int) -> None:
+    seed_all(mixed(*key))
 
 
 def _states() -> tuple[Any, ...]:

@@ -245,10 +245,10 @@ def width_of(file: PartFile, column: str) -> int:
     if kinds.is_fixed_size_list(kind):
         return int(kind.list_size)
     for group in range(file.file.metadata.num_row_groups):
-        values = file.read(group, [column]).column(column).drop_null()
-        if len(values):
-            return len(values[0])
-    return 1
+        lengths = pyarrow.compute.list_value_length(file.read(group, [column]).column(column))
+        if width := next((length.as_py() for length in lengths if length.as_py()), 0):
+            return int(width)
+    raise DataError(f"{file.name}: column {column} is empty in all rows: name others with data.features=[...]")
 
 
 def is_vector(kind: Any) -> bool:

@@ -101,6 +101,7 @@ class ParquetRows(ProcessLocal):
     def __getitems__(self, indices: Sequence[int]) -> Any:
         """Return the rows as a batch: x, (n, features), and y, (n,)."""
         wanted = np.asarray(indices)
+        wanted = np.where(wanted < 0, wanted + len(self), wanted)  # from the end, as of a list
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
             raise IndexError(f"rows go from 0 to {len(self) - 1}")
         groups = np.searchsorted(self._ends, wanted, side="right")

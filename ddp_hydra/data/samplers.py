@@ -86,7 +86,12 @@ class Sampler(ABC):
 
     def batches(self, epoch: int, position: int = 0) -> Iterator[list[int]]:
         """Yield this rank's batches of an epoch, from `position` on, see `steps`."""
-        order = self.order(epoch)
+        order = np.asarray(self.order(epoch))
+        if len(order) != self.n_samples:
+            raise ConfigError(
+                f"{type(self).__name__}.order({epoch}) has {len(order)} indices, and n_samples is {self.n_samples}: "
+                "set self.n_samples to its length, in __post_init__ before super().__post_init__()"
+            )
         for _ in range(self.steps(position)):
             positions = np.arange(position, position + self.global_batch)
             own = self.share(epoch, positions)

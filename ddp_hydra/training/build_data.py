@@ -158,7 +158,13 @@ def sampler(
         raise ConfigError(f"{own} does not mix sets by weight: give sampler=distributed or sampler=sequential")
     of_data = {name: value for name, value in known.items() if name in taken and value is not None}
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
-    return make(cfg.sampler, **arguments, **of_data)
+    found = make(cfg.sampler, **arguments, **of_data)
+    if lacking := [name for name in ("global_batch", "steps", "batches") if not hasattr(found, name)]:
+        raise ConfigError(
+            f"{type(found).__name__} has no {', '.join(lacking)}, by which a run goes on in an epoch: derive it from "
+            "ddp_hydra.data.samplers.Sampler, and define order(self, epoch), the indices of all ranks"
+        )
+    return found
 
 
 def stream_sampler(

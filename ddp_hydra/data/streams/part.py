@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddp_hydra.data import draws, wrappers
 from ddp_hydra.data.batch import no_sample, summary
+from ddp_hydra.data.streams.own_draws import new_pass, parts_of, seed_parts
 from ddp_hydra.data.threads import is_thread_safe
 from ddp_hydra.data.wrappers import name_of, unwrapped
 from ddp_hydra.errors import ConfigError
@@ -67,12 +68,15 @@ class Part:
         # Number of shares that `dataset` gives, and the index of this rank's.
         self.shares, self.share = (self.world_size, self.rank) if self.dealt else (1, 0)
         self.samples: Iterator[Any] = iter(())
+        self.parts = [] if self.seed is None else parts_of(self.dataset)
 
     def open(self, epoch: int, position: int = 0, state: Any = None) -> None:
         # state: of the data set at this position; None to read again what lies before it.
         self.stopped, self.n_read, self.first = False, 0, []
         for data in (self.dataset, *wrappers.inner_sets(wrappers.unwrapped(self.dataset))):
             draws.tell_epoch(data, epoch, self.seed)
+        if self.seed is not None:
+            seed_parts(self.parts, epoch, self.seed)
         if state is not None:
             self.dataset.load_state_dict(state)  # type: ignore[attr-defined]
         key = epoch if self.training else draws.EVALUATION
@@ -112,7 +116,7 @@ class Part:
         # The iterator begins here, as the generators are seeded only while samples are read: `__iter__` and the first
         # `__next__` may both draw the order, as in a DataLoader.
         try:
-            for sample in self.dataset:
+            for sample in new_pass(self.dataset):
                 if self.stopped:
                     return
                 self.progress()

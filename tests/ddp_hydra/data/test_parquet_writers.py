@@ -182,7 +182,14 @@ def test_vectors_of_one_length(tmp_path):
     path = write(tmp_path / "a.parquet", v=[[1, 2], [3, 4]], a=[5, 6], y=[0, 1])
     data = ParquetRows(path, "y")
     assert (data[1][0].tolist(), data.features) == ([3, 4, 6], ["v", "a"])
-    for values, message in (([[1, 2], [3]], "has 1 numbers in row 1, and 2"), ([[1, 2], None], "is empty in row 1")):
+    assert data[-1][0].tolist() == [3, 4, 6]
+    for values, message in (
+        ([[1, 2], [3]], "has 1 numbers in row 1, and 2"),
+        ([[1, 2], None], "is empty in row 1"),
+        ([[], [1, 2]], "has 0 numbers in row 0, and 2"),
+        (pa.array([[], []], pa.list_(pa.float64())), "is empty in all rows: name others with data.features="),
+        (pa.array([None, None], pa.list_(pa.float64())), "is empty in all rows"),
+    ):
         path = write(tmp_path / "b.parquet", v=values, y=[0, 1])
         with pytest.raises(DataError, match=rf"b\.parquet: column v {message}"):
             ParquetRows(path, "y")[1]

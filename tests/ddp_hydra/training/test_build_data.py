@@ -162,3 +162,18 @@ def test_an_iterator_that_is_used_up_is_told():
     sampler.epoch, sampler.end = 1, 0
     with pytest.raises(DataError, match=r"no full batch in epoch 2, .* let __iter__ begin a new pass"):
         sampler.refuse_empty(0)
+
+
+class Backwards(torch.utils.data.Sampler):
+    def __init__(self, n_samples: int, batch_size: int, rank: int, world_size: int) -> None:
+        self.indices = range(n_samples - 1 - rank, -1, -world_size)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+
+def test_a_sampler_of_torch_is_told_what_it_lacks():
+    cfg = config()
+    cfg.sampler = {"_target_": f"{__name__}.Backwards"}
+    with pytest.raises(ConfigError, match=r"Backwards has no global_batch, .*define order\(self, epoch"):
+        build_data.sampler(cfg, TensorDataset(torch.zeros(40, 1)), ALONE)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_hydra.data.samplers import Chunked, Distributed, Sampler, Sharded, Weighted
+from ddp_hydra.errors import ConfigError
 
 
 @dataclass
@@ -145,3 +146,24 @@ def test_it_is_a_batch_sampler_for_a_plain_data_loader():
     sampler.set_epoch(1)
     assert [batch.tolist() for (batch,) in loader] == list(sampler.batches(1))
     assert len(loader) == len(sampler) == 2
+
+
+@dataclass
+class OfAUser(Sampler):
+    """Leaves out the first sample."""
+
+    sets_length: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sets_length:
+            self.n_samples -= 1
+        super().__post_init__()
+
+    def order(self, epoch: int) -> Any:
+        return torch.arange(1, 9)
+
+
+def test_the_order_of_a_users_sampler_may_be_any_sequence_of_n_samples():
+    assert [list(OfAUser(9, 2, rank, 2)) for rank in range(2)] == [[[1, 2], [5, 6]], [[3, 4], [7, 8]]]
+    with pytest.raises(ConfigError, match=r"OfAUser\.order\(0\) has 8 indices, and n_samples is 9: set"):
+        list(OfAUser(9, 2, sets_length=False))
