@@ -26,7 +26,7 @@ from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
 from ddp_hydra.runs.describe import status_of
-from ddp_hydra.storage.files import write_atomic
+from ddp_hydra.storage.files import new_folder, write_atomic
 from ddp_hydra.writers.run_dir import locked, read_summary
 
 if TYPE_CHECKING:
@@ -66,10 +66,9 @@ class ComposedConfig:
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
         files = {"config.yaml": self.cfg, "hydra.yaml": self._hydra, "overrides.yaml": OmegaConf.create(self.overrides)}
-        folder = self.run_dir / ".hydra"
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, config in files.items():
-            write_atomic(folder / name, redact.yaml_text(config).encode())
+        with new_folder(folder := self.run_dir / ".hydra"):
+            for name, config in files.items():
+                write_atomic(folder / name, redact.yaml_text(config).encode())
 
 
 _open: list[Connection] = []

@@ -22,6 +22,7 @@ from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.remote.status import LOST_S
 from ddp_hydra.rank import fork_client
+from ddp_hydra.storage.files import new_folder, writing
 from ddp_hydra.storage.run_ref import RunRef
 
 ATTACH_USAGE = """ddp-hydra attach run=<URL or run directory> [stop=true] [lost_timeout_s=20]"""
@@ -88,14 +89,18 @@ def write_project(folder: Path, minimal: bool = False) -> None:
         files = _template(folder.resolve().name)
     if there := [name for name in files if (folder / name).exists()]:
         raise ConfigError(f"{folder} has {', '.join(there[:3])} already: name another folder, ddp-hydra init <folder>")
-    try:
-        for name, text in files.items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("x", encoding="utf-8") as file:
-                file.write(text)
-    except OSError as error:
-        raise ConfigError(f"{folder} can't be written ({error.strerror}: {error.filename}): name another") from None
+    written: list[Path] = []
+    with contextlib.ExitStack() as folders:
+        try:
+            for path, text in ((folder.absolute() / name, text) for name, text in files.items()):
+                folders.enter_context(new_folder(path.parent))
+                with writing(path), path.open("x", encoding="utf-8") as file:
+                    written.append(path)
+                    file.write(text)
+        except BaseException:
+            for path in written:
+                path.unlink(missing_ok=True)
+            raise
 
 
 def _template(name: str) -> dict[str, str]:

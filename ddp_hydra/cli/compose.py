@@ -186,8 +186,15 @@ def listed_without_copies() -> AbstractContextManager[None]:
 
 def saved_without_secrets() -> AbstractContextManager[None]:
     def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
+        except OSError as error:
+            from ddp_hydra.job.run_dir import remove_unused
+
+            error.filename = error.filename or str(output_dir / filename)
+            remove_unused(output_dir.parent, output_dir.name)
+            raise
 
     return patched(utils, "_save_config", save_config)
 
@@ -240,6 +247,9 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
         "detach",
         "trainer.pause_after_validations",
     }
+    if any(word.startswith("hydra.run.dir=") and _is_own(value_of(word), resumed) for word in arguments):
+        given.remove("resume")  # a run that it has resumed before: this one, which comes later, wins
+        saved = [word for word in saved if word not in arguments]
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()
@@ -249,6 +259,12 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     kept = [_with_whole_paths(word, resumed) for word in kept]
     first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
     return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
+
+
+def _is_own(run_dir: str, resumed: str) -> bool:
+    from ddp_hydra.job.run_dir import is_resumed
+
+    return is_resumed(Path(run_dir), resumed)
 
 
 def _with_whole_paths(word: str, run: str) -> str:
@@ -334,7 +350,7 @@ def with_run_dir_before(arguments: list[str]) -> list[str]:
     kept = [word for word in arguments if not word.startswith("hydra.run.dir=")]
     with contextlib.suppress(CheckpointError):
         find_checkpoint(run_dir)
-        kept = [*(word for word in kept if not word.startswith("resume=")), f"resume={quoted}"]
+        kept.append(f"resume={quoted}")  # wins over one that was typed
     return [*kept, f"hydra.run.dir={quoted}"]
 
 

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.finetune import models as pretrained
+from ddp_hydra.storage.files import new_folder
 from ddp_hydra.storage.manifest import SUFFIX
 from ddp_hydra.training import export as exports
 from ddp_hydra.training import load_run
@@ -76,10 +77,11 @@ def export(words: Sequence[str]) -> None:
     if any(not isinstance(size, int) for size in options.input_shape or ()):
         raise ConfigError(f"input_shape={options.input_shape}: give the sizes of one sample, [3,224,224]")
     split = None if options.input_shape else options.split
-    trained = load_run.load(options.run, options.which, overrides, split, options.trust)
-    example = exports.example_of(trained, options.split, options.input_shape)
-    how = options.tolerance, options.merge, options.max_shard_size
-    found = exports.export(trained, example, options.format, out, *how)
+    with new_folder(out.absolute().parent):
+        trained = load_run.load(options.run, options.which, overrides, split, options.trust)
+        example = exports.example_of(trained, options.split, options.input_shape)
+        how = options.tolerance, options.merge, options.max_shard_size
+        found = exports.export(trained, example, options.format, out, *how)
     sizes = " and ".join(map(str, found["sizes"]))
     batch = "any batch size" if "batch" in found["dynamic"] else f"a batch size of {sizes} only"
     length = f"texts of {found['length']} tokens only: train or validate with texts of the length that you need"

@@ -18,12 +18,13 @@ from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.compose import compose, key_of, with_faults
-from ddp_hydra.config import checkpoint_config, redact
+from ddp_hydra.config import checkpoint_config, redact, unknown_keys
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
 from ddp_hydra.job.inference import EVALUATE, PREDICT, InferenceJob, on_ranks
 from ddp_hydra.job.predictions import PLAN, Parts
+from ddp_hydra.storage.files import new_folder
 from ddp_hydra.storage.manifest import state_file
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import locked
@@ -112,6 +113,7 @@ def predict(
     predictions.check_folder(folder, out)
     with (
         tempfile.TemporaryDirectory(prefix="ddp_hydra-") as download,
+        new_folder(target.parent),
         locked(folder, "wait for it, or give another out="),
         parts_kept(folder),
     ):
@@ -205,6 +207,7 @@ def prepared_inference(
         cfg = fresh
     else:
         cfg = checkpoint_config.changed(saved, changes, groups)
+    unknown_keys.check_data(cfg)
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
     for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):

@@ -33,6 +33,7 @@ from ddp_hydra.job.summary import explain
 from ddp_hydra.rank import fork_client
 from ddp_hydra.rank.torchrun import note_failure
 from ddp_hydra.sweep import launcher
+from ddp_hydra.writers.run_dir import is_full
 
 INTERRUPTED = 130
 COMMANDS = {
@@ -154,7 +155,8 @@ def error_message(error: Exception) -> str:
         )
     if isinstance(error, OSError) and not isinstance(error, CompactHydraException) and _is_of_run_dir(error):
         advice = "give another with hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
-        return f"the run directory can't be made ({error.strerror}: {error.filename}): {advice}"
+        reason = ": ".join(filter(None, (error.strerror, error.filename)))  # Hydra's multirun.yaml: without a name
+        return f"the run directory can't be made ({reason}): {'free some space there, or ' * is_full(error)}{advice}"
     return explain(error)
 
 

@@ -125,6 +125,23 @@ def meet(key: str, other: str) -> bool:
 
 log = logging.getLogger(__name__)
 _MERGING = "Error merging override "
+OF_DATA_LOADER = {
+    "shuffle": "give sampler.shuffle={value}",
+    "drop_last": "give sampler.drop_last={value}",
+    "num_workers": "give data.workers={value}",
+    "prefetch_factor": "give data.prefetch=<batches>",
+    **dict.fromkeys(
+        ("sampler", "batch_sampler"), "choose a sampler=<option>, or give sampler._target_=<module>.<class>"
+    ),
+    "collate_fn": "write a method collate(self, samples) in the class of the data set",
+    "worker_init_fn": "write a method share(self, workers) in the class of the data set: each of data.workers calls it",
+    "generator": "give seed=<number>, by which samples are shuffled and drawn",
+    **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches for a GPU are pinned"),
+    "persistent_workers": "data.workers live as long as the job",
+    "in_order": "batches keep their order",
+    "multiprocessing_context": "data.workers chooses it",
+}
+"""Arguments of torch's DataLoader that a config of data may hold by habit, and what takes their place."""
 OUR_DATA_KEYS = ("name", "batch_size", "global_batch", "train", "val", "prefetch", "memory_mb", "workers")
 
 
@@ -138,6 +155,7 @@ def check(cfg: DictConfig) -> None:
         for key in node:
             if str(key) not in known and not _is_read(f"{prefix}{key}", read):
                 raise ConfigError(text.unknown(f"{prefix}{key}", known))
+    check_data(cfg)
     nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
     nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
     nodes += [("data", key, raw["data"].get(key)) for key in ("train", "val") if isinstance(raw["data"].get(key), str)]
@@ -146,6 +164,20 @@ def check(cfg: DictConfig) -> None:
             class_name = value if isinstance(value, str) else "<module>.<class>"
             given = f"{'' if group == 'data' else '+'}{group}.{key}._target_={class_name}"
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
+
+
+def check_data(cfg: DictConfig) -> None:
+    """Refuse arguments of torch's DataLoader, which nothing passes on, as keys of the data."""
+    raw: Any = OmegaConf.to_container(cfg)
+    given = {key: value for key in OF_DATA_LOADER if (value := raw["data"].get(key)) is not None}
+    read = set(interpolated(raw)) if given else set()
+    for key, value in given.items():
+        if not _is_read(f"data.{key}", read):
+            raise ConfigError(
+                f"data.{key}={as_typed(value)}: no DataLoader gets it: "
+                f"{OF_DATA_LOADER[key].format(value=as_typed(value))}, and leave data.{key} out; an argument of the "
+                f"data set itself is data.train.{key}"
+            )
 
 
 def interpolated(node: Any) -> Iterator[str]:

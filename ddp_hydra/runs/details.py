@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from hydra.errors import HydraException
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from ddp_hydra.config import project, redact
 from ddp_hydra.config.checkpoint_config import leaves
+from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.run_dir import is_resumed
 from ddp_hydra.run_state import FailureEntry, Summary
 from ddp_hydra.runs import disk
 from ddp_hydra.runs.describe import (
@@ -27,6 +33,7 @@ from ddp_hydra.runs.find import local_rows, stored_row
 from ddp_hydra.runs.run_files import RunFiles, StoredRunFiles, yaml_value
 from ddp_hydra.storage.files import private_folder, user_cache
 from ddp_hydra.storage.manifest import FOLDER, NAME, decode_manifest
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.run_dir import json_object
 
 _LAST_BYTES = 2**16
@@ -153,7 +160,8 @@ def reproduction(files: RunFiles) -> Reproduction:
     hydra: Any = yaml_value(files.read(".hydra/hydra.yaml"))
     hydra = hydra.get("hydra", hydra) if isinstance(hydra, dict) else {}
     job, runtime = (hydra.get(name) if isinstance(hydra.get(name), dict) else {} for name in ("job", "runtime"))
-    name, folder = job.get("config_name"), runtime.get("cwd")
+    name, folder, run_dir = job.get("config_name"), runtime.get("cwd"), runtime.get("output_dir")
+    typed = [word for word in typed if not _resumes(word, str(folder or ""), [files.place, str(run_dir)])]
     own = [f"--config-name={name}"] if isinstance(name, str) and name != "config" else []
     code_then = row(files).project
     code_now = project.pack(*project.layers()).sha256
@@ -167,6 +175,18 @@ def reproduction(files: RunFiles) -> Reproduction:
     )
 
 
+def _resumes(word: str, folder: str, places: Sequence[str]) -> bool:
+    """Return whether an override, which was typed in `folder`, resumes a run that is or was in one of these places."""
+    if word.partition("=")[0].lstrip("+") != "resume":
+        return False
+    with contextlib.suppress(HydraException, ConfigError):
+        resumed = RunRef.own(str(parse_override(word).value()))
+        if resumed.is_stored:
+            return resumed.folder in places
+        return any(is_resumed(Path(place), str(Path(folder) / resumed.place)) for place in places)
+    return False
+
+
 def kept_code(files: RunFiles, sha256: str) -> str:
     """Unpack the code that a run has kept into the user's cache folder, and return where."""
     try:
@@ -175,7 +195,11 @@ def kept_code(files: RunFiles, sha256: str) -> str:
         return ""
     if kept.sha256 != sha256:
         return ""
+    folder = user_cache() / "projects"
     try:
-        return str(kept.unpack(private_folder(user_cache() / "projects")))
+        return str(kept.unpack(private_folder(folder)))
     except OSError as error:
-        raise ConfigError(f"the code of {files.place} can't be unpacked: {error}") from None
+        raise ConfigError(
+            f"the code of {files.place} can't be unpacked into {folder} ({error.strerror or error}): set "
+            "XDG_CACHE_HOME=<another folder>, in front of the command"
+        ) from None

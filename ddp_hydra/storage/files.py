@@ -23,6 +23,7 @@ _HINTS = {
     errno.EDQUOT: "free some of your quota there, or choose another place",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "choose a folder that you may write"),
     errno.ENOENT: "its folder is missing: was it removed?",
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "a file is in the place of a folder; choose another place"),
     errno.EFBIG: "the file is larger than this system or `ulimit -f` allows",
     errno.ELOOP: "it is a symbolic link; remove it, nothing is written through links in a run directory",
 }
@@ -35,6 +36,7 @@ _PASSING = frozenset(
     if hasattr(errno, name)
 )  # fmt: skip
 _PART, _LOCK = ".part-", ".lock"
+_PROBE_BYTES = 4096
 
 
 def cannot_write(what: str | Path, error: OSError) -> RecordError:
@@ -65,8 +67,12 @@ def writing(path: Path) -> Iterator[None]:
         raise cannot_write(path, error) from error
 
 
-def open_run_dir(run_dir: str | Path) -> Path:
+def open_run_dir(run_dir: str | Path, n_bytes: int = 0) -> Path:
     """Make a run directory if it is missing, and return it.
+
+    Args:
+        run_dir: the folder.
+        n_bytes: the disk must have room for a file of this size.
 
     Raises:
         RecordError: it cannot be made, or not be written.
@@ -75,9 +81,31 @@ def open_run_dir(run_dir: str | Path) -> Path:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         probe = part_of(folder / "probe")
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        try:
+            probe.write_bytes(bytes(n_bytes))
+        finally:
+            probe.unlink(missing_ok=True)
     return folder
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[None]:
+    """Make a folder, if it is missing, for the files that the block writes.
+
+    If the block fails, the folders that were made are removed, as far as they are empty.
+
+    Raises:
+        RecordError: the folder cannot be made, or not be written.
+    """
+    missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
+    try:
+        open_run_dir(folder, _PROBE_BYTES)
+        yield
+    except BaseException:
+        for one in missing:
+            with contextlib.suppress(OSError):
+                one.rmdir()
+        raise
 
 
 def prepared_path(run_dir: Path, path: PurePosixPath | str) -> Path:

@@ -115,13 +115,17 @@ class LocalFolder(Store):
     def _put(self, client: None, key: str, content: Any) -> None:
         target = self.path(key)
         _make_folder(target.parent)
-        with replacing(target) as part:
-            if hasattr(content, "read"):
-                content.seek(0)
-                with part.open("wb") as file:
-                    shutil.copyfileobj(content, file, 2**20)
-            else:
-                part.write_bytes(content)
+        try:
+            with replacing(target) as part:
+                if hasattr(content, "read"):
+                    content.seek(0)
+                    with part.open("wb") as file:
+                        shutil.copyfileobj(content, file, 2**20)
+                else:
+                    part.write_bytes(content)
+        except OSError as error:
+            error.filename = str(target)  # a full disk names none
+            raise
 
     def _put_if(self, client: None, key: str, content: bytes, etag: str | None) -> str:
         _make_folder(self.folder)

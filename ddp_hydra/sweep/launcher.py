@@ -45,6 +45,7 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
+        from ddp_hydra.storage.files import new_folder
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
         from ddp_hydra.sweep.settings import SweepSettings
@@ -59,10 +60,10 @@ class GangLauncher(Launcher):
         settings.check(ours)
         dry = ours and config.get("dry_run")
         folder = Path(str(self.resume or config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
-        folder.mkdir(parents=True, exist_ok=True)
         # As usual with Hydra, other apps overwrite what is in the folder, unless they are told to resume.
         is_resumed = not dry and (self.resume is not None or ours)
-        self.sweep = Sweep(folder, settings, hydra_context, loader, task_function, config, is_resumed)
+        with new_folder(folder):  # before Hydra writes its multirun.yaml, and tells no name if that fails
+            self.sweep = Sweep(folder, settings, hydra_context, loader, task_function, config, is_resumed)
         _open.append(self)
         atexit.unregister(close_all)
         atexit.register(close_all)  # registered last, so that it runs before multiprocessing waits for its children

@@ -56,7 +56,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from hydra.utils import get_class
@@ -158,13 +158,21 @@ def sampler(
         raise ConfigError(f"{own} does not mix sets by weight: give sampler=distributed or sampler=sequential")
     of_data = {name: value for name, value in known.items() if name in taken and value is not None}
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
-    found = make(cfg.sampler, **arguments, **of_data)
-    if lacking := [name for name in ("global_batch", "steps", "batches") if not hasattr(found, name)]:
-        raise ConfigError(
-            f"{type(found).__name__} has no {', '.join(lacking)}, by which a run goes on in an epoch: derive it from "
-            "ddp_hydra.data.samplers.Sampler, and define order(self, epoch), the indices of all ranks"
-        )
-    return found
+    takes_all = not taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
+    if refused := [] if takes_all else [name for name in arguments if name not in taken]:
+        _refuse_sampler(cfg, f"takes no {', '.join(refused)}")
+    made = make(cfg.sampler, **arguments, **of_data)
+    if lacking := [name for name in ("global_batch", "steps", "batches") if not hasattr(made, name)]:
+        _refuse_sampler(cfg, f"has no {', '.join(lacking)}")
+    return made
+
+
+def _refuse_sampler(cfg: DictConfig, what: str) -> NoReturn:
+    raise ConfigError(
+        f"sampler._target_={cfg.sampler['_target_']} {what}: a sampler is given n_samples, batch_size, rank and "
+        "world_size, and yields this rank's batches of indices: make it a subclass of "
+        "ddp_hydra.data.samplers.Distributed with a method order(self, epoch), see docs/data.md"
+    )
 
 
 def stream_sampler(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import logging
+import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +29,7 @@ from ddp_hydra.data.batch import described, mapped, tensors
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.finetune import adapter
 from ddp_hydra.finetune import models as pretrained
-from ddp_hydra.storage.files import replacing
+from ddp_hydra.storage.files import replacing, writing
 from ddp_hydra.training import build_data, builders, plain_state
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.load_run import TrainedModel
@@ -67,13 +70,13 @@ def export(
     example = Example(
         *(mapped(lambda tensor: tensor.cpu().contiguous(), part) for part in (example.args, example.kwargs))
     )
-    out.parent.mkdir(parents=True, exist_ok=True)
     # The files have their names from the beginning, for a model may name the file of its weights.
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
+    with writing(out), tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as folder:
         part = Path(folder) / out.name
         with torch.no_grad(), quiet():
             check_call(model, example)
-            again, dynamic = writers[form](trained, model, example, part)
+            with disk_errors():
+                again, dynamic = writers[form](trained, model, example, part)
             sizes = SIZES if "batch" in dynamic else SIZES[:1]
             lengths = example.length - ("length" in dynamic), example.length
             found = max(
@@ -82,6 +85,17 @@ def export(
         for file in sorted(part.parent.iterdir(), key=lambda file: file == part):  # the model follows its weights
             place(file, out.with_name(file.name))
     return {"difference": found, "sizes": sizes, "dynamic": dynamic, "length": example.length * (form != "safetensors")}
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    # safetensors and tokenizers, which are written in Rust, tell the number of a disk's error in the text only.
+    try:
+        yield
+    except Exception as error:
+        if number := re.search(r"\(os error (\d+)\)", str(error)):
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        raise
 
 
 def place(file: Path, out: Path) -> None:
@@ -155,7 +169,9 @@ def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path:
 
 
 def torch_file(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
-    torch.save(plain_state.encode(model.state_dict()), path)
+    content = io.BytesIO()  # torch's own writer of files doesn't say why one can't be written
+    torch.save(plain_state.encode(model.state_dict()), content)
+    path.write_bytes(content.getbuffer())
     again = builders.model(trained.cfg, trained.data).eval()
     again.load_state_dict(plain_state.decode(torch.load(path, weights_only=True)))
     return again, FREE
@@ -175,8 +191,9 @@ def huggingface(trained: TrainedModel, model: nn.Module, example: Example, path:
 
 def torch_export(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
     program, dynamic = exported(model, example)
-    with path.open("wb") as file:
-        torch.export.save(program, file)
+    content = io.BytesIO()  # torch's own writer of files ends the process where one can't be written
+    torch.export.save(program, content)
+    path.write_bytes(content.getbuffer())
     with path.open("rb") as file:
         return torch.export.load(file).module(), dynamic
 

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from ddp_hydra.cli.compose import composed_once, listed_without_copies, saved_without_secrets
 from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE
 from ddp_hydra.config.project import starter
+from tests.support.disk import files_up_to
 
 
 @pytest.fixture
@@ -118,6 +119,16 @@ def test_no_secret_is_saved(app, tmp_path):
     for name, text in as_hydra.items():
         assert "***" in saved[name]
         assert OmegaConf.create(saved[name].replace("***", "top-secret")) == OmegaConf.create(text)
+
+
+def test_a_run_directory_whose_config_can_not_be_written_is_named_and_removed(tmp_path):
+    folder = tmp_path / "run" / ".hydra"
+    with saved_without_secrets(), files_up_to(100):
+        utils._save_config(OmegaConf.create({"a": 1}), "hydra.yaml", folder)
+        with pytest.raises(OSError, match="File too large") as raised:
+            utils._save_config(OmegaConf.create({"a": "x" * 200}), "config.yaml", folder)
+    assert raised.value.filename == str(folder / "config.yaml")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.medium

@@ -9,7 +9,8 @@ import yaml
 from ddp_hydra.cli import commands
 from ddp_hydra.cli.compose import compose
 from ddp_hydra.config import project
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, RecordError
+from tests.support.disk import files_up_to
 
 
 def test_a_project_has_all_that_a_first_change_needs(tmp_path, monkeypatch, capsys):
@@ -52,11 +53,19 @@ def test_nothing_is_overwritten(tmp_path):
     commands.write_project(tmp_path, minimal=True)
     with pytest.raises(ConfigError, match=r"conf/config\.yaml already"):
         commands.write_project(tmp_path, minimal=True)
-    with pytest.raises(ConfigError, match=rf"can't be written .*{tmp_path}/notes.txt.*: name another"):
+    with pytest.raises(RecordError, match=rf"cannot write {tmp_path}/notes.txt/x: .*; choose another place"):
         commands.write_project(tmp_path / "notes.txt" / "x")
     for words in ([], ["a", "b"], ["--maximal", "a"]):
         with pytest.raises(ConfigError, match="give one folder, ddp-hydra init my_project"):
             commands.init(words)
+
+
+def test_nothing_is_left_where_a_file_can_not_be_written(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.setattr(commands, "_template", lambda name: {"mine/a": "", "new/b": "", "new/folder/c": "x" * 9000})
+    with files_up_to(5000), pytest.raises(RecordError, match=rf"^cannot write {tmp_path}/new/folder/c: File too large"):
+        commands.write_project(tmp_path)
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["mine"]
 
 
 def test_the_readme_names_files_that_are_there(tmp_path):

@@ -39,6 +39,14 @@ def test_a_resumed_run_brings_its_overrides_and_those_given_now_win(run, given, 
     assert typed.with_resumed_overrides(arguments) == kept + arguments
 
 
+def test_a_run_that_is_resumed_in_its_own_folder_keeps_the_one_that_it_has_resumed_before(run):
+    own = [f"resume={run}/checkpoints/last.pt", f"hydra.run.dir={run}"]
+    found = typed.with_resumed_overrides(own)
+    assert found[-3:] == ["resume=elsewhere", *own]
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(found))
+    assert typed.with_resumed_overrides(own) == found
+
+
 def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tmp_path, monkeypatch):
     there, here = tmp_path / "there", tmp_path / "here"
     for folder in (there, here):

@@ -18,3 +18,6 @@ def test_a_second_one_with_the_same_file_leaves_the_folder_to_the_first(tmp_path
     with pytest.raises(CheckpointError, match="does not exist"):
         predict(str(tmp_path / "run"), tmp_path / "out.csv")
     assert not folder.exists()
+    with pytest.raises(CheckpointError, match="does not exist"):
+        predict(str(tmp_path / "run"), tmp_path / "new" / "folder" / "out.csv")
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from ddp_hydra.cli import runs
 from ddp_hydra.config import project
@@ -183,6 +184,20 @@ def test_a_run_is_repeated_by_its_words(three, capsys, monkeypatch):
     assert called == [(["-m", "ddp_hydra", "optimizer.lr=0.5"], dict(os.environ))]
 
 
+def test_a_run_that_was_resumed_in_its_own_folder_is_repeated_from_its_beginning(three, make_run, tmp_path, capsys):
+    saved = tmp_path / "outputs" / "a" / ".hydra"
+    hydra = OmegaConf.load(saved / "hydra.yaml")
+    OmegaConf.update(hydra, "hydra.runtime.cwd", "/typed/here", force_add=True)
+    OmegaConf.update(hydra, "hydra.runtime.output_dir", "/typed/here/o/h1", force_add=True)
+    OmegaConf.save(hydra, saved / "hydra.yaml")
+    names = ("o/h1", "'o/h1/'", "/typed/here/o/h1/checkpoints/last.pt", "file:///typed/here/o/h1", f"{saved.parent}")
+    own = [f"resume={name}" for name in names]
+    others = ["resume=o/h10", "resume=s3://bucket/o/h1", "resume=null"]
+    (saved / "overrides.yaml").write_text(json.dumps(["seed=1", *own, *others, "trainer.epochs=4"]))
+    runs.main(["reproduce", "outputs/a"])
+    assert capsys.readouterr().out == f"ddp-hydra seed=1 {' '.join(others)} trainer.epochs=4\n"
+
+
 def test_a_run_is_repeated_with_the_code_that_it_has_kept(three, tmp_path, monkeypatch, capsys):
     own, run_dir = tmp_path / "own", tmp_path / "outputs" / "a"
     (own / "models").mkdir(parents=True)
@@ -201,6 +216,12 @@ def test_a_run_is_repeated_with_the_code_that_it_has_kept(three, tmp_path, monke
     assert project.pack(folder, project.starter()).sha256 == packed.sha256
     runs.main(["reproduce", "outputs/a"])
     assert capsys.readouterr().out == f"DDP_HYDRA_PROJECT={folder} ddp-hydra model=resnet18\n"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(saved := run_dir / "summary.json"))
+    said = (
+        rf"outputs/a can't be unpacked into {saved}/ddp_hydra/projects \(Not a directory\): set XDG_CACHE_HOME=<another"
+    )
+    with pytest.raises(ConfigError, match=said):
+        runs.main(["reproduce", "outputs/a"])
 
 
 def test_secrets_and_options_are_not_repeated(three, tmp_path, monkeypatch, capsys):

@@ -50,6 +50,32 @@ def test_a_new_key_that_another_value_refers_to_is_taken(reader):
     unknown_keys.check(changed({"trainer.mine": 3, "objective.metric": "mine", "model.num_classes": reader}))
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "shuffle",
+            False,
+            r"data\.shuffle=false: no DataLoader gets it: give sampler\.shuffle=false, and leave data\.sh",
+        ),
+        ("drop_last", True, r"give sampler\.drop_last=true, and"),
+        ("num_workers", 4, r"give data\.workers=4, and"),
+        (
+            "collate_fn",
+            {"_target_": "models.a.b"},
+            r"write a method collate\(self, samples\) .* data\.train\.collate_fn$",
+        ),
+        ("batch_sampler", "a.B", r"choose a sampler=<option>"),
+    ],
+)
+def test_an_argument_of_a_data_loader_has_another_place(key, value, said):
+    with pytest.raises(ConfigError, match=said):
+        unknown_keys.check(changed({f"data.{key}": value}))
+    unknown_keys.check(changed({f"data.{key}": value, f"data.train.{key}": f"${{data.{key}}}"}))
+    unknown_keys.check(changed({f"data.{key}": None, f"data.train.{key}": value}))  # of the data set, as a DataLoader
+
+
 def hydra_part(words, choices):
     """Hydra's part of a config that was composed of these words."""
     names = SimpleNamespace

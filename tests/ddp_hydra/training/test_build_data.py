@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torch.utils.data import ChainDataset, DataLoader, Dataset, IterableDataset, TensorDataset, random_split
+from torch.utils.data import (
+    ChainDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    random_split,
+)
 
 from ddp_hydra.data import draws
 from ddp_hydra.data.streams import StreamSampler
@@ -21,6 +31,7 @@ from ddp_hydra.training.lr_schedules import ScheduleProgress
 from ddp_hydra.training.setup import steps_left
 from ddp_hydra.training.state import Position
 from tests.ddp_hydra.training.loop_runs import config
+from tests.docs.blocks import blocks
 
 
 class Endless(IterableDataset):
@@ -106,6 +117,40 @@ def test_a_run_repeats_its_first_batches():
     assert first == [[0, 1], [4, 5], [0, 1], [4, 5]]
 
 
+class OfTorch(Sampler):
+    def __init__(self, n_samples: int, batch_size: int, **_: int) -> None:
+        super().__init__()
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("torch.utils.data.RandomSampler", "takes no n_samples, batch_size, rank, world_size"),
+        ("torch.utils.data.DistributedSampler", "takes no n_samples, batch_size, world_size"),
+        (f"{__name__}.OfTorch", "has no global_batch, steps, batches"),
+    ],
+)
+def test_a_sampler_that_is_not_one_of_ours_is_told_what_to_be(target, said):
+    advice = (
+        r"a sampler is given n_samples, batch_size, rank and world_size, .* subclass of ddp_hydra\.data\.samplers\.D"
+    )
+    with pytest.raises(ConfigError, match=rf"^sampler\._target_={target} {said}: {advice}"):
+        built(TensorDataset(torch.zeros(8)), f"sampler._target_={target}")
+
+
+def test_the_sampler_of_the_docs(monkeypatch):
+    (block,) = (block for block in blocks() if block.page == "docs/data.md" and "(Distributed)" in block.text)
+    module = ModuleType("own_sampler")
+    exec(block.text, vars(module))
+    monkeypatch.setitem(sys.modules, "own_sampler", module)
+    _, sampler = built(TensorDataset(torch.zeros(40)), "sampler._target_=own_sampler.EasyFirst", "sampler.seed=3")
+    order = sampler.order(1)
+    assert sorted(order[:20]) == list(range(20))
+    assert sorted(order) == list(range(40))
+    assert [index for batch in sampler.batches(1) for index in batch] == order.reshape(-1, 2, 2)[:, 0].ravel().tolist()
+    assert list(order) != list(sampler.order(0))
+
+
 def test_messages_name_the_class_of_the_data_set_itself():
     data = Unlabelled()
     with pytest.raises(ConfigError, match="and Unlabelled has no `classes`"):
@@ -162,18 +207,3 @@ def test_an_iterator_that_is_used_up_is_told():
     sampler.epoch, sampler.end = 1, 0
     with pytest.raises(DataError, match=r"no full batch in epoch 2, .* let __iter__ begin a new pass"):
         sampler.refuse_empty(0)
-
-
-class Backwards(torch.utils.data.Sampler):
-    def __init__(self, n_samples: int, batch_size: int, rank: int, world_size: int) -> None:
-        self.indices = range(n_samples - 1 - rank, -1, -world_size)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
-
-
-def test_a_sampler_of_torch_is_told_what_it_lacks():
-    cfg = config()
-    cfg.sampler = {"_target_": f"{__name__}.Backwards"}
-    with pytest.raises(ConfigError, match=r"Backwards has no global_batch, .*define order\(self, epoch"):
-        build_data.sampler(cfg, TensorDataset(torch.zeros(40, 1)), ALONE)

@@ -12,12 +12,14 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import ddp_hydra
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.cli import export as command
+from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.training import export, load_run
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.export import Example, example_of
 from ddp_hydra.training.load_run import TrainedModel
 from tests.ddp_hydra.training.loop_runs import Numbers, config
+from tests.support.disk import files_up_to
 
 EXAMPLE = Example((torch.randn(2, 4),), {})
 
@@ -40,12 +42,35 @@ def test_the_config_in_a_file_keeps_interpolations_whose_values_may_be_secret(tm
     assert json.loads(meta["config"])["data"] == {"batch_size": 2, "login": "${oc.env:STORE_LOGIN}", "key": "***"}
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("form", ["torch", "safetensors", "torch_export", pytest.param("onnx", marks=pytest.mark.slow)])
+def test_a_disk_that_refuses_the_file_is_one_sentence(form, tmp_path):
+    for package in {"safetensors": ["safetensors"], "onnx": ["onnxruntime", "onnxscript"]}.get(form, []):
+        pytest.importorskip(package)
+    said = rf"^cannot write {tmp_path}/m: File too large; the file is larger than this system"
+    with files_up_to(100), pytest.raises(RecordError, match=said):
+        export.export(trained(), EXAMPLE, form, tmp_path / "m", 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_can_not_be_written_is_told_before_the_run_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    for out in ("file/m", "file/x/m"):
+        said = rf"^cannot write {tmp_path}/{out[:-2]}: .*; a file is in the place of a folder; choose another place$"
+        with pytest.raises(RecordError, match=said):
+            command.export(["run=nowhere", "format=torch", f"out={tmp_path}/{out}"])
+    with pytest.raises(CheckpointError, match="nowhere"):
+        command.export(["run=nowhere", "format=torch", f"out={tmp_path}/new/folder/m"])
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.slow
 def test_weights_beside_an_onnx_file_have_its_name_and_stay_where_another_export_fails(tmp_path, monkeypatch):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     monkeypatch.setattr(export, "_ONE_FILE_BYTES", 10)
     run, out = trained(), tmp_path / "out" / "m.onnx"
+    out.parent.mkdir()
     export.export(run, EXAMPLE, "onnx", out, 1e-4)
     with pytest.raises(ConfigError, match="nothing was written"):
         export.export(trained(), EXAMPLE, "onnx", out, -1)
