@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
@@ -19,6 +19,8 @@ from ddp_hydra.writers.run_dir import locked
 log = logging.getLogger(__name__)
 FINISH_S = 60.0
 """How long the end of a sweep waits for a store."""
+LOOK_S = 1.0
+"""How often it is looked whether the user wants to wait no longer."""
 _FINAL = (JobState.done, JobState.stopped)
 """Jobs in other states may be resumed, and need their checkpoints."""
 _WELL = (*_FINAL, JobState.paused)
@@ -111,12 +113,13 @@ class Pruning:
             self.tried.update(self.asked)
             self.process = ForkedProcess(lambda pipe: {row.number: self._remove(row) for row in found})
 
-    def finish(self, rows: Sequence[JobRow], timeout_s: float = FINISH_S) -> None:
-        deadline = time.monotonic() + timeout_s
+    def finish(self, rows: Sequence[JobRow], timeout_s: Callable[[], float] = lambda: FINISH_S) -> None:
+        """Remove what is left to remove; `timeout_s`: how long this may take, which may become less meanwhile."""
+        begin = time.monotonic()
         self.update(rows)
         while self.process is not None:
-            wait_for_message([self.process], max(0.1, deadline - time.monotonic()))
-            if time.monotonic() >= deadline:
+            wait_for_message([self.process], max(0.1, min(LOOK_S, begin + timeout_s() - time.monotonic())))
+            if time.monotonic() >= begin + timeout_s():
                 self.process.end()
                 self._take_results(rows)
                 return

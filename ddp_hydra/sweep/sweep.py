@@ -119,20 +119,26 @@ class Sweep:
         replaced = [id(job.earlier) for job in jobs]
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
         self.pruning.update(self.rows)
-        try:
-            with self.interrupts.caught(), self.interrupts.deferred():
+        with self.interrupts.caught(), self.interrupts.deferred():
+            try:
                 self.run_queue()
                 while not self.is_stopping() and self.stopping.end_batch():
                     self.run_queue()
-        finally:
-            self.end_all()
-            self.pruning.finish(self.rows, 0.0 if self.interrupts.wanted else FINISH_S)
-            self.files.write(self.rows, now=True)
-            self.table.close(self.rows, self.closing_lines if self.batches == 1 else [])
+            finally:
+                self.end_batch()
         if self.interrupts.wanted:
             folder = typed("hydra.sweep.dir", self.shown_dir)
             raise Interrupted(f"{describe_counts(self.rows)}: go on with the same command and {folder}")
         return [self.result(job) for job in jobs]
+
+    def end_batch(self) -> None:
+        """Write what has become of the jobs, also if the user ends the sweep at once meanwhile."""
+        try:
+            self.end_all()
+            self.pruning.finish(self.rows, lambda: 0.0 if self.interrupts.wanted else FINISH_S)
+        finally:
+            self.files.write(self.rows, now=True)
+            self.table.close(self.rows, self.closing_lines if self.batches == 1 else [])
 
     @property
     def shown_dir(self) -> str:
@@ -216,6 +222,8 @@ class Sweep:
 
     def interrupt_notice(self) -> str:
         where = f"in {self.shown_dir}"
+        if not self.running:
+            return f"the tables of the jobs are written {where}. {SECOND}"
         return f"the jobs that run save a checkpoint at their next step, and no other begins, {where}. {SECOND}"
 
     def stop_all(self, reason: str) -> None:

@@ -63,6 +63,15 @@ def rows(database: Path, query: str) -> list[tuple]:
 
 
 @pytest.mark.slow
+def test_jobs_of_a_sweep_that_begin_at_once_make_one_local_store(cli):
+    needs("mlflow")
+    on_workers = [word for word in RUN if word != "cluster=inline"]
+    swept = ("-m", "seed=1,2,3,4", "hydra.sweep.dir=sweep", "cluster.n_workers=4", "dispatch.ranks=1")
+    cli.done(*on_workers, *swept, "results.loggers=[mlflow]", timeout_s=300, **OFFLINE)
+    assert rows(cli.folder / "runs.db", "SELECT status FROM runs") == [("FINISHED",)] * 4
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2], ids=["run", "resume"])
 def test_mlflow_with_its_local_store(cli, epochs):
     first = ran(cli, "mlflow", "a")

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import html
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ddp_hydra.record import Record
+from ddp_hydra.storage.files import flocked, user_cache
 from ddp_hydra.writers.loggers import FAILED, FINISHED, PROJECT, Logger, Refusal, RunInfo, ServiceRun, picture
 
 MAX_METRICS, MAX_PARAMS, MAX_KEY = 1000, 100, 250
 """MLflow's limits for one request, and for a name."""
+SQLITE = "sqlite:///"
 TEMPORARY = {
     "ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "INTERNAL_ERROR", "REQUEST_LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED",
     "TEMPORARILY_UNAVAILABLE",
@@ -29,7 +33,7 @@ class MlflowLogger(Logger):
     The sweep of a job is the tag `sweep`, by which MLflow's page groups runs.
     """
 
-    advice = "Start its server, or give results.mlflow.tracking_uri=<address>, or leave it out with results.loggers=[]"
+    advice = "Start its server, or give results.mlflow.tracking_uri=<address or sqlite:///file>, or results.loggers=[]"
 
     tracking_uri: str | None = None
     experiment: str | None = None
@@ -45,11 +49,13 @@ class MlflowLogger(Logger):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         os.environ.setdefault("MLFLOW_TRUNCATE_LONG_VALUES", "true")
-        from mlflow import MlflowClient
+        from mlflow import MlflowClient, get_tracking_uri
 
-        self.client = self.client or MlflowClient(tracking_uri=self.tracking_uri)
-        # Kept before the parameters are logged, so that a repeated call goes on with the same run.
-        run = self._existing(self.id or job.earlier) or self._create(job)
+        uri = self.tracking_uri or get_tracking_uri()
+        with one_at_a_time(uri):
+            self.client = self.client or MlflowClient(tracking_uri=self.tracking_uri)
+            # Kept before the parameters are logged, so that a repeated call goes on with the same run.
+            run = self._existing(self.id or job.earlier) or self._create(job)
         self.id = run.info.run_id
         self._log_params(job.params, run.data.params)
         host = str(self.client.tracking_uri).rstrip("/")
@@ -141,6 +147,20 @@ class MlflowLogger(Logger):
         for items, kind in ((new, "params"), (changed, "tags")):
             for start in range(0, len(items), MAX_PARAMS):
                 self.client.log_batch(self.id, **{kind: items[start : start + MAX_PARAMS]}, synchronous=True)
+
+
+@contextmanager
+def one_at_a_time(uri: str) -> Iterator[None]:
+    """Keep other processes out of a local database: two of them that make its tables at once break it for good."""
+    with ExitStack() as stack:
+        if uri.startswith(SQLITE):
+            file = str(Path(uri.removeprefix(SQLITE)).absolute())
+            with suppress(OSError):  # no folder for caches
+                folder = user_cache() / "mlflow"
+                folder.mkdir(parents=True, exist_ok=True)
+                lock = folder / f"{hashlib.sha256(file.encode()).hexdigest()[:16]}.lock"
+                stack.enter_context(flocked(lock, os.O_RDWR | os.O_CREAT))
+        yield
 
 
 def allowed_name(name: str) -> str:

@@ -224,6 +224,6 @@ def test_the_end_of_a_sweep_does_not_wait_for_ever_for_a_store(tmp_path, monkeyp
     folders = [with_checkpoints(tmp_path / str(n), mirror / str(n)) for n in range(2)]
     monkeypatch.setattr(run_ref, "remove_checkpoints", lambda *_: time.sleep(60))
     pruning = Pruning(tmp_path, "best:1", ACCURACY, str(mirror))
-    pruning.finish(rows, timeout_s=0.0)
+    pruning.finish(rows, lambda: 0.0)
     assert (folders[0] / "last.pt").exists()
     assert "the checkpoints of job 0 stay: the process that removes them " in caplog.text

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,12 +15,15 @@ import pytest
 from distributed.batched import BatchedSend
 from omegaconf import OmegaConf
 
+from ddp_hydra.errors import Interrupted
 from ddp_hydra.sweep import launcher, sweep
 from ddp_hydra.sweep.launcher import GangLauncher
+from ddp_hydra.sweep.pruning import FINISH_S
 from ddp_hydra.sweep.queue import CachingConfigLoader
 from ddp_hydra.sweep.rows import JobRow, JobState
 from ddp_hydra.sweep.scheduler import SHORT_LOGS, sweep_locked
 from ddp_hydra.sweep.settings import SweepSettings
+from ddp_hydra.sweep.summary_files import read
 from ddp_hydra.sweep.sweep import Sweep
 
 CONFIG = {"hydra": {"overrides": {"task": []}, "sweep": {"dir": "."}, "job": {"name": "app"}}}
@@ -59,6 +65,27 @@ def test_the_process_that_draws_waits_for_the_end(tmp_path, is_killed):
     one.close()
     assert picture.process.exitcode == (-9 if is_killed else 0)
     assert (tmp_path / "sweep.png").exists() is not is_killed
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_after_the_last_job_leaves_whole_tables(tmp_path, monkeypatch, times):
+    one = start(tmp_path)
+    one.rows = [JobRow(0, ["lr=1"], "", JobState.done, 1.0), JobRow(1, ["lr=2"], "", JobState.done, 2.0)]
+    waits = []
+
+    def finish(rows: list[JobRow], timeout_s: Callable[[], float]) -> None:
+        waits.append(timeout_s())
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+        waits.append(timeout_s())
+
+    monkeypatch.setattr(one.pruning, "finish", finish)
+    with pytest.raises((Interrupted, KeyboardInterrupt)[times - 1]):
+        one.run([], 0, [])
+    assert waits == [FINISH_S, 0.0][: 3 - times]
+    assert [row.state for row in read(tmp_path)] == [JobState.done] * 2
+    one.close()
 
 
 @pytest.mark.integration
