@@ -76,30 +76,45 @@ def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:
 
 def unlike(samples: Any, what: str = "a sample") -> str:
     # Return what keeps samples from being stacked, for a person; "" if nothing is found.
-    kinds = list(dict.fromkeys(type(sample).__name__ for sample in samples))
-    if len(kinds) > 1:
-        return f"{what} is a {kinds[0]} in one and a {kinds[1]} in another"
-    first = samples[0]
-    if isinstance(first, (Tensor, np.ndarray)):
+    if _stacks(samples):
+        return ""
+    first, kind = samples[0], type(samples[0]).__name__
+    if _are(samples, Tensor) or _are(samples, np.ndarray):
         shapes = list(dict.fromkeys(tuple(sample.shape) for sample in samples))
         if len(shapes) > 1:
             return f"{what} has the shape {shapes[0]} in one and {shapes[1]} in another"
-        is_text = isinstance(first, np.ndarray) and first.dtype.kind in "OSU"
-        return f"{what} is an array of {first.dtype}" if is_text else ""
-    if isinstance(first, Mapping):
+        return f"{what} is an array of {first.dtype}" if isinstance(first, np.ndarray) else ""
+    if _are(samples, Mapping):
         for name in first:
             if any(name not in sample for sample in samples):
                 return f"{name!r} is missing in one"
-            if reason := unlike([sample[name] for sample in samples], repr(name)):
+            inner = repr(name) if what == "a sample" else f"{name!r} of {what}"
+            if reason := unlike([sample[name] for sample in samples], inner):
                 return reason
         return ""
-    if isinstance(first, (tuple, list)):
+    if _are(samples, (tuple, list)):
         lengths = list(dict.fromkeys(map(len, samples)))
         if len(lengths) > 1:
             return f"{what} has {lengths[0]} parts in one and {lengths[1]} in another"
         parts = (unlike(part, f"part {number} of {what}") for number, part in enumerate(zip(*samples, strict=True), 1))
         return next(filter(None, parts), "")
-    return "" if isinstance(first, (int, float, str, bytes)) else f"{what} is a {kinds[0]}"
+    if _are(samples, int):
+        return f"{what} has a number beyond 64 bits"
+    if other := next((type(one).__name__ for one in samples if not _stacks([first, one])), ""):
+        return f"{what} is a {kind}" + (f" in one and a {other} in another" if other != kind else "")
+    return ""
+
+
+def _are(samples: Any, kind: Any) -> bool:
+    return all(isinstance(sample, kind) for sample in samples)
+
+
+def _stacks(samples: Any) -> bool:
+    try:
+        default_collate(list(samples))
+    except (RuntimeError, TypeError, KeyError, ValueError):
+        return False
+    return True
 
 
 def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:

@@ -24,6 +24,7 @@ from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.threads import Lookahead, is_thread_safe
 from ddp_hydra.data.workers import InWorkers, UnpicklableInWorker, Workers
 from ddp_hydra.data.wrappers import name_of
+from ddp_hydra.errors import DataError
 
 QUICK_S = 0.001
 """A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
@@ -84,9 +85,26 @@ class Loader:
         self.source = self.dataset.dataset if self.uses_workers else self.dataset
         self.workers: Workers | None = None
         self.prepare = getattr(self.dataset, "prepare", lambda batch: batch)
+        self.n_samples = self._length()
         self.waited_s = 0.0
         self._made_in_s = self._quickest_s = math.inf
         self.probes = 0
+
+    def begin_epoch(self, epoch: int) -> None:
+        draws.tell_epoch(self.dataset, epoch, self.seed)
+        self.check_length(f" in epoch {epoch + 1}")
+
+    def check_length(self, when: str = "") -> None:
+        if (n := self._length()) != self.n_samples:
+            raise DataError(
+                f"{name_of(self.source)} had {self.n_samples:,} samples when the run began, and has {n:,}{when}: the "
+                "steps, the schedule and an exact resume need one length. Let __len__ return the same number in all "
+                "epochs, and let set_epoch choose which samples they are; or make it an IterableDataset, with "
+                "+data.n_samples=<their number>"
+            )
+
+    def _length(self) -> int:
+        return len(self.dataset)
 
     def load(self, batches: Iterable[list[int]]) -> Iterator[Any]:
         wanted: Iterable[Indices] = (draws.placed(indices, self.seed) for indices in batches)
@@ -107,7 +125,8 @@ class Loader:
         self, batch_size: int, rank: int, world_size: int, indices: Sequence[int] | None = None
     ) -> Iterator[tuple[Any, list[int]]]:
         # Ranks may have different numbers of batches. indices: of the samples; None: all.
-        own = (range(len(self.dataset)) if indices is None else indices)[rank::world_size]
+        self.check_length()
+        own = (range(self.n_samples) if indices is None else indices)[rank::world_size]
         batches = [list(own[start : start + batch_size]) for start in range(0, len(own), batch_size)]
         yield from zip(self.load(batches), batches, strict=True)
 

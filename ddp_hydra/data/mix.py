@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import ceil, floor
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.errors import ConfigError
 
 EXHAUSTED = ("repeat", "stop")
+MOST_SAMPLES = 2**31
+"""Samples of an epoch, at most: their order is an array in each rank."""
 
 
 @dataclass(frozen=True)
@@ -54,19 +57,28 @@ class Mixture:
         if self.epoch_samples is not None and self.epoch_samples < 1:
             raise ConfigError(f"data.epoch_samples={self.epoch_samples}: give at least 1, or null")
         for name, weight in self.weights.items():
-            if not 0 < weight < np.inf:
-                raise ConfigError(f"data.weights.{name}={weight}: give a number above 0, or leave the set out")
+            if not isinstance(weight, Real) or not 0 < weight < np.inf:
+                raise ConfigError(f"data.weights.{name}={weight!r}: give a number above 0, or leave the set out")
             if not len(self.places[name]):
                 raise ConfigError(f"the set {name} of the mixture has no samples: leave it out")
         object.__setattr__(self, "counts", self._counts())
 
     def _counts(self) -> dict[str, int]:
-        exact = {name: Fraction(self.weights[name]).limit_denominator(10**6) for name in self.places}
+        given = {name: Fraction(float(self.weights[name])) for name in self.places}
+        smallest = min(given.values())
+        unit = smallest if smallest < 1e-6 else 1  # the denominators below would round it away
+        exact = {name: (weight / unit).limit_denominator(10**6) for name, weight in given.items()}
         total = sum(exact.values())
         shares = {name: weight / total for name, weight in exact.items()}
         lengths = [len(self.places[name]) / share for name, share in shares.items()]
         whole = ceil(max(lengths)) if self.exhausted == "repeat" else floor(min(lengths))
         n = self.epoch_samples or max(1, whole)
+        if n > MOST_SAMPLES:
+            weights = ", ".join(f"data.weights.{name}={weight}" for name, weight in self.weights.items())
+            raise ConfigError(
+                f"an epoch of this mixture has more than {MOST_SAMPLES:,} samples, the most allowed ({weights}): give "
+                "a smaller data.epoch_samples=<n>, data.exhausted=stop, or weights that differ less"
+            )
         counts = {name: floor(n * share) for name, share in shares.items()}
         by_rest = sorted(shares, key=lambda name: counts[name] - n * shares[name])
         return {name: counts[name] + (name in by_rest[: n - sum(counts.values())]) for name in shares}
@@ -151,6 +163,8 @@ class Mix(ConcatDataset):
         if len(tokenizers) > 1:
             raise ConfigError(f"the sets {', '.join(built)} have tokens of several tokenizers: give one to all of them")
         super().__init__(list(built.values()))
+        if weights is not None and not isinstance(weights, Mapping):
+            raise ConfigError(f"data.weights={weights}: give a weight by the name of its set, data.weights.<name>=2")
         self.weights = dict.fromkeys(built, 1.0) | {str(name): value for name, value in (weights or {}).items()}
         if unknown := [name for name in self.weights if name not in map(str, sets)]:
             raise ConfigError(f"data.weights.{unknown[0]} names no set, only {', '.join(map(str, sets))}")

@@ -261,11 +261,11 @@ class Weighted(Sampler):
     """Draws samples with replacement, so that rare classes appear more often than in the data set.
 
     Args:
-        targets: (n_samples,), the class number of each sample.
+        targets: (n_samples,) or (n_samples, 1), the class of each sample; or one-hot rows, (n_samples, classes).
         balance: 1: all classes appear equally often; 0: as often as in the data set; values between mix both.
 
     Raises:
-        ConfigError: the data set has no classes, or `balance` is out of its range.
+        ConfigError: the targets are not one class for each sample, or `balance` is out of its range.
     """
 
     targets: Sequence[int] | np.ndarray | None = None
@@ -275,13 +275,37 @@ class Weighted(Sampler):
         super().__post_init__()
         if not 0 <= self.balance <= 1:
             raise ConfigError(f"sampler.balance={self.balance}, and must be from 0 to 1: give sampler.balance=1")
-        if self.targets is None or len(self.targets) != self.n_samples:
+        try:
+            _, classes, counts = np.unique(self._classes(), return_inverse=True, return_counts=True)
+        except (TypeError, ValueError, RuntimeError) as error:  # rows of several lengths, values without an order
             raise ConfigError(
-                "sampler=weighted needs a data set with `targets`, the class of each sample: give sampler=distributed"
-            )
-        _, classes, counts = np.unique(np.asarray(self.targets), return_inverse=True, return_counts=True)
+                f"sampler=weighted needs `targets` of the data set, one class for each of its {self.n_samples:,} "
+                f"samples, and {error}: give it such targets, as class numbers, or type sampler=distributed"
+            ) from error
         weights = (1.0 / counts)[classes] ** self.balance
         self._ends = np.cumsum(weights) / weights.sum()
+
+    def _classes(self) -> np.ndarray:
+        # Return a value for each sample, (n_samples,), alike in a class; ValueError if the targets are no classes.
+        if self.targets is None:
+            raise ValueError("it has none")
+        found = np.asarray(self.targets)
+        if found.ndim not in (1, 2) or len(found) != self.n_samples:
+            raise ValueError(f"they have the shape {found.shape}")
+        if found.ndim == 2 and found.shape[1] != 1:
+            if found.dtype.kind not in "biuf" or not np.isin(found, (0, 1)).all() or (found.sum(1) != 1).any():
+                raise ValueError(f"they have the shape {found.shape} and are not one-hot")
+            return found.argmax(1)
+        found = found.reshape(-1)
+        is_class = found == found  # NaN is not equal to itself
+        if found.dtype.kind == "f":
+            is_class = np.isfinite(found) & (found == np.round(found))
+        elif found.dtype.kind == "O":
+            is_class &= [value is not None for value in found]
+        if not is_class.all():
+            index = int(is_class.argmin())
+            raise ValueError(f"sample {index} has {found[index]}")
+        return found
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the global sequence of an epoch: indices, (n_samples,), some of them several times."""

@@ -214,7 +214,9 @@ class SubsetView(View):
                 raise
             return getattr(self.parts[0], name)
 
-    def _targets(self) -> np.ndarray:
+    def _targets(self) -> np.ndarray | None:
+        if self.parts[0].targets is None:
+            return None
         return np.asarray(self.parts[0].targets)[np.asarray(self.wrapper.indices, np.int64)]
 
     def _mixture(self) -> Any:
@@ -249,8 +251,9 @@ class ConcatView(View):
         part = bisect_right(ends, index)
         return part, index - (ends[part - 1] if part else 0)
 
-    def _targets(self) -> np.ndarray:
-        return np.concatenate([np.asarray(part.targets) for part in self.parts])
+    def _targets(self) -> np.ndarray | None:
+        each = [part.targets for part in self.parts]
+        return None if any(targets is None for targets in each) else np.concatenate(list(map(np.asarray, each)))
 
     def _shard_lengths(self) -> list[int]:
         return [length for part in self.parts for length in part.shard_lengths]

@@ -130,10 +130,29 @@ def _check_kind(data: Any, key: str) -> None:
         raise ConfigError(f"{len(data)} data sets were built, as by random_split: let _target_ return one of them")
     if isinstance(data, DataLoader) and (data.batch_size is not None or data.batch_sampler is not None):
         raise ConfigError("the DataLoader makes batches: give it batch_size=None, or give its data set in its place")
-    if not streams.is_stream(data) and length(data) is None:
+    n = _checked_length(data, name)
+    if not streams.is_stream(data) and n is None:
         raise ConfigError(f"{name} has no length: give it __len__, or make it an IterableDataset")
-    if length(data) == 0:
+    if n == 0:
         raise ConfigError(f"{name} ({key}) has no samples: check its arguments, or type {key}=null if none are meant")
+
+
+def _checked_length(data: Any, name: str) -> int | None:
+    try:
+        return len(data)
+    except (TypeError, ValueError, OverflowError) as error:
+        if not hasattr(type(data), "__len__"):
+            return None
+        try:
+            given = type(data).__len__(data)
+        except TypeError:  # of what it holds, which has no length
+            if streams.is_stream(data):
+                return None
+            raise ConfigError(f"{name}.__len__ raises TypeError: {error}: let it return a whole number") from error
+    raise ConfigError(
+        f"{name}.__len__ returns {given!r:.40}, a {type(given).__name__}: let it return a whole number from 0 on, as "
+        "by int()"
+    )
 
 
 def built_once(node: DictConfig) -> bool:
@@ -148,15 +167,15 @@ def sampler(
 ) -> Any:
     # ranks: of the job that this process stands for; None: of the world.
     rank, world_size = world.rank, world.size if ranks is None else ranks
-    known = {name: getattr(data, name, None) for name in ("shard_lengths", "targets", "mixture")}
     batch_size = cfg.data.batch_size * cfg.trainer.gradient_accumulation_steps
     if streams.is_stream(data):
         return stream_sampler(cfg, data, batch_size, world, world_size, agree)
     taken = parameters(cfg.sampler["_target_"])
-    if known["mixture"] is not None and "mixture" not in taken:
+    if getattr(data, "mixture", None) is not None and "mixture" not in taken:
         own = str(cfg.sampler["_target_"]).rpartition(".")[2]
         raise ConfigError(f"{own} does not mix sets by weight: give sampler=distributed or sampler=sequential")
-    of_data = {name: value for name, value in known.items() if name in taken and value is not None}
+    asked = (name for name in ("shard_lengths", "targets", "mixture") if name in taken)  # targets may be no array
+    of_data = {name: value for name in asked if (value := getattr(data, name, None)) is not None}
     arguments = {"n_samples": len(data), "batch_size": batch_size, "rank": rank, "world_size": world_size}
     takes_all = not taken or any(one.kind is one.VAR_KEYWORD for one in taken.values())
     if refused := [] if takes_all else [name for name in arguments if name not in taken]:

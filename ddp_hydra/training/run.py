@@ -241,7 +241,7 @@ class TrainingRun:
     # -- epochs and steps --------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:
-        draws.tell_epoch(self.loader.dataset, self.position.epoch, self.loader.seed)
+        self.loader.begin_epoch(self.position.epoch)
         self.train_mode()
 
     def train_mode(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 import ddp_hydra
 from ddp_hydra.cli import commands
 from ddp_hydra.cli.main import COMMANDS
+from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
 from docs.hooks import config_keys, pages
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -88,3 +90,12 @@ def test_the_help_of_each_command():
 def test_the_citation_names_this_version():
     cited = yaml.safe_load((CONF.parent / "CITATION.cff").read_text())
     assert cited["version"] == ddp_hydra.__version__
+
+
+def test_the_page_of_data_names_the_images_that_torchvision_leaves_out():
+    folder = pytest.importorskip("torchvision.datasets.folder")
+    (line,) = (
+        line for line in (CONF.parent / "docs/data.md").read_text().split("\n- ") if "torchvision leaves" in line
+    )
+    assert set(re.findall(r"`(\.\w+)`", line)) == (IMAGE_EXTENSIONS | {".avif"}) - set(folder.IMG_EXTENSIONS)
+    assert set(folder.IMG_EXTENSIONS) <= IMAGE_EXTENSIONS

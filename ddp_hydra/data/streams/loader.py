@@ -215,6 +215,9 @@ class StreamLoader(Loader):
     way: str | None = None
     gather: Callable[[Any], list[Any]] | None = None
 
+    def _length(self) -> int:
+        return 0  # a stream ends where it ends
+
     def steps(self, batches: Any, micro_batches: int) -> Iterator[Iterator[MicroBatch]]:
         if not isinstance(batches, Numbers):
             return

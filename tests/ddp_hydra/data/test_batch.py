@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
+from datetime import datetime
+from decimal import Decimal
+from enum import IntEnum
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,6 +94,10 @@ def test_bytes_and_descriptions():
     assert described([X] * 6) == "[" + ", ".join(["(3, 2) float32"] * 4) + ", …]"
 
 
+class Kind(IntEnum):
+    ONE = 1
+
+
 class Samples:
     """A map-style data set of given samples."""
 
@@ -115,11 +124,22 @@ class Samples:
         ([{"x": [1, 2]}, {"x": [1]}], "'x' has 2 parts in one and 1 in another"),
         ([(object(), 0)] * 2, "part 1 of a sample is a object"),
         ([np.array(["a"])] * 2, "a sample is an array of <U1"),
+        ([np.array(["2026"], "M8[D]")] * 2, r"a sample is an array of datetime64\[D\]"),
+        ([{"y": np.int64(1), "p": Path("a")}] * 2, "'p' is a PosixPath"),
+        ([{"y": np.bool_(1), "name": np.str_("a"), "raw": b"a", "p": None}] * 2, "'p' is a NoneType"),
+        ([{"y": Kind.ONE, "when": datetime(2026, 1, 1)}] * 2, "'when' is a datetime"),
+        ([{"y": 1, "d": np.datetime64("2026")}, {"y": np.int64(1), "d": np.datetime64("2026")}], "'d' is a datetime64"),
+        ([{"y": 1, "at": [1, 2], "of": {"p": Decimal(1)}}, {"y": 1.5, "at": (1, 2), "of": {"p": Decimal(2)}}],
+         "'p' of 'of' is a Decimal"),
+        ([(np.int64(1), Fraction(1, 2))] * 2, "part 2 of a sample is a Fraction"),
+        ([[1, X], (1, X[:2])], r"part 2 of a sample has the shape \(3, 2\) in one and \(2, 2\)"),
+        ([{"y": 1}, {"y": np.int64(1)}, {"y": None}], "'y' is a int in one and a NoneType in another"),
+        ([{"y": 1}, {"y": 2**70}], "'y' has a number beyond 64 bits"),
     ],
-)
+)  # fmt: skip
 def test_samples_that_make_no_batch_are_named_with_what_to_write(samples, said):
     with pytest.raises(DataError, match=rf"the samples of Samples make no batch, as {said}.*collate\(self, samples\)"):
-        make_batch(Samples(*samples), Indices([0, 1]))
+        make_batch(Samples(*samples), Indices(range(len(samples))))
 
 
 @pytest.mark.parametrize(

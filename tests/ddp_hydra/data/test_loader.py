@@ -35,6 +35,9 @@ class Squares:
         self.read: list[int] = []
         self.lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return 100
+
     def __getitem__(self, index: int) -> tuple[int, int]:
         time.sleep(self.delays.get(index, 0))
         with self.lock:

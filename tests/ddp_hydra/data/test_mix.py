@@ -121,6 +121,20 @@ def test_any_ranks_and_batches_go_on_at_any_sample(mixed, epoch, first, then, do
     assert read(*then, position)[: len(whole) - position] == whole[position:]
 
 
+@pytest.mark.parametrize("unit", [1e-300, 1e-7, 1e-3, 1e9])
+@pytest.mark.parametrize("weights", [[7, 13], [1, 10_000_000], [0.3, 0.7, 2]])
+def test_the_ratio_of_the_weights_counts(weights, unit):
+    lengths, few = [40, 20, 30][: len(weights)], {"epoch_samples": 1000}
+    small = mixture(lengths, [weight * unit for weight in weights], **few)
+    assert small.counts == mixture(lengths, weights, **few).counts
+    assert small.counts["0"] == round(1000 * weights[0] / sum(weights))
+
+
+def test_ordinary_weights_are_rounded_as_ever():
+    assert mixture([1000, 1000], [1 / 3, 2 / 3]).counts == {"0": 1000, "1": 2000}
+    assert mixture([10, 10], [1e-6, 1.9e-6], exhausted="stop").counts == {"0": 5, "1": 10}
+
+
 def test_it_keeps_what_the_sets_offer_and_draws_by_position():
     parts = {"one": Noisy(1, 6), "two": Subset(Noisy(2, 9), [8, 1])}
     data = look_into(Mix(parts, {"one": 3}))
@@ -196,6 +210,13 @@ class Stream(IterableDataset):
         (lambda: Mix({"one": Stream()}), r"data\.sets\.one is iterable \(Stream\).*datasets\.interleave_datasets"),
         (lambda: Mix({"one": Noisy(1, 3)}, {"won": 1}), r"data\.weights\.won names no set, only one"),
         (lambda: Mix({"one": Noisy(1, 3)}, {"one": 0}), r"data\.weights\.one=0: give a number above 0"),
+        (lambda: Mix({"one": Noisy(1, 3)}, {"one": "3"}), r"data\.weights\.one='3': give a number above 0"),
+        (lambda: Mix({"one": Noisy(1, 3)}, {"one": float("nan")}), r"data\.weights\.one=nan: give a number above 0"),
+        (lambda: Mix({"one": Noisy(1, 3)}, [3]), r"data\.weights=\[3\]: give a weight by the name of its set"),
+        (
+            lambda: Mix({"a": Noisy(1, 3), "b": Noisy(2, 3)}, {"a": 1e-300, "b": 1e300}),
+            r"than 2,147,483,648 samples, .*data\.weights\.a=1e-300, .*: give a smaller data\.epoch_samples",
+        ),
         (lambda: Mix({"one": Noisy(1, 0)}), r"the set one of the mixture has no samples: leave it out"),
         (lambda: Mix({"one": Noisy(1, 3)}, exhausted="end"), r"data\.exhausted=end: give one of repeat, stop"),
         (lambda: Mix({"one": Noisy(1, 3)}, epoch_samples=0), r"data\.epoch_samples=0: give at least 1, or null"),

@@ -13,16 +13,19 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import (
     ChainDataset,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
+    Subset,
     TensorDataset,
     random_split,
 )
 
 from ddp_hydra.data import draws
 from ddp_hydra.data.streams import StreamSampler
+from ddp_hydra.data.wrappers import look_into
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.rank.world import ALONE
 from ddp_hydra.training import build_data
@@ -138,6 +141,18 @@ def test_a_sampler_that_is_not_one_of_ours_is_told_what_to_be(target, said):
         built(TensorDataset(torch.zeros(8)), f"sampler._target_={target}")
 
 
+@pytest.mark.parametrize("targets", [None, [[1], [1, 2]] * 4])
+@pytest.mark.parametrize("wrap", [lambda data: Subset(data, range(8)), lambda data: ConcatDataset([data, data])])
+def test_targets_that_are_no_classes_matter_to_the_weighted_sampler_only(targets, wrap):
+    data = TensorDataset(torch.zeros(8))
+    data.targets = targets
+    wrapped = look_into(wrap(data))
+    assert len(built(wrapped)[1]) == len(wrapped) // 4
+    if targets is None:
+        with pytest.raises(ConfigError, match=r"one class for each of its .* it has none"):
+            built(wrapped, "sampler._target_=ddp_hydra.data.samplers.Weighted")
+
+
 def test_the_sampler_of_the_docs(monkeypatch):
     (block,) = (block for block in blocks() if block.page == "docs/data.md" and "(Distributed)" in block.text)
     module = ModuleType("own_sampler")
@@ -168,6 +183,23 @@ class Lengthless(Dataset):
         return index
 
 
+class Given(Lengthless):
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> Any:
+        return self.length
+
+
+class GivenStream(Given, Endless):
+    pass
+
+
+class Holder(Given):
+    def __len__(self) -> int:
+        return len(self.length)
+
+
 def two() -> Any:
     return random_split(points(), [4, 2])
 
@@ -192,6 +224,24 @@ def batches() -> Any:
 def test_what_makes_no_samples_is_refused(target, said):
     with pytest.raises(ConfigError, match=said):
         build_data.dataset(OmegaConf.create({"_target_": f"{__name__}.{target.__name__}"}), 0, "data.val")
+
+
+@pytest.mark.parametrize(
+    ("target", "length", "said"),
+    [
+        (Given, 2.0, r"Given\.__len__ returns 2\.0, a float: let it return a whole number from 0 on, as by int\(\)"),
+        (Given, -1, r"Given\.__len__ returns -1, a int"),
+        (Given, "2", r"Given\.__len__ returns '2', a str"),
+        (Given, None, r"Given\.__len__ returns None, a NoneType"),
+        (Given, 2**70, r"Given\.__len__ returns 1180591620717411303424, a int"),
+        (GivenStream, 2.0, r"GivenStream\.__len__ returns 2\.0, a float"),
+        (Holder, None, r"Holder\.__len__ raises TypeError: object of type 'NoneType' has no len\(\)"),
+    ],
+)
+def test_a_length_that_is_none_is_refused_as_it_was_given(target, length, said):
+    node = {"_target_": f"{__name__}.{target.__name__}", "length": length}
+    with pytest.raises(ConfigError, match=said):
+        build_data.dataset(OmegaConf.create(node), 0, "data.val")
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter, np.array, torch.tensor])

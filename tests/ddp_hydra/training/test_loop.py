@@ -13,11 +13,11 @@ import torch
 from torch.utils.data import IterableDataset
 
 from ddp_hydra import heartbeat
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.tasks import Classification
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.run import seed_step
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, RISING, STEPS, Numbers, flat, same, weights
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, RISING, STEPS, Numbers, Run, flat, same, weights
 
 # -- from end to end ---------------------------------------------------------------------------------------
 
@@ -239,3 +239,40 @@ def test_a_rank_that_waits_for_what_a_stream_gives_next_is_in_the_loading(train)
     run = train(data=data, val=0, epochs=1, max_steps=9, parts=BY_LOSS)
     assert streams[0].places[-4:] == [("load", 5), ("update", 4), ("log", 4), ("save", 4)]  # there is no fifth batch
     assert run.value["steps"] == 4
+
+
+class Changing(Numbers):
+    """Sets of training (9 samples) and validation (5), which change their lengths in the second epoch."""
+
+    sets: ClassVar[dict[int, Changing]] = {}
+    change: ClassVar[dict[int, int]] = {}
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n + 2)
+        self.n, self.looks = n, 0
+        self.sets[n] = self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.looks = 0
+        for n, one in self.sets.items():
+            one.n += self.change.get(n, 0) * (epoch == 1)
+
+    def __len__(self) -> int:
+        self.looks += 1
+        return self.n
+
+
+@pytest.mark.parametrize(
+    ("n", "change", "when"), [(9, 2, " in epoch 2"), (9, -2, " in epoch 2"), (5, 1, ""), (5, -1, "")]
+)
+def test_a_length_that_changes_is_told_in_that_epoch(n, change, when, train, monkeypatch):
+    monkeypatch.setattr(Changing, "change", {n: change})
+    runs: list[Run] = []
+    with pytest.raises(DataError, match=rf"^Changing had {n} samples .*, and has {n + change}{when}: .* one length"):
+        train(data=Changing, into=runs, log_every_steps=1)
+    assert runs[0].metrics("train/loss")[-1][0] == (STEPS if n == 9 else 2 * STEPS - 1)
+
+
+def test_the_length_is_asked_for_once_in_an_epoch(train):
+    train(data=Changing, epochs=3)
+    assert Changing.sets[9].looks == 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
+import torch
 
 from ddp_hydra.data.samplers import Weighted
 from ddp_hydra.errors import ConfigError
@@ -24,6 +26,52 @@ def test_classes_come_equally_often_or_as_often_as_they_are_there_or_between(bal
 def test_within_a_class_all_samples_come():
     sampler = Weighted(1000, 10, targets=TARGETS)
     assert {index for epoch in range(10) for index in sampler.order(epoch)} >= set(range(900, 1000))
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda y: y[:, None],
+        lambda y: np.eye(3)[y],
+        lambda y: torch.eye(3).bool()[torch.tensor(y)],
+        lambda y: list(map(torch.tensor, np.eye(3, dtype=int)[y])),
+        lambda y: [("a", "b", "c")[number] for number in y],
+        lambda y: y.astype(float),
+        lambda y: y.astype(object),
+    ],
+    ids=["column", "one-hot", "tensor", "list of tensors", "names", "floats", "objects"],
+)
+def test_a_class_may_be_written_in_any_way(of):
+    given = of(np.asarray(TARGETS))
+    assert (Weighted(1000, 10, targets=given).order(3) == Weighted(1000, 10, targets=TARGETS).order(3)).all()
+
+
+@pytest.mark.parametrize(
+    ("targets", "found"),
+    [
+        (None, "it has none"),
+        (5, r"they have the shape \(\)"),
+        ([0, 1], r"they have the shape \(2,\)"),
+        (np.zeros((4, 1, 1)), r"they have the shape \(4, 1, 1\)"),
+        (np.zeros((4, 0)), r"they have the shape \(4, 0\) and are not one-hot"),
+        ([[1, 1], [1, 0], [0, 1], [0, 0]], r"they have the shape \(4, 2\) and are not one-hot"),
+        (np.full((4, 2), 0.5), r"they have the shape \(4, 2\) and are not one-hot"),
+        ([["a", "b"]] * 4, r"they have the shape \(4, 2\) and are not one-hot"),
+        ([[1], [1, 2], [1], [2]], "setting an array element with a sequence"),
+        ([0, 1, 0.37, 1], r"sample 2 has 0\.37"),
+        ([0, 1, float("nan"), 1], "sample 2 has nan"),
+        ([0, float("inf"), 1, 1], "sample 1 has inf"),
+        ([0, 1, None, 1], "sample 2 has None"),
+        ([0, "a", object(), 1], "'<' not supported between"),
+        ([{"boxes": 1}] * 4, "'<' not supported between"),
+    ],
+)
+def test_what_is_not_one_class_for_each_sample_is_told(targets, found):
+    said = (
+        rf"`targets` of the data set, one class for each of its 4 samples, and {found}.*: give it such targets, .*=dist"
+    )
+    with pytest.raises(ConfigError, match=said):
+        Weighted(4, 1, targets=targets)
 
 
 @pytest.mark.parametrize(("targets", "balance"), [(None, 1), ([0, 1], 1), (TARGETS, 1.5), (TARGETS, -0.1)])
