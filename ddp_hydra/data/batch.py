@@ -56,15 +56,17 @@ def collated(dataset: Any, samples: Any, progress: Callable[[], None] = lambda: 
         except (StopIteration, SystemExit) as error:
             raise no_sample(dataset, "a batch", error) from error
     else:
-        try:
-            batch = default_collate(samples)
-        except (RuntimeError, TypeError, KeyError, ValueError) as error:
-            reason = unlike(samples) or f"torch says: {error}"
-            raise DataError(
-                f"the samples of {name_of(dataset)} make no batch, as {reason}: give it a method collate(self, samples)"
-            ) from error
+        batch = stacked(dataset, samples)
     progress()
     return batch
+
+
+def stacked(dataset: Any, samples: Any, advice: str = "give it a method collate(self, samples)") -> Any:
+    try:
+        return default_collate(samples)
+    except (RuntimeError, TypeError, KeyError, ValueError) as error:
+        reason = unlike(samples) or f"torch says: {error}"
+        raise DataError(f"the samples of {name_of(dataset)} make no batch, as {reason}: {advice}") from error
 
 
 def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:

@@ -6,6 +6,7 @@ Formats of files are Parquet, JSON lines, CSV and text.
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from ddp_hydra.storage.urls import FORMATS
 
 SUFFIXES = {"jsonl": "json", "txt": "text", "tsv": "csv"}
 """Formats of files by suffixes that are no names of formats."""
+
+_NO_TENSOR = re.compile(r"Value\((?:dtype=)?'((?:timestamp|date|time|duration|decimal)[^']*)'")
 
 
 def load(
@@ -56,6 +59,7 @@ def load(
 
     Raises:
         ValueError: there are no files, or no such column.
+        DataError: a column holds times or decimals.
     """
     data = read(path, subset, split, files, streaming, **options)
     import datasets
@@ -70,6 +74,7 @@ def load(
         data = data.rename_columns(dict(rename))
     if streaming and shuffle_buffer:
         data = data.shuffle(seed=seed, buffer_size=shuffle_buffer)
+    _check_types(data.features or {})
     data = data.with_format("torch")
     for feature in (data.features or {}).values():
         if isinstance(feature, datasets.ClassLabel):
@@ -148,6 +153,8 @@ def collate_columns(samples: list[Mapping[str, Any]]) -> Any:
             raise _no_batch(reason) from None
         raise
     for name, values in batch.items() if isinstance(batch, dict) else ():
+        if isinstance(values, list) and any(value is None for value in values):  # texts, of which the first is there
+            raise _no_batch(f"{name!r} has empty cells")
         is_row = isinstance(values, torch.Tensor) and values.ndim == 1 and values.is_floating_point()
         if is_row and values.isnan().any():  # an empty cell of numbers becomes NaN
             raise _no_batch(f"{name!r} has empty cells or NaN")
@@ -159,6 +166,16 @@ def _no_batch(reason: str) -> DataError:
         f"{reason}, so the samples make no batch: leave the column out with data.columns=[...], change it with "
         "data.transform (images: .convert('RGB') and one size), or stack it with data.collate"
     )
+
+
+def _check_types(features: Mapping[str, Any]) -> None:
+    for name, feature in features.items():
+        # The text of a feature has the types of all its parts.
+        if found := _NO_TENSOR.search(str(feature)):
+            raise DataError(
+                f"{name!r} holds {found[1]}, of which torch makes no tensor: leave the column out with "
+                "data.columns=[...]; data.transform can make a column of numbers of it"
+            )
 
 
 def _fingerprint(data: Any, transform: Callable[..., Any]) -> str:

@@ -6,8 +6,9 @@ import csv
 import gzip
 import io
 import math
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray
 from ddp_hydra.data.parquet_files import need_pyarrow
 from ddp_hydra.storage import Access, Store, bare_url, is_remote
+from ddp_hydra.storage.urls import local_path
 
 
 class ImageTable(StoredImages):
@@ -26,7 +28,8 @@ class ImageTable(StoredImages):
     Args:
         table: CSV (its first row names the columns; may be .gz) or Parquet: s3://bucket/key, http(s)://..., or a path.
         root: the URL or folder of relative paths; None: the table's own folder.
-        path_column: name of the column with paths below `root`, or with full s3:// and http(s):// URLs.
+        path_column: name of the column with paths below `root`, absolute paths, or s3://, http(s):// and file:// URLs.
+            Where the table or `root` is in a store, only files below a local `root` are read from this machine.
         label_column: name of the column with labels; numbers are sorted as numbers. None: there are none, and the
             images are to be predicted.
         classes_from: a table whose labels are the classes; None: the labels of `table`. For a validation set, give the
@@ -59,18 +62,24 @@ class ImageTable(StoredImages):
         super().__init__(**images)
         self.table = table
         self.labelled = label_column is not None
-        columns = (path_column,) if label_column is None else (path_column, label_column)
+        columns = {"path_column": path_column}
+        if label_column is not None:
+            columns["label_column"] = label_column
         paths, *rest = read_columns(self.access, table, columns)
         _check_slashes(paths, table)
         self._paths = StringArray(paths)
-        self._root = _folder_of(table) if root is None else root.rstrip("/")
+        self._root = _folder_of(table) if root is None else root or "."
+        if is_remote(table) or is_remote(self._root):
+            _check_files(paths, table, self._root)
         self._root_store, self._prefix = self.access.open_folder(self._root)
         if label_column is None:
             self.classes, self.class_to_idx = [], {}
             self.targets = np.full(len(paths), -1, np.int32)
             return
         (labels,) = rest
-        named = labels if classes_from is None else read_columns(self.access, classes_from, (label_column,))[0]
+        named = labels
+        if classes_from is not None:
+            (named,) = read_columns(self.access, classes_from, {"label_column": label_column})
         origin = bare_url(classes_from or table)
         _check_labels(named, origin, label_column)
         self.classes = sorted(set(named), key=_numbers_by_value)
@@ -85,7 +94,8 @@ class ImageTable(StoredImages):
         return bare_url(self.table)
 
     def advice_on_missing(self) -> str:
-        return f"Paths of the table begin at {bare_url(self._root)}: give another folder with data.root=<folder>. "
+        where = bare_url(self._root)
+        return f"Relative paths of the table begin at {where}: give another folder with data.root=<folder>. "
 
     def name(self, index: int) -> str:
         return bare_url(self._paths[index])
@@ -98,19 +108,24 @@ class ImageTable(StoredImages):
         return store.get(key)
 
     def _find(self, path: str) -> tuple[Store, str]:
-        if is_remote(path):
+        if is_remote(path) or path.startswith(_OF_MACHINE):
             return self.access.open(path)
-        return self._root_store, f"{self._prefix}/{path}".lstrip("/")
+        return self._root_store, f"{self._prefix.rstrip('/')}/{path}".lstrip("/")
 
 
-def read_columns(access: Access, table: str, columns: Sequence[str]) -> list[list[str]]:
+_OF_MACHINE = ("/", "file:")
+"""Beginnings of absolute paths of this machine."""
+
+
+def read_columns(access: Access, table: str, columns: Mapping[str, str]) -> list[list[str]]:
+    # columns: key of `data` -> name of the column.
     store, key = access.open(table)
     content = store.get(key)
     read = _read_parquet if key.endswith((".parquet", ".pq")) else _read_csv
     found = read(content, table, columns)
     if not found[0]:
         raise ValueError(f"{bare_url(table)} has no rows: check data.table=...")
-    for column, values in zip(columns, found, strict=True):
+    for column, values in zip(columns.values(), found, strict=True):
         if "" in values:
             raise ValueError(
                 f"{bare_url(table)}: the column {column} has {values.count('')} empty cells, the first in row "
@@ -142,12 +157,24 @@ def _check_slashes(paths: Sequence[str], table: str) -> None:
         )
 
 
-def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
+def _check_files(paths: Sequence[str], table: str, root: str) -> None:
+    folder = None if is_remote(root) else local_path(root)
+    for row, path in enumerate(paths, start=1):
+        if not path.startswith(_OF_MACHINE):
+            continue
+        if folder is None or not os.path.normpath(local_path(path)).startswith(f"{str(folder).rstrip('/')}/"):
+            raise ValueError(
+                f"{bare_url(table)}: row {row} names {path}, a file of this machine, and paths begin at "
+                f"{bare_url(root)}: write it without the first slash, or give data.root=<folder of this machine>"
+            )
+
+
+def _read_csv(content: Any, table: str, columns: Mapping[str, str]) -> list[list[str]]:
     try:
         text = (gzip.decompress(content) if table.endswith(".gz") else bytes(content)).decode("utf-8-sig")
         file = io.StringIO(text, newline="")
-        before, header, rows = _header(file, columns)
-        places = [_place(column, header, table) for column in columns]
+        before, header, rows = _header(file, columns.values())
+        places = [_place(key, column, header) for key, column in columns.items()]
         found: list[list[str]] = [[] for _ in columns]
         for row in rows:
             if not row:
@@ -165,7 +192,7 @@ def _read_csv(content: Any, table: str, columns: Sequence[str]) -> list[list[str
     return found
 
 
-def _header(file: io.StringIO, columns: Sequence[str]) -> tuple[int, list[str], Any]:
+def _header(file: io.StringIO, columns: Iterable[str]) -> tuple[int, list[str], Any]:
     # Excel separates fields by semicolons in many countries, and may say so in a line of its own, `sep=;`. Lines
     # before the names that begin with # are comments.
     before, start, first = 0, 0, file.readline()
@@ -179,18 +206,20 @@ def _header(file: io.StringIO, columns: Sequence[str]) -> tuple[int, list[str], 
     return before, header, rows
 
 
-def _read_parquet(content: Any, table: str, columns: Sequence[str]) -> list[list[str]]:
+def _read_parquet(content: Any, table: str, columns: Mapping[str, str]) -> list[list[str]]:
     need_pyarrow()
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(bytes(content)))
-        for column in columns:
-            _place(column, file.schema_arrow.names, table)
-        read = file.read(columns=list(columns))
-    except pyarrow.ArrowException as error:
+        for key, column in columns.items():
+            _place(key, column, file.schema_arrow.names)
+        read = file.read(columns=list(columns.values()))
+    except (pyarrow.ArrowException, OSError) as error:  # a damaged page
         raise ValueError(f"{bare_url(table)} is not a Parquet file ({error}): check data.table=...") from None
-    return [[_text(value) for value in read.column(column).to_pylist()] for column in columns]
+    except ValueError as error:
+        raise ValueError(f"{bare_url(table)}: {error}: check data.table=...") from None
+    return [[_text(value) for value in read.column(column).to_pylist()] for column in columns.values()]
 
 
 def _text(value: Any) -> str:
@@ -200,11 +229,9 @@ def _text(value: Any) -> str:
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else str(value)
 
 
-def _place(column: str, header: Sequence[str], table: str) -> int:
+def _place(key: str, column: str, header: Sequence[str]) -> int:
     if column not in header:
-        raise ValueError(
-            f"there is no column {column!r}, only {', '.join(header) or 'none'}: type data.path_column=..."
-        )
+        raise ValueError(f"there is no column {column!r}, only {', '.join(header) or 'none'}: type data.{key}=...")
     if list(header).count(column) > 1:
         raise ValueError(f"there are several columns {column!r}: give them different names")
     return list(header).index(column)
@@ -215,4 +242,6 @@ def _numbers_by_value(label: str) -> tuple[bool, float, str]:
 
 
 def _folder_of(url: str) -> str:
+    if url.startswith("file:"):
+        return str(local_path(url).parent)
     return url.rpartition("/")[0] or ("/" if url.startswith("/") else ".")

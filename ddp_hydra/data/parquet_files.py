@@ -34,6 +34,12 @@ NO_VALUE = "__HIVE_DEFAULT_PARTITION__"
 """The value that Hive writes for an empty cell."""
 
 
+def is_damage(error: Exception) -> bool:
+    # Tell pyarrow's error about a file from one of a store, a disk or the memory.
+    is_arrows = isinstance(error, pyarrow.ArrowException) and not isinstance(error, MemoryError)
+    return is_arrows or (type(error) is OSError and error.errno is None)
+
+
 @dataclass
 class PartFile:
     """A Parquet file; it can be pickled, and is opened when it is needed.
@@ -59,12 +65,25 @@ class PartFile:
 
     def read(self, group: int, columns: Sequence[str]) -> Any:
         stored = [name for name in columns if name in self.file.schema_arrow.names]
-        table = self.file.read_row_group(group, columns=stored)
+        table = self._stored(group, stored)
         n_rows = self.file.metadata.row_group(group).num_rows
         for name in columns:
             if name not in stored:
                 table = table.append_column(name, pyarrow.repeat(self.partition[name], n_rows))
         return table
+
+    def _stored(self, group: int, columns: Sequence[str]) -> Any:
+        try:
+            return self.file.read_row_group(group, columns=columns)
+        except Exception as error:
+            if not is_damage(error):
+                raise
+            for column in columns if len(columns) > 1 else ():  # find the column, which the error does not name
+                self._stored(group, [column])
+            raise DataError(
+                f"{self.name}: column {', '.join(columns)} of row group {group} can't be read "
+                f"({' '.join(str(error).split()).rstrip('.')}): the file is damaged: copy or write it anew"
+            ) from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "file"}
@@ -87,7 +106,9 @@ def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
             part = PartFile(name, store, key, size, partition)
             try:
                 part.file  # noqa: B018  opens it
-            except pyarrow.ArrowException as error:
+            except Exception as error:
+                if not is_damage(error):
+                    raise
                 raise ValueError(f"{name} can't be read as a Parquet file ({error}): check data.files=...") from None
             opened.append(part)
     return opened
@@ -345,7 +366,9 @@ def range_of(file: PartFile, column: str, groups: Sequence[int]) -> list[int]:
     found: list[int] = []
     for group in groups:
         chunks = file.file.metadata.row_group(group)
-        stored = map(chunks.column, range(chunks.num_columns))  # a struct has several
+        # The field y of a struct a has the path of a column a.y, and the name y.
+        names = [file.file.schema.column(place).name for place in range(chunks.num_columns)]
+        stored = map(chunks.column, [place for place, name in enumerate(names) if name == column])
         known = next((one.statistics for one in stored if one.path_in_schema == column), None)
         if known is not None and known.has_min_max:
             found += [int(known.min), int(known.max)]

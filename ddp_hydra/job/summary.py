@@ -181,7 +181,7 @@ def explain(error: Exception) -> str:
         return said
     if isinstance(error, CompactHydraException | InstantiationException):  # the second is the first in Hydra 1.3 only
         return "\n".join(str(part) for part in (error, error.__cause__) if part)
-    if getattr(error, "mistake", False):  # as in `rank.process.describe`
+    if getattr(error, "mistake", False) or getattr(error, "told", False):  # as in `rank.process.describe`
         return message_of(error)
     if where := text.user_location(error):
         told = text.shortened(error, others="HYDRA_FULL_ERROR=1 shows them")

@@ -229,10 +229,11 @@ def describe(error: BaseException) -> Failure:
         error = error.__cause__
     message = message_of(error)
     mistake = isinstance(error, DdpHydraError) or bool(getattr(error, "mistake", False))
+    told = mistake or bool(getattr(error, "told", False))  # its message says all
     return Failure(
         "raised",
-        message=message if mistake else ": ".join(filter(None, [type(error).__name__, message])),
-        traceback=shorten(shortened(error), TRACE_CHARS),
+        message=message if told else ": ".join(filter(None, [type(error).__name__, message])),
+        traceback=shorten(shortened(error), TRACE_CHARS) if mistake or not told else "",
         time_s=time_s,
         place=user_location(error),
         mistake=mistake,

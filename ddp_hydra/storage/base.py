@@ -21,6 +21,9 @@ PIECE_BYTES = 8 * 2**20
 class TemporaryError(ConnectionError):
     """The store is out of reach, busy or broken: the next try may work."""
 
+    told = True
+    """Its message says all, so it is shown without a traceback; a job is tried again."""
+
 
 class WrongBodyError(TemporaryError):
     """The answer has another number of bytes than it should have."""
@@ -40,6 +43,8 @@ class RangesIgnoredError(OSError):
 
 class StaleCredentialsError(PermissionError):
     """The store does not accept the credentials any more, or never did."""
+
+    told = True
 
 
 class ObjectChangedError(Exception):
@@ -356,6 +361,25 @@ class Store(ProcessLocal):
     def _wrong_body(self, key: str, came: int, size: int) -> WrongBodyError:
         return WrongBodyError(
             f"{self.public_url()}/{key} came with {came:,} bytes in place of {size:,}: try again, or list it anew"
+        )
+
+    def _check_answers(self, client: Any, prefix: str) -> None:
+        """Refuse a server that has an object of any name: clients take a web console's page for an empty listing."""
+        key = f"{prefix}/.ddp_hydra-no-object".lstrip("/")
+        try:
+            self._size(client, key)
+        except Exception as error:
+            explained = self._explain(error, key)
+            if isinstance(explained, TemporaryError):
+                raise
+            if isinstance(explained, FileNotFoundError | PermissionError):
+                return
+        raise self._no_listing()
+
+    def _no_listing(self) -> TemporaryError:
+        address = "data.endpoint_url=..." if self.setting is not None else "AWS_ENDPOINT_URL in the environment"
+        return TemporaryError(
+            f"{self.public_url()} gave what is not a listing, as a web page: try again later, or check {address}"
         )
 
     def _client(self) -> Any:

@@ -96,6 +96,8 @@ class FsspecStore(Store):
         # s3fs takes an error document, and a lost page, for the end: two answers must agree.
         if self.bucket and self._list(at, prefix) != found:
             raise TemporaryError(f"{self.url} lists its objects differently each time: try again later")
+        if self.bucket and not found:
+            self._check_answers(at, prefix)
         return found
 
     def _list(self, at: FileSystem, prefix: str) -> list[tuple[str, int]]:

@@ -219,7 +219,9 @@ class ObjectStore(Store):
                     return next(pages)
                 except StopIteration as end:
                     pages, n_empty = None, n_empty + (last is None)
-                    if not end.value and (last or n_empty == _EMPTY):
+                    if not end.value and (last or n_empty >= _EMPTY):
+                        if last is None:
+                            self._check_answers(client, prefix)
                         return []
                 except Exception:
                     pages = None
@@ -299,9 +301,7 @@ class ObjectStore(Store):
             start, end, came_from, came_to = map(int, found.groups())
             return self._wrong_body(str(key), came_to - came_from, end - start)
         if "invalid list response" in text:
-            return TemporaryError(
-                f"{self.public_url()} gave what is not a listing: try again later, or check data.endpoint_url=..."
-            )
+            return self._no_listing()
         return self._explain_answer(error, key)
 
     def _explain_answer(self, error: Exception, key: str | None) -> Exception:

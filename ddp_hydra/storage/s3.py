@@ -116,6 +116,7 @@ def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> 
     code = (re.findall(r"<Code>(\w+)</Code>", text) or [status])[0]
     where, name, is_data = _where(bucket), f"bucket {bucket.name!r}", bucket.setting is not None
     endpoint = "data.endpoint_url=..." if is_data else "AWS_ENDPOINT_URL in the environment"
+    of_object = f"{bucket.url}/{key}: " if key is not None else ""
 
     public = ", or type data.anon=true for a public bucket" if is_data and bucket.scheme == "s3" else ""
     if code == "NoSuchBucket":
@@ -142,10 +143,12 @@ def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> 
             f"AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or AWS_PROFILE{public}"
         )
     if "HTTP error" in text:
-        return TemporaryError(f"the store {where} is not reachable{cause(full)}: check the network and {endpoint}")
+        return TemporaryError(
+            f"{of_object}the store {where} is not reachable{cause(full)}: check the network and {endpoint}"
+        )
     if status:
         kind = TemporaryError if status.startswith("5") or status in ("408", "429") else ConnectionError
-        return kind(f"the store {where} answered {name} with {code}: try again later, or check {endpoint}")
+        return kind(f"{of_object}the store {where} answered {name} with {code}: try again later, or check {endpoint}")
     if "invalid path" in text or "parse path" in text:
         path = (re.findall(r'[Pp]ath "([^"]*)"', text) or ["?"])[0]
         return ValueError(

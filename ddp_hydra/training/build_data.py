@@ -40,7 +40,7 @@ An iterable data set has `__iter__`, and no `__getitem__` or the base class `Ite
     collate, prepare, classes, num_classes, stats, close    as above
 
 If an exception of a data set has `mistake = True`, only a person can mend its cause: it is shown without a traceback,
-and the job is not tried again.
+and the job is not tried again. With `told = True`, it is shown without a traceback, and the job is tried again.
 
 A sampler takes n_samples, batch_size, rank, world_size, and the arguments in the config. It has
 

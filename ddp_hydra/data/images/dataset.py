@@ -16,8 +16,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
+from ddp_hydra.data.batch import mapped, stacked
 from ddp_hydra.data.draws import Indices, StateGuard, placed
 from ddp_hydra.data.images.batch_loader import (
     MOST_IN_A_ROW,
@@ -38,6 +39,7 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 _ACCESS = frozenset(inspect.signature(Access).parameters) - {"setting", "traffic", "credentials", "_stores"}
+_MAKE_TENSORS = "let its transforms return tensors of one shape, as by ToTensor()"
 _COUNTS = ("samples", "cache_hits", "cache_misses")
 _SMALL_IMAGE = 16 * 1024
 """Largest image, in bytes, that is cached decoded: that saves the decoding, and takes little more memory."""
@@ -211,8 +213,8 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
     def collate(self, samples: list[tuple[Any, Any]]) -> Any:
         """Make a batch of the samples that `__getitems__` returned, without a copy if possible."""
         if isinstance(samples, PreallocatedBatch):
-            return samples.images, default_collate([target for _, target in samples])
-        return default_collate(samples)
+            return samples.images, stacked(self, [target for _, target in samples], _MAKE_TENSORS)
+        return stacked(self, samples, _MAKE_TENSORS)
 
     # For the BatchLoader
 
@@ -292,18 +294,23 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         """Choose the epoch of the random transforms; batches that are being made keep theirs."""
         self._epoch = epoch
 
-    def prepare(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def prepare(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """Normalise a collated batch on its device.
 
         Args:
-            batch: images uint8 (batch, 3, height, width), in any memory format, and classes (batch,).
+            batch: images uint8 (batch, 3, height, width), in any memory format, and classes (batch,). A transform may
+                have made several images of each, in a tuple, a list or a dict.
 
         Returns:
             Images float32 of the same shape and memory format, and the classes. Images that the transform has made
             floats of are left as they are.
         """
         images, targets = batch
-        return (normalise(images, self.mean, self.std) if images.dtype == torch.uint8 else images), targets
+        return mapped(self._normalised, images), targets
+
+    def _normalised(self, images: Tensor) -> Tensor:
+        is_pixels = images.dtype == torch.uint8 and images.ndim == 4 and images.shape[1] == 3  # or a mask, a number
+        return normalise(images, self.mean, self.std) if is_pixels else images
 
     @cached_property
     def scaling(self) -> str:

@@ -6,6 +6,8 @@ import gc
 import importlib
 import json
 import sys
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from functools import partial
 from typing import Any
 
@@ -161,9 +163,28 @@ def test_an_edit_of_the_transform_or_of_what_it_calls_counts(load, tmp_path, mon
             [None, 1.0],
             r"'x' has empty cells or NaN, so the samples make no batch: leave the column out with data\.columns",
         ),
+        (["a", None], r"'x' has empty cells, so the samples make no batch"),
+        ([None, None], r"'x' is a NoneType, so the samples make no batch"),
+        (
+            [datetime(2020, 1, 1)] * 2,
+            r"'x' holds timestamp\[us\], of which torch makes no tensor: leave the column out",
+        ),
+        ([[date(2020, 1, 1)]] * 2, r"'x' holds date32, of which"),
+        ([timedelta(1)] * 2, r"'x' holds duration\[us\], of which"),
+        ([{"time": time(1)}] * 2, r"'x' holds time64\[us\], of which"),
+        ([Decimal("1.5")] * 2, r"'x' holds decimal128\(2, 1\), of which"),
     ],
 )
 def test_a_column_that_makes_no_batch_is_named(load, tmp_path, values, message):
     pyarrow.parquet.write_table(pyarrow.table({"y": [0, 1], "x": values}), tmp_path / "odd.parquet")
     with pytest.raises(DataError, match=message):
         list(Loader(load(files="odd.parquet"), CPU).load([[0, 1]]))
+
+
+def test_names_of_classes_and_fields_are_no_types(load, tmp_path):
+    import datasets
+
+    features = datasets.Features({"label": datasets.ClassLabel(names=["time"]), "x": {"date": datasets.Value("int64")}})
+    rows = datasets.Dataset.from_dict({"label": [0], "x": [{"date": 1}]}, features=features)
+    rows.to_parquet(str(tmp_path / "named.parquet"))
+    assert load(files="named.parquet").classes == ["time"]

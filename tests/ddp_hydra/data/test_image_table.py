@@ -65,6 +65,29 @@ def test_paths_start_at_the_root_that_is_given(table, tmp_path):
     assert reds(table("path,label\n1.png,a\n2.png,b\n", root=str(tmp_path / "cat"))) == [1, 3]
 
 
+def test_absolute_paths_are_read_from_this_machine(table, tmp_path):
+    text = f"path,label\n{tmp_path}/cat/1.png,a\nfile://{tmp_path}/dog/1.png,b\ncat/2.png,a\n"
+    assert reds(table(text)) == [1, 2, 3]
+    by_url = ImageTable(f"file://{tmp_path}/images.csv")
+    assert reds(by_url) == [1, 2, 3]
+    by_url.close()
+    assert reds(table(text.replace("cat/2.png", "2.png"), root=f"{tmp_path}/cat/")) == [1, 2, 3]
+    assert reds(table(f"path,label\n{tmp_path}/cat/1.png,a\n{str(tmp_path)[1:]}/dog/1.png,b\n", root="/")) == [1, 2]
+
+
+def test_a_table_from_a_store_names_no_files_of_this_machine_by_accident(table, tmp_path, monkeypatch):
+    cat = str(tmp_path / "cat")
+    for path in ("/etc/1.png", f"file://{tmp_path}/dog/1.png", f"{cat}/../dog/1.png"):
+        for root in ("s3://photos/t", "https://host"):
+            with pytest.raises(ValueError, match=rf"row 2 names .*1\.png, a file of this machine.*at {root}: write"):
+                table(f"path,label\n1.png,a\n{path},b\n", root=root)
+        monkeypatch.setattr("ddp_hydra.data.image_table.is_remote", lambda url: str(url).endswith(".csv"))
+        with pytest.raises(ValueError, match="row 1 names "):
+            table(f"path,label\n{path},b\n", root=cat)
+        assert reds(table(f"path,label\n{cat}/2.png,a\n", root=cat)) == [3]
+        monkeypatch.undo()
+
+
 @pytest.mark.medium
 def test_parquet_is_read(table, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
@@ -77,8 +100,12 @@ def test_parquet_is_read(table, tmp_path):
     assert (reds(data), data.classes) == ([2, 1], ["9", "11"])
     with pytest.raises(ValueError, match=r"no column 'file', only path, label, more.*data\.path_column="):
         table(content, "images.parquet", path_column="file")
+    with pytest.raises(ValueError, match=r"images\.parquet: .*no column 'class'.*data\.label_column="):
+        table(content, "images.parquet", label_column="class")
     with pytest.raises(ValueError, match="not a Parquet file"):
         table(content[:100], "images.parquet")
+    with pytest.raises(ValueError, match="not a Parquet file"):  # a damaged page
+        table(content[:4] + bytes(50) + content[54:], "images.parquet")
 
 
 def test_a_table_without_labels_has_images_only(table):
@@ -97,6 +124,7 @@ def test_parquet_asks_for_its_package(table, monkeypatch):
     ("content", "arguments", "words"),
     [
         (ROWS, {"path_column": "file"}, r"no column 'file', only path, label.*data\.path_column="),
+        (ROWS, {"label_column": "class"}, r"no column 'class', only path, label.*data\.label_column="),
         ("path,label\n", {}, r"no rows: check data\.table="),
         ("", {}, r"no column 'path', only none"),
         ("path,label\na,b,c\n", {}, "line 2 has 3 fields, and the names of the columns 2"),
@@ -146,7 +174,7 @@ def test_no_secret_of_a_url_is_said(table):
 
 def test_a_file_that_is_missing_asks_where_the_paths_begin(table, tmp_path):
     data = table("path,label\nelsewhere/1.png,cat\ncat/1.png,dog\n")
-    said = r"1 of 2 samples of .* is bad.*Paths of the table begin at .*: give another folder with data\.root=<folder>"
+    said = r"1 of 2 samples of .* is bad.*Relative paths of the table begin at .*: give .* with data\.root=<folder>"
     with pytest.raises(ValueError, match=said):
         data[0]
 

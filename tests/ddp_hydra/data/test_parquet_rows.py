@@ -16,6 +16,8 @@ import torch
 from ddp_hydra.data import ParquetRows
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Chunked
+from ddp_hydra.errors import DataError
+from ddp_hydra.storage.base import TemporaryError
 
 
 def write(path: Path, rows: int = 25, begin: int = 0, **columns: Any) -> str:
@@ -139,3 +141,35 @@ def test_the_index_of_a_csv_file_is_no_feature(tmp_path, name):
     assert (data.features, data[1][0].tolist()) == (["a"], [3.5])
     assert data.described() == f"a -> y; left out: {name or 'a column without a name'}, an index"
     assert ParquetRows(file, "y", [name, "a"]).features == [name, "a"]
+
+
+@pytest.mark.parametrize("compression", ["snappy", "zstd"])
+def test_a_damaged_page_is_named_by_file_column_and_row_group(tmp_path, compression):
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(
+        pyarrow.table({"a": np.arange(90.0), "b": np.arange(90.0), "label": [0, 1, 2] * 30}), path,
+        row_group_size=45, compression=compression, use_dictionary=["b"],
+    )  # fmt: skip
+    content, chunks = path.read_bytes(), pyarrow.parquet.ParquetFile(path).metadata.row_group(1)
+    for place, start in (("a", chunks.column(0).data_page_offset), ("b", chunks.column(1).dictionary_page_offset)):
+        path.write_bytes(content[:start] + bytes(60) + content[start + 60 :])
+        data = ParquetRows(str(path), "label")
+        assert len(data.__getitems__(range(45))[0]) == 45
+        said = rf"a\.parquet: column {place} of row group 1 can't be read \([^\n]+\): the file is damaged: copy"
+        with pytest.raises(DataError, match=said):
+            data[50]
+
+
+def test_an_error_of_the_store_is_no_damage(folder, monkeypatch):
+    data = ParquetRows(str(folder / "0.parquet"), "label")
+    monkeypatch.setattr(
+        "ddp_hydra.storage.local.LocalFolder.get_range", lambda *_: (_ for _ in ()).throw(TemporaryError("away"))
+    )
+    with pytest.raises(TemporaryError, match=r"^away$"):
+        data[0]
+
+
+def test_a_target_with_a_dot_is_no_field_of_a_struct(tmp_path):
+    table = {"b": [1.0, 2.0, 3.0], "a": [{"y": 100 + number} for number in range(3)], "a.y": [0, 1, 2]}
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+    assert ParquetRows(str(tmp_path / "a.parquet"), "a.y", ["b"]).num_classes == 3

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 from botocore.credentials import RefreshableCredentials
 
+from ddp_hydra.job.summary import explain
+from ddp_hydra.rank.process import describe
 from ddp_hydra.storage import Bucket
 from ddp_hydra.storage.base import OtherRegionError, RangesIgnoredError, StaleCredentialsError, TemporaryError
 from ddp_hydra.storage.fsspec_store import FsspecStore
@@ -140,6 +142,26 @@ def test_a_listing_that_never_comes_to_its_end_is_an_error(store, fault):
     store.fault = lambda number, path: fault if number > 2 else None
     with pytest.raises(ConnectionError, match=r"(broke off at 'many/011\.png'|what is not a listing).*try again later"):
         list(bucket(store, retry_timeout_s=0.3).objects("many"))
+
+
+@pytest.mark.parametrize(("client", "fault"), [("s3fs", "html"), *(("obstore", fault) for fault in WRONG_ANSWERS)])
+def test_a_server_that_answers_everything_with_a_page_is_no_empty_store(store, fault, client):
+    store.fault = lambda number, path: fault
+    with pytest.raises(TemporaryError, match=r"what is not a listing.*data\.endpoint_url"):
+        list(bucket(store, client, retry_timeout_s=0.1).objects("train"))
+    store.fault = lambda number, path: "403" if path.endswith("no-object") else None  # readers may list only
+    assert list(bucket(store, client).objects("train")) == []
+
+
+@both
+def test_an_object_that_stalls_is_named(store, client):
+    store.fault = lambda number, path: "stall" if path.endswith("a.bin") else None
+    data = bucket(store, client, timeout_s=0.3, retry_timeout_s=0.1)
+    with pytest.raises(TemporaryError, match=r"^s3://photos/a\.bin: the store at .* is not reachable") as error:
+        data.get("a.bin")
+    failure = describe(error.value)
+    assert (failure.message, failure.traceback, failure.mistake) == (str(error.value), "", False)  # tried again
+    assert explain(error.value) == str(error.value)
 
 
 def test_a_store_that_sorts_by_time_and_knows_only_whole_keys_is_listed_once(store, monkeypatch):

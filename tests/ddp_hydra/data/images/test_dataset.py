@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from ddp_hydra.data.images.dataset import ImageDataset, PreallocatedBatch
+from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.transforms import EvalTransform, TrainTransform
+from ddp_hydra.errors import DataError
 from ddp_hydra.storage.base import StaleCredentialsError, TemporaryError
 
 
@@ -53,6 +55,18 @@ class Stored(ImageDataset):
 
     def where(self) -> str:
         return "memory"
+
+
+def two_views(image):
+    pixels = torch.from_numpy(np.array(image.resize((8, 8)))).permute(2, 0, 1)
+    return [pixels, pixels.float()]
+
+
+def in_a_dict(image, rng):
+    return {"image": image, "mask": image[0], "flag": torch.tensor(1, dtype=torch.uint8)}
+
+
+in_a_dict.thread_safe = True
 
 
 class Exits(EvalTransform):
@@ -237,3 +251,28 @@ def test_a_transform_that_exits_is_no_batch_that_never_comes(stored):
     for _ in range(2):
         with pytest.raises(SystemExit):
             data.__getitems__([0, 1, 2])
+
+
+@pytest.mark.parametrize("transform", [two_views, in_a_dict])
+def test_a_transform_may_return_several_tensors(transform):
+    data = Stored(transform=transform)
+    assert data.scaling == ""
+    expected, classes = default_collate([data[index] for index in range(3)])
+    assert classes.tolist() == [0, 1, 2]
+    ((views, found),) = Loader(data, torch.device("cpu")).load([[0, 1, 2]])
+    assert found.tolist() == classes.tolist()
+    assert type(views) is type(expected)
+    first, *others = views.values() if isinstance(views, dict) else views
+    wanted, *unchanged = expected.values() if isinstance(expected, dict) else expected
+    assert torch.equal(first, data.prepare((wanted, classes))[0])
+    assert first.dtype == torch.float32
+    assert all(map(torch.equal, others, unchanged))
+    data.close()
+
+
+def test_a_transform_that_returns_no_tensor_is_told():
+    data = Stored(transform=lambda image: image.resize((8, 8)))
+    said = r"the samples of Stored make no batch, as part 1 of a sample is a Image: let its transforms return tensors"
+    with pytest.raises(DataError, match=said):
+        next(Loader(data, torch.device("cpu")).load([[0, 1]]))
+    data.close()
