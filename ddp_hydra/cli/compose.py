@@ -350,7 +350,7 @@ def with_run_dir_before(arguments: list[str]) -> list[str]:
     kept = [word for word in arguments if not word.startswith("hydra.run.dir=")]
     with contextlib.suppress(CheckpointError):
         find_checkpoint(run_dir)
-        kept.append(f"resume={quoted}")  # wins over one that was typed
+        kept = [*(word for word in kept if not word.startswith("resume=")), f"resume={quoted}"]
     return [*kept, f"hydra.run.dir={quoted}"]
 
 
