@@ -174,28 +174,33 @@ class Gang:
     def start(self, fn: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Running:
         """Start `fn(*args, **kwargs)` on each rank, and return at once; see `dispatch.start`."""
         call = self.checked_call(fn, args, kwargs)
-        workers = len(workers_of(self.client))
-        slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
-        folder = None if self.run_dir is None else background.local_path(self.run_dir)
-        ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
-        return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
+        try:
+            workers = len(workers_of(self.client))
+            slots_of_each = placement.slots_of_workers(self.client, self.settings.ranks_per_worker)
+            folder = None if self.run_dir is None else background.local_path(self.run_dir)
+            ranks, is_graceful = self.settings.ranks or max(1, workers) * slots_of_each, self.settings.grace_s > 0
+            return Running(lambda: self.run_recorded(call), self.stop, ranks, self.interrupts, is_graceful, folder)
+        except BaseException:
+            self.in_use.release()
+            raise
 
     def checked_call(self, fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Return the call of a function that takes these arguments."""
-        check_client(self.client)
-        call = Call(fn, args, kwargs, self.files)
-        check_arguments(call)
-        self.stop.clear()
-        return call
-
-    def run_recorded(self, call: Call) -> list[Any]:
-        """Run a call on each rank; write what the ranks send into `run_dir`, if there is one.
+        """Return the call of a function that takes these arguments; from here until its end, this gang is in use.
 
         Raises:
             ConfigError: this gang runs already.
         """
+        check_client(self.client)
+        call = Call(fn, args, kwargs, self.files)
+        check_arguments(call)
         if not self.in_use.acquire(blocking=False):
             raise ConfigError("this gang runs already: make another one, dispatch.Gang(client, ...)")
+        self.stop.clear()
+        self.interrupts.wanted = False  # a gang that was cancelled leaves it set
+        return call
+
+    def run_recorded(self, call: Call) -> list[Any]:
+        """Run a checked call on each rank; write what the ranks send into `run_dir`, if there is one."""
         try:
             shown = [show] if isinstance(call.fn, Script) and self.on_record is None else []
             if self.run_dir is None:

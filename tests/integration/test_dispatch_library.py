@@ -23,6 +23,7 @@ from distributed import Client
 
 from ddp_hydra import dispatch, results
 from ddp_hydra.compat.dask_pytorch_ddp import dispatch as dask_pytorch_ddp
+from ddp_hydra.dispatch.attempt import LOOP_START_S
 from ddp_hydra.errors import ConfigError, RankFailed
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.record import Checkpoint
@@ -320,7 +321,8 @@ def test_a_gang_is_cancelled(client2, tmp_path, ranks_alive, wait_for):
     assert dispatch.run(client2, dist_rank) == [0, 1]
 
 
-def dist_rank():
+def dist_rank(after_s: float = 0.0):
+    time.sleep(after_s)
     return dist.get_rank()
 
 
@@ -336,14 +338,17 @@ def test_a_gang_that_waits_for_workers_is_cancelled(client2, ranks_alive, wait_f
     assert isinstance(first.exception(100), concurrent.futures.CancelledError)
 
 
-def test_one_gang_runs_once_at_a_time(client2, tmp_path):
+@pytest.mark.parametrize("ranks_run", [False, True])
+def test_one_gang_runs_once_at_a_time(client2, ranks_alive, wait_for, ranks_run):
     gang = dispatch.Gang(client2, ranks=1)
     running = gang.start(time.sleep, 600)
     with pytest.raises(ConfigError, match=r"runs already.*dispatch\.Gang\(client"):
         gang.run(dist_rank)
+    if ranks_run:
+        wait_for(ranks_alive, "a rank that runs")
     running.cancel()
     assert isinstance(running.exception(100), concurrent.futures.CancelledError)
-    assert gang.run(dist_rank) == [0]
+    assert gang.run(dist_rank, 2 * LOOP_START_S) == [0], "it is not cancelled, too"
 
 
 def test_ctrl_c_while_the_result_is_waited_for_stops_the_ranks(client2, ranks_alive, wait_for):
