@@ -249,7 +249,9 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     }
     if any(word.startswith("hydra.run.dir=") and _is_own(value_of(word), resumed) for word in arguments):
         given.remove("resume")  # a run that it has resumed before: this one, which comes later, wins
-        saved = [word for word in saved if word not in arguments]
+        saved = [
+            word for word in saved if word not in arguments and not (key_of(word) == "resume" and redact.HIDDEN in word)
+        ]
     # If a group is chosen again (cluster=inline), the old changes in it (cluster.n_workers=4) are dropped.
     given |= {"debug"} if "debug=faults" in saved else set()
     given |= {"results.root"} if "results.handler=client" in arguments else set()

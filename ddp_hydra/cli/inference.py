@@ -18,7 +18,7 @@ from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.compose import compose, key_of, with_faults
-from ddp_hydra.config import checkpoint_config, redact, unknown_keys
+from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
@@ -207,7 +207,6 @@ def prepared_inference(
         cfg = fresh
     else:
         cfg = checkpoint_config.changed(saved, changes, groups)
-    unknown_keys.check_data(cfg)
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
     for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):

@@ -31,7 +31,7 @@ def check_limits(prefix: str, values: Mapping[str, Any], limits: Mapping[str, An
         try:
             msgspec.convert(value := values[key], limits[key])
         except msgspec.ValidationError:
-            shown = f"{value:.12g}" if isinstance(value, float) else value
+            shown = f"{value:.12g}" if type(value) is float else value if prefix else repr(value)
             shown = json.dumps(value) if value is None or isinstance(value, bool) else shown
             raise ConfigError(f"{prefix}{key}={shown}: give {described(limits[key], null)}") from None
 

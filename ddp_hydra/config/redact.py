@@ -29,6 +29,8 @@ PLACE = {"dir", "file", "filename", "folder", "path"}
 """Words at the end of the name of a file or folder, which is no secret, even where its content is."""
 FILE_KEY = {"ssl", "tls"}
 """Words next to which "key" is the name of a file. Dask also takes the key's text, which `_PEM` matches."""
+OF_FILE_KEY = {"ca", "client", "comm", "dask", "distributed", "private", "scheduler", "server", "worker"}
+"""Words that may stand next to such a key."""
 HIDDEN = "***"
 _PEM = re.compile("-----BEGIN [A-Z ]*PRIVATE KEY")
 """Matches a private key itself, whatever the name of the setting."""
@@ -57,10 +59,12 @@ def named_secret(name: str) -> bool:
     words = [word for word in re.split("[^a-z]+", plain) if word]
     if words[-1:] and words[-1] in PLACE:
         return False
+    if words[-1:] == ["key"] and not FILE_KEY.isdisjoint(words) and set(words[:-1]) <= FILE_KEY | OF_FILE_KEY:
+        return False
     if not SECRET.isdisjoint(words) or "apikey" in plain or "password" in plain:
         return True
     end = words[-2:-1] if words[-1:] == ["id"] else words[-1:]
-    return not SECRET_AT_THE_END.isdisjoint(end) and (HARMLESS | FILE_KEY).isdisjoint(words)
+    return not SECRET_AT_THE_END.isdisjoint(end) and HARMLESS.isdisjoint(words)
 
 
 def holds_secret(value: object) -> bool:

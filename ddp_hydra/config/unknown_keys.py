@@ -129,19 +129,15 @@ OF_DATA_LOADER = {
     "shuffle": "give sampler.shuffle={value}",
     "drop_last": "give sampler.drop_last={value}",
     "num_workers": "give data.workers={value}",
-    "prefetch_factor": "give data.prefetch=<batches>",
     **dict.fromkeys(
         ("sampler", "batch_sampler"), "choose a sampler=<option>, or give sampler._target_=<module>.<class>"
     ),
     "collate_fn": "write a method collate(self, samples) in the class of the data set",
     "worker_init_fn": "write a method share(self, workers) in the class of the data set: each of data.workers calls it",
     "generator": "give seed=<number>, by which samples are shuffled and drawn",
-    **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches for a GPU are pinned"),
-    "persistent_workers": "data.workers live as long as the job",
-    "in_order": "batches keep their order",
-    "multiprocessing_context": "data.workers chooses it",
 }
-"""Arguments of torch's DataLoader that a config of data may hold by habit, and what takes their place."""
+"""Arguments of torch's DataLoader that a config of data may hold by habit, and what takes their place; those that
+change no batch may stay."""
 OUR_DATA_KEYS = ("name", "batch_size", "global_batch", "train", "val", "prefetch", "memory_mb", "workers")
 
 
@@ -171,8 +167,10 @@ def check_data(cfg: DictConfig) -> None:
     raw: Any = OmegaConf.to_container(cfg)
     given = {key: value for key in OF_DATA_LOADER if (value := raw["data"].get(key)) is not None}
     read = set(interpolated(raw)) if given else set()
+    as_it_is = {name: (raw.get("sampler") or {}).get(name) for name in ("shuffle", "drop_last")}
+    as_it_is["num_workers"] = raw["data"].get("workers") or 0
     for key, value in given.items():
-        if not _is_read(f"data.{key}", read):
+        if value != as_it_is.get(key) and not _is_read(f"data.{key}", read):
             raise ConfigError(
                 f"data.{key}={as_typed(value)}: no DataLoader gets it: "
                 f"{OF_DATA_LOADER[key].format(value=as_typed(value))}, and leave data.{key} out; an argument of the "

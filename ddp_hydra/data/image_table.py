@@ -6,9 +6,9 @@ import csv
 import gzip
 import io
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,7 +69,8 @@ class ImageTable(StoredImages):
         _check_slashes(paths, table)
         self._paths = StringArray(paths)
         self._root = _folder_of(table) if root is None else root or "."
-        if is_remote(table) or is_remote(self._root):
+        self._is_stored = is_remote(table) or is_remote(self._root)
+        if self._is_stored:
             _check_files(paths, table, self._root)
         self._root_store, self._prefix = self.access.open_folder(self._root)
         if label_column is None:
@@ -108,13 +109,11 @@ class ImageTable(StoredImages):
         return store.get(key)
 
     def _find(self, path: str) -> tuple[Store, str]:
-        if is_remote(path) or path.startswith(_OF_MACHINE):
+        # A table in a store names no files of this machine: a slash at the beginning is its own way to write a key.
+        is_absolute = path.startswith("/") and not self._is_stored and Path(path).exists()
+        if is_remote(path) or path.startswith("file:") or is_absolute:
             return self.access.open(path)
-        return self._root_store, f"{self._prefix.rstrip('/')}/{path}".lstrip("/")
-
-
-_OF_MACHINE = ("/", "file:")
-"""Beginnings of absolute paths of this machine."""
+        return self._root_store, f"{self._prefix.rstrip('/')}/{path.lstrip('/')}".lstrip("/")
 
 
 def read_columns(access: Access, table: str, columns: Mapping[str, str]) -> list[list[str]]:
@@ -158,14 +157,11 @@ def _check_slashes(paths: Sequence[str], table: str) -> None:
 
 
 def _check_files(paths: Sequence[str], table: str, root: str) -> None:
-    folder = None if is_remote(root) else local_path(root)
     for row, path in enumerate(paths, start=1):
-        if not path.startswith(_OF_MACHINE):
-            continue
-        if folder is None or not os.path.normpath(local_path(path)).startswith(f"{str(folder).rstrip('/')}/"):
+        if path.startswith("file:"):
             raise ValueError(
                 f"{bare_url(table)}: row {row} names {path}, a file of this machine, and paths begin at "
-                f"{bare_url(root)}: write it without the first slash, or give data.root=<folder of this machine>"
+                f"{bare_url(root)}: write a path below it"
             )
 
 

@@ -6,6 +6,7 @@ that is thread-safe; on GPUs, workers make its batches, see `ddp_hydra/data/work
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import deque
@@ -26,6 +27,7 @@ from ddp_hydra.data.workers import InWorkers, UnpicklableInWorker, Workers
 from ddp_hydra.data.wrappers import name_of
 from ddp_hydra.errors import DataError
 
+log = logging.getLogger(__name__)
 QUICK_S = 0.001
 """A batch that is made in less time is made by the loop itself: handing it over from a thread would take longer."""
 PROBES = 2
@@ -85,7 +87,7 @@ class Loader:
         self.source = self.dataset.dataset if self.uses_workers else self.dataset
         self.workers: Workers | None = None
         self.prepare = getattr(self.dataset, "prepare", lambda batch: batch)
-        self.n_samples = self._length()
+        self.n_samples, self.has_grown = self._length(), False
         self.waited_s = 0.0
         self._made_in_s = self._quickest_s = math.inf
         self.probes = 0
@@ -95,7 +97,14 @@ class Loader:
         self.check_length(f" in epoch {epoch + 1}")
 
     def check_length(self, when: str = "") -> None:
-        if (n := self._length()) != self.n_samples:
+        n = self._length()
+        if n > self.n_samples and not self.has_grown:
+            self.has_grown = True
+            log.warning(
+                "%s had %s samples when the run began, and has %s%s: the run goes on with the first ones",
+                name_of(self.source), f"{self.n_samples:,}", f"{n:,}", when,
+            )  # fmt: skip
+        if n < self.n_samples:
             raise DataError(
                 f"{name_of(self.source)} had {self.n_samples:,} samples when the run began, and has {n:,}{when}: the "
                 "steps, the schedule and an exact resume need one length. Let __len__ return the same number in all "

@@ -87,7 +87,7 @@ class Sampler(ABC):
     def batches(self, epoch: int, position: int = 0) -> Iterator[list[int]]:
         """Yield this rank's batches of an epoch, from `position` on, see `steps`."""
         order = np.asarray(self.order(epoch))
-        if len(order) != self.n_samples:
+        if len(order) < self.n_samples:
             raise ConfigError(
                 f"{type(self).__name__}.order({epoch}) has {len(order)} indices, and n_samples is {self.n_samples}: "
                 "set self.n_samples to its length, in __post_init__ before super().__post_init__()"
@@ -299,7 +299,9 @@ class Weighted(Sampler):
         found = found.reshape(-1)
         is_class = found == found  # NaN is not equal to itself
         if found.dtype.kind == "f":
-            is_class = np.isfinite(found) & (found == np.round(found))
+            is_class = np.isfinite(found)
+            if 2 * len(np.unique(found)) > len(found):  # nearly each has its own: they are measured, not classes
+                is_class &= found == np.round(found)
         elif found.dtype.kind == "O":
             is_class &= [value is not None for value in found]
         if not is_class.all():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import io
+import itertools
 import linecache
 import sys
 import tempfile
@@ -17,14 +18,16 @@ from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle
-from dask.base import is_dask_collection
-from distributed import futures_of
+from distributed import Future
 
 from ddp_hydra.console.signals import printed
 from ddp_hydra.console.text import printable
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import Log, Record
+
+MOST_PARTS = 1024
+"""How many parts of a collection among the arguments are looked at."""
 
 
 def show(record: Record) -> None:
@@ -82,10 +85,8 @@ def check_arguments(call: Call) -> None:
     for kind in (kind for kind, is_kind in _NOT_RUN.items() if is_kind(call.fn)):
         name = getattr(call.fn, "__name__", "")
         raise ConfigError(f"{name} is {kind}, which a rank would not run: give a function with a return")
-    if futures_of((call.args, dict(call.kwargs))):
+    if _holds_future((call.args, dict(call.kwargs)), set()):
         raise ConfigError("an argument holds a Dask future, which ranks can't read: give its value, future.result()")
-    if any(is_dask_collection(value) for value in (*call.args, *call.kwargs.values())):
-        raise ConfigError("an argument is a lazy Dask collection: give its value, .compute(), or make it in the ranks")
     signature = signature_of(call.fn)
     if signature is None:
         return
@@ -102,6 +103,17 @@ def check_arguments(call: Call) -> None:
             typed = ", ".join(f"{setting}=..." for setting in mine)
             advice = f"give settings of the gang to Gang: dispatch.Gang(client, {typed}).run({name}, ...)"
         raise ConfigError(f"{name} can't be called with these arguments: {error}; {advice}") from None
+
+
+def _holds_future(value: Any, seen: set[int]) -> bool:
+    # Of long collections, the first parts are looked at; `seen`: a collection may hold itself.
+    if isinstance(value, Future):
+        return True
+    if type(value) not in (list, tuple, set, frozenset, dict) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    parts = value.values() if type(value) is dict else value
+    return any(_holds_future(part, seen) for part in itertools.islice(parts, MOST_PARTS))
 
 
 def pickled(value: Any) -> bytes:

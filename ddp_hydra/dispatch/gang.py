@@ -102,7 +102,7 @@ def check_client(client: object) -> None:
             "this client is asynchronous, and a gang is waited for: give it a client of its own, "
             "distributed.Client(client.scheduler.address), in a thread, as asyncio.to_thread does"
         )
-    if client.status != "running":
+    if client.status in ("closing", "closed"):
         raise ConfigError(f"this client is {client.status}: give a new one, distributed.Client('tcp://<scheduler>')")
 
 

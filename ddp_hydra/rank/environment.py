@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import ddp_hydra
-from ddp_hydra.errors import ClusterError
+from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.rank.spec import JobSpec, RankSpec
 from ddp_hydra.storage.retry import Backoff
 
@@ -357,4 +357,5 @@ def bind(host: str, ports: tuple[int, int] | None = None) -> socket.socket:
             else:
                 return listener
     chosen = "chosen by the system" if not first else f"{first} to {last}" if last > first else str(first)
-    raise ClusterError(f"rank 0 can't listen on {host}, port {chosen}: {reason}; free it, or widen dispatch.port_range")
+    kind = ConfigError if ports else ClusterError  # without a range, another try may find a port
+    raise kind(f"rank 0 can't listen on {host}, port {chosen}: {reason}; free it, or widen dispatch.port_range")

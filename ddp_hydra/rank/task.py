@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from distributed import Worker, get_worker
 
-from ddp_hydra.errors import ClusterError, ConfigError, DiskFull, Failure
+from ddp_hydra.errors import ConfigError, DiskFull, Failure
 from ddp_hydra.rank import inbox, outbox
 from ddp_hydra.rank.rank_process import TICK_S, RankContext, RankProcess
 from ddp_hydra.rank.record_relay import FLUSH_S
@@ -90,7 +90,7 @@ def _is_cancelled(worker: Worker, key: Any) -> bool:
 def not_started(error: Exception, what: str = "could not be started") -> End:
     if isinstance(error, Stopped):
         return End(stopped=True)
-    if isinstance(error, (ClusterError, ConfigError, DiskFull)):  # another attempt would fail in the same way
+    if isinstance(error, (ConfigError, DiskFull)):  # another attempt would fail in the same way
         return End(failure=Failure("start", message=f"{what}: {error}", time_s=time.time(), mistake=True))
     message = f"{what}: {type(error).__name__}: {error}"  # no file descriptors, a full disk, no torch
     return End(failure=Failure("start", message=message, traceback=traceback.format_exc(), time_s=time.time()))

@@ -372,8 +372,7 @@ class Store(ProcessLocal):
             explained = self._explain(error, key)
             if isinstance(explained, TemporaryError):
                 raise
-            if isinstance(explained, FileNotFoundError | PermissionError):
-                return
+            return
         raise self._no_listing()
 
     def _no_listing(self) -> TemporaryError:

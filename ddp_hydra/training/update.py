@@ -165,7 +165,7 @@ def sparse_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[Non
     try:
         yield
     except RuntimeError as error:
-        if not re.search("sparse|dense grad", str(error)):
+        if not re.search(r"sparse gradient|dense gradient|add\(sparse", str(error)):
             raise
         name, off = type(optimizer).__name__, {"fused": "false", "weight_decay": "0"}
         given = [one for one in off if any(group.get(one) for group in optimizer.param_groups)]
@@ -180,7 +180,7 @@ def sparse_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[Non
             said = f"{name} {takes_none}"
             if name.startswith("Adam"):
                 said += " (torch's SparseAdam is for models whose gradients are all sparse)"
-        raise ConfigError(f"{key}: {said}: give {instead}, or build the embedding with sparse=False") from None
+        raise ConfigError(f"{key}: {said}: give {instead}, or build the embedding with sparse=False") from error
 
 
 def check_sparse(part: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:

@@ -306,11 +306,14 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
             floats of are left as they are.
         """
         images, targets = batch
+        if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.ndim == 4:
+            return normalise(images, self.mean, self.std), targets
         return mapped(self._normalised, images), targets
 
     def _normalised(self, images: Tensor) -> Tensor:
-        is_pixels = images.dtype == torch.uint8 and images.ndim == 4 and images.shape[1] == 3  # or a mask, a number
-        return normalise(images, self.mean, self.std) if is_pixels else images
+        if images.dtype != torch.uint8 or images.ndim < 4 or images.shape[-3] != 3:  # a mask, a number
+            return images
+        return normalise(images.flatten(0, -4), self.mean, self.std).reshape(images.shape)
 
     @cached_property
     def scaling(self) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
 from ddp_hydra.data import draws
 from ddp_hydra.data.wrappers import unwrapped
@@ -19,6 +19,8 @@ from ddp_hydra.errors import ConfigError
 
 _FIRST_SEEDS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """What the user seeded a generator by."""
+MOST_PARTS = 1000
+"""A longer list has no stages but samples, or their names."""
 _SHUFFLE_ARGUMENTS = ("bufsize", "initial", "rng", "seed", "handler")
 
 
@@ -33,7 +35,7 @@ def parts_of(data: Any) -> list[Any]:
         found[id(part)] = part
         values = list(getattr(part, "__dict__", {}).values())
         for value in tuple(values):
-            values += value if isinstance(value, (list, tuple)) else ()
+            values += value if isinstance(value, (list, tuple)) and len(value) <= MOST_PARTS else ()
         pending += [v for v in values if isinstance(v, (Dataset, DataLoader, Sampler)) or _is_stage(v)]
     parts = list(found.values())
     for part in parts:
@@ -68,11 +70,18 @@ def _refuse_other_orders(loader: Any, is_nested: bool) -> None:
             "and a resume other samples: leave in_order out"
         )
     is_copied = type(loader) is DataLoader and not is_nested
+    if isinstance(getattr(loader, "sampler", None), SequentialSampler) or not _has_order(loader):
+        return
     if loader.num_workers and loader.persistent_workers and not is_copied and not hasattr(loader, "load_state_dict"):
         raise ConfigError(
             f"persistent_workers=True of a {type(loader).__name__} draws another order in the process that began with "
             "an epoch than in one that resumes there: give persistent_workers=False"
         )
+
+
+def _has_order(loader: Any) -> bool:
+    # A loader of an IterableDataset takes the samples as they come.
+    return not isinstance(loader.dataset, IterableDataset)
 
 
 def _seed(generator: Any, epoch: int, seed: int) -> None:

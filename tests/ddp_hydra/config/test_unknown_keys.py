@@ -59,7 +59,7 @@ def test_a_new_key_that_another_value_refers_to_is_taken(reader):
             False,
             r"data\.shuffle=false: no DataLoader gets it: give sampler\.shuffle=false, and leave data\.sh",
         ),
-        ("drop_last", True, r"give sampler\.drop_last=true, and"),
+        ("drop_last", False, r"give sampler\.drop_last=false, and"),
         ("num_workers", 4, r"give data\.workers=4, and"),
         (
             "collate_fn",
@@ -74,6 +74,12 @@ def test_an_argument_of_a_data_loader_has_another_place(key, value, said):
         unknown_keys.check(changed({f"data.{key}": value}))
     unknown_keys.check(changed({f"data.{key}": value, f"data.train.{key}": f"${{data.{key}}}"}))
     unknown_keys.check(changed({f"data.{key}": None, f"data.train.{key}": value}))  # of the data set, as a DataLoader
+
+
+@pytest.mark.medium
+def test_an_argument_of_a_data_loader_that_changes_no_batch_may_stay():
+    as_it_is = {"shuffle": True, "drop_last": True, "num_workers": 0, "pin_memory": True, "prefetch_factor": 4}
+    unknown_keys.check(changed({f"data.{key}": value for key, value in as_it_is.items()}))
 
 
 def hydra_part(words, choices):

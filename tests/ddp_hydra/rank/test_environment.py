@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ddp_hydra.errors import ClusterError
+from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.rank import environment
 
 
@@ -54,7 +54,7 @@ def test_the_rendezvous_listens_on_the_hosts_own_address_only_or_everywhere_wher
     with environment.bind("192.0.2.77") as listener:
         assert listener.getsockname()[0] == "0.0.0.0"
         port = listener.getsockname()[1]
-        with pytest.raises(ClusterError, match=r"can't listen on 192\.0\.2\.77, port .*in use.*port_range"):
+        with pytest.raises(ConfigError, match=r"can't listen on 192\.0\.2\.77, port .*in use.*port_range"):
             environment.bind("192.0.2.77", (port, port))
 
 

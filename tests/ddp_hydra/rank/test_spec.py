@@ -54,7 +54,7 @@ def test_settings_of_a_gang_are_checked_when_it_is_made():
         ({"ranks": 2, "min_ranks": 3}, "min_ranks=3 is more than ranks=2: give 2 or less"),
         ({"ranks": 0}, "ranks=0: give a whole number of at least 1, or None"),
         ({"ranks_per_worker": 0}, "ranks_per_worker=0: give a whole number of at least 1, or auto"),
-        ({"timeout_s": "long"}, "timeout_s=long: give seconds, more than 0"),
+        ({"timeout_s": "long"}, "timeout_s='long': give seconds, more than 0"),
         ({"lost_timeout_s": float("nan")}, "lost_timeout_s=nan: give seconds, more than 0"),
         ({"max_restarts": -1}, "max_restarts=-1: give 0 or more"),
         ({"port_range": [2, 1]}, r"port_range=\[2, 1\]: give the first and the last port"),

@@ -74,6 +74,11 @@ def test_what_is_not_one_class_for_each_sample_is_told(targets, found):
         Weighted(4, 1, targets=targets)
 
 
+def test_ratings_are_classes():
+    ratings = [0.5, 1.5] + [1.0] * 6
+    assert list(Weighted(8, 1, targets=ratings).order(0)) == list(Weighted(8, 1, targets=[0, 2] + [1] * 6).order(0))
+
+
 @pytest.mark.parametrize(("targets", "balance"), [(None, 1), ([0, 1], 1), (TARGETS, 1.5), (TARGETS, -0.1)])
 def test_what_cannot_be_is_refused(targets, balance):
     words = r"sampler\.balance" if targets is TARGETS else "sampler=distributed"

@@ -125,10 +125,11 @@ class LoaderOfAUser(DataLoader):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Holder(workers()), r"persistent_workers=True of a DataLoader .* persistent_workers=False"),
-        (lambda: wds.WebLoader(range(N), num_workers=1, persistent_workers=True), "persistent_workers=False"),
+        (lambda: Holder(workers(shuffle=True)), r"persistent_workers=True of a DataLoader .* persistent_workers=False"),
+        (lambda: Holder(workers()), ""),
+        (lambda: LoaderOfAUser(range(N), batch_size=None, num_workers=1, persistent_workers=True), ""),
         (
-            lambda: LoaderOfAUser(range(N), batch_size=None, num_workers=1, persistent_workers=True),
+            lambda: LoaderOfAUser(range(N), batch_size=None, num_workers=1, persistent_workers=True, shuffle=True),
             "of a LoaderOfAUser .*persistent_workers=False",
         ),
         (lambda: loader(num_workers=2, in_order=False), "leave in_order out"),
