@@ -151,7 +151,8 @@ def test_a_bucket_that_goes_on_failing_is_reported_and_the_next_checkpoint_bring
     run.settle()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert re.search(
-        r"cannot be uploaded to s3://runs/a/checkpoints: the store at http://127.* answered .*SlowDown", caplog.text
+        r"cannot be uploaded to s3://runs/a/checkpoints: s3://\S+: the store at http://127.* answered .*SlowDown",
+        caplog.text,
     )
     assert front.objects() == before
     front.answer = lambda method, key: None
