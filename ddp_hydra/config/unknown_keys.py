@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -151,7 +151,7 @@ def check(cfg: DictConfig) -> None:
         for key in node:
             if str(key) not in known and not _is_read(f"{prefix}{key}", read):
                 raise ConfigError(text.unknown(f"{prefix}{key}", known))
-    check_data(cfg)
+    _check_data(raw, read)
     nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
     nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
     nodes += [("data", key, raw["data"].get(key)) for key in ("train", "val") if isinstance(raw["data"].get(key), str)]
@@ -162,11 +162,9 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
-def check_data(cfg: DictConfig) -> None:
+def _check_data(raw: Mapping[Any, Any], read: Collection[str]) -> None:
     """Refuse arguments of torch's DataLoader, which nothing passes on, as keys of the data."""
-    raw: Any = OmegaConf.to_container(cfg)
     given = {key: value for key in OF_DATA_LOADER if (value := raw["data"].get(key)) is not None}
-    read = set(interpolated(raw)) if given else set()
     as_it_is = {name: (raw.get("sampler") or {}).get(name) for name in ("shuffle", "drop_last")}
     as_it_is["num_workers"] = raw["data"].get("workers") or 0
     for key, value in given.items():

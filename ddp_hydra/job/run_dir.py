@@ -48,7 +48,7 @@ class RunDirCallback(Callback):
             raise SystemExit(f"ddp_hydra: {error}") from None
 
 
-def refuse_other_run(run_dir: Path, resume: str | None, key: str = "hydra.run.dir") -> None:
+def refuse_other_run(run_dir: Path, resume: str | None) -> None:
     """Refuse a run directory that holds the results of another run.
 
     A run that ended before it saved a checkpoint may start again in its folder.
@@ -56,13 +56,12 @@ def refuse_other_run(run_dir: Path, resume: str | None, key: str = "hydra.run.di
     Args:
         run_dir: of the new run.
         resume: the run or checkpoint that it goes on from.
-        key: names the folder in the command.
     """
     summary = read_summary(run_dir)
     is_done = summary is not None and summary.status == "done"
     if (has_checkpoint(run_dir) or is_done) and not is_resumed(run_dir, resume):
         raise ConfigError(
-            f"{run_dir} holds another run: give {key}=<folder>, or go on with it by {typed('resume', run_dir)}"
+            f"{run_dir} holds another run: give hydra.run.dir=<folder>, or go on with it by {typed('resume', run_dir)}"
         )
 
 

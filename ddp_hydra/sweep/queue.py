@@ -20,7 +20,6 @@ from omegaconf.errors import OmegaConfBaseException
 from ddp_hydra.config import hydra_compat, redact, unknown_keys, validate
 from ddp_hydra.config.hydra_compat import parse_override, typed_words
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
-from ddp_hydra.job.run_dir import refuse_other_run
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import Need, PlannedJob
 from ddp_hydra.sweep.rows import OF_READING, JobRow, JobState, comparable, typed
@@ -243,7 +242,7 @@ class JobQueue:
                 folder = str(config.hydra.sweep.subdir)
                 job.is_ours = planned_job.is_ours(config)
                 if job.is_ours:
-                    self.claim(folder, job, config.get("resume"))
+                    self.claim(folder, job)
                 job.row.folder = folder
                 job.need = planned_job.need_of(config) if job.is_ours else self.own_need
                 job.config, job.folder = config, self.folder / job.row.folder
@@ -259,8 +258,8 @@ class JobQueue:
             importlib.import_module("ddp_hydra.training.loop")
         return job.row.state != JobState.failed
 
-    def claim(self, folder: str, job: PlannedJob, resume: str | None) -> None:
-        """Refuse a folder of another job or run: Hydra would write this job's config over the other one's."""
+    def claim(self, folder: str, job: PlannedJob) -> None:
+        """Refuse a folder of another job: Hydra would write this job's config over the other one's."""
         number = job.row.number
         owner = self.owners.setdefault(os.path.normpath(folder), number)
         if owner != number:
@@ -268,8 +267,6 @@ class JobQueue:
                 f"jobs {owner} and {number} have the same folder, {self.folder / folder}: let hydra.sweep.subdir name "
                 "one for each job, as '${hydra.job.num}' does"
             )
-        if not self.is_resumed:
-            refuse_other_run(self.folder / folder, resume, "hydra.sweep.dir")
 
     def compose_ahead(self) -> bool:
         """Compose one of the next jobs, so that it can start at once later; return False if all are composed."""

@@ -89,12 +89,15 @@ def export(
 
 @contextmanager
 def disk_errors() -> Iterator[None]:
-    # safetensors and tokenizers, which are written in Rust, tell the number of a disk's error in the text only.
+    # safetensors and tokenizers, which are written in Rust, tell the number of a disk's error in the text only. torch
+    # raises an error of its own where a file can't be written to.
     try:
         yield
     except Exception as error:
         if number := re.search(r"\(os error (\d+)\)", str(error)):
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from error
         raise
 
 
@@ -169,9 +172,8 @@ def safetensors(trained: TrainedModel, model: nn.Module, example: Example, path:
 
 
 def torch_file(trained: TrainedModel, model: nn.Module, example: Example, path: Path) -> Written:
-    content = io.BytesIO()  # torch's own writer of files doesn't say why one can't be written
-    torch.save(plain_state.encode(model.state_dict()), content)
-    path.write_bytes(content.getbuffer())
+    with path.open("wb") as file:  # torch's own writer of files doesn't say why one can't be written
+        torch.save(plain_state.encode(model.state_dict()), file)
     again = builders.model(trained.cfg, trained.data).eval()
     again.load_state_dict(plain_state.decode(torch.load(path, weights_only=True)))
     return again, FREE

@@ -70,18 +70,14 @@ def _refuse_other_orders(loader: Any, is_nested: bool) -> None:
             "and a resume other samples: leave in_order out"
         )
     is_copied = type(loader) is DataLoader and not is_nested
-    if isinstance(getattr(loader, "sampler", None), SequentialSampler) or not _has_order(loader):
+    # A loader of an IterableDataset takes the samples as they come.
+    if isinstance(loader.dataset, IterableDataset) or isinstance(getattr(loader, "sampler", None), SequentialSampler):
         return
     if loader.num_workers and loader.persistent_workers and not is_copied and not hasattr(loader, "load_state_dict"):
         raise ConfigError(
             f"persistent_workers=True of a {type(loader).__name__} draws another order in the process that began with "
             "an epoch than in one that resumes there: give persistent_workers=False"
         )
-
-
-def _has_order(loader: Any) -> bool:
-    # A loader of an IterableDataset takes the samples as they come.
-    return not isinstance(loader.dataset, IterableDataset)
 
 
 def _seed(generator: Any, epoch: int, seed: int) -> None:

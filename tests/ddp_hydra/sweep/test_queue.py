@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
-from ddp_hydra.run_state import Summary
 from ddp_hydra.sweep.planned_job import Need
 from ddp_hydra.sweep.queue import JobQueue
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective
@@ -97,15 +95,6 @@ def test_a_folder_of_a_job_that_is_done_is_not_given_to_another_one(tmp_path):
     jobs = composing(tmp_path, earlier=[JobRow(0, ["sub=x"], "x", JobState.done)])
     assert jobs.add(["sub=x"], 0).row.state == JobState.done
     assert not jobs.compose(jobs.add(["sub=./x"], 1))
-
-
-def test_a_folder_that_holds_a_single_run_is_refused_before_hydra_writes_there(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "summary.json").write_bytes(msgspec.json.encode(Summary(status="done")))
-    job = (jobs := composing(tmp_path)).add(["sub=x"], 0)
-    assert not jobs.compose(job)
-    assert "holds another run: give hydra.sweep.dir=<folder>" in job.row.message
-    assert job.row.folder == "0"
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 8), max_size=12))
