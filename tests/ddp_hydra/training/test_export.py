@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 import ddp_hydra
+from ddp_hydra import results
 from ddp_hydra.cli import export as command
 from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.training import export, load_run
@@ -126,7 +128,15 @@ class Words(nn.Module):
         return {"logits": self.scores(found.flatten(1) if self.fixed else found.mean(1)), "states": (found, found)}
 
 
+@pytest.fixture
+def logged_apart() -> Iterator[None]:
+    """Forget what a test logs outside of training; the next run of this process would write it."""
+    yield
+    results.take_means()
+
+
 @pytest.mark.medium
+@pytest.mark.usefixtures("logged_apart")
 @pytest.mark.parametrize(("fixed", "free"), [(False, ("batch", "length")), (True, ("batch",))])
 def test_texts_have_any_length_where_the_model_takes_it(fixed, free):
     model, mask = Words(fixed).eval(), torch.ones(2, 7, dtype=torch.long)
