@@ -45,6 +45,8 @@ def test_a_run_that_is_resumed_in_its_own_folder_keeps_the_one_that_it_has_resum
     assert found[-3:] == ["resume=elsewhere", *own]
     (run / ".hydra" / "overrides.yaml").write_text(json.dumps(found))
     assert typed.with_resumed_overrides(own) == found
+    (run / ".hydra" / "overrides.yaml").write_text(json.dumps(["resume=***", "optimizer.lr=0.1"]))
+    assert typed.with_resumed_overrides(own) == ["optimizer.lr=0.1", *own], "a name that was hidden can't be read again"
 
 
 def test_relative_paths_of_a_resumed_run_are_in_the_folder_where_it_was_typed(tmp_path, monkeypatch):

@@ -21,6 +21,8 @@ CONF = Path(__file__).parents[3] / "conf"
         "dbPassword",
         "aws_access_key_id",
         "key",
+        "tls_api_key",
+        "ssl_access_key",
     ],
 )
 def test_what_is_called_like_a_secret(name):

@@ -74,6 +74,12 @@ def test_bytes_are_normalised_by_prepare(folder):
     images, _ = data.prepare(data.collate(data.__getitems__([0, 1])))
     assert images.dtype == torch.float32
     assert images.min() < 0
+    crops = torch.randint(0, 256, (2, 5, 3, 8, 8), dtype=torch.uint8)
+    views, whole = data.prepare(((crops, crops[:, 0]), None))[0]
+    assert torch.equal(views[:, 1], data.prepare((crops[:, 1].contiguous(), None))[0])
+    assert torch.equal(whole, views[:, 0])
+    mask = torch.randint(0, 2, (2, 8, 8), dtype=torch.uint8)
+    assert data.prepare(((mask, crops), None))[0][0] is mask
     data.close()
 
 
