@@ -118,9 +118,11 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
             ConfigError: there is no such setting, or its value is not allowed.
         """
-        check_limits("", settings, limits_of(cls), "None")
+        # Numbers of numpy and torch count as Python's.
+        given = {key: value.item() if getattr(value, "ndim", None) == 0 else value for key, value in settings.items()}
+        check_limits("", given, limits_of(cls), "None")
         try:
-            made = msgspec.convert(dict(settings), cls)
+            made = msgspec.convert(given, cls)
         except msgspec.ValidationError as error:
             raise ConfigError(f"a gang's settings are {', '.join(sorted(cls.__struct_fields__))}: {error}") from None
         check_gang("", made.ranks, made.min_ranks, made.port_range)

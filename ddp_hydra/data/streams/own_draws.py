@@ -101,5 +101,7 @@ def _seed_stage(stage: Any, epoch: int, seed: int) -> None:
         draws.tell_epoch(stage, epoch, seed)
     elif isinstance(getattr(stage, "epoch", None), int):  # detshuffle and ResampledShards count their passes
         stage.epoch = epoch - 1
+    elif isinstance(getattr(stage, "seed", None), float):  # SimpleShardList(seed=True) has taken the time
+        stage.seed = draws.mixed(0, seed)
     if getattr(stage, "deterministic", True) is False:  # ResampledShards would seed itself by the time
         stage.deterministic, stage.seed = True, draws.mixed(stage.seed, seed)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from ddp_hydra.config.project import Project
 from ddp_hydra.dispatch import Gang
@@ -46,6 +48,13 @@ def test_settings_of_a_gang_are_checked_when_it_is_made():
     assert Gang(None, 3, port_range=[1, 2], pip=["x"]).settings == GangSettings(ranks=3, port_range=(1, 2), pip=("x",))
     with pytest.raises(ConfigError, match=r"a gang's settings are .*ranks_per_worker.* unknown field `rank`"):
         Gang(None, rank=3)
+
+
+def test_numbers_of_numpy_and_torch_are_settings():
+    given = Gang(None, np.int64(3), timeout_s=np.float32(5), max_restarts=torch.tensor(2)).settings
+    assert given == GangSettings(ranks=3, timeout_s=5.0, max_restarts=2)
+    with pytest.raises(ConfigError, match="ranks=0: give"):
+        Gang(None, np.int64(0))
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,14 @@ def test_a_seed_of_a_shuffle_stays(shuffled):
     assert passes(lambda: shards(shardshuffle=6, seed=1), (0,)) == passes(lambda: shards(shardshuffle=6, seed=1), (1,))
 
 
+def test_shards_that_would_be_shuffled_by_the_time_are_shuffled_by_the_seed_of_the_run():
+    def make() -> Any:
+        return wds.DataPipeline(wds.SimpleShardList(URLS, seed=True))
+
+    first = passes(make, (0,))
+    assert first == passes(make, (1,)) != passes(make, (0,), seed=4)
+
+
 def test_the_seed_of_a_users_generator_counts():
     orders = [passes(lambda seed=seed: loader(shuffle=True, generator=generator(seed)), (0,)) for seed in (1, 2)]
     assert orders[0] != orders[1]
