@@ -139,7 +139,7 @@ def test_an_unknown_key_is_told_with_the_one_that_may_be_meant(word, said):
 @pytest.fixture(scope="module")
 def loader():
     with initialize_config_dir(str(CONF), **VERSION_BASE):
-        yield GlobalHydra.instance().config_loader()
+        return GlobalHydra.instance().config_loader()  # of use, too, when Hydra's own state is free again for others
 
 
 CHOICES = {"optimizer": "sgd", "data": "s3_images", "scheduler": "cosine", "model": "resnet18"}
