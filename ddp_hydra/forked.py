@@ -25,6 +25,8 @@ def begin() -> None:
     """Leave to the parent what it has registered for its own end."""
     gc.freeze()  # also tells the objects of the parent from those that are made from now on
     atexit._clear()
+    if util := sys.modules.get("multiprocessing.util"):  # each finalizer knows the process that has made it
+        atexit.register(util._run_finalizers)
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False

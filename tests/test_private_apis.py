@@ -68,6 +68,7 @@ ALLOWED = {
     # Python
     "_clear": "exit handlers of the parent are not those of a fork",
     "_run_exitfuncs": "exit handlers of user code are called at the end of a fork",
+    "_run_finalizers": "removes the folders of multiprocessing at the end of a fork",
     "_registered_with_atexit": "as _clear, for weakref.finalize",
     "_registry": "as _clear, for weakref.finalize",
     "_shutdown": "threads of user code are joined at the end of a fork",

@@ -176,8 +176,11 @@ class Reservation:
 def _too_few(wanted: int, free: int, total: int, enough: bool, waited_s: float, slots: int) -> str:
     asked = f"{wanted} workers of {slots} ranks are wanted" if slots > 1 else f"dispatch.ranks={wanted}"
     if not enough:
-        fewer = f" or dispatch.ranks={total * slots}" if total else ""
-        return f"{asked}, but there are {total} workers: give cluster.n_workers={wanted}{fewer}"
+        if not total:
+            return f"{asked}, but the cluster has no workers: start some, as with cluster.n_workers={wanted}"
+        return (
+            f"{asked}, but there are {total} workers: give cluster.n_workers={wanted} or dispatch.ranks={total * slots}"
+        )
     held = (
         f"{wanted} workers were wanted, {free} of {total} are free after {waited_s:.0f} s, the rest held by other jobs"
     )

@@ -7,6 +7,7 @@ import inspect
 import io
 import itertools
 import linecache
+import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -116,8 +117,38 @@ def _holds_future(value: Any, seen: set[int]) -> bool:
     return any(_holds_future(part, seen) for part in itertools.islice(parts, MOST_PARTS))
 
 
+def pickled_call(fn: Callable[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    """Pickle a function for the ranks, and its arguments.
+
+    Raises:
+        ConfigError: one of them can't be pickled; the message names it.
+    """
+    try:
+        return pickled((fn, args, kwargs))
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        parts = [(f"argument {number}", "", value) for number, value in enumerate(args, start=1)]
+        parts += [(f"the argument {name}", "", value) for name, value in kwargs.items()]
+        if inspect.isfunction(fn):
+            used = inspect.getclosurevars(fn)
+            where = f", which {fn.__name__}() uses,"
+            parts += [(name, where, value) for name, value in {**used.globals, **used.nonlocals}.items()]
+        named = (f"{name} (a {type(value).__name__}){where}" for name, where, value in parts if not _can_pickle(value))
+        what = next(named, str(fn))
+        raise ConfigError(
+            f"{what} can't be sent to the ranks ({type(error).__name__}: {error}): make it inside the function"
+        ) from error
+
+
+def _can_pickle(value: Any) -> bool:
+    try:
+        pickled(value)
+    except Exception:
+        return False
+    return True
+
+
 def pickled(value: Any) -> bytes:
-    """Pickle a value for the ranks, with functions of scripts and notebooks by their content."""
+    """Pickle a value, with functions of scripts and notebooks by their content."""
     with io.BytesIO() as file:
         _Pickler(file).dump(value)
         return file.getvalue()

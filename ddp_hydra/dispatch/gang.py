@@ -32,7 +32,7 @@ from ddp_hydra.console.text import counted
 from ddp_hydra.dispatch import background, placement
 from ddp_hydra.dispatch.attempt import Attempt
 from ddp_hydra.dispatch.background import Running
-from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled, script, show, signature_of
+from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled_call, script, show, signature_of
 from ddp_hydra.dispatch.health import Restarts
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
@@ -318,7 +318,7 @@ class Gang:
         if call.files:
             kwargs["files"] = attempt.send_files(call.files)
         with self.interrupts.deferred():
-            return attempt.run(pickled((call.fn, call.args, kwargs)), is_script=isinstance(call.fn, Script))
+            return attempt.run(pickled_call(call.fn, call.args, kwargs), is_script=isinstance(call.fn, Script))
 
     def decide_restart(self, error: RankFailed, goes_on: Callable[[int], str]) -> None:
         """Raise the error again unless there is another attempt."""

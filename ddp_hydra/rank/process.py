@@ -18,8 +18,10 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -190,8 +192,31 @@ def perform(call: bytes, world: World) -> Any:
     torch.default_generator.seed()
     function: Any = pkgutil.resolve_name(target) if isinstance(target, str) else target
     of_world = (world,) if getattr(function, "in_world", False) else ()
-    with forked.children_end():
+    with forked.children_end(), as_main(function):
         return function(*of_world, *args, **kwargs)
+
+
+@contextmanager
+def as_main(function: Callable[..., Any]) -> Iterator[None]:
+    """Let `__main__` hold the names of the script that a pickled function comes from, as far as it uses them.
+
+    What pickles the script's classes and functions, as torch.save, a pool of processes and a DataLoader do, looks for
+    them there.
+    """
+    inner = getattr(function, "func", function)  # of a partial
+    names = getattr(getattr(inner, "__func__", inner), "__globals__", {})
+    if names.get("__name__") != "__main__":
+        yield
+        return
+    main, before = ModuleType("__main__"), sys.modules["__main__"]
+    vars(main).update(names)
+    if not Path(names.get("__file__") or "").is_file():  # processes that are spawned run the file, if there is one
+        vars(main).pop("__file__", None)
+    sys.modules["__main__"] = main
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = before
 
 
 def set_threads(threads: int, local_world_size: int) -> None:

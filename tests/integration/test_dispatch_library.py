@@ -260,8 +260,15 @@ def test_a_client_that_is_closed_or_asynchronous_or_none_is_refused(client2):
 
 
 def test_what_cannot_be_pickled_ends_the_gang_at_once(client2):
-    with pytest.raises(TypeError, match="pickle"):
-        dispatch.run(client2, print, threading.Lock())
+    lock = threading.Lock()
+    for call, named in (
+        ((print, lock), r"argument 1 \(a lock\)"),
+        ((lambda: lock,), r"lock \(a lock\), which <lambda>\(\) uses,"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{named} can't be sent to the ranks .*cannot pickle"):
+            dispatch.run(client2, *call)
+    with pytest.raises(ConfigError, match=r"^the argument file \(a TextIOWrapper\) can't be sent"):
+        dispatch.run(client2, print, file=sys.__stdout__)
     assert dispatch.run(client2, dist_rank) == [0, 1]
 
 
@@ -364,6 +371,49 @@ def test_ctrl_c_while_the_result_is_waited_for_stops_the_ranks(client2, ranks_al
         running.result()
     assert running.done()
     assert not ranks_alive()
+
+
+OWN_NAMES = """
+import io, multiprocessing, sys
+import torch
+from distributed import Client
+from torch.utils.data import DataLoader
+from ddp_hydra import dispatch
+
+class Numbers:
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.tensor(index)
+
+class Net(torch.nn.Linear):
+    pass
+
+def square(x):
+    return x * x
+
+def work(how):
+    loader = DataLoader(Numbers(), batch_size=2, num_workers=1, multiprocessing_context=how)
+    with multiprocessing.get_context(how).Pool(1) as pool:
+        found = [batch.tolist() for batch in loader], pool.map(square, range(3))
+    file = io.BytesIO()
+    torch.save(Net(1, 1), file)
+    return *found, type(torch.load(io.BytesIO(file.getvalue()), weights_only=False)) is Net
+
+if __name__ == "__main__":
+    print(dispatch.run(Client(sys.argv[1]), work, sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "forkserver"])
+def test_processes_of_a_function_and_files_know_the_classes_of_its_script(client2, tmp_path, how):
+    script = tmp_path / "script.py"
+    script.write_text(OWN_NAMES)
+    command = [sys.executable, str(script), client2.scheduler.address, how]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[([[0, 1], [2, 3]], [0, 1, 4], True)] * 2}\n"
 
 
 UNWATCHED = """

@@ -188,7 +188,9 @@ def test_workers_of_a_lost_process_may_take_longer_to_come_back(client, schedule
     scheduler.remove("c:30")
     with Reservation(client, "two", 2) as held, pytest.raises(ClusterError) as caught:
         held.reserve("t", 1e6)
-    assert str(caught.value) == "dispatch.ranks=2, but there are 0 workers: give cluster.n_workers=2"
+    assert (
+        str(caught.value) == "dispatch.ranks=2, but the cluster has no workers: start some, as with cluster.n_workers=2"
+    )
 
 
 def test_the_number_of_workers_stays_what_it_was_at_first(scheduler, client, clock):
