@@ -364,6 +364,7 @@ class Attempt:
                     return
                 raise KeyboardInterrupt
             self.finish_by = time.monotonic() + self.settings.grace_s
+            self.health.is_ending = True
             self.workers.finish(self.rank_states.running, "interrupt")
         elif time.monotonic() > self.finish_by:
             raise KeyboardInterrupt

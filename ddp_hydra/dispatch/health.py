@@ -18,6 +18,8 @@ from ddp_hydra.run_state import AttemptEntry, FailureEntry
 
 GAP_S = 2.0
 """Seconds without a look after which this process counts as suspended (a laptop that slept, a breakpoint)."""
+SUSPENDED_S = 30.0
+"""Seconds for which a suspended rank may hold up a job that is asked to end; batch systems kill a job after about that."""
 ACTIVITY = {
     "join": "joining the process group", "start": "setting up", "load": "loading data", "forward": "the forward pass",
     "backward": "the backward pass", "update": "the optimizer's update", "log": "averaging metrics",
@@ -54,6 +56,7 @@ class HealthMonitor:
     Attributes:
         arrived_s: when each heartbeat arrived, on this process's clock.
         away_s: the longest time between two looks, in which this process was suspended.
+        is_ending: whether the ranks are asked to save and end.
     """
 
     def __init__(self, hang_timeout_s: float, first_step_timeout_s: float, join_timeout_s: float) -> None:
@@ -65,7 +68,7 @@ class HealthMonitor:
         self.arrived_s: dict[int, float] = {}
         self.looked_s: float | None = None
         self.excused_s = -math.inf
-        self.away_s = 0.0
+        self.away_s, self.is_ending = 0.0, False
 
     def note_message(self, rank: int, now: float) -> None:
         self.last_message_s[rank] = now
@@ -109,6 +112,8 @@ class HealthMonitor:
         return Hang(rank, self._message(rank, self.stuck_s(rank, now), judged))
 
     def limit_s(self, beat: Beat) -> float:
+        if beat.stopped and self.is_ending:
+            return min(self.hang_timeout_s, SUSPENDED_S)
         if beat.stopped or not beat.first or beat.phase == "end":
             return self.hang_timeout_s
         return self.join_timeout_s if beat.phase == "join" else self.first_step_timeout_s

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hydra.dispatch.health import GAP_S, HealthMonitor, waits
+from ddp_hydra.dispatch.health import GAP_S, SUSPENDED_S, HealthMonitor, waits
 from ddp_hydra.heartbeat import PHASES
 from ddp_hydra.record import Beat
 
@@ -81,6 +81,15 @@ def test_a_rank_waits_for_others_in_the_files_where_ranks_meet(module, is_waitin
 
 def test_a_suspended_rank_that_is_further_than_others_is_not_to_blame():
     assert gang(at("load", age_s=80), at("backward", age_s=80, stopped=True)).hang([0, 1], 0.0).rank == 0
+
+
+def test_a_suspended_rank_does_not_hold_up_a_job_that_is_to_end():
+    seen = gang(at("load", age_s=SUSPENDED_S + 1, stopped=True), at("backward", age_s=SUSPENDED_S + 1))
+    assert seen.hang([0, 1], 0.0) is None
+    seen.is_ending = True
+    assert seen.hang([0, 1], 0.0).rank == 0
+    seen.note_heartbeat(0, at("load", age_s=SUSPENDED_S + 1), 0.0)
+    assert seen.hang([0, 1], 0.0) is None, "a slow step is no hang"
 
 
 def test_time_since_the_last_beat_counts_too():
