@@ -106,7 +106,8 @@ def test_whole_numbers_are_classes_whatever_their_type(masks):
         assert torch.equal(found.target, MASKS)
     is_class = MASKS == 1
     found, right = (
-        Segmentation(torch.nn.BCEWithLogitsLoss()).step(lambda x: x, (OUTPUTS, one)) for one in (is_class, is_class.long())
+        Segmentation(torch.nn.BCEWithLogitsLoss()).step(lambda x: x, (OUTPUTS, one))
+        for one in (is_class, is_class.long())
     )
     assert torch.equal(found.loss, right.loss)
 
