@@ -34,6 +34,7 @@ class Segmentation(Task):
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor] | None = None, ignore: int | None = None) -> None:
         self.criterion = criterion or nn.CrossEntropyLoss(ignore_index=IGNORED if ignore is None else ignore)
         self.counting = Counting(self.criterion)
+        self.counting.key = "task.criterion"
         self.note, self.head = self.counting.note, head_of(self.criterion)
         self.ignore = self.counting.ignore if ignore is None else ignore
 

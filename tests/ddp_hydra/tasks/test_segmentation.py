@@ -155,3 +155,15 @@ def test_masks_of_other_numbers_are_refused_with_the_key_of_this_task(criterion,
     masks = torch.tensor([[[0, wrong], [1, 255]]])
     with pytest.raises(ConfigError, match=rf"hold class {wrong}, .* or task\.ignore=<class>$"):
         Segmentation(criterion, ignore=255).step(lambda x: x, (torch.rand(1, n_channels, 2, 2), masks))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "said"),
+    [
+        (torch.nn.CrossEntropyLoss(torch.ones(2)), r"^task\.criterion\.weight has 2 numbers"),
+        (torch.nn.BCEWithLogitsLoss(), r"for the numbers of classes, give task\.criterion=null \("),
+    ],
+)
+def test_a_criterion_that_can_not_take_the_masks_is_named_by_the_key_of_this_task(criterion, said):
+    with pytest.raises(ConfigError, match=said):
+        Segmentation(criterion).step(lambda x: x, (torch.rand(2, 3, 2, 2), torch.ones(2, 2, 2).long()))
