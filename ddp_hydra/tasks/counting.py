@@ -146,8 +146,8 @@ class Counting:
             return f"{found}: it takes class numbers of int64, so let the data set return {how}{other}"
         weight = getattr(self.criterion, "weight", None)
         if isinstance(weight, Tensor) and weight.numel() != n_classes:
-            given = f"{self.key}.weight has {weight.numel()} numbers"
-            return f"{given}, and the model has {n_classes} classes: give one for each"
+            what = f"{self.key}.weight has {weight.numel()} numbers"
+            return f"{what}, and the model has {n_classes} classes: give one for each"
         if target.device.type != "cpu":  # after an error, nothing more can be read from the device
             return ""
         wrong = target[((target < 0) | (target >= n_classes)) & (target != self.ignore)]
