@@ -60,9 +60,14 @@ class Classification(Task):
             return x, y
         try:
             x, y = self.mix(x, y)
-        except ValueError as error:  # torchvision's take images and class numbers
-            what = f"{type(self.mix).__name__} (mix=) does not take x {tuple(x.shape)}, y {tuple(y.shape)}"
-            raise ConfigError(f"{what} ({error}): give mix=none, or a mix of your own") from error
+        except (ValueError, RuntimeError, TypeError) as error:
+            # torchvision's take images and class numbers; another's error of these kinds may be any mistake in it.
+            is_known = isinstance(error, ValueError) or type(self.mix).__module__.startswith("torchvision.")
+            if not is_known or isinstance(error, torch.OutOfMemoryError):
+                raise
+            given = ", ".join(f"{name} {_shape_of(part)}" for name, part in (("x", x), ("y", y)))
+            what = f"{type(self.mix).__name__} (mix=) does not take {given}"
+            raise ConfigError(f"{what} ({error}): {_mixable(x, y)}give mix=none, or a mix of your own") from error
         return x, y
 
     def validation_step(self, model: Any, batch: Any) -> Step:
@@ -140,6 +145,22 @@ class Classification(Task):
         return {"name": [self.names[one] for one in best.tolist()]} if self.names and best.ndim == 1 else {}
 
 
+def _shape_of(part: Any) -> str:
+    if not isinstance(part, Tensor):
+        return f"of {type(part).__name__}"
+    return f"{tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
+
+
+def _mixable(x: Any, y: Tensor) -> str:
+    """Return what makes a batch one that torchvision's mixes take, as far as its types tell."""
+    how = []
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        how.append("make floats of x with a transform, such as v2.ToDtype(torch.float32, scale=True)")
+    if y.ndim == 1 and y.dtype != torch.int64 and not y.is_floating_point():
+        how.append("let the data set return y.long()")
+    return f"{' and '.join(how)}, or " if how else ""
+
+
 def is_samplewise(metric: Any) -> bool:
     """Return whether a metric of torchmetrics computes a number for each sample, of which the mean is logged."""
     return getattr(metric, "multidim_average", "") == "samplewise"
@@ -204,7 +225,7 @@ class LanguageModel(Classification):
 
     def __init__(self, ignore: int | None = None) -> None:
         super().__init__(CrossEntropy(ignore_index=IGNORED if ignore is None else ignore))
-        self.ignore = self.counting.ignore
+        self.counting.key, self.ignore = "task", self.counting.ignore
 
     def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the model's input and the tokens that follow."""
@@ -223,6 +244,15 @@ class LanguageModel(Classification):
         return found
 
     def predict(self, model: Any, batch: Any) -> dict[str, Tensor]:
-        """Return the likeliest token after the last one, and its probability."""
-        probability, best = output_of(model, inputs(batch))[:, -1].float().softmax(-1).max(-1)
+        """Return the likeliest token after the last one that counts, and its probability."""
+        output = output_of(model, inputs(batch))
+        tokens = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else inputs(batch)
+        if isinstance(tokens, Tensor) and tokens.shape == output.shape[:2]:
+            counted = (tokens != self.ignore) & (tokens != IGNORED)
+            # Of equal values, `argmax` returns the first: without a token that counts, the last place.
+            places = output.shape[1] - 1 - counted.flip(1).int().argmax(1)
+            last = output[torch.arange(len(output), device=output.device), places]
+        else:
+            last = output[:, -1]
+        probability, best = last.float().softmax(-1).max(-1)
         return {"next": best, "probability": probability}

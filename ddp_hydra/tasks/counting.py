@@ -48,11 +48,14 @@ class Counting:
     Attributes:
         ignore: the target that doesn't count.
         summed: the loss is a sum, not a mean.
+        key: of the config, whose keys are the criterion's arguments; "task" where the task makes its criterion.
         note: says for the header by what it is weighed if what it is a mean over can't be told; else "".
 
     Raises:
         ConfigError: the criterion returns a loss for each sample, or its means can't be put together.
     """
+
+    key = "loss"
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
         function: Any = criterion
@@ -67,7 +70,7 @@ class Counting:
         self.summed = self.reduction == "sum"
         name = getattr(function, "__name__", type(function).__name__)
         if self.reduction == "none" and (self.kind or not isinstance(function, tuple(_modules()))):
-            raise ConfigError(f"loss.reduction=none of {name} gives a loss for each sample: give mean or sum")
+            raise ConfigError(f"reduction=none of {name} gives a loss for each sample: give mean or sum")
         smoothing, weight = self._option("label_smoothing", 0.0), self.weight
         if weight is not None and smoothing and not self.summed and bool((weight == 0).any()):
             raise ConfigError(f"{name} with a class of weight 0 has no mean over a batch of it: give label_smoothing=0")
@@ -116,7 +119,8 @@ class Counting:
             is_column = target.numel() == prediction.numel()
             how = ", so let the data set return y.unsqueeze(-1)" if is_column else ""
             if not target.is_floating_point() and not is_column:
-                how = "; for the numbers of classes, give loss=cross_entropy"
+                usual = "loss=cross_entropy" if self.key == "loss" else f"{self.key}=null"
+                how = f"; for the numbers of classes, give {usual}"
             return f"{found}: both must have the same shape{how}"
         if self.kind == "elements" and not target.is_floating_point():
             return f"{found}: it takes floats, so let the data set return y.float()"
@@ -126,7 +130,8 @@ class Counting:
         n_classes, wanted, as_torch = prediction.shape[axis], list(prediction.shape), list(prediction.shape)
         del wanted[axis], as_torch[1]
         if list(target.shape) == as_torch != wanted:
-            return f"{found}: its classes are the last axis; for axis 1, type loss._target_=torch.nn.CrossEntropyLoss"
+            how = "; for axis 1, type loss._target_=torch.nn.CrossEntropyLoss" if self.key == "loss" else ""
+            return f"{found}: its classes are the last axis{how}"
         are_shares = target.is_floating_point() and target.shape == prediction.shape
         if are_shares and self.ignore >= 0:
             return f"loss.ignore_index={self.ignore} does not go with targets that are shares: leave it out"
@@ -141,14 +146,16 @@ class Counting:
             return f"{found}: it takes class numbers of int64, so let the data set return {how}{other}"
         weight = getattr(self.criterion, "weight", None)
         if isinstance(weight, Tensor) and weight.numel() != n_classes:
-            return f"loss.weight has {weight.numel()} numbers, and the model has {n_classes} classes: give one for each"
+            what = f"{self.key}.weight has {weight.numel()} numbers"
+            return f"{what}, and the model has {n_classes} classes: give one for each"
         if target.device.type != "cpu":  # after an error, nothing more can be read from the device
             return ""
         wrong = target[((target < 0) | (target >= n_classes)) & (target != self.ignore)]
         if not wrong.numel():
             return ""
         what = f"class {int(wrong.flatten()[0])}, and the model's output has {n_classes} classes, 0 to {n_classes - 1}"
-        return f"the targets hold {what}: give model.num_classes=<n>, or leave it out with +loss.ignore_index=<class>"
+        leave_out = "+loss.ignore_index=<class>" if self.key == "loss" else "task.ignore=<class>"
+        return f"the targets hold {what}: give model.num_classes=<n>, or leave it out with {leave_out}"
 
     def n(self, prediction: Tensor, target: Tensor) -> int | Tensor | None:
         """Return the number of things that the loss is a mean over; None for the samples."""

@@ -269,14 +269,16 @@ def refused_column(error: str, model: str, batch: Mapping[str, Any]) -> str:
     name = unknown[1] if (unknown := _UNKNOWN.search(error)) else ""
     if name in batch:
         return (
-            f"{model} takes no {name}, and the batch has {', '.join(batch)}: choose columns with data.columns=[...], "
-            f"or rename this one with data.rename='{{{name}: ...}}'"
+            f"{model} takes no {name}, and the batch has {', '.join(batch)}: leave it out or rename it in the data "
+            "set's __getitem__ or collate, or let forward take **kwargs; data=huggingface has data.columns=[...] and "
+            f"data.rename='{{{name}: ...}}'"
         )
     text = [name for name, part in batch.items() if isinstance(part, (list, tuple)) and part and type(part[0]) is str]
     if text and not _TARGET.search(error):
         return (
-            f"the column {text[0]} holds text, and {model} takes tensors: make numbers of it with data.transform (a "
-            "tokenizer, the number of a class), or leave it out with data.columns=[...]"
+            f"the column {text[0]} holds text, and {model} takes tensors: make numbers of it (by a tokenizer; the "
+            "number of a class), or leave it out, in the data set's __getitem__ or collate; data=huggingface has "
+            "data.transform and data.columns=[...]"
         )
     if target := _TARGET.search(error):
         for name in sorted(batch, key=lambda name: name not in ("labels", "label")):

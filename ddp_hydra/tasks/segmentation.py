@@ -20,6 +20,8 @@ class Segmentation(Task):
 
     A batch is (images, masks), with masks of class numbers (batch, height, width). A model of one channel tells
     class 1 from class 0: its output is the logit of class 1, or the probability where the criterion takes that.
+    Its masks may also hold shares of class 1, from 0 to 1: the loss takes them as they are, and the metrics take more
+    than 0.5 for class 1.
 
     Args:
         criterion: (logits (batch, classes, height, width), masks) -> mean loss over the pixels, see `Counting`; None:
@@ -32,35 +34,54 @@ class Segmentation(Task):
     def __init__(self, criterion: Callable[[Tensor, Tensor], Tensor] | None = None, ignore: int | None = None) -> None:
         self.criterion = criterion or nn.CrossEntropyLoss(ignore_index=IGNORED if ignore is None else ignore)
         self.counting = Counting(self.criterion)
+        self.counting.key = "task.criterion"
         self.note, self.head = self.counting.note, head_of(self.criterion)
         self.ignore = self.counting.ignore if ignore is None else ignore
 
     def step(self, model: Any, batch: Any) -> Step:
         """Compute the loss, and the sums of pixels for each class."""
-        x, masks = pair(batch)
-        masks = masks.long()
+        x, given = pair(batch)
         logits = output_of(model, x)
-        if logits.ndim != 4 or logits.shape[2:] != masks.shape[1:]:
+        if logits.ndim != 4 or logits.shape[2:] != given.shape[1:]:
             raise ConfigError(
-                f"the model's output is {tuple(logits.shape)} and the masks are {tuple(masks.shape)}: segmentation "
+                f"the model's output is {tuple(logits.shape)} and the masks are {tuple(given.shape)}: segmentation "
                 "needs an output of (batch, classes, height, width) and masks of (batch, height, width)"
             )
-        counted, n_classes = masks != self.ignore, max(logits.shape[1], 2)
-        prediction, target = self._pair(logits, masks, counted)
+        masks, n_classes = given.long(), max(logits.shape[1], 2)
+        if has_shares := given.is_floating_point() and bool((given != masks).any()):
+            masks = self._rounded(given, logits.shape[1])
+        counted = masks != self.ignore
+        truth = masks[counted]
+        prediction, target = self._pair(logits, given if has_shares else masks, counted)
+        if len(wrong := truth[(truth < 0) | (truth >= n_classes)]):
+            raise ConfigError(
+                f"the masks hold class {int(wrong[0])}, and the model's output has "
+                f"{text.counted(logits.shape[1], 'channel')}, which tells classes 0 to {n_classes - 1}: give "
+                "masks of these numbers, or task.ignore=<class>"
+            )
         loss = self.counting.loss(prediction, target)
         with torch.no_grad():
-            guess, truth = self._classes(logits)[counted], masks[counted]
+            guess = self._classes(logits)[counted]
             own, guessed = (torch.bincount(part, minlength=n_classes) for part in (truth, guess))
-            if len(own) > n_classes:
-                raise ConfigError(
-                    f"the masks hold class {len(own) - 1}, and the model's output has "
-                    f"{text.counted(logits.shape[1], 'channel')}, which tells classes 0 to {n_classes - 1}: give "
-                    "masks of these numbers, or task.ignore=<class>"
-                )
             both = torch.bincount(guess[guess == truth], minlength=n_classes)
             sums: dict[str, Any] = {"intersection": both, "union": guessed + own - both, "pixels": len(truth)}
             n = self.counting.n(prediction, target)
         return Step(loss, n, sums, logits, masks, self.counting.summed)
+
+    def _rounded(self, masks: Tensor, n_channels: int) -> Tensor:
+        """Return the class numbers of masks that hold shares of class 1."""
+        counted = masks != self.ignore
+        if n_channels == 1 and self.head:
+            wrong = masks[counted & ~((masks >= 0) & (masks <= 1))]
+        else:
+            wrong = masks[masks != masks.long()]
+        if len(wrong):
+            raise ConfigError(
+                f"the masks hold {float(wrong[0]):.4g}: give class numbers, which a transform keeps by v2.PILToTensor "
+                "and by v2.ToDtype with scale=False, or shares of one class, 0 to 1, with a model of one channel and "
+                "'task.criterion={_target_: torch.nn.BCEWithLogitsLoss}'"
+            )
+        return (masks > 0.5).long().where(counted, self.ignore)
 
     def _pair(self, logits: Tensor, masks: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         if logits.shape[1] > 1:
@@ -70,7 +91,12 @@ class Segmentation(Task):
                 "the model's output has one channel, whose cross-entropy is 0 whatever it is: give the model two "
                 "channels, or the loss of one, 'task.criterion={_target_: torch.nn.BCEWithLogitsLoss}'"
             )
-        return (logits[:, 0][counted], masks[counted].to(logits.dtype)) if self.head else (logits, masks)
+        if not self.head:
+            return logits, masks
+        output, target = logits[:, 0][counted], masks[counted]
+        if target.is_floating_point():  # shares, which a bfloat16 would round
+            output = output.to(torch.promote_types(output.dtype, torch.float32))
+        return output, target.to(output.dtype)
 
     def _classes(self, logits: Tensor) -> Tensor:
         if logits.shape[1] > 1:

@@ -19,6 +19,7 @@ from ddp_hydra.config.targets import init_parameters, make, make_function, param
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.tasks import Task
+from ddp_hydra.tasks.losses import CrossEntropy
 from ddp_hydra.training.build_data import fill_num_classes, loader
 from ddp_hydra.training.callbacks import Callback
 from ddp_hydra.training.data_description import DataDescription
@@ -77,6 +78,48 @@ def inference_parallel(cfg: DictConfig, world: World) -> Parallel:
 
 def makes_cuda_graphs(cfg: DictConfig, device: torch.device) -> bool:
     return device.type == "cuda" and cfg.trainer.compile in ("reduce_overhead", "max_autotune")
+
+
+def trained_task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
+    # For a training. A trained model is evaluated whatever its run was told in vain.
+    check_taken(cfg)
+    return task(cfg, data, device)
+
+
+def check_taken(cfg: DictConfig) -> None:
+    """Refuse a loss or a mix that is asked for, and that the task doesn't take."""
+    target, said = str(cfg.task["_target_"]), []
+    taken, name = init_parameters(target), target.rpartition(".")[2]
+    for group, argument, asked in (("loss", "criterion", asked_of_loss(cfg)), ("mix", "mix", asked_of_mix(cfg))):
+        if argument in taken and argument not in cfg.task:
+            continue
+        # A key of the task may refer to one of the group: task.criterion=${loss}.
+        parts = [part for part in (cfg.task, cfg.task.get(argument)) if OmegaConf.is_dict(part)]
+        idle = [key for key, value in asked.items() if all(part.get(key) != value for part in parts)]
+        if not idle:
+            continue
+        usual = "mix=none" if group == "mix" else "loss=cross_entropy with its usual keys"
+        if argument in taken:
+            why, instead = f"takes task.{argument} in its place", f"'task.{argument}={{_target_: <class>}}' for another"
+        else:
+            why, instead = f"takes no {group}", f"write a task whose __init__ takes `{argument}`"
+        given = " ".join(f"{group}.{key}={asked[key]}" for key in idle)
+        said.append(f"{given} would have no effect, as {name} {why}: give {usual}, or {instead}")
+    if said:
+        raise ConfigError("; ".join(said))
+
+
+def asked_of_loss(cfg: DictConfig) -> dict[str, Any]:
+    # What differs from `conf/loss/cross_entropy.yaml`, whose values are the defaults of its class.
+    loss = cfg.get("loss") or {}
+    usual = {name: one.default for name, one in inspect.signature(CrossEntropy).parameters.items()}
+    usual["_target_"] = f"{CrossEntropy.__module__}.{CrossEntropy.__name__}"
+    return {str(key): value for key, value in loss.items() if "_target_" in loss and value != usual.get(str(key))}
+
+
+def asked_of_mix(cfg: DictConfig) -> dict[str, Any]:
+    target = OmegaConf.select(cfg, "mix._target_")
+    return {} if target is None else {"_target_": target}
 
 
 def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:

@@ -95,7 +95,8 @@ class TrainingRun:
             parallel.rebind(world)
         seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
         self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
-        self.autocast, self.task = builders.autocast(cfg, device, parallel), builders.task(cfg, train_set, device)
+        self.autocast = builders.autocast(cfg, device, parallel)
+        self.task = builders.trained_task(cfg, train_set, device)
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
         for data in (train_set, val_set):
             if hasattr(data, "check_model"):

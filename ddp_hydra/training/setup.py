@@ -182,7 +182,7 @@ def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[s
     """Return the bytes that one process needs for a step of the whole model, and lines that tell what a rank needs."""
     cpu = torch.device("cpu")
     with StateGuard():
-        outline, task = cost.build_outline(cfg, train_set), builders.task(cfg, train_set, cpu)
+        outline, task = cost.build_outline(cfg, train_set), builders.trained_task(cfg, train_set, cpu)
         updates, loader = updates_of(task), build_data.loader(cfg, train_set, cpu, False, ALONE)
         whole = cost.memory_of(cfg, outline, task, updates)
         passes = forward_passes(cfg, outline, task, updates, loader)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks import LanguageModel
 from ddp_hydra.training.metrics import Meter, count
 from ddp_hydra.training.train_step import as_step
@@ -61,6 +62,36 @@ def test_it_predicts_the_token_after_the_last_one():
     found = LanguageModel().predict(model, (Y, Y))
     assert found["next"].tolist() == [2]
     assert found["probability"].item() == pytest.approx(LOGITS[0, 2].softmax(-1)[2].item())
+
+
+TEXTS = torch.tensor([[5, 6, 7], [8, 9, PAD], [4, PAD, PAD], [PAD, PAD, PAD]])
+
+
+@pytest.mark.parametrize(
+    ("ignore", "batch"),
+    [(PAD, TEXTS), (PAD, (TEXTS, TEXTS)), (None, (TEXTS, TEXTS.where(TEXTS != PAD, -100)))],
+    ids=["tokens", "targets", "targets of -100"],
+)
+def test_it_predicts_after_the_last_token_that_counts(ignore, batch):
+    table = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
+    found = LanguageModel(ignore=ignore).predict(table.__getitem__, batch)
+    probability, best = table[torch.tensor([7, 9, 4, PAD])].softmax(-1).max(-1)
+    assert torch.equal(found["next"], best)
+    assert torch.equal(found["probability"], probability)
+
+
+@pytest.mark.parametrize("batch", [TEXTS, (TEXTS,), (TEXTS, TEXTS[:, 0]), (TEXTS, TEXTS), ({"x": TEXTS}, TEXTS[:, 0])])
+def test_texts_without_padding_are_predicted_after_their_last_token(batch):
+    table = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
+    found = LanguageModel().predict(lambda x: table[x["x"] if isinstance(x, dict) else x], batch)
+    assert torch.equal(found["probability"], table[TEXTS][:, -1].softmax(-1).max(-1).values)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused_with_the_key_of_this_task():
+    with pytest.raises(ConfigError, match=r"hold class 5, .* or leave it out with task\.ignore=<class> "):
+        LanguageModel().step(model, (Y, torch.tensor([[1, 5, PAD]])))
+    with pytest.raises(ConfigError, match=r"its classes are the last axis \("):
+        LanguageModel().step(lambda x: LOGITS[:, :2].transpose(1, 2), (Y, torch.tensor([[1, 2]])))
 
 
 def test_a_metric_gets_scores_and_tokens_that_count():

@@ -95,3 +95,75 @@ def test_metrics_of_classes_get_the_pixels_that_count():
     counted = MASKS != 255
     assert float(metric.compute()) == pytest.approx(float((logits.argmax(1) == MASKS)[counted].double().mean()))
     assert float(step.loss) == pytest.approx(float(F.cross_entropy(logits, MASKS, ignore_index=255)))
+
+
+@pytest.mark.parametrize("masks", [MASKS.float(), MASKS.half(), MASKS.int(), MASKS.double()], ids=str)
+def test_whole_numbers_are_classes_whatever_their_type(masks):
+    for criterion, outputs in ((None, OUTPUTS.expand(2, 3, 2, 2)), (torch.nn.BCEWithLogitsLoss(), OUTPUTS)):
+        task = Segmentation(criterion, ignore=255)
+        found, right = (task.step(lambda x: x, (outputs, one)) for one in (masks, MASKS))
+        assert torch.equal(found.loss, right.loss)
+        assert torch.equal(found.target, MASKS)
+    is_class = MASKS == 1
+    found, right = (
+        Segmentation(torch.nn.BCEWithLogitsLoss()).step(lambda x: x, (OUTPUTS, one))
+        for one in (is_class, is_class.long())
+    )
+    assert torch.equal(found.loss, right.loss)
+
+
+SOFT = torch.tensor([[[0.75, 0.25], [0.0, 255.0]], [[1.0, 255.0], [0.5, 0.1]]])
+
+
+@pytest.mark.parametrize("ignore", [255, -100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("criterion", "outputs"), [(torch.nn.BCEWithLogitsLoss(), OUTPUTS), (torch.nn.BCELoss(), OUTPUTS.sigmoid())]
+)
+def test_shares_of_a_class_go_to_the_loss_as_they_are(criterion, outputs, dtype, ignore):
+    task, outputs = Segmentation(criterion, ignore=ignore), outputs.to(dtype)
+    masks = SOFT.where(SOFT != 255, ignore)
+    step, counted = task.step(lambda x: x, (outputs, masks)), masks != ignore
+    precise = torch.float64 if dtype == torch.float64 else torch.float32
+    right = criterion(outputs[:, 0][counted].to(precise), masks[counted].to(precise))
+    assert torch.equal(step.loss, right)
+    assert step.target.tolist() == [[[1, 0], [0, ignore]], [[1, ignore], [0, 0]]]
+    assert (int(step.n), step.sums["pixels"], step.sums["intersection"].tolist()) == (6, 6, [2, 2])
+
+
+@pytest.mark.parametrize(
+    ("criterion", "n_channels", "values", "held"),
+    [
+        (None, 3, [0.0, 1 / 255], "0.003922"),
+        (dice, 1, [0.0, 0.5], "0.5"),
+        (torch.nn.BCEWithLogitsLoss(), 1, [0.5, 1.25], "1.25"),
+        (torch.nn.BCEWithLogitsLoss(), 1, [0.5, -1.0], "-1"),
+        (torch.nn.BCEWithLogitsLoss(), 1, [0.5, float("nan")], "nan"),
+        (None, 3, [0.0, float("inf")], "inf"),
+    ],
+)
+def test_masks_of_fractions_that_are_no_shares_are_refused(criterion, n_channels, values, held):
+    said = rf"hold {held}: give class numbers, .*scale=False, or shares of one class.*BCEWithLogitsLoss"
+    with pytest.raises(ConfigError, match=said):
+        Segmentation(criterion).step(lambda x: x, (torch.rand(1, n_channels, 1, 2), torch.tensor([[values]])))
+
+
+@pytest.mark.parametrize("criterion", [None, torch.nn.BCEWithLogitsLoss(), dice])
+@pytest.mark.parametrize("wrong", [-1, 7])
+def test_masks_of_other_numbers_are_refused_with_the_key_of_this_task(criterion, wrong):
+    n_channels = 3 if criterion is None else 1
+    masks = torch.tensor([[[0, wrong], [1, 255]]])
+    with pytest.raises(ConfigError, match=rf"hold class {wrong}, .* or task\.ignore=<class>$"):
+        Segmentation(criterion, ignore=255).step(lambda x: x, (torch.rand(1, n_channels, 2, 2), masks))
+
+
+@pytest.mark.parametrize(
+    ("criterion", "said"),
+    [
+        (torch.nn.CrossEntropyLoss(torch.ones(2)), r"^task\.criterion\.weight has 2 numbers"),
+        (torch.nn.BCEWithLogitsLoss(), r"for the numbers of classes, give task\.criterion=null \("),
+    ],
+)
+def test_a_criterion_that_can_not_take_the_masks_is_named_by_the_key_of_this_task(criterion, said):
+    with pytest.raises(ConfigError, match=said):
+        Segmentation(criterion).step(lambda x: x, (torch.rand(2, 3, 2, 2), torch.ones(2, 2, 2).long()))

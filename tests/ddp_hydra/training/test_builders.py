@@ -12,6 +12,7 @@ from torch import nn
 from ddp_hydra.config.targets import make
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import World
+from ddp_hydra.tasks import Classification, Task
 from ddp_hydra.training import builders, optimizers
 from ddp_hydra.training.callbacks import Callback
 from tests.ddp_hydra.training.loop_runs import Numbers, config
@@ -194,3 +195,105 @@ def test_a_list_in_the_place_of_a_tensor_is_told_with_what_to_type():
         make(OmegaConf.create(node))
     made = make(OmegaConf.create({**node, "scale": {"_target_": "torch.tensor", "data": [1, 2]}}))
     assert made.scale.tolist() == [1, 2]
+
+
+TASKS = "ddp_hydra.tasks."
+OURS = {"_target_": "ddp_hydra.tasks.losses.CrossEntropy", "label_smoothing": 0.0}
+MIX = {"_target_": "torchvision.transforms.v2.MixUp", "alpha": 0.2, "num_classes": None}
+BINARY = {"_target_": "torch.nn.BCEWithLogitsLoss"}
+
+
+class Smoothed(Task):
+    """Takes a part of the loss's config by an interpolation."""
+
+    def __init__(self, label_smoothing):
+        self.label_smoothing = label_smoothing
+
+
+class Through(Classification):
+    """Hands what it does not name to the class it is made from."""
+
+    def __init__(self, width, **options):
+        super().__init__(**options)
+
+
+def with_parts(task, loss=OURS, mix=None):
+    cfg = config()
+    cfg.task, cfg.loss, cfg.mix = task, loss, mix or {}
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("task", "loss", "mix", "said"),
+    [
+        (
+            "Segmentation",
+            {},
+            MIX,
+            r"^mix\._target_=torchvision\.\S+MixUp would have no effect, as Segmentation takes no mix",
+        ),
+        ("LanguageModel", {}, MIX, r"takes no mix: give mix=none, or write a task whose __init__ takes `mix`$"),
+        ("ModelLoss", {}, MIX, "as ModelLoss takes no mix"),
+        ("Regression", {}, MIX, "as Regression takes no mix"),
+        (
+            "Segmentation",
+            {"label_smoothing": 0.1},
+            None,
+            r"^loss\.label_smoothing=0\.1 would .* takes task\.criterion in",
+        ),
+        ("Segmentation", BINARY, None, r"^loss\._target_=torch\.nn\.BCEWithLogitsLoss would have no effect, as Segm"),
+        (
+            "LanguageModel",
+            {"weight": [1, 2], "ignore_index": 0},
+            None,
+            r"^loss\.weight=\[1, 2\] loss\.ignore_index=0 wou",
+        ),
+        ("ModelLoss", {"label_smoothing": 0.1}, MIX, r"^loss\.label_smoothing=0\.1 would .*; mix\._target_=.* would"),
+    ],
+)
+def test_a_loss_or_a_mix_that_a_task_does_not_take_is_refused(task, loss, mix, said):
+    node = {"_target_": TASKS + task, **({"criterion": None} if task == "Segmentation" else {})}
+    cfg = with_parts(node, {**OURS, **loss}, mix)
+    with pytest.raises(ConfigError, match=said):
+        builders.trained_task(cfg, Numbers(3), torch.device("cpu"))
+    if task != "Regression":
+        builders.task(cfg, Numbers(3), torch.device("cpu"))  # of a trained model
+        builders.trained_task(with_parts(node), Numbers(3), torch.device("cpu"))
+
+
+def test_a_criterion_of_the_tasks_own_node_is_named_in_place_of_the_loss():
+    for kind, criterion in (("Segmentation", None), ("Classification", BINARY)):
+        cfg = with_parts({"_target_": TASKS + kind, "criterion": criterion}, {**OURS, "label_smoothing": 0.1})
+        said = (
+            rf"as {kind} takes task\.criterion in its place: give loss=cross_entropy .*'task\.criterion={{_target_: <cl"
+        )
+        with pytest.raises(ConfigError, match=said):
+            builders.trained_task(cfg, Numbers(3), torch.device("cpu"))
+        cfg.loss.label_smoothing = 0.0
+        builders.trained_task(cfg, Numbers(3), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"_target_": TASKS + "Classification"},
+        {"_target_": f"{__name__}.Through", "width": 3},
+        {"_target_": TASKS + "Classification", "criterion": "${loss}", "mix": "${mix}"},
+    ],
+)
+def test_a_task_that_takes_the_loss_and_the_mix_is_built_with_them(task):
+    built = builders.trained_task(
+        with_parts(task, {**OURS, "label_smoothing": 0.1}, {**MIX, "num_classes": 3}), Numbers(3), torch.device("cpu")
+    )
+    assert (built.criterion.label_smoothing, type(built.mix).__name__) == (0.1, "MixUp")
+
+
+@pytest.mark.parametrize("loss", [None, {}, {**OURS, "weight": None, "ignore_index": -100}])
+def test_a_loss_that_asks_for_nothing_goes_with_any_task(loss):
+    builders.trained_task(with_parts({"_target_": TASKS + "ModelLoss"}, loss), Numbers(3), torch.device("cpu"))
+
+
+def test_a_key_of_the_task_may_refer_to_one_of_the_loss():
+    node = {"_target_": f"{__name__}.Smoothed", "label_smoothing": "${loss.label_smoothing}"}
+    cfg = with_parts(node, {**OURS, "label_smoothing": 0.1})
+    assert builders.trained_task(cfg, Numbers(3), torch.device("cpu")).label_smoothing == 0.1

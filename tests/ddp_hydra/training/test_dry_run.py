@@ -183,3 +183,10 @@ def test_it_finds_a_state_that_cannot_be_saved():
         CheckpointError, match=r"^optimizer: memory is a builtins\.object, which a checkpoint can't hold"
     ):
         dry(optimizer={"_target_": f"{__name__}.Remembers"})
+
+
+def test_it_refuses_a_loss_that_the_task_does_not_take():
+    with pytest.raises(
+        ConfigError, match=r"^loss\.label_smoothing=0\.1 would have no effect, as LanguageModel takes no"
+    ):
+        dry(task={"_target_": "ddp_hydra.tasks.LanguageModel"}, loss={"label_smoothing": 0.1})

@@ -93,6 +93,55 @@ def test_a_mix_of_images_refuses_rows_of_a_table_with_what_to_type():
     from torchvision.transforms.v2 import MixUp
 
     task = Classification(CrossEntropy(), MixUp(alpha=0.2, num_classes=3))
-    said = r"MixUp \(mix=\) does not take x \(4, 5\), y \(4,\) \(Expected a .*\): give mix=none"
+    said = r"MixUp \(mix=\) does not take x \(4, 5\) float32, y \(4,\) int64 \(Expected a .*\): give mix=none"
     with pytest.raises(ConfigError, match=said):
         task.mixed((torch.rand(4, 5), torch.zeros(4).long()))
+
+
+IMAGES, LABELS = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 0])
+FLOATS, LONG = "make floats of x with a transform, such as v2.ToDtype", "let the data set return y.long"
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "y", "said"),
+    [
+        (
+            "MixUp",
+            IMAGES.byte(),
+            LABELS,
+            rf"x \(4, 3, 8, 8\) uint8, y \(4,\) int64 \(.*\): {FLOATS}.*, or give mix=none",
+        ),
+        ("MixUp", IMAGES, LABELS.int(), rf"y \(4,\) int32 \(.*\): {LONG}\(\), or give mix=none"),
+        ("MixUp", IMAGES.byte(), LABELS.int(), f"{FLOATS}.* and {LONG}"),
+        ("CutMix", IMAGES, LABELS.int(), rf"{LONG}\(\), or give mix=none"),
+        ("CutMix", IMAGES, LABELS.float(), r"\): give mix=none"),
+        ("CutMix", IMAGES, LABELS + 1, r"\): give mix=none"),
+        ("CutMix", {"image": torch.rand(4)}, LABELS, r"does not take x of dict, y \(4,\) int64 \(.*\): give mix=none"),
+    ],
+)
+def test_a_mix_refuses_types_that_it_can_not_take_with_what_to_type(kind, x, y, said):
+    from torchvision.transforms import v2
+
+    with pytest.raises(ConfigError, match=said):
+        Classification(CrossEntropy(), getattr(v2, kind)(num_classes=3)).mixed((x, y))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError])
+def test_a_mistake_in_a_mix_of_ones_own_stays_what_it_is(error):
+    def broken(x, y):
+        raise error("mine")
+
+    with pytest.raises(error, match="mine"):
+        Classification(CrossEntropy(), broken).mixed((IMAGES, LABELS))
+
+
+def test_memory_that_runs_out_in_a_mix_is_no_mistake_of_types(monkeypatch):
+    from torchvision.transforms.v2 import MixUp
+
+    def full(*batch):
+        raise torch.OutOfMemoryError("full")
+
+    mix = MixUp(num_classes=3)
+    monkeypatch.setattr(mix, "forward", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        Classification(CrossEntropy(), mix).mixed((IMAGES, LABELS))
