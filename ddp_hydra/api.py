@@ -186,10 +186,11 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def metrics(self) -> pd.DataFrame:
-        """Return the metrics so far as a table, a row for each step that was logged.
+        """Return the metrics so far as a table, a row for each step that was logged, in their order.
 
         What is logged at one step stands in one row: `train/loss` since the row before and, where an epoch ends,
-        `train_epoch/loss` over the epoch and the validation's `val/loss`.
+        `train_epoch/loss` over the epoch and the validation's `val/loss`. Where other ranks than 0 have logged, too,
+        each has rows of its own, by the column `rank`.
 
         Raises:
             ConfigError: pandas is not installed.
@@ -202,13 +203,18 @@ class Run:
         for number, record in enumerate(self.records()):
             step = record.get("step")
             key = ("row", number) if step is None else (step, record.get("rank", 0))
-            rows.setdefault(key, {}).update(record)
+            row = rows.setdefault(key, {})
+            row.update({name: value for name, value in record.items() if value is not None or name not in row})
         table = pd.DataFrame(list(rows.values()))
-        return table.set_index("step") if "step" in table else table
+        if "rank" in table:  # lines of rank 0 lack it
+            table["rank"] = table["rank"].fillna(0).astype(int)
+        order = [name for name in ("step", "rank") if name in table]
+        return table.sort_values(order, kind="stable").set_index("step") if "step" in table else table
 
     def plot(self, *names: str, **options: Any) -> Any:
         """Draw curves of metrics over the steps, and return the axes of matplotlib.
 
+        Of a metric that several ranks logged, rank 0's values are drawn, as in TensorBoard.
         `metrics().plot()` of pandas draws no line where a metric is logged at fewer steps than another.
 
         Args:
@@ -226,7 +232,10 @@ class Run:
             if name not in table:
                 near = text.meant(name, table.columns) or f": the metrics are {', '.join(table.columns)}"
                 raise ConfigError(f"no metric {name!r} was logged{near}")
-            axes = table[name].dropna().plot(ax=axes, label=name, legend=True, **options)
+            logged = table.dropna(subset=[name])
+            if "rank" in table:
+                logged = logged[logged["rank"] == logged["rank"].min()]
+            axes = logged[name].plot(ax=axes, label=name, legend=True, **options)
         return axes
 
     def load_model(self, which: str = "best", overrides: Sequence[str] = ()) -> nn.Module:
