@@ -22,6 +22,8 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.console import text
+from ddp_hydra.console.signals import print_line
+from ddp_hydra.dispatch import background
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
@@ -318,14 +320,13 @@ class StartedRun(Run):
         self._job = job
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._objective: float | None = None
-        # A daemon: the end of the program ends the job, whose ranks notice that.
+        # A daemon: the end of the program does not wait for it but stops the job.
         self._thread = threading.Thread(target=self._work, name="ddp_hydra-run", daemon=True)
 
     def perform(self) -> None:
         """Run the job in this thread."""
         try:
-            self._objective = run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
+            run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
         except KeyboardInterrupt as error:
             if isinstance(error, Interrupted):
                 raise
@@ -337,6 +338,8 @@ class StartedRun(Run):
             self.perform()
         except BaseException as error:  # given to whoever waits
             self._error = error
+        finally:
+            background.forget(self)
 
     @property
     def status(self) -> str:
@@ -346,7 +349,7 @@ class StartedRun(Run):
     @property
     def objective(self) -> float | None:
         """The last value of the objective; None before the end."""
-        return self._objective
+        return super().objective if self.done() else None
 
     def done(self) -> bool:
         """Return whether the run has ended, well or not."""
@@ -355,6 +358,17 @@ class StartedRun(Run):
     def stop(self) -> None:
         """Ask the run to save a checkpoint and end; `wait` then raises its `Interrupted`."""
         self._stop.set()
+
+    def _end_with_program(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if not self.done():
+            go_on = text.typed("resume", self.dir)
+            said = f"it has not ended in {background.CLOSE_S:g} s; what it has saved goes on with {go_on}"
+        elif self._error is not None:
+            said = text.message_of(self._error)
+        else:
+            return
+        print_line(f"the program ends, and the run in {self.dir} with it: {said}")
 
     def wait(self, timeout_s: float | None = None) -> StartedRun:
         """Wait for the end. An interrupt meanwhile, as by the stop button of a notebook, stops the run.
@@ -388,7 +402,8 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
 
     Args:
         overrides: as in the command line: ["model=resnet18", "trainer.epochs=3"].
-        wait: whether to return when the run has ended; otherwise it goes on in the background.
+        wait: whether to return when the run has ended; otherwise it goes on in the background. The end of the program
+            stops it, as Ctrl-C does.
         config_name: the main config.
 
     Returns:
@@ -411,5 +426,6 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     if wait:
         started.perform()
     else:
+        background.stop_at_exit(started, started.stop, started._end_with_program)
         started._thread.start()
     return started

@@ -149,6 +149,19 @@ def test_a_dry_run_writes_nothing(project, monkeypatch):
     assert not (project / "there").exists()
 
 
+def test_a_run_that_was_stopped_has_its_objective_where_its_summary_has_it(project, monkeypatch):
+    def stopped(cfg, run_dir, *_, **__):
+        summary = Summary(status="interrupted", objective=Objective("val/f1", "maximize"), metrics={"val/f1": 0.5})
+        (run_dir / "summary.json").write_bytes(msgspec.json.encode(summary))
+        raise Interrupted("at step 3")
+
+    monkeypatch.setattr("ddp_hydra.api.run_job", stopped)
+    run = ddp_hydra.run(["hydra.run.dir=there"], wait=False)
+    with pytest.raises(Interrupted):
+        run.wait()
+    assert run.objective == 0.5
+
+
 @pytest.mark.parametrize(
     "raised", [KeyboardInterrupt(), KeyboardInterrupt("step 3 is saved"), Interrupted("at step 3")]
 )
