@@ -22,6 +22,8 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.console import text
+from ddp_hydra.console.signals import print_line
+from ddp_hydra.dispatch import background
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
@@ -186,10 +188,11 @@ class Run:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def metrics(self) -> pd.DataFrame:
-        """Return the metrics so far as a table, a row for each step that was logged.
+        """Return the metrics so far as a table, a row for each step that was logged, in their order.
 
         What is logged at one step stands in one row: `train/loss` since the row before and, where an epoch ends,
-        `train_epoch/loss` over the epoch and the validation's `val/loss`.
+        `train_epoch/loss` over the epoch and the validation's `val/loss`. Where other ranks than 0 have logged, too,
+        each has rows of its own, by the column `rank`.
 
         Raises:
             ConfigError: pandas is not installed.
@@ -202,13 +205,18 @@ class Run:
         for number, record in enumerate(self.records()):
             step = record.get("step")
             key = ("row", number) if step is None else (step, record.get("rank", 0))
-            rows.setdefault(key, {}).update(record)
+            row = rows.setdefault(key, {})
+            row.update({name: value for name, value in record.items() if value is not None or name not in row})
         table = pd.DataFrame(list(rows.values()))
-        return table.set_index("step") if "step" in table else table
+        if "rank" in table:  # lines of rank 0 lack it
+            table["rank"] = table["rank"].fillna(0).astype(int)
+        order = [name for name in ("step", "rank") if name in table]
+        return table.sort_values(order, kind="stable").set_index("step") if "step" in table else table
 
     def plot(self, *names: str, **options: Any) -> Any:
         """Draw curves of metrics over the steps, and return the axes of matplotlib.
 
+        Of a metric that several ranks logged, rank 0's values are drawn, as in TensorBoard.
         `metrics().plot()` of pandas draws no line where a metric is logged at fewer steps than another.
 
         Args:
@@ -226,7 +234,10 @@ class Run:
             if name not in table:
                 near = text.meant(name, table.columns) or f": the metrics are {', '.join(table.columns)}"
                 raise ConfigError(f"no metric {name!r} was logged{near}")
-            axes = table[name].dropna().plot(ax=axes, label=name, legend=True, **options)
+            logged = table.dropna(subset=[name])
+            if "rank" in table:
+                logged = logged[logged["rank"] == logged["rank"].min()]
+            axes = logged[name].plot(ax=axes, label=name, legend=True, **options)
         return axes
 
     def load_model(self, which: str = "best", overrides: Sequence[str] = ()) -> nn.Module:
@@ -309,14 +320,13 @@ class StartedRun(Run):
         self._job = job
         self._stop = threading.Event()
         self._error: BaseException | None = None
-        self._objective: float | None = None
-        # A daemon: the end of the program ends the job, whose ranks notice that.
+        # A daemon: the end of the program does not wait for it but stops the job.
         self._thread = threading.Thread(target=self._work, name="ddp_hydra-run", daemon=True)
 
     def perform(self) -> None:
         """Run the job in this thread."""
         try:
-            self._objective = run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
+            run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
         except KeyboardInterrupt as error:
             if isinstance(error, Interrupted):
                 raise
@@ -328,6 +338,8 @@ class StartedRun(Run):
             self.perform()
         except BaseException as error:  # given to whoever waits
             self._error = error
+        finally:
+            background.forget(self)
 
     @property
     def status(self) -> str:
@@ -337,7 +349,7 @@ class StartedRun(Run):
     @property
     def objective(self) -> float | None:
         """The last value of the objective; None before the end."""
-        return self._objective
+        return super().objective if self.done() else None
 
     def done(self) -> bool:
         """Return whether the run has ended, well or not."""
@@ -346,6 +358,17 @@ class StartedRun(Run):
     def stop(self) -> None:
         """Ask the run to save a checkpoint and end; `wait` then raises its `Interrupted`."""
         self._stop.set()
+
+    def _end_with_program(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+        if not self.done():
+            go_on = text.typed("resume", self.dir)
+            said = f"it has not ended in {background.CLOSE_S:g} s; what it has saved goes on with {go_on}"
+        elif self._error is not None:
+            said = text.message_of(self._error)
+        else:
+            return
+        print_line(f"the program ends, and the run in {self.dir} with it: {said}")
 
     def wait(self, timeout_s: float | None = None) -> StartedRun:
         """Wait for the end. An interrupt meanwhile, as by the stop button of a notebook, stops the run.
@@ -379,7 +402,8 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
 
     Args:
         overrides: as in the command line: ["model=resnet18", "trainer.epochs=3"].
-        wait: whether to return when the run has ended; otherwise it goes on in the background.
+        wait: whether to return when the run has ended; otherwise it goes on in the background. The end of the program
+            stops it, as Ctrl-C does.
         config_name: the main config.
 
     Returns:
@@ -402,5 +426,6 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
     if wait:
         started.perform()
     else:
+        background.stop_at_exit(started, started.stop, started._end_with_program)
         started._thread.start()
     return started

@@ -71,6 +71,7 @@ ALLOWED = {
     "_run_finalizers": "removes the folders of multiprocessing at the end of a fork",
     "_registered_with_atexit": "as _clear, for weakref.finalize",
     "_registry": "as _clear, for weakref.finalize",
+    "_register_atexit": "runs end before the pools of threads that save them, where handlers of atexit come too late",
     "_shutdown": "threads of user code are joined at the end of a fork",
     "_exit": "a fork ends without what its parent has on its stack",
     "_getframe": "which module asks the stand-in of torch's compiler",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import functools
 import logging
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.console.signals import Interrupts, own_handler
 from ddp_hydra.console.text import message_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.record import Metrics, Record, Start
@@ -23,7 +26,58 @@ from ddp_hydra.writers.run_dir import locked, read_summary, summary_written
 
 log = logging.getLogger(__name__)
 CLOSE_S = 15.0
-"""Seconds that the end of the program waits for the end of a gang."""
+"""Seconds that the end of the program waits for what runs in the background."""
+_at_exit: dict[object, tuple[Callable[[], object], Callable[[float], object]]] = {}
+os.register_at_fork(after_in_child=_at_exit.clear)
+
+
+def stop_at_exit(running: object, stop: Callable[[], object], wait: Callable[[float], object]) -> None:
+    """Have the end of the program stop what runs in a thread, unless `forget` is called before.
+
+    Args:
+        stop: asks it to end.
+        wait: waits for its end, but no longer than the seconds that it is given.
+    """
+    _register()
+    _catch_signals()
+    _at_exit[running] = stop, wait
+
+
+def forget(running: object) -> None:
+    """Undo `stop_at_exit` for what has ended."""
+    _at_exit.pop(running, None)
+
+
+@functools.cache
+def _register() -> None:
+    # Handlers of `atexit` come too late: Dask then has no pools of threads any more, and nothing could be saved.
+    import concurrent.futures.thread  # noqa: F401  its own handler, which ends the pools, is to come after this one
+
+    threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+
+
+def _catch_signals() -> None:
+    """Stop it also where a signal would end the program, as Jupyter ends a kernel, and batch systems a job."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, own_handler(_end_by))
+
+
+def _end_by(number: int, frame: Any) -> None:
+    _stop_all()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _stop_all() -> None:
+    calls, until, interrupts = list(_at_exit.values()), time.monotonic() + CLOSE_S, Interrupts()
+    with contextlib.suppress(KeyboardInterrupt), interrupts.caught(), interrupts.deferred():
+        for stop, _ in calls:
+            stop()
+        for _, wait in calls:
+            wait(max(0.0, until - time.monotonic()))
 
 
 class RankFuture(Future):
@@ -80,7 +134,7 @@ class Running:
         self._ended = threading.Event()
         # A daemon: the end of the program does not wait for it but stops the gang.
         self._thread = threading.Thread(target=self._work, name="ddp_hydra-gang", daemon=True)
-        atexit.register(self._at_exit)
+        stop_at_exit(self, self.cancel, self._ended.wait)
         self._thread.start()
 
     def done(self) -> bool:
@@ -164,12 +218,8 @@ class Running:
                 future.set_running_or_notify_cancel()
             else:
                 future.set_exception(self._error)
-        atexit.unregister(self._at_exit)
+        forget(self)
         self._ended.set()
-
-    def _at_exit(self) -> None:
-        self.cancel()
-        self._ended.wait(CLOSE_S)
 
 
 ANOTHER = "give another folder, run_dir=<folder>"

@@ -40,11 +40,10 @@ from ddp_hydra.job.job_config import (
     weights_path,
 )
 from ddp_hydra.job.run_dir import (
-    best_checkpoint,
+    add_saved,
     keep_project,
     metrics_at,
     refuse_other_run,
-    saved_metrics,
     saved_step,
 )
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
@@ -137,6 +136,7 @@ def train(
 ) -> float | None:
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
+        stack.callback(add_saved, summary, run_dir, is_stored=remote is not None)
         check(cfg)
         with held_back():
             from ddp_hydra.writers import tensorboard  # imports TensorBoard: not before the config is known to be right
@@ -161,12 +161,11 @@ def train(
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
         result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
-        before: dict[str, float | None] = {**saved_metrics(run_dir), **summary.metrics}
+        before = summary.metrics
         if cfg.resume and not before and not result.metrics:  # nothing was left to train
-            before |= metrics_at(cfg.resume, result.steps)
+            before = metrics_at(cfg.resume, result.steps)
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
-        summary.best = best_checkpoint(run_dir, config["objective"]["metric"])
         is_paused = result.interrupted == "pause"
         if result.interrupted and not is_paused:
             raise Interrupted(

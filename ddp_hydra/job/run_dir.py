@@ -15,7 +15,7 @@ from omegaconf import DictConfig, read_write
 from ddp_hydra.config import project, redact
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
-from ddp_hydra.run_state import Best
+from ddp_hydra.run_state import Best, Summary
 from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import (
     BEST,
@@ -130,9 +130,26 @@ def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
     return None
 
 
-def saved_metrics(run_dir: Path) -> dict[str, float | None]:
-    """Return the metrics of the newest checkpoint of a run; {} if there are none."""
-    return _metrics_of(next(iter(readable_steps(run_dir / FOLDER).values()), None))
+def saved_metrics(run_dir: Path, until: int | None = None) -> dict[str, float | None]:
+    """Return the metrics of the newest checkpoint of a run, of those until a step; {} if there are none."""
+    entries = readable_steps(run_dir / FOLDER).values()
+    return _metrics_of(next((entry for entry in entries if until is None or (entry.step or 0) <= until), None))
+
+
+def add_saved(summary: Summary, run_dir: Path, is_stored: bool) -> None:
+    """Add to a summary what the run's checkpoints tell: the best one, and metrics that were not measured again.
+
+    A run that fails, or is refused as it is resumed in its folder, has them, too. `is_stored`: they are in a store.
+    """
+    if not is_stored and not has_checkpoint(run_dir):  # what is left of a manifest is another run's
+        return
+    # It may have gone on from an earlier checkpoint than its newest one.
+    until = None if summary.from_step is None else max(summary.from_step, summary.steps or 0)
+    summary.metrics = {**saved_metrics(run_dir, until), **summary.metrics}
+    if summary.objective is None and (before := read_summary(run_dir)) is not None:
+        summary.objective = before.objective
+    if summary.objective is not None:
+        summary.best = best_checkpoint(run_dir, summary.objective.metric)
 
 
 def metrics_at(resume: str, step: int) -> dict[str, float | None]:

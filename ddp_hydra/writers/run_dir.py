@@ -196,7 +196,7 @@ def summary_written(run_dir: Path, summary: Summary) -> Iterator[None]:
 
 def _add_error(summary: Summary, error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt):
-        summary.status = "interrupted"
+        summary.status, summary.interrupted = "interrupted", summary.interrupted or "interrupt"
     elif isinstance(error, RunFailed):  # the run failed on another host; the summary there has the failure
         pass
     elif isinstance(error, RankFailed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -79,6 +80,38 @@ def test_a_failed_run_raises_what_the_command_would_say(warm, folder):
     with pytest.raises(RankFailed, match="rank 1"):
         run.wait(100)
     assert run.status == "failed"
+
+
+LEFT_BEHIND = """
+import os, signal, sys, time
+import ddp_hydra
+
+if __name__ == "__main__":
+    run = ddp_hydra.run(WORDS, wait=False)
+    while sys.argv[1] != "at once" and not run.records():
+        assert not run.done(), run.wait()
+        time.sleep(0.05)
+    if sys.argv[1] == "raise":
+        raise ValueError("mine")
+    if sys.argv[1] == "SIGTERM":
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("end", ["by itself", "at once", "raise", "SIGTERM"])
+def test_the_end_of_the_program_stops_its_run_with_a_checkpoint(folder, client2, ranks_alive, end):
+    address = client2.scheduler.address
+    words = [*TINY, "trainer.epochs=100000", "cluster=remote", f"cluster.address={address}", "hydra.run.dir=run"]
+    (folder / "program.py").write_text(LEFT_BEHIND.replace("WORDS", repr(words)))
+    done = subprocess.run([sys.executable, "program.py", end], capture_output=True, text=True)
+    assert done.returncode == {"raise": 1, "SIGTERM": -signal.SIGTERM}.get(end, 0), done.stderr
+    run = ddp_hydra.Run("run")
+    assert (run.status, run.summary["interrupted"], (run.dir / ".lock").exists()) == ("interrupted", "interrupt", False)
+    is_saved = (run.dir / "checkpoints" / "last.pt").exists()
+    assert is_saved or end == "at once"
+    assert "the program ends, and the run in run with it: interrupted" in done.stderr
+    assert done.stderr.rstrip().endswith("go on with resume=run" if is_saved else "run has no checkpoint yet")
+    assert not ranks_alive()
 
 
 PROGRAM = """

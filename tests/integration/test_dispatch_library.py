@@ -428,7 +428,7 @@ def work():
 if __name__ == "__main__":
     client = Client(sys.argv[1])
     running = dispatch.start(client, work, run_dir=sys.argv[2])
-    while not (running.run_dir / "metrics.jsonl").exists():
+    while sys.argv[3] != "at once" and not (running.run_dir / "metrics.jsonl").exists():
         time.sleep(0.05)
     print("seen", flush=True)
     if sys.argv[3] == "sleep":
@@ -436,12 +436,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("end", ["by itself", "kill"])
+@pytest.mark.parametrize("end", ["by itself", "at once", "kill"])
 def test_the_end_of_the_program_stops_the_ranks(client2, tmp_path, ranks_alive, wait_for, end):
     script = tmp_path / "script.py"
     script.write_text(UNWATCHED)
-    sleep = "sleep" if end == "kill" else "end"
-    command = [sys.executable, str(script), client2.scheduler.address, str(tmp_path / "run"), sleep]
+    how = "sleep" if end == "kill" else end
+    command = [sys.executable, str(script), client2.scheduler.address, str(tmp_path / "run"), how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "seen\n"
         if end == "kill":

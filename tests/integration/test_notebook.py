@@ -14,6 +14,7 @@ import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
 
+from ddp_hydra.api import Run
 from ddp_hydra.cli import commands
 
 pytestmark = [
@@ -57,3 +58,26 @@ def test_the_stop_button_saves_a_checkpoint(kernel, tmp_path):
             client.execute_cell(notebook.cells[0], 0)
         button.join()
     assert (run_dir / "checkpoints" / "last.pt").exists()
+
+
+@pytest.mark.slow
+def test_the_shutdown_of_a_kernel_stops_a_run_in_the_background(kernel, tmp_path):
+    commands.write_project(tmp_path / "project")
+    words = ["trainer.epochs=100000", "cluster.n_workers=1", "hydra.run.dir=run"]
+    lines = [
+        "import ddp_hydra, time",
+        f"run = ddp_hydra.run({words!r}, wait=False)",
+        "while not run.records():",
+        "    assert not run.done(), run.wait()",
+        "    time.sleep(0.05)",
+    ]
+    notebook = new_notebook(cells=[new_code_cell("\n".join(lines))])
+    client = NotebookClient(
+        notebook, timeout=200, shutdown_kernel="graceful", resources={"metadata": {"path": str(tmp_path / "project")}}
+    )
+    with client.setup_kernel():
+        client.km.shutdown_wait_time = 200
+        client.execute_cell(notebook.cells[0], 0)
+    run = Run(tmp_path / "project" / "run")
+    assert (run.status, run.summary["interrupted"]) == ("interrupted", "interrupt")
+    assert (run.dir / "checkpoints" / "last.pt").exists()

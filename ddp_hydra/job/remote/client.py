@@ -66,6 +66,7 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
     messages: Messages = queue.SimpleQueue()
     with summarised(run_dir, cfg) as summary, started_driver(cfg, run_dir, overrides, messages) as (client, driver):
         print(f"results: {driver.spec.url}")  # noqa: T201
+        summary.results = driver.spec.url  # also where the end is not waited for
         message, end = Follower(client, driver, messages, run_dir).follow()
         summary.update({**asdict(end), "results": driver.spec.url})
         conclude(end.status, message)

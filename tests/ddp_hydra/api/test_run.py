@@ -149,6 +149,19 @@ def test_a_dry_run_writes_nothing(project, monkeypatch):
     assert not (project / "there").exists()
 
 
+def test_a_run_that_was_stopped_has_its_objective_where_its_summary_has_it(project, monkeypatch):
+    def stopped(cfg, run_dir, *_, **__):
+        summary = Summary(status="interrupted", objective=Objective("val/f1", "maximize"), metrics={"val/f1": 0.5})
+        (run_dir / "summary.json").write_bytes(msgspec.json.encode(summary))
+        raise Interrupted("at step 3")
+
+    monkeypatch.setattr("ddp_hydra.api.run_job", stopped)
+    run = ddp_hydra.run(["hydra.run.dir=there"], wait=False)
+    with pytest.raises(Interrupted):
+        run.wait()
+    assert run.objective == 0.5
+
+
 @pytest.mark.parametrize(
     "raised", [KeyboardInterrupt(), KeyboardInterrupt("step 3 is saved"), Interrupted("at step 3")]
 )
@@ -194,6 +207,38 @@ def test_a_run_is_looked_at_by_its_directory(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match=r"pip install 'ddp-hydra\[notebook\]'"):
         run.metrics()
+
+
+@pytest.fixture
+def of_two_ranks(tmp_path):
+    """A run whose ranks have logged `loss`, rank 1 also `temperature`, in the order in which they came."""
+    lines = [
+        {"step": 2, "epoch": 1, "samples": 8, "rank": 1, "loss": 20.0},
+        {"step": 1, "epoch": None, "samples": None, "loss": 1.0},
+        {"step": 1, "epoch": 1, "samples": 4, "rank": 1, "loss": 10.0},
+        {"step": 2, "epoch": 1, "samples": 8, "loss": 2.0},
+        {"step": 2, "epoch": None, "samples": None, "val/loss": 3.0},
+        {"step": None, "epoch": None, "samples": None, "note": 4.0},
+        {"step": 2, "epoch": None, "samples": None, "rank": 1, "temperature": 50.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return Run(tmp_path)
+
+
+def test_a_table_is_in_the_order_of_steps_and_ranks_and_no_null_hides_a_value(of_two_ranks):
+    table = of_two_ranks.metrics()
+    assert table.index[:4].tolist() == [1, 1, 2, 2]
+    assert table["rank"].tolist() == [0, 1, 0, 1, 0]
+    assert table["loss"].tolist()[:4] == [1.0, 10.0, 2.0, 20.0]
+    assert table["epoch"].tolist()[1:4] == [1, 1, 1]
+    assert table["samples"].tolist()[1:4] == [4, 8, 8]
+    assert table["val/loss"].tolist()[2] == 3.0
+    assert table["note"].tolist()[4] == 4.0
+
+
+def test_a_curve_is_of_rank_0_where_several_ranks_have_logged(of_two_ranks):
+    lines = of_two_ranks.plot("loss", "temperature").get_lines()
+    assert [line.get_xydata().tolist() for line in lines] == [[[1, 1.0], [2, 2.0]], [[2, 50.0]]]
 
 
 def test_curves_have_a_line_where_metrics_are_logged_at_other_steps(tmp_path):

@@ -229,7 +229,7 @@ def test_every_other_failure_has_the_same_fields_and_a_traceback_where_it_is_nob
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted("saved at step 3")], ids=["at once", "saved"])
 def test_an_interrupt_is_no_failure(error, tmp_path):
     summary = summary_after(error, tmp_path)
-    assert (summary["status"], summary["failure"]) == ("interrupted", None)
+    assert (summary["status"], summary["failure"], summary["interrupted"]) == ("interrupted", None, "interrupt")
 
 
 def test_who_does_not_wait_for_a_checkpoint_hears_of_the_last_one(tmp_path):
@@ -384,3 +384,87 @@ def test_the_summary_has_step_and_value_of_the_best_checkpoint(returned, tmp_pat
     manifest.write_text(json.dumps({"checkpoints": entries}))
     run_job(config(resume=str(tmp_path)), tmp_path)
     assert summary_of(tmp_path)["best"] == {"step": 10, "value": 0.75}
+
+
+def saved(run_dir: Path, accuracies: dict[int, float], best: int) -> None:
+    """Checkpoints with metrics of a validation, and best.pt."""
+    checkpoint(run_dir, *accuracies)
+    manifest = run_dir / "checkpoints" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    for entry in content["checkpoints"].values():
+        entry["metrics"] = {"val/accuracy": accuracies[entry["step"]]}
+    content["checkpoints"]["best.pt"] = content["checkpoints"][f"step-{best:06d}.pt"]
+    manifest.write_text(json.dumps(content))
+
+
+def validated(**changes: Any) -> Any:
+    return config(objective__metric="val/accuracy", data__val={"_target_": "a.Set"}, **changes)
+
+
+@pytest.mark.parametrize("error", [RankFailed("m", FAILURE), KeyboardInterrupt(), RecordError("odd")])
+def test_a_run_that_does_not_end_well_has_its_best_checkpoint_and_its_metrics_in_the_summary(
+    error, returned, monkeypatch, tmp_path
+):
+    def run_on_dask(self, packed, stop):
+        saved(tmp_path, {10: 0.75, 20: 0.5}, best=10)
+        self.summary.update({"from_step": 0, "steps": 25, "metrics": {"train/loss": 1.0}})
+        raise error
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    with pytest.raises(type(error)):
+        run_job(validated(), tmp_path)
+    found = summary_of(tmp_path)
+    assert found["best"] == {"step": 10, "value": 0.75}
+    assert found["metrics"] == {"val/accuracy": 0.5, "train/loss": 1.0}
+    assert found["interrupted"] == ("interrupt" if isinstance(error, KeyboardInterrupt) else None)
+
+
+@pytest.mark.parametrize(
+    ("begin", "steps", "accuracy"),
+    [(20, 25, 0.5), (20, None, 0.5), (10, 15, 0.75), (10, None, 0.75)],
+)
+def test_a_resume_that_fails_keeps_what_its_checkpoints_tell_until_its_step(
+    begin, steps, accuracy, returned, monkeypatch, tmp_path
+):
+    saved(tmp_path, {10: 0.75, 20: 0.5}, best=10)
+
+    def run_on_dask(self, packed, stop):
+        self.summary.update({"from_step": begin, "steps": steps})
+        raise RankFailed("m", FAILURE)
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    elsewhere = tmp_path / "elsewhere"
+    resumed = validated(resume=str(tmp_path / "checkpoints" / f"step-{begin:06d}.pt"))
+    for run_dir in (tmp_path, elsewhere):
+        with pytest.raises(RankFailed):
+            run_job(resumed, run_dir)
+    found = summary_of(tmp_path)
+    assert (found["metrics"], found["best"]) == ({"val/accuracy": accuracy}, {"step": 10, "value": 0.75})
+    found = summary_of(elsewhere)
+    assert (found["metrics"], found["best"]) == ({}, None), "those are of another run"
+
+
+def test_a_resume_that_is_refused_leaves_the_objective_and_the_best_in_the_summary(returned, tmp_path):
+    saved(tmp_path, {10: 0.75, 20: 0.5}, best=10)
+    before = {"status": "failed", "objective": {"metric": "val/accuracy", "direction": "maximize"}}
+    (tmp_path / "summary.json").write_text(json.dumps(before))
+    with pytest.raises(ConfigError, match=r"trainer\.epochs=-1"):
+        run_job(validated(resume=str(tmp_path), trainer__epochs=-1), tmp_path)
+    found = summary_of(tmp_path)
+    assert (found["status"], found["objective"]) == ("failed", before["objective"])
+    assert (found["metrics"], found["best"]) == ({"val/accuracy": 0.5}, {"step": 10, "value": 0.75})
+
+
+def test_a_new_run_takes_nothing_from_a_manifest_whose_checkpoints_are_gone(returned, monkeypatch, tmp_path):
+    saved(tmp_path, {10: 0.75}, best=10)
+    for file in (tmp_path / "checkpoints").glob("*.pt"):
+        file.unlink()
+    (tmp_path / "summary.json").write_text('{"status": "failed", "metrics": {"val/accuracy": 0.75}}')
+
+    def run_on_dask(self, packed, stop):
+        raise RankFailed("m", FAILURE)
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    with pytest.raises(RankFailed):
+        run_job(validated(), tmp_path)
+    assert (summary_of(tmp_path)["metrics"], summary_of(tmp_path)["best"]) == ({}, None)

@@ -20,6 +20,7 @@ from ddp_hydra.job.remote.client import Follower, StartedDriver
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.storage.urls import POINTER
+from ddp_hydra.writers.run_dir import read_summary
 
 pytestmark = pytest.mark.medium
 SPEC = SimpleNamespace(name="run-1", url="s3://bucket/run-1")
@@ -158,3 +159,16 @@ def test_an_interrupt_is_passed_on_once_and_a_second_one_waits_no_longer(followe
 def test_the_commands_that_are_shown_can_be_typed_whatever_the_folder_is_called(capsys):
     remote._print_commands("the run goes on", "/runs/my ä/1")
     assert "  ddp-hydra attach 'run=/runs/my ä/1'\n" in capsys.readouterr().out
+
+
+def test_the_summary_names_the_store_where_the_end_is_not_waited_for(monkeypatch, tmp_path):
+    def follow(*_):
+        raise KeyboardInterrupt("the end of the run was not waited for")
+
+    driver = SimpleNamespace(spec=SimpleNamespace(url="s3://bucket/run-1"))
+    monkeypatch.setattr(remote, "started_driver", lambda *_: nullcontext((None, driver)))
+    monkeypatch.setattr(remote, "Follower", lambda *_: SimpleNamespace(follow=follow))
+    with pytest.raises(KeyboardInterrupt):
+        remote.run_remote_job(OmegaConf.create({"tags": [], "detach": False}), tmp_path, [])
+    summary = read_summary(tmp_path)
+    assert (summary.results, summary.status, summary.interrupted) == ("s3://bucket/run-1", "interrupted", "interrupt")
