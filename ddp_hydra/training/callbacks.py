@@ -58,11 +58,11 @@ class Callback:
         """Act after the last step, also of a run that was asked to stop."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs: tensors and plain values; by default, nothing."""
+        """Return what a resumed run needs: tensors and plain values; by default, nothing. Called after `on_start`."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state of a checkpoint."""
+        """Restore the state of a checkpoint: before `on_start`, and where a run goes back to an earlier step."""
 
 
 class RunView:
@@ -240,6 +240,9 @@ class Callbacks:
     def __init__(self, callbacks: Mapping[str, Callback], state: TrainingState, world: World = ALONE) -> None:
         self.callbacks, self.state, self.world = dict(callbacks), state, world
         self.of_ranks: dict[str, list[dict[str, Any]]] = {}
+        self.loaded: Mapping[str, Any] = {}
+        # A callback may make in on_start what it has a state of.
+        self.started = {name for name, one in self.callbacks.items() if type(one).on_start is Callback.on_start}
 
     def call(self, event: str, view: RunView) -> None:
         """Call the method of all callbacks for an event: start, step, validation, checkpoint or end.
@@ -252,6 +255,7 @@ class Callbacks:
             before = self._fingerprint()
             with results.in_callback(view.log):
                 getattr(callback, f"on_{event}")(view)
+            self.started.add(name)
             for module, mode in modes:
                 module.training = mode
             unfroze = self.state.unfrozen != before["unfrozen"]
@@ -278,21 +282,25 @@ class Callbacks:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each callback that has one."""
+        """Return the state of each callback that has one. Before on_start, that is what it was given."""
         found: dict[str, Any] = {}
         for name, callback in self.callbacks.items():
-            if state := callback.state_dict():
+            if name not in self.started:
+                if name in self.loaded:
+                    found[name] = self.loaded[name]
+            elif state := callback.state_dict():
                 found[name] = {"ranks": self.of_ranks.get(name, [state])} if callback.on_each_rank else state
         return found
 
     def gather(self, gather_objects: Callable[[Any], list[Any]]) -> None:
         """Collect the states that a checkpoint keeps of each rank. A collective."""
         for name, callback in self.callbacks.items():
-            if callback.on_each_rank:
+            if callback.on_each_rank and name in self.started:
                 self.of_ranks[name] = gather_objects(callback.state_dict())
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Restore the state of the callbacks that the checkpoint knows."""
+        self.loaded = states
         for name, callback in self.callbacks.items():
             state = states.get(name)
             if state and callback.on_each_rank:

@@ -148,12 +148,17 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
     if progress is not None and progress.total != (content.get("progress") or {}).get("total"):
         for one in settings:  # what a schedule of torch was told of the run's length is in its state
             one.is_other_schedule |= one.depends_on_length
+    for one in settings:  # torch's schedules keep rates, some of them in others that they hold
+        saved = content["optimizer"].get(one.name, {}) if one.name else content["optimizer"]
+        one.is_other_schedule |= one.is_torchs and one.has_other_rates_than(saved)
     if any(one.is_other_schedule for one in settings):
-        for one in settings:
-            one.is_other_schedule = True
+        for one in settings:  # they take their steps together
+            one.is_other_schedule |= one.is_torchs
         # The new schedule starts at 0, and is moved to the run's position later.
-        fresh = plain_state.encode(state.scheduler.state_dict(), "scheduler")
-        content = {**content, "scheduler": _with_plateaus(fresh, content["scheduler"], state.scheduler)}
+        fresh, saved = plain_state.encode(state.scheduler.state_dict(), "scheduler"), content["scheduler"]
+        if isinstance(state.scheduler, ByName):
+            fresh |= {one.name: saved.get(one.name) for one in settings if not one.is_other_schedule}
+        content = {**content, "scheduler": fresh}
         content["progress"] = {**(content.get("progress") or {}), "taken": 0}
     state.restore(content, is_own=has_parts)
     for one in settings:
@@ -178,12 +183,6 @@ def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
     return {name: saved[name] if name in trained and name in saved else value for name, value in own.items()}
 
 
-def _with_plateaus(fresh: Any, saved: Any, scheduler: Any) -> Any:
-    if isinstance(scheduler, ByName):
-        return {name: _with_plateaus(fresh[name], saved.get(name), part) for name, part in scheduler.items()}
-    return saved if isinstance(scheduler, ReduceLROnPlateau) and "num_bad_epochs" in (saved or {}) else fresh
-
-
 class OptimizerSettings:
     """The settings that the new config gives an optimizer and its schedule.
 
@@ -198,19 +197,19 @@ class OptimizerSettings:
     def __init__(
         self, name: str, optimizer: Optimizer, scheduler: Any, before: Mapping[str, Any], now: Mapping[str, Any]
     ) -> None:
-        self.optimizer, self.scheduler = optimizer, scheduler
+        self.name, self.optimizer, self.scheduler = name, optimizer, scheduler
         self.groups = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
         changed = _changed_keys(before, now, "scheduler", name)
         self.schedule = {key: vars(scheduler)[key] for key in changed if key in vars(scheduler)}
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        is_torchs = not isinstance(scheduler, (FactorLR, ReduceLROnPlateau))
+        self.is_torchs = not isinstance(scheduler, (FactorLR, ReduceLROnPlateau))
         # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
         derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - vars(scheduler).keys()
-        self.is_other_schedule = "_target_" in changed or (is_torchs and bool(changed) and bool(derived))
+        self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and bool(derived))
         node = now.get("scheduler") or {}
-        self.depends_on_length = is_torchs and optimizers.depends_on_length(
+        self.depends_on_length = self.is_torchs and optimizers.depends_on_length(
             node if "_target_" in node else node.get(name)
         )
         if is_plateau and not self.is_other_schedule:
@@ -225,7 +224,14 @@ class OptimizerSettings:
         # A function that makes parameter groups may take its arguments for anything.
         makes_groups = bool(self.changed) and optimizers.makes_groups(str(node.get("_target_")))
         self.is_other_optimizer |= makes_groups
-        self.has_other_rates = "lr" in self.changed or by_batch or makes_groups
+        self.may_have_other_rates = "lr" in self.changed or by_batch or self.is_other_optimizer
+
+    def has_other_rates_than(self, saved: Mapping[str, Any]) -> bool:
+        # `saved`: the optimizer's state in the checkpoint, which may have a layout of its own.
+        return self.may_have_other_rates and any(
+            "lr" in group and _own_rate(group) != _own_rate(new)
+            for group, new in zip(saved.get("param_groups", ()), self.groups, strict=False)
+        )
 
     def put_back(self) -> None:
         for group, new in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -236,9 +242,9 @@ class OptimizerSettings:
                     del group[key]
             if self.is_other_schedule:  # torch's schedules keep some of their settings there, and cycle others
                 group.update({key: value for key, value in new.items() if key not in self.optimizer.defaults})
-                cycled = ("momentum", "betas") if "max_momentum" in new else ()
+                cycled = ("momentum", "betas") if "max_momentum" in {**group, **new} else ()
                 group.update({key: new[key] for key in ("lr", "initial_lr", *cycled) if key in new})
-        if self.has_other_rates and not self.is_other_schedule:
+        if self.may_have_other_rates and not self.is_other_schedule:
             self._set_rates()
         vars(self.scheduler).update(self.schedule)
         if self.changed - {"lr"}:
@@ -265,13 +271,17 @@ class OptimizerSettings:
 
     def _set_rates(self) -> None:
         for number, (group, new) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
-            old_lr, new_lr = group.get("initial_lr", group["lr"]), new.get("initial_lr", new["lr"])
+            old_lr, new_lr = _own_rate(group), _own_rate(new)
             if new_lr == old_lr:
                 continue
             group["lr"] = group["lr"] * new_lr / old_lr if old_lr else new_lr
             group["initial_lr"] = new_lr
             if hasattr(self.scheduler, "base_lrs"):
                 self.scheduler.base_lrs[number] = new_lr
+
+
+def _own_rate(group: Mapping[str, Any]) -> Any:
+    return group.get("initial_lr", group["lr"])
 
 
 def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:

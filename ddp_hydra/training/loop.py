@@ -112,6 +112,8 @@ def fit(run: TrainingRun) -> None:
         run.validation.try_few(run.model, run.cfg.objective.metric)
     validate_first(run)
     run.call("start")
+    run.state.check()  # not before: callbacks may make in on_start what they have a state of
+    run.nonfinite.remember()
     run.pause_if_due()
     while not run.is_over:
         run.remember_unfrozen()

@@ -59,10 +59,9 @@ class NonFiniteHandler:
         self.buffers = BufferCopy(state.model) if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.stages = 0
-        self.remember()
 
     def remember(self) -> None:
-        # Called at each checkpoint.
+        # Called before the first step, and at each checkpoint.
         if self.policy == "rollback":
             self.checkpoint = self.state.begin_capture()
             self.stages = len(self.state.unfrozen)

@@ -113,7 +113,6 @@ class TrainingRun:
         changed = load_run.restore(self.state, before) if before else ""
         if before:
             progress.move(self.state.scheduler)
-        self.state.check()
         heartbeat.here().commit(self.position.step)
 
         total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)

@@ -6,7 +6,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-import cloudpickle
 import torch
 from torch.utils.data import DataLoader
 
@@ -14,7 +13,7 @@ from ddp_hydra import results
 from ddp_hydra.data import wrappers
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
-from ddp_hydra.data.workers import helper
+from ddp_hydra.data.workers import helper, mapped
 from ddp_hydra.data.workers.context import HELPER_LOST, HelperContext
 from ddp_hydra.data.workers.worker import Request, Result, WorkerSet, as_it_is, begin
 from ddp_hydra.errors import ConfigError
@@ -55,7 +54,7 @@ class InWorkers:
         if len(files) > helper.MOST_FILES:
             raise ValueError(f"it has {len(files)} files open, and a worker takes {helper.MOST_FILES}")
         self.thread_safe = is_thread_safe(data)
-        self.pickled: bytes = cloudpickle.dumps(data)
+        self.pickled = mapped.pickled(data)
         self._workers: list[Workers] = []
         self._stats: dict[int, Mapping[str, float]] = {}
         self._bad: dict[str, str] = {}

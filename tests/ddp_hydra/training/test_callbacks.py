@@ -15,12 +15,12 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
-from ddp_hydra.errors import ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import callbacks
 from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
 from ddp_hydra.training.checkpoint import read
-from tests.ddp_hydra.training.loop_runs import STEPS, flat, same
+from tests.ddp_hydra.training.loop_runs import STEPS, Run, check_resume, flat, same
 
 HERE = "tests.ddp_hydra.training.test_callbacks"
 
@@ -139,6 +139,68 @@ def test_a_state_of_each_rank_comes_back_to_its_rank():
         callback = Counts(0)
         Callbacks({"it": callback}, state, World(rank, 3)).load_state_dict(content)
         assert callback.n == n
+
+
+class Averaging(Callback):
+    """Makes what it has a state of when the run starts."""
+
+    state: dict[str, Any] | None = None
+
+    def on_start(self, run: Any) -> None:
+        self.average = torch.optim.swa_utils.AveragedModel(run.model)
+        if self.state is not None:
+            self.average.load_state_dict(self.state)
+
+    def on_step(self, run: Any) -> None:
+        self.average.update_parameters(run.model)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.average.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+        if hasattr(self, "average"):  # the run goes back
+            self.average.load_state_dict(state)
+
+
+class Unsaveable(Averaging):
+    on_step = Callback.on_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": self.average}
+
+
+AVERAGING = with_callbacks(average=(f"{HERE}.Averaging", {}))
+
+
+@pytest.mark.medium
+def test_the_state_of_what_a_callback_makes_when_the_run_starts_is_saved_and_resumed(train):
+    whole, _ = check_resume(train, parts=AVERAGING)
+    state = read(whole.last)["callbacks"]["average"]
+    assert state["n_averaged"] == 2 * STEPS
+    assert not torch.equal(state["module.weight"], read(whole.last)["model"]["weight"])
+
+
+def test_a_rollback_goes_back_to_what_a_callback_has_made_when_the_run_started(train):
+    rolled = train(fault=["nan,step=3"], on_nonfinite="rollback", parts=AVERAGING, epochs=1)
+    assert read(rolled.last)["callbacks"]["average"]["n_averaged"] == STEPS
+
+
+def test_a_state_that_can_not_be_saved_is_refused_before_the_first_step(train):
+    runs: list[Run] = []
+    with pytest.raises(
+        CheckpointError, match=r"average is a torch\.optim\.swa_utils\.AveragedModel, which a checkpoint"
+    ):
+        train(parts=with_callbacks(average=(f"{HERE}.Unsaveable", {})), into=runs, log_every_steps=1)
+    assert runs[0].metrics("train/loss") == []
+
+
+def test_a_callback_that_has_not_started_has_the_state_that_it_was_given():
+    callbacks = Callbacks({"average": Averaging()}, SimpleNamespace())
+    assert callbacks.state_dict() == {}
+    given = {"average": {"n_averaged": 3}}
+    callbacks.load_state_dict(given)
+    assert callbacks.state_dict() == given
 
 
 def test_without_a_validation_set_epochs_count(train):

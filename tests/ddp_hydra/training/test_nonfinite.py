@@ -123,6 +123,7 @@ def test_after_a_good_step_its_statistics_stay():
 def test_a_rollback_goes_back_to_where_it_was_kept_bit_for_bit_and_more_than_once(options, sent):
     run = train(state(**options), 2)
     guard = NonFiniteHandler("rollback", 10, run)
+    guard.remember()
     kept, rate = weights(run), run.scheduler.get_last_lr()
     for later in (3, 1, 4):
         train(run, later)
@@ -152,6 +153,7 @@ def test_a_rollback_goes_to_the_last_place_that_was_kept(sent):
 def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(sent):
     run = state()
     guard = NonFiniteHandler("rollback", 1, run)
+    guard.remember()
     train(run, 2)
     assert guard.handle(BAD, 0, [1]) is True
     train(run, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.training.checkpoint import read
@@ -97,6 +98,21 @@ def optimized(name: str, **options: Any) -> dict[str, Any]:
 def test_another_optimizer_has_the_settings_of_a_fresh_one(before, after, decay, train):
     first = train(whole=optimized(before), stop_at=("forward", 4))
     other = optimized(after, weight_decay=decay)
+    assert groups(train(whole=other, resume=first.last)) == groups(train(whole=other))
+
+
+class Quick(torch.optim.Adam):
+    """An optimizer whose own rate is another than Adam's."""
+
+    def __init__(self, params: Any, lr: float = 0.5) -> None:
+        super().__init__(params, lr)
+
+
+@pytest.mark.medium
+def test_another_optimizer_has_its_own_rate_if_none_is_given(train):
+    first = train(whole=optimized("Adam"), stop_at=("forward", 4))
+    other = optimized("Adam")
+    other["optimizer"]["_target_"] = f"{__name__}.Quick"
     assert groups(train(whole=other, resume=first.last)) == groups(train(whole=other))
 
 

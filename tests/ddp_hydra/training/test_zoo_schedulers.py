@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.optim import lr_scheduler
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.tasks import Task
 from ddp_hydra.training.checkpoint import read
 from tests.ddp_hydra.training.loop_runs import check_resume
 from tests.ddp_hydra.training.plain_torch import Net, rates
@@ -202,3 +204,112 @@ def test_what_can_not_be_stepped_is_refused(written, match, train):
     parts = {"model": NET, "optimizer": SGD, "scheduler": written}
     with pytest.raises(ConfigError, match=match):
         train(whole=parts, **STEPS)
+
+
+class Warm:
+    """A user's schedule that holds two others."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.done = optimizer, 0
+        self.after = lr_scheduler.CosineAnnealingLR(optimizer, 6)
+        self.parts = {"first": lr_scheduler.LinearLR(optimizer, 0.25, total_iters=3)}
+
+    def step(self) -> None:
+        self.done += 1
+        (self.parts["first"] if self.done <= 3 else self.after).step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "first": self.parts["first"].state_dict(), "after": self.after.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+        self.parts["first"].load_state_dict(state["first"])
+        self.after.load_state_dict(state["after"])
+
+
+LINEAR = node("LinearLR", start_factor=0.2, total_iters=6)
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    "written",
+    [
+        *(pytest.param(written, id=name) for name, (written, _) in TABLE.items()),
+        *(
+            pytest.param(node("SequentialLR", schedulers=[LINEAR, after], milestones=[6]), id=f"then {name}")
+            for name, (after, _) in TABLE.items()
+            if name in SIMPLE.keys() - {"OneCycleLR", "CyclicLR"}
+        ),
+        pytest.param(
+            node("ChainedScheduler", schedulers=[node("LambdaLR", lr_lambda=method("fall")), node("ConstantLR")]),
+            id="LambdaLR and ConstantLR",
+        ),
+        pytest.param(
+            node(
+                "SequentialLR",
+                schedulers=[
+                    node("SequentialLR", schedulers=[LINEAR, node("ConstantLR", factor=0.5)], milestones=[3]),
+                    node("ExponentialLR", gamma=0.5),
+                ],
+                milestones=[6],
+            ),
+            id="one in another",
+            marks=pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),  # as of torch alone
+        ),
+        pytest.param({"_target_": f"{__name__}.Warm"}, id="a user's"),
+    ],
+)
+def test_a_run_that_is_resumed_with_another_rate_has_the_rates_of_a_fresh_one(written, train):
+    whole = {"model": NET, "optimizer": SGD, "scheduler": written}
+    first = train(whole=whole, stop_at=("forward", 5), **STEPS)
+    other = {**whole, "optimizer": {**SGD, "lr": 0.4}}
+    fresh, again = train(whole=other, **STEPS), train(whole=other, resume=first.last, **STEPS)
+    assert again.metrics("lr") == [point for point in fresh.metrics("lr") if point[0] > first.value["steps"]]
+    groups = [read(run.last)["optimizer"]["param_groups"] for run in (again, fresh)]
+    assert groups[0] == groups[1]
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+@pytest.mark.parametrize(
+    ("optimizer", "key"),
+    [(SGD, "momentum"), ({"_target_": "torch.optim.AdamW", "lr": 0.1, "betas": [0.9, 0.99]}, "betas")],
+    ids=["momentum", "betas"],
+)
+def test_after_a_schedule_that_cycles_the_momentum_another_one_has_the_configs(name, optimizer, key, train):
+    whole = {"model": NET, "optimizer": optimizer, "scheduler": TABLE[name][0]}
+    first = train(whole=whole, stop_at=("forward", 3), **STEPS)
+    other = {**whole, "scheduler": node("StepLR", step_size=3)}
+    fresh, again = train(whole=other, **STEPS), train(whole=other, resume=first.last, **STEPS)
+    cycled, right, found = (read(run.last)["optimizer"]["param_groups"][0][key] for run in (first, fresh, again))
+    assert cycled != right
+    assert found == right
+    assert again.metrics("lr") == fresh.metrics("lr")[first.value["steps"] :]
+
+
+class Apart(Task):
+    """Trains the layers of the net apart."""
+
+    def updates(self, step):
+        return ("one", "two")
+
+    def step(self, model, batch, update):
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+
+@pytest.mark.medium
+def test_a_plateau_keeps_its_rate_where_the_schedule_of_another_part_begins_anew(train):
+    plateau = node("ReduceLROnPlateau", patience=0, threshold=0.9)
+    whole = {
+        "model": NET,
+        "optimizer": SGD,
+        "parallel": {"_target_": "ddp_hydra.training.parallel.none.Unwrapped"},
+        "task": {"_target_": f"{__name__}.Apart"},
+        "objective": {"metric": "train/one/loss", "direction": "minimize"},
+        "scheduler": {"one": plateau, "two": node("OneCycleLR", max_lr=0.3)},
+    }
+    first = train(whole=whole, val=0, epochs=3, **STEPS)
+    longer = train(whole=whole, val=0, epochs=4, resume=first.last, **STEPS)
+    before, after = (read(run.last)["optimizer"] for run in (first, longer))
+    assert before["one"]["param_groups"][0]["lr"] == pytest.approx(0.1 * 0.1**2)
+    assert after["one"]["param_groups"][0]["lr"] == pytest.approx(0.1 * 0.1**3)

@@ -220,6 +220,15 @@ def test_workers_have_the_files_that_a_data_set_has_opened_and_are_told_of_it(tm
         os.close(fd)
 
 
+def test_a_file_that_the_rank_has_mapped_is_mapped_in_workers(loader, tmp_path):
+    one = loader(sets.Mapped(tmp_path / "rows.npy"))
+    assert len(one.dataset.pickled) < 100 * 8
+    values, names, pids = zip(*list(one.load(batches(40)))[1:], strict=True)
+    assert torch.cat(values).tolist() == list(range(2, 40))
+    assert {name for names_of_batch in names for name in names_of_batch} == {str(tmp_path / "rows.npy")}
+    assert os.getpid() not in torch.cat(pids).tolist()
+
+
 def test_a_worker_that_is_killed_is_named(loader):
     with pytest.raises(ConnectionError, match=r"has ended by signal 9; .* data\.workers or data\.memory_mb"):
         list(loader(Rows(dies=9)).load(batches(20)))
