@@ -41,7 +41,7 @@ class ComposedConfig:
 
     Args:
         words: overrides, as they are typed in a command line: "optimizer.lr=0.1".
-        config_name: the main config.
+        config_name: the main config; None for that of a run that is resumed, or else "config".
 
     Attributes:
         cfg: the config, without Hydra's own part.
@@ -52,12 +52,13 @@ class ComposedConfig:
         ConfigError: an argument is not an override, there is no such config, or a value has the wrong type.
     """
 
-    def __init__(self, words: Sequence[str], config_name: str = "config") -> None:
+    def __init__(self, words: Sequence[str], config_name: str | None = None) -> None:
         if isinstance(words, str | Mapping) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"overrides are {words!r}, and must be a list of texts: ['model=resnet18', 'seed=1']")
         if options := [word for word in words if word.startswith("-")]:
             raise ConfigError(f"{options[0]} is an option of the command; from Python only overrides are taken")
-        cfg = compose(read_words(list(words)), config_name)
+        options = [] if config_name is None else [f"--config-name={config_name}"]
+        cfg = compose(read_words([*options, *words]))
         self.overrides = typed_words(cfg.hydra)
         self.run_dir = Path(cfg.hydra.run.dir)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
@@ -395,7 +396,7 @@ class StartedRun(Run):
         return self
 
 
-def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = "config") -> StartedRun:
+def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | None = None) -> StartedRun:
     """Train one job, as `ddp-hydra` does in the current folder.
 
     Inside `ddp_hydra.connect(...)` it runs on that cluster; otherwise it starts and ends its own.
@@ -404,7 +405,7 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str = 
         overrides: as in the command line: ["model=resnet18", "trainer.epochs=3"].
         wait: whether to return when the run has ended; otherwise it goes on in the background. The end of the program
             stops it, as Ctrl-C does.
-        config_name: the main config.
+        config_name: the main config; None for that of a run that is resumed, or else "config".
 
     Returns:
         The run: `status`, `dir`, `metrics()`, `load_model()`; with `wait=False` also `wait()`, `stop()`, `done()`.

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core import utils
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
@@ -31,7 +32,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.config import project, redact, schema, unknown_keys
-from ddp_hydra.config.hydra_compat import IS_1_3, VERSION_BASE, parse_override
+from ddp_hydra.config.hydra_compat import (
+    CONFIG_DIR,
+    IS_1_3,
+    VERSION_BASE,
+    parse_override,
+    typed_sources,
+)
 from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.console import text
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError
@@ -59,7 +66,7 @@ class LayerConfigs(SearchPathPlugin):
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in self.before:
-            search_path.prepend("--config-dir", f"file://{folder}", anchor="main")
+            search_path.prepend(CONFIG_DIR, f"file://{folder}", anchor="main")
         for folder in self.after:
             search_path.append("ddp_hydra", f"file://{folder}")
 
@@ -80,16 +87,26 @@ _composing = threading.Lock()
 """Hydra composes one config of a process at a time."""
 
 
-def compose(words: Sequence[str], config_name: str = "config") -> DictConfig:
-    """Return a config with Hydra's own part, composed in this process as Hydra does it for the command."""
+def compose(words: Sequence[str]) -> DictConfig:
+    """Return a config with Hydra's own part, composed in this process as Hydra does it for the command.
+
+    Args:
+        words: overrides, and maybe `--config-name=<name>` and `--config-dir=<folder>`.
+    """
+    options = [word for word in words if word.startswith("--config-")]
+    given = get_args_parser().parse_args(options)
+    overrides = [word for word in words if word not in options]
     project.make_importable(project.layers())
     schema.register()
     with _composing:
         if GlobalHydra.instance().is_initialized():
             raise ConfigError("this is called inside a Hydra app: call ddp_hydra.job.run.run_job(cfg, run_dir) there")
-        with layered() as folder, initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE):
+        with (
+            layered(given.config_dir) as folder,
+            initialize_config_dir(str(folder), job_name="ddp_hydra", **VERSION_BASE),
+        ):
             try:
-                cfg: DictConfig = hydra_compose(config_name, list(words), return_hydra_config=True)
+                cfg: DictConfig = hydra_compose(given.config_name or "config", overrides, return_hydra_config=True)
                 unknown_keys.check_typed(cfg, cfg.hydra, GlobalHydra.instance().config_loader())
             except Exception as error:
                 if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error)) is None:
@@ -239,6 +256,8 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     saved = _overrides_of(resumed)
     if saved is None:
         return arguments
+    hydra_cfg = _hydra_of(resumed)
+    arguments = with_sources(arguments, hydra_cfg, f"resume={resumed}: the run")
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
     given = {full_key_of(word) for word in arguments} | {
         "resume",
@@ -258,9 +277,28 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     chosen = {package_of(word) for word in arguments if "@" in word.partition("=")[0]}
     kept = [word for word in saved if not places_of(word) & (given | chosen)]
     _refuse_hidden(kept, f"resume={resumed}: the run")
-    kept = [_with_whole_paths(word, resumed) for word in kept]
-    first = next((place for place, word in enumerate(arguments) if "=" in word), 0)
-    return [*arguments[:first], *kept, *arguments[first:]]  # after flags, between which argparse takes no words
+    folder = str((hydra_cfg.get("runtime") or {}).get("cwd") or "")
+    kept = [_with_whole_paths(word, folder) for word in kept] if folder else kept
+    return with_options_first([*kept, *arguments])
+
+
+def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) -> list[str]:
+    """Add the main config and the folders of configs of a run or sweep; those typed now have priority.
+
+    Args:
+        hydra_cfg: Hydra's part of the config that is saved there.
+        what: names the run or sweep in a message.
+    """
+    given, _ = get_args_parser().parse_known_args(arguments)
+    options = {"--config-name": given.config_name, CONFIG_DIR: given.config_dir}
+    typed = {name for name, value in options.items() if value is not None} | set(map(full_key_of, arguments))
+    added = [word for word in typed_sources(hydra_cfg) if word.partition("=")[0] not in typed]
+    for key, _, folder in (word.partition("=") for word in added):
+        if key == CONFIG_DIR and not Path(folder).is_dir():
+            raise ConfigError(
+                f"{what} was given {CONFIG_DIR} {folder}, which is not there: type {CONFIG_DIR} <where it is now>"
+            )
+    return with_options_first([*added, *arguments])
 
 
 def _is_own(run_dir: str, resumed: str) -> bool:
@@ -269,12 +307,11 @@ def _is_own(run_dir: str, resumed: str) -> bool:
     return is_resumed(Path(run_dir), resumed)
 
 
-def _with_whole_paths(word: str, run: str) -> str:
+def _with_whole_paths(word: str, folder: str) -> str:
     # A relative path is one in the folder where the run was typed.
     if not full_key_of(word).startswith(("data.", "model.path")):
         return word
     from ddp_hydra.job import job_config
-    from ddp_hydra.storage.run_ref import RunRef
 
     if not job_config.is_path(key := full_key_of(word)):
         return word
@@ -282,12 +319,7 @@ def _with_whole_paths(word: str, run: str) -> str:
     values = given if isinstance(given, list) else [given]
     if not any(isinstance(value, str) and not Path(value).is_absolute() for value in values):
         return word
-    try:
-        saved = OmegaConf.create(RunRef.own(run).read(".hydra/hydra.yaml").decode())
-        folder = Path(OmegaConf.select(saved, "hydra.runtime.cwd"))
-    except (OSError, TypeError):
-        return word
-    whole = [job_config.whole_path(key, value, folder) for value in values]
+    whole = [job_config.whole_path(key, value, Path(folder)) for value in values]
     if whole == values:
         return word
     quoted = [text.quoted(value) for value in whole]
@@ -313,6 +345,22 @@ def _overrides_of(run: str) -> list[str] | None:
     return _words(OmegaConf.create(content.decode()))
 
 
+def _hydra_of(run: str) -> dict[Any, Any]:
+    """Return Hydra's part of the config of a run; an empty dict where the run has kept none."""
+    from ddp_hydra.storage.run_ref import RunRef
+
+    try:
+        saved = OmegaConf.create(RunRef.own(run).read(".hydra/hydra.yaml").decode())
+    except OSError:
+        return {}
+    return _plain_hydra(saved)
+
+
+def _plain_hydra(saved: Any) -> dict[Any, Any]:
+    found: Any = OmegaConf.to_container(saved)
+    return found.get("hydra") or {}
+
+
 def _words(saved: Any) -> list[str]:
     return [str(word) for word in OmegaConf.to_container(saved) or ()]
 
@@ -326,9 +374,11 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     saved = Path(folders[0]) / "multirun.yaml" if folders else None
     if saved is None or not saved.is_file():
         return arguments
+    multirun = OmegaConf.load(saved)
+    before = multirun.hydra.overrides
+    arguments = with_sources(arguments, _plain_hydra(multirun), f"{saved.parent}: the sweep")
     given = [word for word in arguments if key_of(word) not in keys]
-    before = OmegaConf.load(saved).hydra.overrides
-    typed = {key_of(word) for word in given if "=" in word and not key_of(word).startswith("hydra")}
+    typed = {key_of(word) for word in given if "=" in word and not key_of(word).startswith(("hydra", "-"))}
     if typed:
         if lacking := [word for word in _words(before.task) if key_of(word) not in typed]:
             what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
@@ -341,7 +391,7 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
         ]
         _refuse_hidden(kept, f"{saved.parent}: the sweep", where=" with the other words of the sweep")
         given += kept
-    return [*given, f"hydra.sweep.dir={text.quoted(folders[0])}"]
+    return with_options_first([*given, f"hydra.sweep.dir={text.quoted(folders[0])}"])
 
 
 def with_run_dir_before(arguments: list[str]) -> list[str]:

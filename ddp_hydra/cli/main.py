@@ -122,6 +122,7 @@ def compose_and_run() -> None:
             compose.composed_once(given.multirun),
             compose.checked_as_composed(),
             compose.saved_without_secrets(),
+            errors_raised(),
         ):
             hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()
     finally:
@@ -129,14 +130,14 @@ def compose_and_run() -> None:
 
 
 def report(run: Callable[[], None]) -> int:
-    with signals.lasting(), signals.handled(signal.default_int_handler), errors_raised() as traceback_wanted:
+    with signals.lasting(), signals.handled(signal.default_int_handler):
         try:
             run()
         except KeyboardInterrupt as error:
             print(str(error) or "interrupted", file=sys.stderr)  # noqa: T201
             return INTERRUPTED
         except Exception as error:
-            if traceback_wanted:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
                 traceback.print_exc()
             else:
                 print(f"ddp_hydra: {error_message(error)}", file=sys.stderr)  # noqa: T201
@@ -176,14 +177,14 @@ def _value_of(result: JobReturn) -> Any:
 
 
 @contextmanager
-def errors_raised() -> Iterator[bool]:
-    """Let Hydra raise errors instead of printing them, so that all are reported in the same way."""
+def errors_raised() -> Iterator[None]:
+    """Let Hydra raise errors inside the block instead of printing them, so that all are reported in the same way."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     original: Any = JobReturn.return_value
     JobReturn.return_value = property(_value_of, original.fset)  # type: ignore[method-assign, assignment]
     try:
-        yield before == "1"
+        yield
     finally:
         JobReturn.return_value = original  # type: ignore[method-assign]
         os.environ.pop("HYDRA_FULL_ERROR")

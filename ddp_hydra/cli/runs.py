@@ -18,6 +18,7 @@ from rich.cells import cell_len
 
 from ddp_hydra.checked import finite_number
 from ddp_hydra.cli.commands import parse_all
+from ddp_hydra.config.hydra_compat import CONFIG_DIR
 from ddp_hydra.console.text import after, counted, duration, meant, printable, size_text
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.runs.describe import RunRow
@@ -360,6 +361,9 @@ def again_text(again: Reproduction) -> str:
         lines.append(f"the code is the same: {again.code_now[:16]}")
     if again.folder:
         lines.append(f"it was typed in {shown(again.folder)}")
+    for key, _, folder in (word.partition("=") for word in again.words):
+        if key == CONFIG_DIR and not Path(folder).is_dir():
+            lines.append(f"{CONFIG_DIR} {shown(folder)} is not there: type {CONFIG_DIR} <where it is now>")
     if again.hidden:
         lines.append(f"secrets were not kept: fill in {', '.join(map(shown, again.hidden))}")
     return "\n".join(lines)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -17,6 +19,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import InstantiationException
 from omegaconf import DictConfig, OmegaConf
 
+from ddp_hydra.console import text
+
 IS_1_3 = hydra.__version__.startswith("1.3")
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if IS_1_3 else {}
 """Arguments of `hydra.main` and the like: Hydra 1.3 warns if version_base is missing, 1.4 warns if it is given."""
@@ -26,6 +30,8 @@ _EVERY_TARGET = getattr(utils, "UNSAFE_DISABLE_EXECUTION_CHECKS", None)
 _ALLOWED: dict[str, Any] = {} if _EVERY_TARGET is None else {"_execution_whitelist_": _EVERY_TARGET}
 MAIN: dict[str, Any] = VERSION_BASE if _EVERY_TARGET is None else {"execution_whitelist": _EVERY_TARGET}
 """Arguments of our own `hydra.main`."""
+CONFIG_DIR = "--config-dir"
+"""The option, and what we name the folder that it adds, in Hydra's list of sources."""
 
 logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage().startswith("Error getting "))
 """Hydra logs each name that it doesn't find as what it was looked for first, also where the next look finds it."""
@@ -58,6 +64,28 @@ def typed_words(hydra_cfg: Any) -> list[str]:
     words = OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False)
     assert isinstance(words, list)
     return [str(word) for word in words]
+
+
+def typed_sources(hydra_cfg: Mapping[Any, Any]) -> list[str]:
+    """Return the words that chose where the configs of a command came from, with whole paths.
+
+    Args:
+        hydra_cfg: Hydra's part of a config that was saved, as plain data, which others may have written.
+    """
+    job, runtime = (found if isinstance(found := hydra_cfg.get(name), dict) else {} for name in ("job", "runtime"))
+    name, listed = job.get("config_name"), runtime.get("config_sources")
+    sources = [source for source in listed if isinstance(source, dict)] if isinstance(listed, list) else []
+    words = [f"--config-name={name}"] if isinstance(name, str) and name != "config" else []
+    searched = []
+    for source in sources:
+        place = str(source.get("path"))
+        if source.get("schema") == "file":  # else it is a package
+            place = os.path.normpath(Path(str(runtime.get("cwd")), place))
+        if source.get("provider") == CONFIG_DIR:
+            words.append(f"{CONFIG_DIR}={place}")
+        elif source.get("provider") == "hydra.searchpath in command-line":
+            searched.append(text.quoted(f"{source.get('schema')}://{place}"))
+    return [*words, f"hydra.searchpath=[{','.join(searched)}]"] if searched else words
 
 
 @functools.lru_cache(maxsize=256)

@@ -142,15 +142,10 @@ OUR_DATA_KEYS = ("name", "batch_size", "global_batch", "train", "val", "prefetch
 
 
 def check(cfg: DictConfig) -> None:
-    """Refuse keys that no schema has: Hydra accepts them after `+`."""
-    raw = OmegaConf.to_container(cfg)
-    assert isinstance(raw, dict)
+    """Refuse keys that no schema has, arguments that nothing passes on, and nodes without a `_target_`."""
+    raw: Any = OmegaConf.to_container(cfg)
     read = set(interpolated(raw))
-    for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
-        known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
-        for key in node:
-            if str(key) not in known and not _is_read(f"{prefix}{key}", read):
-                raise ConfigError(text.unknown(f"{prefix}{key}", known))
+    check_new(cfg, read)
     _check_data(raw, read)
     nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
     nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
@@ -160,6 +155,20 @@ def check(cfg: DictConfig) -> None:
             class_name = value if isinstance(value, str) else "<module>.<class>"
             given = f"{'' if group == 'data' else '+'}{group}.{key}._target_={class_name}"
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
+
+
+def check_new(cfg: DictConfig, read: Collection[str] | None = None) -> None:
+    """Refuse keys that no schema has: Hydra accepts them after `+`.
+
+    Args:
+        read: what `interpolated` finds in the config.
+    """
+    read = set(interpolated(OmegaConf.to_container(cfg))) if read is None else read
+    for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
+        known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
+        for key in node:
+            if str(key) not in known and not _is_read(f"{prefix}{key}", read):
+                raise ConfigError(text.unknown(f"{prefix}{key}", known))
 
 
 def _check_data(raw: Mapping[Any, Any], read: Collection[str]) -> None:

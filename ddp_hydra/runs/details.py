@@ -14,7 +14,7 @@ from msgspec.structs import asdict
 
 from ddp_hydra.config import project, redact
 from ddp_hydra.config.checkpoint_config import leaves
-from ddp_hydra.config.hydra_compat import parse_override
+from ddp_hydra.config.hydra_compat import parse_override, typed_sources
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import is_resumed
 from ddp_hydra.run_state import FailureEntry, Summary
@@ -159,14 +159,13 @@ def reproduction(files: RunFiles) -> Reproduction:
         raise ConfigError(f"{files.place}: its overrides hold {odd[0]!r}, which is not an override")
     hydra: Any = yaml_value(files.read(".hydra/hydra.yaml"))
     hydra = hydra.get("hydra", hydra) if isinstance(hydra, dict) else {}
-    job, runtime = (hydra.get(name) if isinstance(hydra.get(name), dict) else {} for name in ("job", "runtime"))
-    name, folder, run_dir = job.get("config_name"), runtime.get("cwd"), runtime.get("output_dir")
+    runtime = found if isinstance(found := hydra.get("runtime"), dict) else {}
+    folder, run_dir = runtime.get("cwd"), runtime.get("output_dir")
     typed = [word for word in typed if not _resumes(word, str(folder or ""), [files.place, str(run_dir)])]
-    own = [f"--config-name={name}"] if isinstance(name, str) and name != "config" else []
     code_then = row(files).project
     code_now = project.pack(*project.layers()).sha256
     return Reproduction(
-        words=[*own, *typed],
+        words=[*typed_sources(hydra), *typed],
         folder=folder if isinstance(folder, str) else "",
         code_then=code_then,
         code_now=code_now,

@@ -48,7 +48,7 @@ class GangLauncher(Launcher):
         from ddp_hydra.storage.files import new_folder
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
-        from ddp_hydra.sweep.settings import SweepSettings
+        from ddp_hydra.sweep.settings import SweepSettings, check_storage
         from ddp_hydra.sweep.sweep import Sweep
 
         signals.leave_tidily()
@@ -58,6 +58,7 @@ class GangLauncher(Launcher):
         setup_globals()
         ours, settings = is_ours(config), SweepSettings(**self.settings)
         settings.check(ours)
+        check_storage(config.hydra.sweeper)
         dry = ours and config.get("dry_run")
         folder = Path(str(self.resume or config.hydra.sweep.dir)).absolute() / ("dry_run" if dry else "")
         # As usual with Hydra, other apps overwrite what is in the folder, unless they are told to resume.

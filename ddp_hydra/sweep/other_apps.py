@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
-from hydra.core.utils import configure_log, setup_globals
+from hydra.core.utils import configure_log, env_override, setup_globals
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
@@ -25,9 +25,10 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
         from ddp_hydra.dispatch.gang import Gang
         from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
-        folder = Path(HydraConfig.get().runtime.output_dir)
+        hydra_cfg = HydraConfig.get()
+        folder, variables = Path(hydra_cfg.runtime.output_dir), variables_of(hydra_cfg.job)
         call = cloudpickle.dumps(
-            (task, cfg, HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context))
+            (task, cfg, HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context), variables)
         )
         with connect.connect(DictConfig({})) as client:
             gang = Gang(
@@ -39,16 +40,21 @@ def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[
     return run
 
 
+def variables_of(job: Any) -> dict[str, str]:
+    """Return the environment variables that a job's config names, as they are here while Hydra runs the job."""
+    return {name: os.environ[name] for name in (*job.env_copy, *job.env_set) if name in os.environ}
+
+
 def run_task(call: bytes, path: list[str]) -> Any:
     """Run the task on a rank; `call` is pickled by `on_ranks`, and `path` has the folders of the app's modules."""
     sys.path += [folder for folder in path if folder not in sys.path]
-    task, cfg, hydra_cfg, state, targets = cloudpickle.loads(call)
+    task, cfg, hydra_cfg, state, targets, variables = cloudpickle.loads(call)
     setup_globals()
     Singleton.set_state(state)
     HydraConfig.instance().cfg = hydra_cfg
     if os.environ.get("RANK") == "0":
         set_up_logging(hydra_cfg)
-    with allowing(targets):
+    with allowing(targets), env_override(variables):
         return task(cfg)
 
 

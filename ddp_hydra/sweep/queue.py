@@ -55,11 +55,15 @@ class CachingConfigLoader:
         new = {word: comparable(word.partition("=")[2]) for word in sweep_overrides if word not in self.checked}
         self.checked |= new.keys()
         texts = [word for word, value in new.items() if isinstance(value, str)]
+        before = self.last
         if self.last is None or len(self.composed) < CHECKED or texts:
             self.last = self.compose(master_config, sweep_overrides)
             if len(self.composed) < CHECKED:
                 self.composed[tuple(sweep_overrides)] = self.last
         if not self.has_started and planned_job.is_ours(self.last):
+            if self.last is not before and any(word.startswith("+") for word in new):
+                own = [str(key) for key in self.last if key != "hydra"]
+                unknown_keys.check_new(OmegaConf.masked_copy(self.last, own))
             unknown_keys.check_texts(self.last, texts, self.last.hydra.runtime.choices, self.loader.repository)
             for key, _, number in (word.partition("=") for word in new if word not in texts):
                 validate.check_number(key.lstrip("+"), int(number) if number.lstrip("+-").isdigit() else float(number))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal
 
 from hydra.errors import HydraException
@@ -89,9 +91,24 @@ def _check_sweeper(config: DictConfig, metric: str, better: str) -> None:
         right = str(key.endswith(better)).lower() if isinstance(values[0], bool) else better
         typed = [str(one).lower() if isinstance(one, bool) else str(getattr(one, "name", one)) for one in values]
         if found is not None and typed != [right]:
+            only = "a job has one objective, and " * (len(typed) > 1)
             raise ConfigError(
-                f"hydra.sweeper.{key}={','.join(typed)}, but the objective {metric} goes by {better}: "
+                f"hydra.sweeper.{key}={','.join(typed)}, but {only}the objective {metric} goes by {better}: "
                 f"give hydra.sweeper.{key}={right}, or another objective.direction"
+            )
+
+
+def check_storage(sweeper: DictConfig) -> None:
+    """Refuse a database for Optuna 2 with a version of SQLAlchemy by which it fails with an assertion."""
+    storage, is_optuna = sweeper.get("storage"), "optuna" in str(sweeper.get("_target_"))
+    if not is_optuna or not isinstance(storage, str) or storage.startswith("redis"):
+        return
+    with suppress(PackageNotFoundError):  # said by who imports it
+        optuna, alchemy = version("optuna"), version("sqlalchemy")
+        if int(optuna.split(".")[0]) < 3 and int(alchemy.split(".")[0]) > 1:
+            raise ConfigError(
+                f"hydra.sweeper.storage: Optuna {optuna} needs SQLAlchemy 1 for it, and {alchemy} is installed: "
+                "type pip install 'SQLAlchemy<2'; mlflow needs SQLAlchemy 2, so keep it in another environment"
             )
 
 

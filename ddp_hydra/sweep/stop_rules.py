@@ -11,7 +11,9 @@ import copy
 import logging
 import math
 import statistics
+import sys
 import warnings
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -251,6 +253,9 @@ class OptunaRule:
             raise ConfigError("pruners need Optuna: pip install 'ddp-hydra[optuna]'") from None
         if not isinstance(pruner, optuna.pruners.BasePruner):
             raise ConfigError(f"hydra.launcher.stop._target_ makes a {type(pruner).__name__}, not a pruner of Optuna")
+        # Optuna 2 chooses a bracket of Hyperband by Python's hash, which differs between processes; 3 does it so:
+        module = sys.modules[optuna.pruners.HyperbandPruner.__module__]
+        vars(module).setdefault("hash", lambda name: zlib.crc32(name.encode()))
         self.optuna, self.pruner = optuna, pruner
         self.direction = "maximize" if maximize else "minimize"
         self.studies: list[Any] = []

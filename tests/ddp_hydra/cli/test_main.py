@@ -149,7 +149,13 @@ def test_hydra_full_error_shows_the_traceback_of_a_users_mistake(capsys, monkeyp
 
 def test_hydra_does_not_print_all_overrides_above_a_sentence(capsys):
     refused = JobReturn(overrides=["a=1"], status=JobStatus.FAILED, _return_value=ConfigError("a=1: give more"))
-    assert main.report(lambda: refused.return_value) == 1
+
+    def read() -> None:
+        with main.errors_raised():
+            assert JobReturn(status=JobStatus.COMPLETED, _return_value=3).return_value == 3
+            _ = refused.return_value
+
+    assert main.report(read) == 1
     assert capsys.readouterr().err == "ddp_hydra: a=1: give more\n"
     assert JobReturn(status=JobStatus.COMPLETED, _return_value=3).return_value == 3
     with pytest.raises(ConfigError):

@@ -7,8 +7,9 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from ddp_hydra.api import ComposedConfig
 from ddp_hydra.cli import compose as typed
-from ddp_hydra.config.hydra_compat import parse_override
+from ddp_hydra.config.hydra_compat import parse_override, typed_sources
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
@@ -130,6 +131,85 @@ def test_a_secret_that_is_kept_nowhere_is_typed_again_to_resume(run):
         typed.with_resumed_overrides([f"resume={run}"])
     again = [f"resume={run}", "+tracker.password=new"]
     assert typed.with_resumed_overrides(again) == ["optimizer.lr=0.1", "data.key='${oc.env:KEY}'", *again]
+
+
+def hydra_part(extra, *overrides):
+    """Hydra's part of a config that was composed in `extra/..` from small.yaml and the folder `extra`."""
+    searched = {"provider": "hydra.searchpath in command-line"}
+    sources = [
+        {"path": "hydra.conf", "schema": "pkg", "provider": "hydra"},
+        {"path": f"{extra}/../extra", "schema": "file", "provider": "--config-dir"},
+        {"path": str(extra), "schema": "file", "provider": "command-line"},
+        {"path": "../more", "schema": "file", **searched},
+        {"path": "app.conf", "schema": "pkg", **searched},
+    ]
+    runtime = {"cwd": str(extra.parent), "config_sources": sources}
+    return {
+        "job": {"config_name": "small"},
+        "runtime": runtime,
+        "overrides": {"task": ["seed=1,2"], "hydra": overrides},
+    }
+
+
+def places(extra):
+    search = f"hydra.searchpath=[file://{extra.parents[1]}/more,pkg://app.conf]"
+    return ["--config-name=small", f"--config-dir={extra}", search]
+
+
+def test_a_resumed_run_has_its_main_config_and_its_folders_of_configs(run, tmp_path):
+    (extra := tmp_path / "extra").mkdir()
+    (run / ".hydra" / "hydra.yaml").write_text(json.dumps({"hydra": hydra_part(extra)}))
+    name, folder, search = places(extra)
+    again = [f"resume={run}", "cluster=inline"]
+    kept = ["experiment=digits", "optimizer.lr=0.1", "+model.extra=1"]
+    assert typed.read_words(["-m", *again]) == [name, folder, "-m", *kept, search, *again]
+    assert typed.read_words([*again, "-cn", "config"]) == [folder, "-cn", "config", *kept, search, *again]
+    here = ["--config-dir=here", "hydra.searchpath=[]"]
+    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1]]
+    extra.rmdir()
+    said = f"^resume={run}: the run was given --config-dir {extra}, which is not there: type --config-dir <where"
+    with pytest.raises(ConfigError, match=said):
+        typed.read_words(again)
+    assert typed.read_words([*again, *here]) == [name, here[0], *kept, *again, here[1]]
+
+
+def test_a_sweep_that_goes_on_has_its_main_config_and_its_folders_of_configs(tmp_path):
+    (extra := tmp_path / "extra").mkdir()
+    hydra = hydra_part(extra, "hydra.searchpath=[file://../more,pkg://app.conf]", "hydra.launcher.max_jobs=2")
+    (tmp_path / "multirun.yaml").write_text(json.dumps({"hydra": hydra}))
+    name, folder, search = places(extra)
+    again, words = ["-m", f"hydra.sweep.dir={tmp_path}"], [search, "hydra.launcher.max_jobs=2", "seed=1,2"]
+    assert typed.read_words(again) == [name, folder, "-m", *words, again[1]]
+    assert typed.read_words([*again, "--config-name=config"]) == [
+        folder,
+        "-m",
+        "--config-name=config",
+        *words,
+        again[1],
+    ]
+    assert typed.read_words([*again, "seed=3"]) == [name, folder, "-m", search, "seed=3", again[1]]
+    extra.rmdir()
+    with pytest.raises(ConfigError, match=f"^{tmp_path}: the sweep was given --config-dir {extra}, which is not there"):
+        typed.read_words(again)
+
+
+def test_from_python_a_resumed_run_has_its_configs_too(tmp_path, monkeypatch):
+    contents = {"conf": "defaults: [config, _self_]\nseed: 7\n", "extra/experiment": "# @package _global_\n"}
+    for folder, content in contents.items():
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "small.yaml").write_text(content)
+    monkeypatch.chdir(tmp_path)
+    started = ComposedConfig(["experiment=small", "hydra.searchpath=[file://extra]", "hydra.run.dir=run"], "small")
+    started.save()
+    assert ComposedConfig(["resume=run"]).cfg.seed == 7
+    assert ComposedConfig(["resume=run"], "config").cfg.seed == 0
+    found = typed.compose(["--config-dir=extra", "experiment=small", "hydra.run.dir=other"])
+    assert typed_sources(OmegaConf.to_container(found.hydra)) == [f"--config-dir={tmp_path}/extra"]
+
+
+@pytest.mark.parametrize("junk", [[], "x", {"config_sources": ["x", {}], "config_name": 1}])
+def test_a_damaged_config_says_nothing_of_where_configs_are(junk):
+    assert typed_sources({"job": junk, "runtime": junk}) == []
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from ddp_hydra.cli import runs
+from ddp_hydra.cli import main, runs
 from ddp_hydra.config import project
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.run_dir import keep_project
@@ -222,6 +222,26 @@ def test_a_run_is_repeated_with_the_code_that_it_has_kept(three, tmp_path, monke
     )
     with pytest.raises(ConfigError, match=said):
         runs.main(["reproduce", "outputs/a"])
+
+
+def test_a_run_is_repeated_with_its_folder_of_configs(three, tmp_path, monkeypatch, capsys):
+    extra, saved = tmp_path / "a b", tmp_path / "outputs" / "a" / ".hydra" / "hydra.yaml"
+    extra.mkdir()
+    hydra = OmegaConf.load(saved)
+    added = {"path": str(extra), "schema": "file", "provider": "--config-dir"}
+    OmegaConf.update(hydra, "hydra.runtime.config_sources", [added])
+    OmegaConf.save(hydra, saved)
+    runs.main(["reproduce", "outputs/a"])
+    printed = capsys.readouterr()
+    assert printed.out == f"ddp-hydra '--config-dir={extra}' model=resnet18\n"
+    assert "is not there" not in printed.err
+    extra.rmdir()
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    called = []
+    monkeypatch.setattr("os.execve", lambda program, words, variables: called.append(variables))
+    assert main.report(lambda: runs.main(["reproduce", "outputs/a", "run=true"])) == 0
+    assert f"--config-dir {extra} is not there: type --config-dir <where it is now>" in capsys.readouterr().err
+    assert "HYDRA_FULL_ERROR" not in called[0], "the command would tell a mistake with a traceback"
 
 
 def test_secrets_and_options_are_not_repeated(three, tmp_path, monkeypatch, capsys):

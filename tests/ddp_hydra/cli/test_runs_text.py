@@ -11,6 +11,7 @@ import pytest
 from ddp_hydra.cli.runs import again_text, digits, steps, table_of, when
 from ddp_hydra.console.text import size_text
 from ddp_hydra.runs.describe import RunRow
+from ddp_hydra.runs.details import Reproduction
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_steps_show_the_goal_of_a_run_that_has_not_come_to_it():
     ],
 )
 def test_it_is_said_whether_the_code_is_the_same(then, kept, said):
-    again = SimpleNamespace(code_then=then, code_now="b" * 64, kept=kept, folder="/there\x07", hidden=["a.token"])
+    again = Reproduction([], "/there\x07", code_then=then, code_now="b" * 64, kept=kept, hidden=["a.token"])
     text = again_text(again)
     assert said in text
     assert "it was typed in /there" in text

@@ -156,6 +156,18 @@ def test_a_value_that_no_job_can_have_is_refused_before_the_first_job(ours, key,
     loader.load_sweep_config(master, [f"{key}={value.replace('-1', '-2')}", "seed=3"])  # a sweeper's later batch
 
 
+@pytest.mark.parametrize("word", ["+extra={p:1}", "++extra=1", "+trainer.extra=1"])
+def test_a_new_key_that_no_job_can_have_is_refused_before_the_first_job(ours, word):
+    loader, master = ours
+    key = word.lstrip("+").partition("=")[0]
+    for allowed in ("+optimizer.extra=true", "+data.train.extra=1"):
+        loader.load_sweep_config(master, [allowed])
+    with pytest.raises(ConfigError, match=f"^{key}: there is no such key"):
+        loader.load_sweep_config(master, [word])
+    loader.take(master, ["seed=1"])
+    loader.load_sweep_config(master, [word.replace("1", "2")])  # a sweeper's later batch
+
+
 def test_what_was_composed_to_be_checked_is_not_composed_again(real):
     counted, master = real
     loader = queue.CachingConfigLoader(counted)

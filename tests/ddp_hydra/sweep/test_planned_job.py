@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import sys
 import zipfile
@@ -254,7 +255,22 @@ def called(cfg):
 
 
 def call(cfg, context):
-    return cloudpickle.dumps((called, cfg, None, Singleton.get_state(), targets_allowed_by(context)))
+    return cloudpickle.dumps((called, cfg, None, Singleton.get_state(), targets_allowed_by(context), {}))
+
+
+@pytest.mark.usefixtures("hydra_restore_singletons")
+def test_on_a_rank_the_variables_of_a_jobs_config_are_set_while_its_task_runs(monkeypatch):
+    job = OmegaConf.create({"env_set": {"PLACE": "here"}, "env_copy": ["TOKEN", "NOT_SET"]})
+    for name, value in {"PLACE": "here", "TOKEN": "a"}.items():  # as Hydra has set them around the launcher's task
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NOT_SET", raising=False)
+    variables = other_apps.variables_of(job)
+    for name in ("PLACE", "TOKEN"):
+        monkeypatch.delenv(name)
+    task = cloudpickle.dumps((lambda _: dict(os.environ), {}, None, Singleton.get_state(), None, variables))
+    found = other_apps.run_task(task, [])
+    assert (found["PLACE"], found["TOKEN"]) == ("here", "a")
+    assert not {"PLACE", "TOKEN", "NOT_SET"} & set(os.environ)
 
 
 @pytest.mark.skipif(not hasattr(utils, "execution_whitelist"), reason="Hydra 1.3 knows no such lists")

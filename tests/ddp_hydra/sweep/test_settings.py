@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.sweep.rows import SweepObjective
-from ddp_hydra.sweep.settings import SweepSettings, objective_of, stop_policy
+from ddp_hydra.sweep.settings import SweepSettings, check_storage, objective_of, stop_policy
 from ddp_hydra.sweep.stop_rules import Halving, Median, Patient, ReportPolicy, Rungs, Threshold
 
 OURS = {"cluster": {"_target_": "distributed.LocalCluster"}, "dispatch": {}, "trainer": {}}
@@ -71,7 +72,11 @@ def test_the_objective_is_the_configs_or_what_the_task_returns(config, direction
         ({"direction": "minimize"}, "val/accuracy", r"hydra.sweeper.direction=maximize"),
         ({"direction": "maximize"}, "val/accuracy", None),
         ({"direction": ["maximize"]}, "val/accuracy", None),
-        ({"direction": ["maximize", "minimize"]}, "val/accuracy", r"goes by maximize: give.*direction=maximize"),
+        (
+            {"direction": ["maximize", "minimize"]},
+            "val/accuracy",
+            r"a job has one objective, and .*goes by maximize: give.*direction=maximize",
+        ),
         ({"ax_config": {"experiment": {"minimize": True}}}, "val/accuracy", r"experiment.minimize=false"),
         ({"ax_config": {"experiment": {"minimize": True}}}, "val/loss", None),
         ({"optim": {"maximize": False}}, "val/accuracy", r"optim.maximize=true"),
@@ -85,6 +90,29 @@ def test_a_sweeper_searches_in_the_direction_of_the_objective(sweeper, metric, t
     else:
         with pytest.raises(ConfigError, match=typed):
             objective_of(config)
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "optuna", "alchemy", "is_refused"),
+    [
+        ({"storage": "sqlite:///a.db"}, "2.10.1", "2.0.58", True),
+        ({"storage": "postgresql://me:secret@host/a"}, "2.10.1", "2.1.9", True),
+        ({"storage": "sqlite:///a.db"}, "2.10.1", "1.4.54", False),
+        ({"storage": "sqlite:///a.db"}, "3.0.0", "2.0.58", False),
+        ({"storage": "redis://host/a"}, "2.10.1", "2.0.58", False),
+        ({"storage": None}, "2.10.1", "2.0.58", False),
+        ({"storage": "sqlite:///a.db", "_target_": "mine.Sweeper"}, "2.10.1", "2.0.58", False),
+        ({}, "2.10.1", "2.0.58", False),
+    ],
+)
+def test_a_database_that_optuna_cannot_use_is_refused_with_what_to_type(
+    sweeper, optuna, alchemy, is_refused, monkeypatch
+):
+    monkeypatch.setattr("ddp_hydra.sweep.settings.version", {"optuna": optuna, "sqlalchemy": alchemy}.__getitem__)
+    config = {"_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper", **sweeper}
+    said = rf"storage: Optuna 2\.10\.1 needs SQLAlchemy 1 .*{alchemy} is installed: type pip install 'SQLAlchemy<2'"
+    with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
+        check_storage(OmegaConf.create(config))
 
 
 def policy(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +35,7 @@ from ddp_hydra.sweep.stop_rules import (
 )
 
 NAN = math.nan
+ROOT = Path(__file__).parents[3]
 
 
 def play(
@@ -179,6 +184,29 @@ def pruners() -> list[Callable[[], Rule]]:
         lambda: OptunaRule(True, known.HyperbandPruner(max_resource=8)),
         lambda: OptunaRule(True, known.ThresholdPruner(lower=0.0)),
     ]
+
+
+PLAY = """
+import random
+from tests.ddp_hydra.sweep import test_stop_rules as rules
+curves = [[random.Random(number).random()] * 8 for number in range(24)]
+pruner = rules.optuna().pruners.HyperbandPruner(max_resource=8)
+print(rules.play(rules.OptunaRule(True, pruner), curves, random.Random(0)))
+"""
+
+
+@pytest.mark.medium
+def test_hyperband_of_optuna_decides_the_same_in_each_process():
+    optuna()
+    played = {
+        subprocess.run(
+            [sys.executable, "-c", PLAY], cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(played) == 1
+    assert "HyperbandPruner has pruned it" in played.pop()
 
 
 values = st.one_of(st.floats(-5, 5), st.just(NAN), st.sampled_from([0.0, 1.0]))
