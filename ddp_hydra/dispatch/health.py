@@ -19,7 +19,7 @@ from ddp_hydra.run_state import AttemptEntry, FailureEntry
 GAP_S = 2.0
 """Seconds without a look after which this process counts as suspended (a laptop that slept, a breakpoint)."""
 SUSPENDED_S = 30.0
-"""Seconds for which a suspended rank may hold up a job that is asked to end; batch systems kill a job after about that."""
+"""Seconds for which a suspended rank may hold up a job that is asked to end; batch systems give about as long."""
 ACTIVITY = {
     "join": "joining the process group", "start": "setting up", "load": "loading data", "forward": "the forward pass",
     "backward": "the backward pass", "update": "the optimizer's update", "log": "averaging metrics",
