@@ -61,9 +61,12 @@ class Classification(Task):
         try:
             x, y = self.mix(x, y)
         except (ValueError, RuntimeError, TypeError) as error:
-            # torchvision's take images and class numbers; another's error of these kinds may be any mistake in it.
-            is_known = isinstance(error, ValueError) or type(self.mix).__module__.startswith("torchvision.")
-            if not is_known or isinstance(error, torch.OutOfMemoryError):
+            # torchvision's take images and class numbers. Other errors of these kinds may be mistakes in a mix, or a
+            # device's.
+            is_torchvisions = type(self.mix).__module__.startswith("torchvision.") and type(error) in (
+                RuntimeError, TypeError,
+            )  # fmt: skip
+            if not isinstance(error, ValueError) and (not is_torchvisions or "CUDA error" in str(error)):
                 raise
             given = ", ".join(f"{name} {_shape_of(part)}" for name, part in (("x", x), ("y", y)))
             what = f"{type(self.mix).__name__} (mix=) does not take {given}"
@@ -251,6 +254,10 @@ class LanguageModel(Classification):
             counted = (tokens != self.ignore) & (tokens != IGNORED)
             # Of equal values, `argmax` returns the first: without a token that counts, the last place.
             places = output.shape[1] - 1 - counted.flip(1).int().argmax(1)
+            if tokens is not (x := inputs(batch)) and isinstance(x, Tensor) and x.shape == tokens.shape:
+                # Where the target of the last input is not known, x has that input behind the last one that counts.
+                after = (places + 1).clamp(max=output.shape[1] - 1)[:, None]
+                places += (after[:, 0] > places) & (x.gather(1, after) == tokens.gather(1, places[:, None]))[:, 0]
             last = output[torch.arange(len(output), device=output.device), places]
         else:
             last = output[:, -1]

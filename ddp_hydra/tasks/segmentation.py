@@ -71,10 +71,8 @@ class Segmentation(Task):
     def _rounded(self, masks: Tensor, n_channels: int) -> Tensor:
         """Return the class numbers of masks that hold shares of class 1."""
         counted = masks != self.ignore
-        if n_channels == 1 and self.head:
-            wrong = masks[counted & ~((masks >= 0) & (masks <= 1))]
-        else:
-            wrong = masks[masks != masks.long()]
+        is_wrong = counted & ~((masks >= 0) & (masks <= 1)) if n_channels == 1 else masks != masks.long()
+        wrong = masks[is_wrong]
         if len(wrong):
             raise ConfigError(
                 f"the masks hold {float(wrong[0]):.4g}: give class numbers, which a transform keeps by v2.PILToTensor "

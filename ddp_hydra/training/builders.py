@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -93,9 +93,11 @@ def check_taken(cfg: DictConfig) -> None:
     for group, argument, asked in (("loss", "criterion", asked_of_loss(cfg)), ("mix", "mix", asked_of_mix(cfg))):
         if argument in taken and argument not in cfg.task:
             continue
-        # A key of the task may refer to one of the group: task.criterion=${loss}.
-        parts = [part for part in (cfg.task, cfg.task.get(argument)) if OmegaConf.is_dict(part)]
-        idle = [key for key, value in asked.items() if all(part.get(key) != value for part in parts)]
+        # Keys of the task and the model may refer to the group or a key of it: task.criterion=${loss}.
+        used = list(
+            _values_in([OmegaConf.to_container(cfg[name], resolve=True) for name in ("task", "model") if cfg.get(name)])
+        )
+        idle = [key for key, value in asked.items() if value not in used]
         if not idle:
             continue
         usual = "mix=none" if group == "mix" else "loss=cross_entropy with its usual keys"
@@ -107,6 +109,13 @@ def check_taken(cfg: DictConfig) -> None:
         said.append(f"{given} would have no effect, as {name} {why}: give {usual}, or {instead}")
     if said:
         raise ConfigError("; ".join(said))
+
+
+def _values_in(node: Any) -> Iterator[Any]:
+    yield node
+    if isinstance(node, list | dict):
+        for value in node.values() if isinstance(node, dict) else node:
+            yield from _values_in(value)
 
 
 def asked_of_loss(cfg: DictConfig) -> dict[str, Any]:

@@ -227,6 +227,11 @@ def schedule(
     if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
         known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
     built = _with_optimizer(node, known)
+    if isinstance(
+        built, ReduceLROnPlateau
+    ):  # as all other schedules do: a resume tells the first rate from a reduced one
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
     check_schedule(built, str(node["_target_"]))
     return built
 

@@ -1,5 +1,7 @@
 """Pickles a data set for workers: what lies in a mapped file is mapped there, too, in place of a copy in each worker.
 
+As in a copy, what a worker writes there stays in the worker.
+
 Arrays and tensors of np.memmap, np.load(mmap_mode=…) and torch.load(mmap=True) lie in such files, and so do their
 views. Linux tells the file of an address; elsewhere, and of files that are gone, all is copied.
 """
@@ -20,8 +22,10 @@ import torch
 from torch import Tensor
 
 SMAPS = Path("/proc/self/smaps")
-_BEGIN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r(.).(.) ([0-9a-f]+) \S+ (\d+) +(/.*)")
+_BEGIN = re.compile(r"([0-9a-f]+)-([0-9a-f]+) r..(.) ([0-9a-f]+) \S+ (\d+) +(/.*)")
 _CHANGED = re.compile(r"(?:Anonymous|Swap): +[1-9]")
+MOST_FILES = 100
+"""How many files a worker maps, each of which stays open; what lies in others is copied."""
 
 
 class Region(NamedTuple):
@@ -30,7 +34,6 @@ class Region(NamedTuple):
     Args:
         begin: the first address.
         end: the address behind the last.
-        mode: of an np.memmap that maps it alike: "r", "r+" or "c".
         offset: the place of the first address in the file.
         inode: of the file.
         path: of the file.
@@ -38,7 +41,6 @@ class Region(NamedTuple):
 
     begin: int
     end: int
-    mode: str
     offset: int
     inode: int
     path: str
@@ -61,10 +63,9 @@ def regions() -> list[Region]:
             if line[0] in "0123456789abcdef":
                 is_private = False
                 if (match := _BEGIN.match(line)) is not None:
-                    begin, end, writes, kind, offset, inode, path = match.groups()
+                    begin, end, kind, offset, inode, path = match.groups()
                     is_private = kind == "p"
-                    mode = ("c" if is_private else "r+") if writes == "w" else "r"
-                    found.append(Region(int(begin, 16), int(end, 16), mode, int(offset, 16), int(inode), path))
+                    found.append(Region(int(begin, 16), int(end, 16), int(offset, 16), int(inode), path))
             elif is_private and _CHANGED.match(line):
                 is_private = False
                 found.pop()
@@ -74,11 +75,18 @@ def regions() -> list[Region]:
 class MappedFile:
     """A file that a worker maps once for all that lies in it."""
 
-    def __init__(self, path: str, mode: str) -> None:
-        self.path, self.mode = path, mode
+    def __init__(self, path: str, inode: int, n_bytes: int) -> None:
+        self.made_of = path, inode, n_bytes
 
     def __reduce__(self) -> Any:
-        return np.memmap, (self.path, np.uint8, self.mode)
+        return file_mapped, self.made_of
+
+
+def file_mapped(path: str, inode: int, n_bytes: int) -> np.memmap:
+    found = np.memmap(path, np.uint8, "c")
+    if Path(path).stat().st_ino != inode or found.nbytes < n_bytes:
+        raise OSError(f"{path} is another file than when the data set was made")
+    return found
 
 
 class _DataPickler(cloudpickle.Pickler):
@@ -88,7 +96,7 @@ class _DataPickler(cloudpickle.Pickler):
         super().__init__(file)
         self.regions = regions()
         self.begins = [region.begin for region in self.regions]
-        self.files: dict[tuple[str, str], MappedFile] = {}
+        self.files: dict[str, MappedFile] = {}
         self.sizes: dict[Region, int] = {}
 
     def reducer_override(self, obj: Any) -> Any:
@@ -107,9 +115,10 @@ class _DataPickler(cloudpickle.Pickler):
         low, high = sum(min(0, step) for step in steps), sum(max(0, step) for step in steps) + array.itemsize
         if (found := self._found(first + low, first + high)) is None:
             return None
-        region, place = found
-        file = self._file(region.path, region.mode)
-        known = (array.filename, array.offset) if type(array) is np.memmap else None
+        file, place = found
+        known = None
+        if type(array) is np.memmap:  # to open a file by w+ would empty it
+            known = array.filename, array.offset, "r+" if array.mode == "w+" else array.mode
         writeable = array.flags.writeable
         return array_in, (file, array.shape, array.dtype, place - low, array.strides, writeable, known)
 
@@ -123,12 +132,10 @@ class _DataPickler(cloudpickle.Pickler):
         begin = tensor.data_ptr()
         if (found := self._found(begin, begin + n * tensor.itemsize)) is None:
             return None
-        region, place = found
-        # Tensors can't be read-only: what is written to one stays in its process.
-        file = self._file(region.path, "r+" if region.mode == "r+" else "c")
+        file, place = found
         return tensor_in, (file, n, tuple(tensor.shape), tensor.dtype, place, tensor.stride())
 
-    def _found(self, begin: int, end: int) -> tuple[Region, int] | None:
+    def _found(self, begin: int, end: int) -> tuple[MappedFile, int] | None:
         number = bisect_right(self.begins, begin) - 1
         if number < 0 or begin >= self.regions[number].end:
             return None
@@ -136,11 +143,12 @@ class _DataPickler(cloudpickle.Pickler):
         if region not in self.sizes:
             self.sizes[region] = region.n_bytes_of_file()
         place = begin - region.begin + region.offset
-        is_there = end <= region.end and place + end - begin <= self.sizes[region]
-        return (region, place) if is_there else None
-
-    def _file(self, path: str, mode: str) -> MappedFile:
-        return self.files.setdefault((path, mode), MappedFile(path, mode))
+        if end > region.end or place + end - begin > self.sizes[region]:
+            return None
+        if region.path not in self.files and len(self.files) < MOST_FILES:
+            self.files[region.path] = MappedFile(region.path, region.inode, self.sizes[region])
+        file = self.files.get(region.path)
+        return None if file is None else (file, place)
 
 
 def pickled(data: Any) -> bytes:
@@ -153,14 +161,14 @@ def pickled(data: Any) -> bytes:
 
 
 def array_in(
-    file: Any, shape: Any, dtype: Any, place: int, strides: Any, writeable: bool, known: tuple[Any, int] | None
+    file: Any, shape: Any, dtype: Any, place: int, strides: Any, writeable: bool, known: tuple[Any, ...] | None
 ) -> Any:
-    # known: file name and offset of an np.memmap; None: it is a plain array.
+    # known: file name, offset and mode of an np.memmap; None: it is a plain array.
     found: Any = np.ndarray.__new__(np.ndarray if known is None else np.memmap, shape, dtype, file, place, strides)
     found.flags.writeable = writeable and file.flags.writeable
     if known is not None:
         found.__array_finalize__(file)  # so that its views are np.memmap, too
-        found.filename, found.offset = known
+        found.filename, found.offset, found.mode = known
     return found
 
 

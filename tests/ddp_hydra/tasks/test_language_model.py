@@ -80,6 +80,15 @@ def test_it_predicts_after_the_last_token_that_counts(ignore, batch):
     assert torch.equal(found["probability"], probability)
 
 
+@pytest.mark.parametrize("ignored", [PAD, -100])
+def test_the_last_input_counts_where_its_target_is_not_known(ignored):
+    texts = torch.tensor([[5, 6, 7], [8, 9, PAD], [4, PAD, PAD]])
+    known = torch.tensor([[6, 7, ignored], [9, ignored, ignored], [ignored] * 3])
+    table = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))
+    found = LanguageModel(ignore=ignored).predict(table.__getitem__, (texts, known))
+    assert torch.equal(found["next"][:2], table[torch.tensor([7, 9])].argmax(-1))
+
+
 @pytest.mark.parametrize("batch", [TEXTS, (TEXTS,), (TEXTS, TEXTS[:, 0]), (TEXTS, TEXTS), ({"x": TEXTS}, TEXTS[:, 0])])
 def test_texts_without_padding_are_predicted_after_their_last_token(batch):
     table = torch.randn(10, 10, generator=torch.Generator().manual_seed(0))

@@ -131,11 +131,19 @@ def test_shares_of_a_class_go_to_the_loss_as_they_are(criterion, outputs, dtype,
     assert (int(step.n), step.sums["pixels"], step.sums["intersection"].tolist()) == (6, 6, [2, 2])
 
 
+def test_a_loss_of_ones_own_gets_shares_as_they_are():
+    seen = []
+    task = Segmentation(lambda output, masks: seen.append(masks) or output.mean())
+    masks = torch.tensor([[[0.25, 1.0]]])
+    assert task.step(lambda x: x, (torch.rand(1, 1, 1, 2), masks)).target.tolist() == [[[0, 1]]]
+    assert torch.equal(seen[0], masks)
+
+
 @pytest.mark.parametrize(
     ("criterion", "n_channels", "values", "held"),
     [
         (None, 3, [0.0, 1 / 255], "0.003922"),
-        (dice, 1, [0.0, 0.5], "0.5"),
+        (dice, 1, [0.0, 1.5], "1.5"),
         (torch.nn.BCEWithLogitsLoss(), 1, [0.5, 1.25], "1.25"),
         (torch.nn.BCEWithLogitsLoss(), 1, [0.5, -1.0], "-1"),
         (torch.nn.BCEWithLogitsLoss(), 1, [0.5, float("nan")], "nan"),

@@ -297,3 +297,7 @@ def test_a_key_of_the_task_may_refer_to_one_of_the_loss():
     node = {"_target_": f"{__name__}.Smoothed", "label_smoothing": "${loss.label_smoothing}"}
     cfg = with_parts(node, {**OURS, "label_smoothing": 0.1})
     assert builders.trained_task(cfg, Numbers(3), torch.device("cpu")).label_smoothing == 0.1
+    criterion = {"_target_": "torch.nn.CrossEntropyLoss", "label_smoothing": "${model.smoothing}"}
+    cfg = with_parts({"_target_": TASKS + "Segmentation", "criterion": criterion}, {**OURS, "label_smoothing": 0.1})
+    cfg.model.smoothing = "${loss.label_smoothing}"
+    builders.trained_task(cfg, Numbers(3), torch.device("cpu"))

@@ -135,6 +135,17 @@ def test_a_mistake_in_a_mix_of_ones_own_stays_what_it_is(error):
         Classification(CrossEntropy(), broken).mixed((IMAGES, LABELS))
 
 
+def test_a_fault_of_a_device_in_a_mix_stays_what_it_is(monkeypatch):
+    from torchvision.transforms.v2 import MixUp
+
+    def fail(*_):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(MixUp, "forward", fail)
+    with pytest.raises(RuntimeError, match="ECC"):
+        Classification(CrossEntropy(), MixUp(num_classes=3)).mixed((IMAGES, LABELS))
+
+
 def test_memory_that_runs_out_in_a_mix_is_no_mistake_of_types(monkeypatch):
     from torchvision.transforms.v2 import MixUp
 

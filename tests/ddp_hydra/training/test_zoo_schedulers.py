@@ -287,6 +287,24 @@ def test_after_a_schedule_that_cycles_the_momentum_another_one_has_the_configs(n
     assert again.metrics("lr") == fresh.metrics("lr")[first.value["steps"] :]
 
 
+@pytest.mark.medium
+def test_a_rate_that_a_plateau_has_reduced_stays_where_the_optimizers_own_rate_does(train):
+    plateau = node("ReduceLROnPlateau", patience=0, threshold=0.9)
+    rule = {**SGD, "lr_rule": "linear", "lr_reference_batch": 4}
+    for before, after in (
+        (rule, rule),
+        ({"_target_": "torch.optim.AdamW", "lr": 0.1}, {"_target_": "torch.optim.Adam", "lr": 0.1}),
+    ):
+        whole = {"model": NET, "scheduler": plateau, "objective": VAL_LOSS}
+        first = train(whole={**whole, "optimizer": before}, epochs=3, **STEPS)
+        again = train(whole={**whole, "optimizer": after}, epochs=4, resume=first.last, **STEPS)
+        reduced, found = (read(run.last)["optimizer"]["param_groups"][0] for run in (first, again))
+        assert reduced["lr"] < reduced["initial_lr"] == found["initial_lr"]
+        assert again.metrics("lr")[0][1] == reduced["lr"]
+        other = train(whole={**whole, "optimizer": {**after, "lr": 0.2}}, epochs=4, resume=first.last, **STEPS)
+        assert other.metrics("lr")[0][1] == pytest.approx(2 * reduced["lr"])
+
+
 class Apart(Task):
     """Trains the layers of the net apart."""
 
