@@ -7,7 +7,9 @@ import contextlib
 import gc
 import io
 import logging
+import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -25,8 +27,7 @@ def begin() -> None:
     """Leave to the parent what it has registered for its own end."""
     gc.freeze()  # also tells the objects of the parent from those that are made from now on
     atexit._clear()
-    if util := sys.modules.get("multiprocessing.util"):  # each finalizer knows the process that has made it
-        atexit.register(util._run_finalizers)
+    multiprocessing.current_process()._config.pop("tempdir", None)  # type: ignore[attr-defined]
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
@@ -45,6 +46,9 @@ def end() -> None:
     signal.alarm(END_S)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
+    # Of sockets to processes that this one has started.
+    if folder := multiprocessing.current_process()._config.get("tempdir"):  # type: ignore[attr-defined]
+        shutil.rmtree(folder, ignore_errors=True)
     logging.shutdown()
     standard = (sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__)
     files = [one for one in gc.get_objects() if issubclass(type(one), io.IOBase) and one not in standard]

@@ -68,7 +68,7 @@ ALLOWED = {
     # Python
     "_clear": "exit handlers of the parent are not those of a fork",
     "_run_exitfuncs": "exit handlers of user code are called at the end of a fork",
-    "_run_finalizers": "removes the folders of multiprocessing at the end of a fork",
+    "_config": "the folder of multiprocessing, which a fork removes at its end; its finalizers would wait for queues",
     "_registered_with_atexit": "as _clear, for weakref.finalize",
     "_registry": "as _clear, for weakref.finalize",
     "_register_atexit": "runs end before the pools of threads that save them, where handlers of atexit come too late",

@@ -293,12 +293,11 @@ def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) 
     options = {"--config-name": given.config_name, CONFIG_DIR: given.config_dir}
     typed = {name for name, value in options.items() if value is not None} | set(map(full_key_of, arguments))
     added = [word for word in typed_sources(hydra_cfg) if word.partition("=")[0] not in typed]
-    for key, _, folder in (word.partition("=") for word in added):
-        if key == CONFIG_DIR and not Path(folder).is_dir():
-            raise ConfigError(
-                f"{what} was given {CONFIG_DIR} {folder}, which is not there: type {CONFIG_DIR} <where it is now>"
-            )
-    return with_options_first([*added, *arguments])
+    gone = [word for word in added if word.startswith(f"{CONFIG_DIR}=") and not Path(value_of(word)).is_dir()]
+    for word in gone:  # it may not be needed; Hydra names an option that is lacking
+        said = f"{what} was given {CONFIG_DIR} {value_of(word)}, which is not there: it goes on without; else type"
+        print(f"ddp_hydra: {said} {CONFIG_DIR} <where it is now>", file=sys.stderr)  # noqa: T201
+    return with_options_first([*(word for word in added if word not in gone), *arguments])
 
 
 def _is_own(run_dir: str, resumed: str) -> bool:

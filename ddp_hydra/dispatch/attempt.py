@@ -511,6 +511,7 @@ class Attempt:
             case Preempted():
                 self.leaving.add(self.specs[record.rank].worker)
                 self.workers.finish(self.rank_states.running, "preemption")
+                self.health.is_ending = True
             case End() as end:
                 self.on_end(record.rank, end)
             case data:

@@ -53,7 +53,10 @@ def _register() -> None:
     # Handlers of `atexit` come too late: Dask then has no pools of threads any more, and nothing could be saved.
     import concurrent.futures.thread  # noqa: F401  its own handler, which ends the pools, is to come after this one
 
-    threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+    try:
+        threading._register_atexit(_stop_all)  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        raise ConfigError("the program is ending: start it while the main thread runs") from error
 
 
 def _catch_signals() -> None:

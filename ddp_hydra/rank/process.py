@@ -10,6 +10,7 @@ unpickled to read the record.
 from __future__ import annotations
 
 import faulthandler
+import inspect
 import json
 import os
 import pkgutil
@@ -203,14 +204,16 @@ def as_main(function: Callable[..., Any]) -> Iterator[None]:
     What pickles the script's classes and functions, as torch.save, a pool of processes and a DataLoader do, looks for
     them there.
     """
-    inner = getattr(function, "func", function)  # of a partial
-    names = getattr(getattr(inner, "__func__", inner), "__globals__", {})
+    inner = inspect.unwrap(getattr(function, "func", function))  # of a partial
+    inner = getattr(inner, "__func__", inner)
+    names = getattr(inner if hasattr(inner, "__globals__") else type(inner).__call__, "__globals__", {})
     if names.get("__name__") != "__main__":
         yield
         return
     main, before = ModuleType("__main__"), sys.modules["__main__"]
     vars(main).update(names)
-    if not Path(names.get("__file__") or "").is_file():  # processes that are spawned run the file, if there is one
+    # Processes that are spawned run the file, which a module of a package can't be.
+    if names.get("__package__") or not Path(names.get("__file__") or "").is_file():
         vars(main).pop("__file__", None)
     sys.modules["__main__"] = main
     try:

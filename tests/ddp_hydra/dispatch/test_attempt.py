@@ -457,6 +457,7 @@ def test_a_worker_with_another_version_is_a_sentence_and_no_failed_rank(make, mo
 def test_a_lost_worker_that_had_said_so_before_was_planned(make):
     one = make()
     one.on_record(Record(Preempted(), 1), 1)
+    assert one.health.is_ending, "a suspended rank is waited for no longer than the batch system waits"
     failure = Failure("lost", 1, "h", "its worker left the cluster")
     assert one.was_planned(failure)
     one.events.put(("topic", {"action": "remove-worker", "worker": "tcp://h:1"}))
