@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from matplotlib.figure import Figure
 
 import ddp_hydra
 from ddp_hydra.api import ComposedConfig, Run
@@ -237,14 +238,14 @@ def test_a_table_is_in_the_order_of_steps_and_ranks_and_no_null_hides_a_value(of
 
 
 def test_a_curve_is_of_rank_0_where_several_ranks_have_logged(of_two_ranks):
-    lines = of_two_ranks.plot("loss", "temperature").get_lines()
+    lines = of_two_ranks.plot("loss", "temperature", ax=Figure().subplots()).get_lines()
     assert [line.get_xydata().tolist() for line in lines] == [[[1, 1.0], [2, 2.0]], [[2, 50.0]]]
 
 
 def test_curves_have_a_line_where_metrics_are_logged_at_other_steps(tmp_path):
     lines = [{"step": n, "train/loss": 1 / n, **({"val/loss": 2 / n} if n % 3 == 0 else {})} for n in range(1, 7)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    axes = Run(tmp_path).plot()
+    axes = Run(tmp_path).plot(ax=Figure().subplots())  # else it would be the last one that other code has drawn in
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert drawn["val/loss"] == [[3, 2 / 3], [6, 2 / 6]]
     assert len(drawn["train/loss"]) == 6
