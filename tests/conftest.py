@@ -92,6 +92,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True)
+def signals_as_before() -> Iterator[None]:
+    """What runs in the background catches the signals of this process for good; a fork may lose one that it catches."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        if handler is not None:
+            signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Hydra's logging of a command that ran in this process ends with its test."""
     level, handlers = logging.root.level, list(logging.root.handlers)
