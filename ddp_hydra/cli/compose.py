@@ -256,7 +256,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     saved = _overrides_of(resumed)
     if saved is None:
         return arguments
-    hydra_cfg = _hydra_of(resumed)
+    hydra_cfg = hydra_of(resumed)
     arguments = with_sources(arguments, hydra_cfg, f"resume={resumed}: the run")
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
     given = {full_key_of(word) for word in arguments} | {
@@ -344,7 +344,7 @@ def _overrides_of(run: str) -> list[str] | None:
     return _words(OmegaConf.create(content.decode()))
 
 
-def _hydra_of(run: str) -> dict[Any, Any]:
+def hydra_of(run: str) -> dict[Any, Any]:
     """Return Hydra's part of the config of a run; an empty dict where the run has kept none."""
     from ddp_hydra.storage.run_ref import RunRef
 

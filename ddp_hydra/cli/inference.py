@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import compose, key_of, with_faults
+from ddp_hydra.cli.compose import compose, hydra_of, key_of, with_faults, with_sources
 from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.errors import ConfigError, Interrupted
@@ -199,6 +199,8 @@ def prepared_inference(
         words = ["cluster=local", *words]  # the keys that are typed belong to a cluster, and the run had none
     chosen = [group_of(word) for word in words if "." not in key_of(word)]
     composed = [word for word in words if group_of(word) in {*chosen, *(() if saved else (*OF_THE_COMMAND, "trainer"))}]
+    if chosen and saved is not None:  # a group may be of a folder of configs that the run was given
+        composed = with_sources(composed, hydra_of(run), f"run={run}: the run")
     fresh = compose(composed) if chosen or saved is None else None
     changes = [word for word in words if word not in composed or group_of(word) not in chosen]
     groups = {name: OmegaConf.to_container(fresh[name], enum_to_str=True) for name in chosen} if fresh else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import itertools
@@ -88,7 +89,8 @@ def write_shards(
         shards: list[dict[str, Any]] = []
         for first in samples:
             shard = {"url": f"{name}-{len(shards):06d}.tar"}
-            with tempfile.NamedTemporaryFile(prefix=".part-", dir=getattr(target, "folder", None)) as file:
+            place = getattr(target, "folder", None) or tempfile.gettempdir()
+            with _named(place), tempfile.NamedTemporaryFile(prefix=".part-", dir=place) as file:
                 shard |= _write_shard(file, itertools.chain([first], samples), shard_mb * MIB)
                 target.put(f"{folder}{shard['url']}", file)
             shards.append(shard)
@@ -202,6 +204,17 @@ def _open_target(out: str, access: Access) -> tuple[Store, str]:
     if not is_remote(out):
         Path(absolute(out)).mkdir(parents=True, exist_ok=True)
     return store, folder
+
+
+@contextlib.contextmanager
+def _named(folder: str | Path) -> Iterator[None]:
+    # The error of a full disk names no file.
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None:
+            error.filename = str(folder)
+        raise
 
 
 def _write_shard(file: Any, samples: Iterator[list[tuple[str, Any]]], n_bytes: float) -> dict[str, Any]:

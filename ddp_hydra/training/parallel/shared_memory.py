@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -267,16 +267,15 @@ def seen_by_all(n_bytes: int, world: World) -> torch.Tensor | None:
 @contextmanager
 def new_memory(name: str, n_bytes: int) -> Iterator[str]:
     # The memory is freed when the last process that maps it has ended.
-    try:
-        fd = os.memfd_create(name)
-    except (AttributeError, OSError):
-        yield ""
-        return
-    try:
-        os.ftruncate(fd, n_bytes)
-        yield f"/proc/{os.getpid()}/fd/{fd}"
-    finally:
-        os.close(fd)
+    with ExitStack() as stack:
+        try:
+            fd = os.memfd_create(name)
+            stack.callback(os.close, fd)
+            os.ftruncate(fd, n_bytes)  # fails where a limit on the size of files is lower
+            path = f"/proc/{os.getpid()}/fd/{fd}"
+        except (AttributeError, OSError):
+            path = ""
+        yield path
 
 
 def mapped(name: str, path: str, n_bytes: int) -> mmap.mmap | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from ddp_hydra.cli.inference import predict
+from ddp_hydra.api import ComposedConfig
+from ddp_hydra.cli.inference import predict, prepared_inference
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.writers.run_dir import is_locked, locked
 
@@ -21,3 +24,14 @@ def test_a_second_one_with_the_same_file_leaves_the_folder_to_the_first(tmp_path
     with pytest.raises(CheckpointError, match="does not exist"):
         predict(str(tmp_path / "run"), tmp_path / "new" / "folder" / "out.csv")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_group_is_found_in_the_folder_of_configs_that_the_run_was_given(tmp_path, monkeypatch):
+    (groups := tmp_path / "extra" / "data").mkdir(parents=True)
+    (groups / "mine.yaml").write_text("val: {_target_: data.mine.Photos}\n")
+    monkeypatch.chdir(tmp_path)
+    ComposedConfig(["hydra.searchpath=[file://extra]", "hydra.run.dir=run"]).save()
+    (other := tmp_path / "other").mkdir()
+    monkeypatch.chdir(other)
+    found = prepared_inference("../run", Path("last.pt"), "val", ["data=mine", "+data.val.n=3"])
+    assert found.groups["data"]["val"] == {"_target_": "data.mine.Photos", "n": 3}

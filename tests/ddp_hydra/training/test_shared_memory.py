@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import time
@@ -90,6 +91,17 @@ def test_memory_is_found_by_its_name_alone_and_for_a_while(tmp_path):
     assert mapped("right", path, 64) is None
     assert memory[:5] == b"hello"
     memory.close()
+
+
+def test_a_limit_on_the_size_of_files_leaves_none(monkeypatch):
+    def refuse(fd: int, n_bytes: int) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with new_memory("name", 64) as path:
+        assert path == ""
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_system_without_such_memory_has_none(monkeypatch):

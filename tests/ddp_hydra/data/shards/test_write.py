@@ -13,6 +13,7 @@ from ddp_hydra.data.images.decode import decode
 from ddp_hydra.data.shards.__main__ import main
 from ddp_hydra.data.wids import WidsShards
 from ddp_hydra.storage import Access
+from tests.support.disk import files_up_to
 from tests.support.tar_server import numbered, serving, tar_of
 
 
@@ -98,6 +99,13 @@ def test_a_run_that_fails_leaves_no_index(pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(tarfile.TarFile, "addfile", failing)
     assert main(["make", str(pictures), str(out), "--shard-mb", "0.02"]) == 1
     assert [path.name for path in out.iterdir()] == ["train-000000.tar"]
+
+
+def test_a_full_disk_is_named(pictures, tmp_path, capsys):
+    with files_up_to(8192):
+        assert main(["make", str(pictures), str(tmp_path / "out")]) == 1
+    assert f"File too large: '{tmp_path}/out'" in capsys.readouterr().err
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize(
