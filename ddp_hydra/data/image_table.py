@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import gzip
 import io
-import math
+import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray
 from ddp_hydra.data.parquet_files import need_pyarrow
-from ddp_hydra.storage import Access, Store, bare_url, is_remote
+from ddp_hydra.storage import Access, LocalFolder, Store, bare_url, is_remote
 from ddp_hydra.storage.urls import local_path
 
 
@@ -39,7 +40,7 @@ class ImageTable(StoredImages):
 
     Raises:
         ValueError: an argument is out of its range, the table lacks such columns or has no rows, or a path leads out of
-            `root`.
+            a store.
         FileNotFoundError: there is no such table.
         PermissionError: it may not be read.
         ConnectionError: the store is not reachable.
@@ -70,9 +71,9 @@ class ImageTable(StoredImages):
         self._paths = StringArray(paths)
         self._root = _folder_of(table) if root is None else root or "."
         self._is_stored = is_remote(table) or is_remote(self._root)
-        if self._is_stored:
-            _check_files(paths, table, self._root)
         self._root_store, self._prefix = self.access.open_folder(self._root)
+        if self._is_stored:
+            _check_files(paths, table, self._root, self._prefix)
         if label_column is None:
             self.classes, self.class_to_idx = [], {}
             self.targets = np.full(len(paths), -1, np.int32)
@@ -113,7 +114,9 @@ class ImageTable(StoredImages):
         is_absolute = path.startswith("/") and not self._is_stored and Path(path).exists()
         if is_remote(path) or path.startswith("file:") or is_absolute:
             return self.access.open(path)
-        return self._root_store, f"{self._prefix.rstrip('/')}/{path.lstrip('/')}".lstrip("/")
+        if ".." in path.split("/") and not self._is_stored and isinstance(self._root_store, LocalFolder):
+            return self.access.open(str(self._root_store.folder.joinpath(self._prefix, path.lstrip("/")).resolve()))
+        return self._root_store, _key(self._prefix, path)
 
 
 def read_columns(access: Access, table: str, columns: Mapping[str, str]) -> list[list[str]]:
@@ -134,19 +137,20 @@ def read_columns(access: Access, table: str, columns: Mapping[str, str]) -> list
 
 
 def _check_labels(labels: Sequence[str], table: str, column: str) -> None:
-    known: dict[float, str] = {}
+    known: dict[Decimal, str] = {}
     for label in dict.fromkeys(labels):
-        if _is_number(label) and known.setdefault(float(label), label) != label:
+        if (number := _number(label)) is not None and (same := known.setdefault(number, label)) != label:
             raise ValueError(
-                f"{table}: the column {column} has {known[float(label)]} and {label}, which are one number"
+                f"{table}: the column {column} has {same} and {label}, which are one number: write it in one way"
             )
 
 
-def _is_number(label: str) -> bool:
+def _number(label: str) -> Decimal | None:
     try:
-        return math.isfinite(float(label))
-    except ValueError:
-        return False
+        number = Decimal(label)  # a float would take two long numbers for one
+    except InvalidOperation:
+        return None
+    return number if number.is_finite() else None
 
 
 def _check_slashes(paths: Sequence[str], table: str) -> None:
@@ -156,8 +160,18 @@ def _check_slashes(paths: Sequence[str], table: str) -> None:
         )
 
 
-def _check_files(paths: Sequence[str], table: str, root: str) -> None:
+def _key(prefix: str, path: str) -> str:
+    key = f"{prefix.rstrip('/')}/{path.lstrip('/')}".lstrip("/")
+    return posixpath.normpath(key) if ".." in key.split("/") else key
+
+
+def _check_files(paths: Sequence[str], table: str, root: str, prefix: str) -> None:
     for row, path in enumerate(paths, start=1):
+        if not is_remote(path) and _key(prefix, path).startswith("../"):
+            raise ValueError(
+                f"{bare_url(table)}: row {row} names {path}, and paths begin at {bare_url(root)}: write a path that "
+                "does not lead out of the store"
+            )
         if path.startswith("file:"):
             raise ValueError(
                 f"{bare_url(table)}: row {row} names {path}, a file of this machine, and paths begin at "
@@ -233,8 +247,9 @@ def _place(key: str, column: str, header: Sequence[str]) -> int:
     return list(header).index(column)
 
 
-def _numbers_by_value(label: str) -> tuple[bool, float, str]:
-    return (False, float(label), label) if _is_number(label) else (True, 0.0, label)  # nan has no order
+def _numbers_by_value(label: str) -> tuple[bool, Decimal, str]:
+    number = _number(label)
+    return number is None, number or Decimal(), label
 
 
 def _folder_of(url: str) -> str:

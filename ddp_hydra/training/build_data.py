@@ -117,8 +117,9 @@ def opened(
         if built is not None and world.size > 1 and not built_once(node) and not streams.is_stream(built):
             check_same_data(built, f"data.{split}", cfg.seed, world)
         yield kept
+        happened = "left out" if streams.is_stream(built) else "replaced by its neighbour"
         for name, reason in getattr(kept, "bad", {}).items():
-            print(f"bad sample, left out: {name}: {reason}")  # noqa: T201
+            print(f"bad sample, {happened}: {name}: {reason}")  # noqa: T201
     finally:
         if hasattr(kept, "close"):
             kept.close()

@@ -98,6 +98,15 @@ def list_images(store: Store, prefix: str, in_folders: bool = True) -> Listing:
     return Listing(StringArray(key for _, _, key, _ in found), sizes, +others)
 
 
+def holds_images(store: Store, folder: str) -> bool:
+    # Ends at the first one.
+    inside = len(folder) + 1
+    return any(
+        key[key.rfind(".") :].lower() in IMAGE_EXTENSIONS and not is_leftover(key[inside:])
+        for key, _ in store.objects(folder)
+    )
+
+
 def list_images_once(store: Store, prefix: str, max_age_s: float, in_folders: bool = True) -> Listing:
     # max_age_s: how old a listing on the disk may be, in seconds; 0: always list the store.
     if not max_age_s:

@@ -163,6 +163,19 @@ def test_a_folder_without_images_is_no_class_and_is_named(tree, tmp_path, caplog
     assert caplog.messages == [f"file://{tmp_path}/t has folders without images, which are no classes: apes, bats"]
 
 
+def test_a_folder_without_images_in_the_training_has_no_number_in_the_validation(tree, tmp_path):
+    tree([*PLAIN, "bats/notes.txt", "bats/.1.png"])
+    (tmp_path / "t").rename(tmp_path / "val")
+    assert opened(tmp_path, "val", classes_from="val").class_to_idx == {"cats": 0, "dogs": 1}
+    for path in ("t/bats", "t/cats", "t/dogs"):
+        (tmp_path / path).mkdir(parents=True)
+    for path in ("bats/notes.txt", "bats/.1.png", "cats/1.png", "dogs/1.png"):
+        (tmp_path / "t" / path).write_bytes((tmp_path / "val" / path).read_bytes())
+    (tmp_path / "val" / "bats" / ".1.png").rename(tmp_path / "val" / "bats" / "1.png")
+    with pytest.raises(ValueError, match=r"classes that 't' does not have: bats\. It has: cats, dogs"):
+        opened(tmp_path, "val", classes_from="t")
+
+
 def test_a_name_of_macos_is_the_same_class_on_other_systems(tree, png):
     root = tree([unicodedata.normalize("NFD", "café/1.png"), "b/1.png"])
     for folder in ("café", "b"):
