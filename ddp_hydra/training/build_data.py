@@ -277,6 +277,20 @@ def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> No
     data.check_classes(given or num_classes or None, getattr(criterion, "ignore_index", None))
 
 
+def check_validation_classes(cfg: DictConfig, task: Any, train: DataDescription, val_set: Any) -> None:
+    # A model that the training data gives its size has no output for another class, which an epoch would find late.
+    val = DataDescription.of(val_set)
+    more = [name for name in val.classes if name not in train.classes]
+    is_filled = cfg.model.get("num_classes", 0) is None and getattr(val_set, "target_transform", None) is None
+    if not is_filled or not takes_class_numbers(getattr(task, "criterion", None)):
+        return
+    if train.classes and len(val.classes) > len(train.classes):
+        raise ConfigError(
+            f"data.val has classes that data.train does not have: {shown(more)}; the model has the "
+            f"{len(train.classes)} of data.train: leave the samples of these classes out, or give model.num_classes=<n>"
+        )
+
+
 def _check_numbers(data: Any) -> None:
     numbers = getattr(data, "class_to_idx", None) or {}
     try:

@@ -41,6 +41,7 @@ def check_data(
     description = build_data.description_of(cfg, task, train_set)
     for data in (train_set, val_set):
         build_data.check_classes(cfg, task, data, description.num_classes)
+    build_data.check_validation_classes(cfg, task, description, val_set)
     changed = DataDescription.from_dict(saved.get("data")).check_resume(description)
     for warning in (build_data.only_class(task, description), changed):
         if warning and world.rank == 0:

@@ -78,6 +78,19 @@ def test_validation_data_must_number_the_classes_as_training_data_does():
         train.check_validation(classes("apes", "cats", "dogs"))
 
 
+def test_a_model_that_the_training_gives_its_size_has_no_other_class_of_the_validation():
+    task, more = SimpleNamespace(criterion=torch.nn.CrossEntropyLoss()), classes("cats", "dogs", "owls")
+    open_, typed = (OmegaConf.create({"model": {"num_classes": number}}) for number in (None, 3))
+    check = build_data.check_validation_classes
+    with pytest.raises(ConfigError, match=r"data\.val has classes that data\.train does not have: owls; .* the 2 of"):
+        check(open_, task, classes("cats", "dogs"), more)
+    check(typed, task, classes("cats", "dogs"), more)
+    check(open_, SimpleNamespace(criterion=torch.nn.MSELoss()), classes("cats", "dogs"), more)
+    check(OmegaConf.create({"model": {}}), task, classes("cats", "dogs"), more)
+    for train, val in ((more, more), (classes("apes", "cats", "owls"), more), (classes(), more), (more, classes("x"))):
+        check(open_, task, train, val)
+
+
 @pytest.mark.parametrize(
     ("now", "said"),
     [
