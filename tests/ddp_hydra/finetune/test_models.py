@@ -168,6 +168,29 @@ def test_weights_that_are_not_the_files_are_saved(tmp_path):
     assert name in weights.state_of(model)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_ranks_read_the_files_that_the_model_is_loaded_from(is_sharded, tmp_path):
+    """A variant and shards of an earlier model lie beside them."""
+    from safetensors.torch import load_file, save_file
+
+    saved("llama", tmp_path)
+    whole = tmp_path / "model.safetensors"
+    others = {name: 2 * one for name, one in load_file(whole).items()}
+    for name in ("model.fp16", "model-00001-of-00001"):
+        save_file(others, tmp_path / f"{name}.safetensors", {"format": "pt"})
+    if is_sharded:
+        models.causal_lm(str(tmp_path)).save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+        whole.unlink()
+        for file in (tmp_path / "shards").iterdir():
+            file.replace(tmp_path / file.name)
+    wanted = dict(models.causal_lm(str(tmp_path)).named_parameters())
+    outline: Any = weights.built_on_meta(lambda: models.causal_lm(str(tmp_path)))
+    for name, value in wanted.items():
+        assert torch.equal(outline.read_rows(name, 0, len(value)), value), name
+    variant = weights.built_on_meta(lambda: models.causal_lm(str(tmp_path), use_safetensors=True))
+    assert not hasattr(variant, "read_rows")
+
+
 def test_code_of_a_model_is_not_run(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "mine", "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}}'
