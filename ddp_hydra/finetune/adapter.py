@@ -41,11 +41,11 @@ def lora(model: nn.Module, *, autocast_adapter_dtype: bool = True, **options: An
         options.setdefault("task_type", source.task_type)
         new = {name.rpartition(".")[0] for name in source.new}
         options["modules_to_save"] = sorted({*options.get("modules_to_save", ()), *new}) or None
+    linear = sorted({name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)})
     try:
         config = peft.LoraConfig(**options)
         tuner = peft.PEFT_TYPE_TO_TUNER_MAPPING[config.peft_type](model, config, NAME)
     except (ValueError, TypeError, KeyError) as error:
-        linear = sorted({name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)})
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"adapter: {reason:.300} The linear layers of {type(model).__name__} are {', '.join(linear)}: give "

@@ -168,6 +168,12 @@ def test_weights_that_are_not_the_files_are_saved(tmp_path):
     assert name in weights.state_of(model)
 
 
+def test_a_refused_adapter_names_the_layers_of_the_model(tmp_path):
+    """peft has wrapped some by then."""
+    with pytest.raises(ConfigError, match=r"linear layers of Sequential are 0, 1: give adapter"):
+        adapter.lora(layers(), target_modules=["0"], target_parameters=["1.weight", "0.weight"])
+
+
 @pytest.mark.parametrize("is_sharded", [False, True])
 def test_ranks_read_the_files_that_the_model_is_loaded_from(is_sharded, tmp_path):
     """A variant and shards of an earlier model lie beside them."""
