@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
 import logging
 import os
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 """Files of a model on the hub that are downloaded with its weights: config, tokenizer."""
 LENGTH = 8
 """Tokens of each text that a written model is compared by."""
+OTHER_FILES = {"variant", "subfolder", "use_safetensors", "gguf_file", "transformers_weights", "key_mapping"}
+"""Options of `from_pretrained` that choose other files than `weights_files`, or other names of what is in them."""
 SAMPLE, SAMPLES = 4096, 256
 """Bytes of a sample of a file, and the least number of samples, for a fingerprint."""
 
@@ -140,7 +143,9 @@ def load(
     if use_cache:
         model.config.use_cache = False
     model.pretrained = Pretrained(path, folder, fingerprint(folder), task_type, new, unused, use_cache)
-    if all(parameter.is_meta for parameter in model.parameters()) and not load_in_4bit:
+    is_meta = all(parameter.is_meta for parameter in model.parameters())
+    is_usual = OTHER_FILES.isdisjoint(options) and getattr(model.config, "transformers_weights", None) is None
+    if is_meta and is_usual and not load_in_4bit:
         read_from_files(model, folder)
     return model
 
@@ -157,7 +162,7 @@ def read_from_files(model: nn.Module, folder: Path) -> None:
 
     files: dict[str, Path] = {}
     shapes: dict[str, list[int]] = {}
-    for path in folder.glob("model*.safetensors"):
+    for path in weights_files(folder):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118, it is no dict
                 files[name], shapes[name] = path, file.get_slice(name).get_shape()
@@ -170,6 +175,14 @@ def read_from_files(model: nn.Module, folder: Path) -> None:
         return rows
 
     object.__setattr__(model, "read_rows", read_rows)  # no part of the model
+
+
+def weights_files(folder: Path) -> list[Path]:
+    # Those that `from_pretrained` reads. A folder may hold variants, and shards of an earlier model, too.
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if whole.is_file() or not index.is_file():
+        return [whole] if whole.is_file() else []
+    return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
 
 
 def imported(package: str) -> Any:

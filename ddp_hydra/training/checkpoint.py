@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import socket
 import threading
@@ -23,6 +22,7 @@ from torch import nn
 from ddp_hydra import heartbeat, results
 from ddp_hydra.console.text import printable, size_text
 from ddp_hydra.errors import CheckpointError, ConfigError, NonFiniteLoss
+from ddp_hydra.finetune.adapter import IN_ADAPTED
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Checkpoint
 from ddp_hydra.storage.manifest import FOLDER, STATE, state_file, step_name
@@ -32,9 +32,6 @@ from ddp_hydra.training.finite import not_finite
 from ddp_hydra.training.parallel.weights import keep_loaded, unsaved
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN, ReportingFile
 from ddp_hydra.training.state import FORMAT, TrainingState
-
-IN_ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.default)\.")
-"""What peft puts into names of a model's weights."""
 
 
 def refuse_nonfinite(content: dict[str, Any], state: TrainingState) -> None:
@@ -76,6 +73,11 @@ def first_sentence(error: Exception) -> str:
 def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     # A collective. Only the host of rank 0 has the file.
     given = world.send(lambda: weights_in(path))
+    if begun := sorted(getattr(model, "changed_names", frozenset()) - given.keys()):
+        raise ConfigError(
+            f"{path} lacks {begun[0]}, which peft has changed as the adapter began, so its other weights don't fit: "
+            "give adapter.init_lora_weights=true with model.weights"
+        )
     own = dict(plain_state.tensors(model.state_dict()))
     given |= {name: given[plain] for name in own if (plain := IN_ADAPTED.sub(".", name)) in given}
     own = {name: one for name, one in own.items() if name in given or not (".lora_" in name or name in unsaved(model))}

@@ -190,6 +190,51 @@ def test_a_tied_layer_that_has_an_adapter_is_untied(train, export):
     torch.testing.assert_close(logits(model), logits(load_run.load(run).model))
 
 
+@pytest.fixture(scope="module")
+def pissa(train) -> Path:
+    """The adapter begins with a random decomposition of weights, which lose it: each build has others."""
+    run: Path = train(*PISSA)
+    return run
+
+
+PISSA = ("+adapter.init_lora_weights=pissa_niter_1", "adapter.target_modules=[q_proj]", "scheduler=none")
+
+
+def test_weights_that_the_adapter_has_changed_go_with_it(train, export, pissa):
+    assert len(content_of(pissa, "model")["model"]) == 3 * 2
+    resumed = train(*PISSA, f"resume={checkpoint(pissa, f'step-{SAVED:06d}.pt')}")
+    assert_equal(content_of(resumed, "model", "ema"), content_of(pissa, "model", "ema"))
+    found = inference.evaluate(str(pissa), which="last")["metrics"]
+    assert found["val/loss"] == pytest.approx(lines_of(pissa)[-1]["val/loss"], rel=1e-6)
+    model = AutoModelForCausalLM.from_pretrained(export("huggingface", run=pissa))
+    torch.testing.assert_close(logits(model), logits(load_run.load(pissa).model))
+
+
+def test_an_adapter_of_changed_weights_is_not_written_alone(export, train, pissa, saved):
+    with pytest.raises(
+        ConfigError, match=r"weights that the model is not built with, as .*q_proj.base_layer.weight.*merge=true"
+    ):
+        export("huggingface", "merge=false", run=pissa)
+    whole = train("adapter=none", "trainer.max_steps=1")
+    run = train(f"+model.weights={whole}/checkpoints/last.pt", "optimizer.lr=0.1")
+    with pytest.raises(ConfigError, match=r"weights that the model is not built with.*merge=true"):
+        export("huggingface", "merge=false", run=run)
+
+
+@pytest.mark.slow
+def test_changed_weights_go_on_in_shares_of_two_ranks(client2, project, train, base, export, pissa):
+    options = (*SMALL, *PISSA, *files_of(base), "data.batch_size=2", "parallel=fsdp2", "trainer.shard_above_gb=0")
+    file = checkpoint(pissa, f"step-{SAVED:06d}.pt")
+    two = training.train(client2, project, pissa.with_name("two"), *options, ranks=2, resume=file)
+    for line, wanted in zip(lines_of(two.folder), lines_of(pissa), strict=True):
+        assert line["train/loss"] == pytest.approx(wanted["train/loss"], rel=1e-5)
+    folder = checkpoint(two.folder, f"step-{STEPS:06d}")
+    found = inference.evaluate(str(folder))["metrics"]
+    assert found["val/loss"] == pytest.approx(lines_of(two.folder)[-1]["val/loss"], rel=1e-5)
+    exported = AutoModelForCausalLM.from_pretrained(export("huggingface", run=folder))
+    torch.testing.assert_close(logits(exported), logits(load_run.load(folder).model))
+
+
 def test_all_weights_are_trained_and_exported(train, export, base):
     run = train("adapter=none")
     model = AutoModelForCausalLM.from_pretrained(export("huggingface", run=run))

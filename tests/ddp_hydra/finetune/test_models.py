@@ -98,6 +98,11 @@ def test_a_new_head_is_trained_and_saved_whole(tmp_path):
     assert all("lora" in name or name in trained for name in state)
     other = adapter.lora(saved("classes", tmp_path), r=2, init_lora_weights=False)
     weights.load_copied(other, state)
+    torch.manual_seed(1)
+    base = models.sequence_classification(str(tmp_path), num_classes=CLASSES).eval()
+    inputs = {name: part for name, part in batch_of("classes").items() if name != "labels"}
+    again = adapter.save(other, base, tmp_path / "adapter")  # its own head replaces one that was drawn otherwise
+    torch.testing.assert_close(again(**inputs).logits, other(**inputs).logits)
     assert all(torch.equal(value, state[name]) for name, value in weights.state_of(other).items())
 
 
@@ -166,6 +171,78 @@ def test_weights_that_are_not_the_files_are_saved(tmp_path):
     assert name not in weights.state_of(model)
     weights.load_copied(model, {**weights.state_of(model), name: torch.zeros_like(model.state_dict()[name])})
     assert name in weights.state_of(model)
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_1", "olora", "mica"])
+def test_what_an_adapter_has_changed_as_it_began_is_saved(init, tmp_path):
+    """MiCA's frozen matrix comes of the weight. Weights without an adapter are in the files, and in no checkpoint."""
+    torch.manual_seed(1)
+    options = {"r": 2, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": init}
+    model = adapter.lora(saved("llama", tmp_path), **options)
+    state = weights.state_of(model)
+    beside = {name for name in state if ".lora_" not in name}
+    names = {"model.layers.0.self_attn.q_proj.base_layer.weight", "model.layers.0.mlp.down_proj.base_layer.weight"}
+    assert beside == (set() if init == "mica" else names)
+    assert {name for name, _ in model.named_parameters() if ".lora_" in name} == state.keys() - beside
+    outline = weights.built_on_meta(lambda: adapter.lora(models.causal_lm(str(tmp_path)), **options))
+    assert weights.on_meta(outline)
+    assert weights.unsaved(outline) == weights.unsaved(model)
+    with torch.no_grad():  # as another random decomposition, or that of another machine
+        for value in state.values():
+            value.mul_(1.5)
+    again = adapter.lora(models.causal_lm(str(tmp_path)), **options).eval()
+    weights.load_copied(again, state)
+    inputs = {name: part for name, part in batch_of("llama").items() if name != "labels"}
+    wanted = model(**inputs).logits
+    torch.testing.assert_close(again(**inputs).logits, wanted)
+    torch.testing.assert_close(adapter.merged(again)(**inputs).logits, wanted)
+
+
+def test_an_adapter_that_changes_weights_takes_no_others(tmp_path):
+    torch.save(layers().state_dict(), tmp_path / "weights.pt")
+    options = {"r": 2, "target_modules": ["0"], "init_lora_weights": "pissa"}
+    model = adapter.lora(layers(), **options)
+    with pytest.raises(
+        ConfigError, match=r"lacks 0\.base_layer\.weight, which peft has changed .*init_lora_weights=true"
+    ):
+        load_fitting(tmp_path / "weights.pt", model, ALONE)
+    torch.save(weights.state_of(model), tmp_path / "weights.pt")
+    assert load_fitting(tmp_path / "weights.pt", adapter.lora(layers(), **options), ALONE) == []
+    quantised = layers()
+    quantised.is_quantized = True
+    with pytest.raises(
+        ConfigError, match=r"changes the quantised weights .*: give adapter\.init_lora_weights=true, or"
+    ):
+        adapter.lora(quantised, **options)
+
+
+def test_a_refused_adapter_names_the_layers_of_the_model(tmp_path):
+    """peft has wrapped some by then."""
+    with pytest.raises(ConfigError, match=r"linear layers of Sequential are 0, 1: give adapter"):
+        adapter.lora(layers(), target_modules=["0"], target_parameters=["1.weight", "0.weight"])
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_ranks_read_the_files_that_the_model_is_loaded_from(is_sharded, tmp_path):
+    """A variant and shards of an earlier model lie beside them."""
+    from safetensors.torch import load_file, save_file
+
+    saved("llama", tmp_path)
+    whole = tmp_path / "model.safetensors"
+    others = {name: 2 * one for name, one in load_file(whole).items()}
+    for name in ("model.fp16", "model-00001-of-00001"):
+        save_file(others, tmp_path / f"{name}.safetensors", {"format": "pt"})
+    if is_sharded:
+        models.causal_lm(str(tmp_path)).save_pretrained(tmp_path / "shards", max_shard_size="4KB")
+        whole.unlink()
+        for file in (tmp_path / "shards").iterdir():
+            file.replace(tmp_path / file.name)
+    wanted = dict(models.causal_lm(str(tmp_path)).named_parameters())
+    outline: Any = weights.built_on_meta(lambda: models.causal_lm(str(tmp_path)))
+    for name, value in wanted.items():
+        assert torch.equal(outline.read_rows(name, 0, len(value)), value), name
+    variant = weights.built_on_meta(lambda: models.causal_lm(str(tmp_path), use_safetensors=True))
+    assert not hasattr(variant, "read_rows")
 
 
 def test_code_of_a_model_is_not_run(tmp_path):
