@@ -339,8 +339,9 @@ class Attached:
     def show_start(self, step: Any = None) -> None:
         if (start := self.status.start) is not None:
             self.attempt = start.attempt
-            step = step if isinstance(step, int) else start.step
-            self.handler.handle(replace(start, rank=0, step=step))
+            self.handler.handle(replace(start, rank=0))
+            if isinstance(step, int):  # the time that is left is estimated from there
+                self.handler.handle(replace(start, rank=0, step=step))
 
     def show_line(self, line: dict[str, Any]) -> None:
         own = ("time", "attempt", "step", "epoch", "samples", "rank")
