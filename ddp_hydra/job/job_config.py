@@ -171,8 +171,10 @@ def _rank_formatter(given: DictConfig, root: DictConfig) -> dict[str, Any]:
     handlers, formatters = given.get("handlers") or {}, given.get("formatters") or {}
     used = [handlers[name] for name in root.get("handlers") or () if name in handlers]
     names = [one.get("formatter") for one in used if str(one.get("class")).endswith("StreamHandler")]
-    found = next((formatters[name] for name in ("ranks", *names) if name in formatters), {})
-    if "()" in found or "class" in found or not found.get("format"):  # a class may take fields of its own, as of colours
+    found: Any = next((formatters[name] for name in ("ranks", *names) if name in formatters), {})
+    if (
+        "()" in found or "class" in found or not found.get("format")
+    ):  # a class may take fields of its own, as of colours
         return {"format": LOG_FORMAT}
     return {str(key): found[key] for key in ("format", "datefmt", "style") if found.get(key)}
 
