@@ -25,6 +25,7 @@ from ddp_hydra.console import text
 from ddp_hydra.console.signals import print_line
 from ddp_hydra.dispatch import background
 from ddp_hydra.errors import ConfigError, Interrupted
+from ddp_hydra.job.job_config import rank_log_config
 from ddp_hydra.job.run import run_job
 from ddp_hydra.job.run_dir import refuse_other_run
 from ddp_hydra.runs.describe import status_of
@@ -47,6 +48,7 @@ class ComposedConfig:
         cfg: the config, without Hydra's own part.
         overrides: of the job, after the overrides of a run that it resumes.
         run_dir: the folder for its results.
+        log_config: how its ranks log.
 
     Raises:
         ConfigError: an argument is not an override, there is no such config, or a value has the wrong type.
@@ -61,6 +63,7 @@ class ComposedConfig:
         cfg = compose(read_words([*options, *words]))
         self.overrides = typed_words(cfg.hydra)
         self.run_dir = Path(cfg.hydra.run.dir)
+        self.log_config = rank_log_config(cfg.hydra)
         self._hydra = OmegaConf.masked_copy(cfg, "hydra")
         with open_dict(cfg):
             del cfg["hydra"]
@@ -327,7 +330,7 @@ class StartedRun(Run):
     def perform(self) -> None:
         """Run the job in this thread."""
         try:
-            run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop)
+            run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop, log_config=self._job.log_config)
         except KeyboardInterrupt as error:
             if isinstance(error, Interrupted):
                 raise

@@ -91,6 +91,18 @@ def one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """A program that looks for a server which has ended may find Dask at its port, whose complaint is no one's record."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return not record.name.startswith("tornado.")
+
+    caplog.handler.addFilter(is_ours)
+    yield caplog
+    caplog.handler.removeFilter(is_ours)
+
+
 @pytest.fixture(autouse=True)
 def signals_as_before() -> Iterator[None]:
     """What runs in the background catches the signals of this process for good; a fork may lose one that it catches."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
@@ -28,6 +29,8 @@ PATHS = {
 """Keys of data sets that hold paths, or lists of them."""
 DOWNLOADS = ".resume"
 """The folder of a run directory for checkpoints of a store that it begins with, until it ends."""
+LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"
+"""Hydra's own."""
 KEEP_WARM_S = 300.0
 WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
 """Environment variable that replaces `KEEP_WARM_S`, for machines where nothing may stay behind a command."""
@@ -132,6 +135,48 @@ def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
         "backend": backend(cfg),
     }
     return GangSettings.make({str(name): value for name, value in settings.items()} | own | more)
+
+
+def rank_log_config(hydra_cfg: Any = None) -> dict[str, Any]:
+    """Return how ranks log, as `logging.config.dictConfig` takes it; {} where Hydra is to set up no logging.
+
+    Levels and format are those of `hydra.job_logging` and `hydra.verbose`. All goes to a rank's stderr, which is its
+    log: files of the command are not for several processes, or may be on another host.
+
+    Args:
+        hydra_cfg: Hydra's part of the job's config; None for that of the job that Hydra runs here, if it does.
+    """
+    if hydra_cfg is None:
+        hydra_cfg = HydraConfig.get() if HydraConfig.initialized() else OmegaConf.create({})
+    given, verbose = hydra_cfg.get("job_logging") or OmegaConf.create({}), hydra_cfg.get("verbose", False)
+    root = given.get("root", OmegaConf.create({}))
+    if root is None:
+        return {}
+    loggers = {name: {"level": one.level} for name, one in (given.get("loggers") or {}).items() if "level" in one}
+    if not isinstance(verbose, bool):
+        names = [verbose] if isinstance(verbose, str) else verbose
+        loggers |= {str(name): {"level": "DEBUG"} for name in names}
+    return {
+        "version": 1,
+        "disable_existing_loggers": False,
+        "formatters": {"ranks": _rank_formatter(given, root)},
+        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "ranks", "stream": "ext://sys.stderr"}},
+        "root": {"level": "DEBUG" if verbose is True else root.get("level", "INFO"), "handlers": ["stderr"]},
+        "loggers": loggers,
+    }
+
+
+def _rank_formatter(given: DictConfig, root: DictConfig) -> dict[str, Any]:
+    """Return the formatter "ranks" of a configuration of logging, or that of its root's first handler with a stream."""
+    handlers, formatters = given.get("handlers") or {}, given.get("formatters") or {}
+    used = [handlers[name] for name in root.get("handlers") or () if name in handlers]
+    names = [one.get("formatter") for one in used if str(one.get("class")).endswith("StreamHandler")]
+    found: Any = next((formatters[name] for name in ("ranks", *names) if name in formatters), {})
+    if (
+        "()" in found or "class" in found or not found.get("format")
+    ):  # a class may take fields of its own, as of colours
+        return {"format": LOG_FORMAT}
+    return {str(key): found[key] for key in ("format", "datefmt", "style") if found.get(key)}
 
 
 def ranks_per_worker(cfg: DictConfig) -> int | str:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from ddp_hydra.job.job_config import (
     find_weights,
     gang_settings,
     packed_project,
+    rank_log_config,
     ranks_per_worker,
     weights_path,
 )
@@ -78,12 +79,14 @@ def run_job(
     overrides: Sequence[str] = (),
     remote: RemoteContext | None = None,
     stop: threading.Event | None = None,
+    log_config: dict[str, Any] | None = None,
 ) -> float | None:
     """Train one job.
 
     Args:
         remote: the driver's part, if a driver runs the job.
         stop: asks a job on a cluster to save a checkpoint and end, as Ctrl-C does in the main thread.
+        log_config: how the ranks log; None for what the job that Hydra runs here says, see `rank_log_config`.
 
     Returns:
         The objective's last value, for sweepers.
@@ -93,6 +96,8 @@ def run_job(
         Interrupted: the job was asked to end, or its time was up; its state is saved.
     """
     find_paths(cfg)
+    if log_config is None:
+        log_config = remote.spec.log_config if remote else rank_log_config()
     if cfg.dry_run:
         check(cfg)
         config = schema.resolved(cfg)
@@ -117,8 +122,8 @@ def run_job(
             connection.load()
             from ddp_hydra.job.remote.client import run_remote_job
 
-            return run_remote_job(cfg, run_dir, overrides)
-        return train(cfg, run_dir, overrides, remote, stop)
+            return run_remote_job(cfg, run_dir, overrides, log_config)
+        return train(cfg, run_dir, overrides, remote, stop, log_config)
 
 
 def refuse_restart(run_dir: Path) -> None:
@@ -132,7 +137,12 @@ def refuse_restart(run_dir: Path) -> None:
 
 
 def train(
-    cfg: DictConfig, run_dir: Path, overrides: Sequence[str], remote: RemoteContext | None, stop: threading.Event | None
+    cfg: DictConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    remote: RemoteContext | None,
+    stop: threading.Event | None,
+    log_config: dict[str, Any],
 ) -> float | None:
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
@@ -158,7 +168,7 @@ def train(
             summary.profile = "profile/table.md"
         logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)
         senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
-        job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders)
+        job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders, log_config)
         result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = summary.metrics
@@ -194,6 +204,7 @@ class Job:
         files: files of the client that rank 0 needs, by name: "resume", a checkpoint; "weights", to start with.
         saved_config: the config as checkpoints contain it; None for all of it but the cluster.
         loggers: further writers, which get each record last.
+        log_config: how the ranks log; see `rank_log_config`.
     """
 
     run_dir: Path
@@ -204,6 +215,7 @@ class Job:
     remote: RemoteContext | None = None
     saved_config: dict[str, Any] | None = None
     loggers: Sequence[Writer] = ()
+    log_config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.shown_dir = self.remote.spec.url if self.remote else shown_path(self.run_dir)
@@ -264,7 +276,7 @@ class Job:
             from ddp_hydra.dispatch.gang import Gang
 
             cwd = self.remote.spec.cwd if self.remote else ""
-            settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd)
+            settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd, log_config=self.log_config)
             gang = Gang(client, project=packed, stop=stop, settings=settings)
             try:
                 with self.handler(gang.fetch) as handler:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import inspect
 import json
+import logging.config
 import os
 import pkgutil
 import signal
@@ -70,6 +71,8 @@ def main(title: str, control_fd: int, shared_status_fd: int) -> int:
     job = worlds.launch.job
     if job.is_script:  # it ends at once also in a collective, unless it has a handler of its own
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if job.settings.log_config:
+        logging.config.dictConfig(job.settings.log_config)
     take_helper(job.settings.data_workers)
     return report_end(worlds.live)
 

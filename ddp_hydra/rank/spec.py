@@ -36,7 +36,7 @@ from ddp_hydra.config.limits import (
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ConfigError, RecordError
 
-FORMAT = 2
+FORMAT = 3
 """Grows with each change of the structs below."""
 
 
@@ -83,6 +83,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         keep_warm_s: None is 0.
         sweep: the sweep that this job belongs to, where several wait for workers.
         cwd: working folder of the ranks, where their host has it; "" for this process's.
+        log_config: how the ranks log, as `logging.config.dictConfig` takes it; {} leaves it to the function.
     """
 
     name: str = "gang"
@@ -110,6 +111,7 @@ class GangSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     keep_warm_s: NonNegativeSeconds | None = None
     sweep: str = ""
     cwd: str = ""
+    log_config: dict[str, Any] = {}
 
     @classmethod
     def make(cls, settings: Mapping[str, Any]) -> GangSettings:

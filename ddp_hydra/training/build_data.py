@@ -106,7 +106,7 @@ def opened(
     before = open_files()
     built = kept = dataset(node, cfg.seed, f"data.{split}", world)
     files = open_files() - before
-    if streams.is_stream(built) and workers:
+    if split == "train" and streams.is_stream(built) and workers:  # a validation set is read without them
         raise ConfigError(
             f"data.workers={workers} needs a data set with a length and __getitem__, and {name_of(built)} is iterable: "
             f"leave it out, or make a DataLoader(..., batch_size=None, num_workers={workers}) of the data set"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from importlib.util import find_spec
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
@@ -15,6 +16,7 @@ from ddp_hydra.writers.run_dir import EPOCH, JobStatus
 
 INTERVAL_S = 10.0
 """Least seconds between two lines of progress."""
+BAR_WIDTH = 24
 
 
 class StdoutConsole(Console):
@@ -49,6 +51,10 @@ class ProgressWriter:
         self._line_step: int | None = None  # the step of the last permanent line
         self._has_epoch_means = False  # whether each epoch ends with its means, as in `training`
         self._bar: Progress | None = None
+        where, numbers = "{task.description}", "{task.fields[numbers]}"
+        bar = BarColumn(bar_width=BAR_WIDTH)
+        self._columns = (TextColumn(where, markup=False), bar, TextColumn(numbers, markup=False))
+        self._columns_without_bar = (TextColumn(f"{where}  {numbers}", markup=False),)
         self._task = TaskID(0)
         self._is_closed = False
         self._header: list[str] = []
@@ -77,7 +83,7 @@ class ProgressWriter:
 
     def _start(self, record: Record, start: Start) -> None:
         self._stop_bar()
-        if record.attempt and self._restarts:
+        if self._restarts and record.attempt != self._state.now.attempt:
             self._print(f"restart {record.attempt}, from step {record.step or 0}")
         lines = [printable(line) for line in start.lines]
         for line in lines:
@@ -118,20 +124,28 @@ class ProgressWriter:
 
     def _move_bar(self) -> None:
         step, where = self._state.now.step or 0, self._state.where()
-        numbers = "  ".join(filter(None, (self._state.numbers(), self._state.eta())))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, description=where, numbers=numbers)
-            return
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=self._bar_console,
-            transient=True,
-            refresh_per_second=4,
-        )
-        self._task = self._bar.add_task(where, total=self._state.now.total_steps, completed=step, numbers=numbers)
-        self._bar.start()
+        numbers, has_bar = self._fit(where)
+        is_new = self._bar is None
+        if self._bar is None:
+            self._bar = Progress(console=self._bar_console, transient=True, refresh_per_second=4)
+            self._task = self._bar.add_task(where, total=self._state.now.total_steps, numbers=numbers)
+        self._bar.columns = self._columns if has_bar else self._columns_without_bar
+        self._bar.update(self._task, completed=step, description=where, numbers=numbers)
+        if is_new:
+            self._bar.start()
+
+    def _fit(self, where: str) -> tuple[str, bool]:
+        """Return the numbers beside the bar, and whether there is room for the bar.
+
+        Where the terminal is too narrow, the bar is left out, then the last numbers. rich would cut the step instead.
+        """
+        shown, eta, width = self._state.shown(), self._state.eta(), self._bar_console.width
+        line = "  ".join(filter(None, (*shown, eta)))
+        has_bar = cell_len(where) + cell_len(line) + BAR_WIDTH + 2 <= width
+        while shown and not has_bar and cell_len(where) + 2 + cell_len(line) > width:
+            shown.pop()
+            line = "  ".join(filter(None, (*shown, eta)))
+        return line, has_bar
 
     def _stop_bar(self) -> None:
         bar, self._bar = self._bar, None

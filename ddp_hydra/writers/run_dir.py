@@ -287,6 +287,10 @@ class JobStatus:
         return f"epoch {_of(self.now.epoch, self.now.epochs)}"
 
     def numbers(self, validation: bool = False, epoch: bool = False) -> str:
+        """Return what is `shown` in one line."""
+        return "  ".join(self.shown(validation, epoch))
+
+    def shown(self, validation: bool = False, epoch: bool = False) -> list[str]:
         """Return losses and accuracies, of the last validation or as means over the epoch, and samples/s."""
         metrics = {**self.metrics, **self.epoch_means} if epoch else self.metrics
         show = self.start.data.show if self.start is not None and isinstance(self.start.data, Start) else None
@@ -299,7 +303,7 @@ class JobStatus:
         speed = self.metrics.get("samples_per_s")
         if speed is not None:
             shown.append(f"{speed:.0f} samples/s" if speed >= 10 else f"{speed:.3g} samples/s")
-        return "  ".join(shown)
+        return shown
 
     def eta(self) -> str:
         """Return for example "ETA 1:32 min", or "" while it is not known."""

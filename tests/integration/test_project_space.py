@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,12 @@ from pathlib import Path
 
 import pytest
 from distributed import Client
+from omegaconf import OmegaConf
 
+from ddp_hydra import dispatch
 from ddp_hydra.config.project import layers, pack
 from ddp_hydra.errors import ConfigError, RankFailed
+from ddp_hydra.job.job_config import rank_log_config
 from ddp_hydra.job.run import run_job
 from tests.integration.support.training import configured
 
@@ -47,6 +51,27 @@ def test_an_edited_model_takes_effect_in_the_next_job_and_the_run_record_tells(o
     second = train("two")
     assert second == (pack(*layers()).sha256, "I am new")
     assert second[0] != first[0]
+
+
+def test_what_a_model_logs_is_in_the_logs_of_its_own_job_alone(own_project, client2, tmp_path):
+    """Ranks are forks of one server, which keeps nothing of a job; a function sets up its own logging."""
+    model = own_project / "models" / "tiny.py"
+    told = "; ".join(f"log.{level}('{level} of %s', 'mine')" for level in ("debug", "info"))
+    source = model.read_text().replace("self.tell = tell", f"self.tell = tell; {told}")
+    first, rest = source.split("import torch\n", 1)
+    model.write_text(f"{first}import logging\n\nimport torch\n\nlog = logging.getLogger(__name__)\n{rest}")
+
+    def logged(**hydra_cfg: object) -> list[tuple[str, ...]]:
+        folder = tmp_path / "-".join(["run", *map(str, hydra_cfg.values())])
+        config = rank_log_config(OmegaConf.create(hydra_cfg)) if hydra_cfg else None
+        run_job(configured(own_project, *TINY), folder, log_config=config)
+        return re.findall(r"^\[.*,\d\d\d\]\[(.*)\]\[(.*)\] - (.*)$", (folder / "logs" / "rank-1.log").read_text(), re.M)
+
+    debug, info = (("models.tiny", level.upper(), f"{level} of mine") for level in ("debug", "info"))
+    found = logged(verbose="models.tiny")
+    assert found == [debug, info]
+    assert logged() == [info]
+    assert dispatch.run(client2, lambda: (len(logging.root.handlers), logging.root.level)) == [(0, logging.WARNING)] * 2
 
 
 def test_an_error_in_a_model_names_the_users_file_once(own_project, tmp_path, monkeypatch):

@@ -57,14 +57,19 @@ class StartedDriver(NamedTuple):
     worker: str
 
 
-def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> float | None:
+def run_remote_job(
+    cfg: DictConfig, run_dir: Path, overrides: Sequence[str], log_config: dict[str, Any]
+) -> float | None:
     """Run a job whose results go to `results.root`; the local run directory gets only a summary and the URL."""
     if cfg.detach:
-        with started_driver(cfg, run_dir, overrides) as (_, driver):
+        with started_driver(cfg, run_dir, overrides, log_config) as (_, driver):
             _print_commands("the run goes on by itself", driver.spec.url)
         return None
     messages: Messages = queue.SimpleQueue()
-    with summarised(run_dir, cfg) as summary, started_driver(cfg, run_dir, overrides, messages) as (client, driver):
+    with (
+        summarised(run_dir, cfg) as summary,
+        started_driver(cfg, run_dir, overrides, log_config, messages) as (client, driver),
+    ):
         print(f"results: {driver.spec.url}")  # noqa: T201
         summary.results = driver.spec.url  # also where the end is not waited for
         message, end = Follower(client, driver, messages, run_dir).follow()
@@ -75,7 +80,11 @@ def run_remote_job(cfg: DictConfig, run_dir: Path, overrides: Sequence[str]) -> 
 
 @contextlib.contextmanager
 def started_driver(
-    cfg: DictConfig, run_dir: Path, overrides: Sequence[str], messages: Messages | None = None
+    cfg: DictConfig,
+    run_dir: Path,
+    overrides: Sequence[str],
+    log_config: dict[str, Any],
+    messages: Messages | None = None,
 ) -> Iterator[tuple[Any, StartedDriver]]:
     """Start a driver on the cluster of a config; without `messages`, which get its own, it outlives this command."""
     check(cfg)
@@ -99,6 +108,7 @@ def started_driver(
             client=None if messages is None else client.id,
             sweep=connect.sweep(),
             logged=loggers.describe(cfg, run_dir, url),
+            log_config=log_config,
             resume=_send_checkpoint(client, worker, name, cfg.resume),
             goes_on=bool(connect.sweep()) or is_resumed,
             is_resumed=is_resumed,
@@ -329,8 +339,9 @@ class Attached:
     def show_start(self, step: Any = None) -> None:
         if (start := self.status.start) is not None:
             self.attempt = start.attempt
-            step = step if isinstance(step, int) else start.step
-            self.handler.handle(replace(start, rank=0, step=step))
+            self.handler.handle(replace(start, rank=0))
+            if isinstance(step, int):  # the time that is left is estimated from there
+                self.handler.handle(replace(start, rank=0, step=step))
 
     def show_line(self, line: dict[str, Any]) -> None:
         own = ("time", "attempt", "step", "epoch", "samples", "rank")

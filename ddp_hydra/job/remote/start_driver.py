@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ class DriverSpec:
         is_resumed: it resumes the run that has left its results there.
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
+        log_config: how the ranks log.
     """
 
     name: str
@@ -79,6 +80,7 @@ class DriverSpec:
     is_resumed: bool = False
     max_restarts: int = 0
     is_restart: bool = False
+    log_config: dict[str, Any] = field(default_factory=dict)
 
 
 async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from ddp_hydra.errors import CheckpointError
-from ddp_hydra.job.job_config import check_files, find_paths, find_weights, weights_path
+from ddp_hydra.job.job_config import LOG_FORMAT, check_files, find_paths, find_weights, rank_log_config, weights_path
 
 
 def job(weights):
@@ -89,3 +89,46 @@ def test_paths_of_models_and_data_are_written_whole(tmp_path, monkeypatch):
     cfg.data.bucket = "./photos"
     find_paths(cfg)
     assert cfg.data.bucket == f"{tmp_path}/photos"
+
+
+STREAM, FILE = {"class": "logging.StreamHandler", "formatter": "short"}, {"class": "logging.FileHandler"}
+OWN = {
+    "formatters": {"long": {"format": "long %(message)s"}, "short": {"format": "{message}", "style": "{"}},
+    "handlers": {"file": {**FILE, "formatter": "long", "filename": "???"}, "console": STREAM},
+    "root": {"level": "WARNING", "handlers": ["file", "console"]},
+    "loggers": {"noisy": {"level": "ERROR", "handlers": ["file"]}, "plain": {"propagate": True}},
+}
+
+
+@pytest.mark.parametrize(
+    ("given", "formatter", "root", "loggers"),
+    [
+        ({}, {"format": LOG_FORMAT}, "INFO", {}),
+        ({"verbose": True}, {"format": LOG_FORMAT}, "DEBUG", {}),
+        ({"verbose": "a"}, {"format": LOG_FORMAT}, "INFO", {"a": "DEBUG"}),
+        ({"job_logging": OWN}, {"format": "{message}", "style": "{"}, "WARNING", {"noisy": "ERROR"}),
+        ({"job_logging": OWN, "verbose": ["noisy", "b"]}, {"format": "{message}", "style": "{"}, "WARNING",
+         {"noisy": "DEBUG", "b": "DEBUG"}),
+        ({"job_logging": {**OWN, "formatters": {"short": {"()": "colorlog.ColoredFormatter", "format": "%(red)s"}}}},
+         {"format": LOG_FORMAT}, "WARNING", {"noisy": "ERROR"}),
+        ({"job_logging": {"root": {"level": "ERROR"}, "disable_existing_loggers": True}}, {"format": LOG_FORMAT},
+         "ERROR", {}),
+    ],
+)  # fmt: skip
+def test_ranks_log_to_stderr_with_the_levels_and_the_format_of_hydra(given, formatter, root, loggers):
+    found = rank_log_config(OmegaConf.create(given))
+    assert found["formatters"]["ranks"] == formatter
+    assert found["root"] == {"level": root, "handlers": ["stderr"]}
+    assert found["loggers"] == {name: {"level": level} for name, level in loggers.items()}
+    assert not found["disable_existing_loggers"]
+
+
+def test_ranks_set_up_no_logging_where_hydra_sets_up_none():
+    assert rank_log_config(OmegaConf.create({"job_logging": {"root": None}})) == {}
+
+
+def test_the_starters_logs_of_ranks_name_logger_and_level_and_leave_libraries_quiet():
+    node = OmegaConf.load(Path(__file__).parents[3] / "conf" / "hydra" / "job_logging" / "ddp_hydra.yaml")
+    found = rank_log_config(OmegaConf.create({"job_logging": node}))
+    assert found["formatters"]["ranks"] == {"format": LOG_FORMAT}
+    assert found["loggers"]["botocore"] == {"level": "WARNING"}

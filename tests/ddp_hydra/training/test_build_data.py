@@ -92,6 +92,19 @@ def test_what_does_not_go_with_it(words, said):
         built(Endless(), *words)
 
 
+def test_only_an_iterable_set_of_the_training_refuses_workers():
+    cfg = config()
+    cfg.data.workers = 2
+    cfg.data.train = cfg.data.val = {"_target_": f"{__name__}.Sized"}
+    with build_data.opened(cfg, "val") as val_set:
+        assert isinstance(val_set, Sized)
+    with (
+        pytest.raises(ConfigError, match=r"data\.workers=2 needs .* and Sized is iterable"),
+        build_data.opened(cfg, "train"),
+    ):
+        pass
+
+
 def test_the_length_of_a_run():
     position = Position(step=3, epoch=0, samples=12, offset=12)
     cfg, sampler = built(Endless(), max_steps=9, epochs=2)

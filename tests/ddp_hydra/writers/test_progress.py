@@ -184,6 +184,26 @@ def test_a_terminal_has_a_bar_and_is_left_clean(output, start, metrics_record, f
     assert "epoch 1/5  train/loss 0.5  val/loss 0.1  val/accuracy 0.972  100 samples/s\n" in bare
 
 
+@pytest.mark.parametrize(
+    ("width", "shown"),
+    [
+        (120, "epoch 2/5  step 13/50 BAR train/loss 0.723  train/accuracy 0.4219  379 samples/s  ETA 4:04 min"),
+        (80, "epoch 2/5  step 13/50  train/loss 0.723  train/accuracy 0.4219  ETA 4:04 min"),
+        (60, "epoch 2/5  step 13/50  train/loss 0.723  ETA 4:04 min"),
+        (36, "epoch 2/5  step 13/50  ETA 4:04 min"),
+    ],
+)
+def test_a_narrow_terminal_shows_the_step_and_the_time_left(output, clock, start, metrics_record, width, shown):
+    writer = ProgressWriter(Console(file=output, width=width, force_terminal=True, _environ={"TERM": "xterm"}))
+    writer.write(replace(start, step=3))
+    clock.now += 66
+    measured = {"train__loss": 0.723, "train__accuracy": 0.4219, "samples_per_s": 379.0}
+    writer.write(metrics_record(13, epoch=2, **measured))
+    writer.close()
+    first = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.getvalue()).splitlines()[2]
+    assert re.sub("[━╸╺]+", "BAR", first).replace("\r", "").rstrip() == shown
+
+
 def test_a_character_that_the_output_lacks_does_not_end_the_job():
     writer = ProgressWriter(Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii")))
     for step in (1, 2):

@@ -112,6 +112,18 @@ def test_a_restart_shows_each_epoch_once(run, capsys, further):
     assert shown.splitlines()[-3:] == ["restart 1, from step 5", "epoch 2/2  val/loss 6", "done"]
 
 
+def test_a_restart_is_shown_with_the_step_where_it_began(run, capsys):
+    run.start(attempt=1, step=5)
+    for step in range(6, 10):
+        run.step(step, attempt=1, loss=1.0)
+    attached = following(run)
+    run.end("done", "done")
+    attached.follow()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["restart 1, from step 5", "  model  Tiny"]
+    assert len([line for line in shown if line in ("  model  Tiny", "restart 1, from step 5")]) == 2
+
+
 def test_another_run_in_the_same_folder_is_shown_from_its_begin(run, capsys):
     run.start()
     for step in range(1, 7):

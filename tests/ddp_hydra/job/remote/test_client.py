@@ -109,7 +109,7 @@ def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, t
     monkeypatch.setattr(remote.workers.WorkerCaller, "call", lambda *_: None)
     monkeypatch.setattr(remote, "_start", start)
     run_dir = tmp_path / "run"
-    with pytest.raises(type(error)), remote.started_driver(cfg, run_dir, []):
+    with pytest.raises(type(error)), remote.started_driver(cfg, run_dir, [], {}):
         pass
     said = capsys.readouterr().out
     assert ("end it:      ddp-hydra attach run=" in said) is is_told
@@ -169,6 +169,6 @@ def test_the_summary_names_the_store_where_the_end_is_not_waited_for(monkeypatch
     monkeypatch.setattr(remote, "started_driver", lambda *_: nullcontext((None, driver)))
     monkeypatch.setattr(remote, "Follower", lambda *_: SimpleNamespace(follow=follow))
     with pytest.raises(KeyboardInterrupt):
-        remote.run_remote_job(OmegaConf.create({"tags": [], "detach": False}), tmp_path, [])
+        remote.run_remote_job(OmegaConf.create({"tags": [], "detach": False}), tmp_path, [], {})
     summary = read_summary(tmp_path)
     assert (summary.results, summary.status, summary.interrupted) == ("s3://bucket/run-1", "interrupted", "interrupt")
