@@ -61,6 +61,7 @@ class DriverSpec:
         is_resumed: it resumes the run that has left its results there.
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
+        expected: how many workers the command has waited for; None: no number was asked for.
     """
 
     name: str
@@ -79,6 +80,7 @@ class DriverSpec:
     is_resumed: bool = False
     max_restarts: int = 0
     is_restart: bool = False
+    expected: int | None = None
 
 
 async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
