@@ -99,7 +99,8 @@ class Connection:
             raise ConfigError("cluster=inline is not a cluster: leave connect out")
         try:
             self.client: Any = cluster.start(cfg, self._stack, notify=print)
-            cluster.use_existing(Scheduler(self.client.scheduler.address, self.client.security))
+            address, security = self.client.scheduler.address, self.client.security
+            cluster.use_existing(Scheduler(address, security, expected=cfg.get("n_workers")))
         except BaseException:
             self._stack.close()
             raise

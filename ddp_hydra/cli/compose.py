@@ -26,7 +26,7 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -111,7 +111,7 @@ def compose(words: Sequence[str]) -> DictConfig:
             except Exception as error:
                 if isinstance(error, DdpHydraError) or (said := unknown_keys.explain(error)) is None:
                     raise
-                raise ConfigError(said) from error
+                raise ConfigError(said + typed_elsewhere(error, words)) from error
             return cfg
 
 
@@ -277,7 +277,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     chosen = {package_of(word) for word in arguments if "@" in word.partition("=")[0]}
     kept = [word for word in saved if not places_of(word) & (given | chosen)]
     _refuse_hidden(kept, f"resume={resumed}: the run")
-    folder = str((hydra_cfg.get("runtime") or {}).get("cwd") or "")
+    folder = _folder_of(hydra_cfg)
     kept = [_with_whole_paths(word, folder) for word in kept] if folder else kept
     return with_options_first([*kept, *arguments])
 
@@ -353,6 +353,22 @@ def hydra_of(run: str) -> dict[Any, Any]:
     except OSError:
         return {}
     return _plain_hydra(saved)
+
+
+def _folder_of(hydra_cfg: Mapping[Any, Any]) -> str:
+    """Return the folder that a run was typed in; "" where it has not kept it."""
+    return str((hydra_cfg.get("runtime") or {}).get("cwd") or "")
+
+
+def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
+    """Say, of an option that is not there, in which other folder the run was typed that these words resume, if any."""
+    resumed = next((value_of(word) for word in words if word.startswith("resume=")), "")
+    if not isinstance(error, MissingConfigException) or not resumed:
+        return ""
+    folder = _folder_of(_hydra_of(resumed))
+    if folder in ("", str(Path.cwd())):
+        return ""
+    return f". The run that resume={resumed} continues was typed in {text.printable(folder)}: type the command there"
 
 
 def _plain_hydra(saved: Any) -> dict[Any, Any]:

@@ -158,7 +158,7 @@ def error_message(error: Exception) -> str:
         advice = "give another with hydra.run.dir=<folder>, or hydra.sweep.dir=<folder> for a sweep"
         reason = ": ".join(filter(None, (error.strerror, error.filename)))  # Hydra's multirun.yaml: without a name
         return f"the run directory can't be made ({reason}): {'free some space there, or ' * is_full(error)}{advice}"
-    return explain(error)
+    return explain(error) + compose.typed_elsewhere(error, sys.argv[1:])
 
 
 def _is_of_run_dir(error: OSError) -> bool:

@@ -102,6 +102,14 @@ def sweep() -> str:
     return _existing.sweep if _existing else ""
 
 
+def expected_workers(cfg: DictConfig) -> int | None:
+    """Return how many workers a job begins with at least, unless it is given a number of ranks; None: any number.
+
+    As many were waited for when the cluster was connected to, but some may be lost while the job waits for others.
+    """
+    return cfg.get("n_workers") if _existing is None else _existing.expected
+
+
 def start(
     cfg: DictConfig, stack: ExitStack, notify: Callable[[str], object] = log.info, logs: Path | None = None
 ) -> Any:

@@ -99,6 +99,7 @@ class Scheduler:
         sweep: name of the sweep for which workers are reserved there.
         timeout_s: how long the scheduler may take to answer.
         connected: a client that all jobs share; None: each has its own.
+        expected: how many workers it was waited for; None: no number was asked for.
     """
 
     address: str
@@ -106,6 +107,7 @@ class Scheduler:
     sweep: str = ""
     timeout_s: float = 30.0
     connected: Any = None
+    expected: int | None = None
 
     def client(self) -> Any:
         if self.connected is not None:

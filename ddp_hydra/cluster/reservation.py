@@ -43,6 +43,7 @@ class Reservation:
         name: of the gang.
         wanted: how many workers; None for all of the cluster. Later attempts get as many.
         slots: ranks of each worker, for messages.
+        expected: how many workers the cluster had when it was connected to. None in `wanted` waits for at least these.
         sweep: name of the gang's sweep; sweeps that wait for workers get them in turn.
         check: called while it waits; may raise.
     """
@@ -55,8 +56,9 @@ class Reservation:
         sweep: str = "",
         check: Callable[[], None] = lambda: None,
         slots: int = 1,
+        expected: int = 0,
     ) -> None:
-        self.check, self.slots = check, slots
+        self.check, self.slots, self.expected = check, slots, expected
         self.client, self.name, self.wanted, self.sweep = client, name, wanted, sweep or name
         self.address = client.scheduler_info(n_workers=0)["address"]
 
@@ -71,28 +73,32 @@ class Reservation:
                 self._on_scheduler(release, self.name, answer_s=PING_S if was_lost else ANSWER_S)
 
     def reserve(
-        self, topic: str, timeout_s: float, restart_wait_s: float | None = None, least: int | None = None
+        self, topic: str, timeout_s: float, restart_wait_s: float = GROW_S, least: int | None = None
     ) -> dict[str, str]:
-        """Reserve workers for the first attempt.
+        """Reserve workers for the first attempt of this process.
 
         Args:
             timeout_s: how long to wait for workers that other gangs hold.
-            restart_wait_s: how long lost workers may take to come back, if another process has run the gang before.
-            least: this many are enough when the others have not come in time; None for all.
+            restart_wait_s: how long lost workers may take to come back.
+            least: this many are enough when the others have not come in time, because ranks of another process have
+                run before; None for all.
         """
-        begin, is_logged, enough = time.monotonic(), False, self.wanted
-        grow_s = min(timeout_s, GROW_S if restart_wait_s is None else restart_wait_s)
+        begin = enough_at = time.monotonic()
+        is_logged, is_lost, enough, most = False, False, self.wanted, self.expected
         while "workers" not in (answer := self._first_answer(topic, begin + timeout_s, enough)):
             self.check()
-            waited_s = time.monotonic() - begin
+            now, total = time.monotonic(), answer["total"]
             ahead, grows = answer.pop("ahead"), answer.pop("grows")
-            are_there = answer["total"] >= (enough or answer["wanted"])
-            if waited_s > (timeout_s if are_there or grows else grow_s):
-                if least and enough != least and answer["total"] >= least:
+            waited_s, is_lost, most = now - begin, is_lost or total < most, max(most, total)
+            if are_there := total >= (enough or answer["wanted"]):
+                enough_at = now
+            grow_s = min(timeout_s, restart_wait_s if is_lost else GROW_S)
+            if (waited_s > timeout_s) if are_there or grows else (now - enough_at > grow_s):
+                if least and enough != least and total >= least:
                     enough = least
                     continue
-                if restart_wait_s is not None and not are_there:
-                    raise self._not_back(answer["total"], answer["wanted"], least or answer["wanted"], waited_s)
+                if is_lost and not are_there:
+                    raise self._not_back(total, answer["wanted"], least, now - enough_at)
                 raise ClusterError(_too_few(enough=are_there, waited_s=waited_s, slots=self.slots, **answer))
             if waited_s > 1 and not is_logged:
                 log.info("waiting for %(wanted)d workers: %(free)d of %(total)d are free", answer)
@@ -126,10 +132,13 @@ class Reservation:
                 is_logged = True
             time.sleep(RENEW_POLL_S)
 
-    def _not_back(self, there: int, wanted: int, least: int, wait_s: float) -> ClusterError:
+    def _not_back(self, there: int, wanted: int, least: int | None, wait_s: float) -> ClusterError:
+        found = f"after dispatch.restart_wait_s={wait_s:.0f} s, {there} of {wanted} workers are there"
+        if least is None:  # no rank has run
+            fewer = f"dispatch.ranks={there * self.slots}" if self.wanted else f"cluster.n_workers={there}"
+            return ClusterError(f"{found}: start {f'more, or give {fewer}' if there else 'some'}")
         return ClusterError(
-            f"after dispatch.restart_wait_s={wait_s:.0f} s, {there} of {wanted} workers are there, fewer than {least}: "
-            f"resume it later, or give dispatch.min_ranks={max(1, there) * self.slots}"
+            f"{found}, fewer than {least}: resume it later, or give dispatch.min_ranks={max(1, there) * self.slots}"
         )
 
     def _first_answer(self, topic: str, until: float, least: int | None) -> dict[str, Any]:
@@ -148,7 +157,13 @@ class Reservation:
     ) -> dict[str, Any]:
         place = self.name, self.client.id, self.sweep, topic
         return self._on_scheduler(
-            reserve_or_wait, *place, wanted=wanted, least=least, avoid=list(silent), wait_s=wait_s
+            reserve_or_wait,
+            *place,
+            wanted=wanted,
+            least=least,
+            avoid=list(silent),
+            expected=self.expected,
+            wait_s=wait_s,
         )
 
     def _on_scheduler(self, function: Callable[..., Any], *args: Any, answer_s: float = ANSWER_S, **kwargs: Any) -> Any:

@@ -47,6 +47,7 @@ def reserve(
     wanted: int | None,
     least: int | None,
     avoid: Collection[str] = (),
+    expected: int = 0,
     dask_scheduler: Any = None,
 ) -> dict[str, Any]:
     """Reserve workers if enough are free; those that the gang holds count as free. Runs on the scheduler.
@@ -58,6 +59,7 @@ def reserve(
 
     Args:
         wanted: how many workers; None for all.
+        expected: for None, at least as many as this.
 
     Returns:
         The reserved "workers" (address -> host); or, where the gang has to wait, how many are "wanted", "free", in
@@ -73,7 +75,7 @@ def reserve(
         if worker.status.name == "running" and address not in avoid
     }
     total, now = len(running), time.monotonic()
-    wanted = wanted or max(1, total)
+    wanted = wanted or max(1, expected, total)
     least = min(wanted, least or wanted)
     free = _free(running, gang, reservations)
     if len(free) < least and _dismiss_suspended(gang, dask_scheduler, now):

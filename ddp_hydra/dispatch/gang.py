@@ -42,6 +42,7 @@ from ddp_hydra.writers.run_dir import next_attempt
 
 __all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
 log = logging.getLogger(__name__)
+POLL_S = 0.25
 FOR_READERS = {"metrics": "metrics record", "text": "text", "image": "image", "histogram": "histogram", "file": "file"}
 """Kinds of records that `results.log`, `text`, `image`, `histogram` and `submit` send; a name for one record."""
 
@@ -228,6 +229,7 @@ class Gang:
         *readers: Callable[[Record], None],
         first_attempt: int = 0,
         ranks_before: int | None = None,
+        expected: int | None = None,
         notice: Callable[[], str] | None = None,
         goes_on: Callable[[int], str] = lambda done: "",
         on_give_up: Callable[[], None] = lambda: None,
@@ -238,8 +240,9 @@ class Gang:
             call_of: returns what an attempt runs, for its number and world size; called before each attempt.
             readers: called with each record, before `on_record`.
             first_attempt: number of the first attempt; the others count on from it.
-            ranks_before: ranks of an earlier attempt, whose process was lost, 0 if it had none yet; its workers are
-                waited for as after a failure. None: there was none.
+            ranks_before: ranks of an earlier attempt, whose process was lost, 0 if it had none yet, or if this process
+                may find the cluster after a loss; its workers are waited for as after a failure. None: there was none.
+            expected: how many workers the cluster was waited for. Without a number of ranks, it begins with no fewer.
             notice: returns what is printed when the user wants to end.
             goes_on: returns, in words, where a new attempt begins, given the steps that the last attempt has done.
             on_give_up: called when the user ends the job at once: `write` should stop waiting for anything.
@@ -252,15 +255,16 @@ class Gang:
             stack.callback(self.unread.report)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
             stack.callback(self._clear_outboxes)  # after the release of the workers, for which other gangs may wait
-            self.slots = placement.slots_of_workers(self.client, settings.ranks_per_worker)
+            self.slots = self.find_slots(may_wait=bool(expected) or ranks_before is not None)
             wanted, least = self.workers_for(ranks_before or settings.ranks), self.workers_for(settings.min_ranks)
-            reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots)
+            there = expected or 0 if ranks_before is None else wanted or expected or 1
+            reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots, there)
             stack.enter_context(reservation)
             stack.callback(self._release_tasks)
             settings = structs.replace(settings, cwd=settings.cwd or str(Path.cwd()))
             job = JobSpec(gang=name, attempt=first_attempt, ranks=(), project=self.project, settings=settings)
-            again = (None, None) if ranks_before is None else (settings.restart_wait_s, least)
-            workers = reservation.reserve(job.topic, settings.queue_timeout_s, *again)
+            timeouts = settings.queue_timeout_s, settings.restart_wait_s
+            workers = reservation.reserve(job.topic, *timeouts, least=(least or wanted) if ranks_before else None)
             preflight.check_workers(self.client, workers, settings.pip, settings.interface)
             while True:
                 places = tuple(placement.plan(workers, self.slots, settings.ranks))
@@ -280,6 +284,17 @@ class Gang:
                     except ClusterError as why_not:
                         error.add_reason(str(why_not))
                         raise error from None
+
+    def find_slots(self, may_wait: bool) -> int:
+        """Return how many ranks each worker holds; where its GPUs tell, wait for one if all workers are lost."""
+        settings = self.settings
+        until = time.monotonic() + settings.restart_wait_s
+        if may_wait and settings.ranks_per_worker == "auto" and not workers_of(self.client):
+            log.info("waiting for workers: the cluster has none")
+            while not workers_of(self.client) and time.monotonic() < until:
+                self.check_stop()
+                time.sleep(POLL_S)
+        return placement.slots_of_workers(self.client, settings.ranks_per_worker)
 
     def ranks_on_host(self) -> dict[str, int]:
         """Return host -> ranks of all jobs of the sweep; {} outside of a sweep."""

@@ -87,7 +87,8 @@ class InferenceJob:
                     check_faults(self.cfg, self.faults, self.cfg.dispatch.ranks or world_size)
                 return Call(fn, (arguments(),), files={"checkpoint": self.checkpoint})
 
-            return gang.run_attempts(call, lambda record: receive(record, gang.fetch))
+            expected = connect.expected_workers(self.cfg.cluster)
+            return gang.run_attempts(call, lambda record: receive(record, gang.fetch), expected=expected)
 
 
 def on_ranks(cfg: DictConfig, named: bool) -> DictConfig:

@@ -226,7 +226,7 @@ class Job:
         self.first_world_size = 0
         self.first_step = 0
         self.steps_before: list[int] = []  # done by the attempt before, in another process
-        self.ranks_before: int | None = None  # of a driver that was lost
+        self.ranks_before: int | None = None  # of a driver that was lost; 0: of none, but it outlives workers
         _, hosts, run_dir = torchrun.read_memory()
         if run_dir == str(self.run_dir.absolute()):  # torchrun may have started it before, with more hosts
             self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
@@ -235,6 +235,8 @@ class Job:
             self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
             self.first_world_size = next(filter(None, (one.world_size for one in self.earlier_attempts)), 0)
             self.ranks_before = self.first_world_size
+        elif self.remote and self.remote.spec.max_restarts:  # its scheduler may be another one than the command's
+            self.ranks_before = 0
         self.sent = set[int]()  # steps of checkpoints
         self.ended: list[AttemptEntry] = []
         self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)
@@ -285,6 +287,7 @@ class Job:
                         handler.handle,
                         first_attempt=self.first_attempt,
                         ranks_before=self.ranks_before,
+                        expected=connect.expected_workers(self.cfg.cluster),
                         notice=lambda: self.interrupt_notice(gang.trains),
                         goes_on=lambda done: self.end_attempt(done, gang.restarts.ended),
                         on_give_up=self.give_up.set,

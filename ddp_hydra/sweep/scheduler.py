@@ -241,7 +241,8 @@ def serve(config: str, sweep: str, logs: Path, parent: int, pipe: Connection) ->
             client = connect.start(parsed, stack, lambda line: pipe.send(("log", line)), logs)
             workers = len(workers_of(client))
             pipe.send(("workers", workers))
-            pipe.send(("up", Scheduler(client.scheduler.address, client.security, sweep)))
+            place = client.scheduler.address, client.security, sweep
+            pipe.send(("up", Scheduler(*place, expected=parsed.get("n_workers"))))
             while os.getppid() == parent and not pipe.poll(COUNT_S):
                 if workers != (workers := len(workers_of(client))):
                     pipe.send(("workers", workers))

@@ -70,10 +70,18 @@ class Scheduler:
         return {gang: entry["workers"] for gang, entry in scheduler_plugin._reservations(self).items()}
 
     def reserve(
-        self, gang: str, wanted: int | None, least: int | None = None, holder: str = "me", avoid=(), sweep: str = ""
+        self,
+        gang: str,
+        wanted: int | None,
+        least: int | None = None,
+        holder: str = "me",
+        avoid=(),
+        sweep: str = "",
+        expected: int = 0,
     ) -> Any:
         topic = f"topic of {gang}"
-        answer = reserve(gang, holder, sweep or gang, topic, wanted, least or wanted, avoid, dask_scheduler=self)
+        place = gang, holder, sweep or gang, topic
+        answer = reserve(*place, wanted, least or wanted, avoid, expected, dask_scheduler=self)
         answer.pop("ahead", None)
         answer.pop("grows", None)
         return answer

@@ -113,6 +113,7 @@ def started_driver(
             goes_on=bool(connect.sweep()) or is_resumed,
             is_resumed=is_resumed,
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
+            expected=connect.expected_workers(cfg.cluster),
         )
         run_dir.mkdir(parents=True, exist_ok=True)
         pointer = run_dir / urls.POINTER

@@ -53,7 +53,7 @@ def main() -> None:
     # from the worker that has started this process
     spec, address, security, scratch_root = pickle.load(sys.stdin.buffer)  # noqa: S301
     setproctitle(f"ddp_hydra driver {spec.url}")
-    scheduler = Scheduler(address, _client_security(security), spec.sweep)
+    scheduler = Scheduler(address, _client_security(security), spec.sweep, expected=spec.expected)
     try:
         with open_runner(spec, scheduler, scratch_root) as runner:
             if spec.max_restarts:

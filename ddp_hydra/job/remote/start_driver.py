@@ -62,6 +62,7 @@ class DriverSpec:
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
         log_config: how the ranks log.
+        expected: how many workers the command has waited for; None: no number was asked for.
     """
 
     name: str
@@ -81,6 +82,7 @@ class DriverSpec:
     max_restarts: int = 0
     is_restart: bool = False
     log_config: dict[str, Any] = field(default_factory=dict)
+    expected: int | None = None
 
 
 async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:

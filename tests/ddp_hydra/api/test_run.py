@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from matplotlib.figure import Figure
+from omegaconf import OmegaConf
 
 import ddp_hydra
 from ddp_hydra.api import ComposedConfig, Run
@@ -115,9 +116,12 @@ def test_one_cluster_is_kept_until_it_is_closed(project, monkeypatch):
     with ddp_hydra.connect(["cluster.n_workers=3"]) as connection:
         assert repr(connection) == "<Connection: 2 workers at tcp://127.0.0.1:1>"
         assert (connection.dashboard_link, cluster.has_existing(), ended) == ("http://127.0.0.1:2/status", True, [])
+        assert cluster.expected_workers(OmegaConf.create({"n_workers": 2})) == 3  # of the cluster, not of a job
         with pytest.raises(ConfigError, match=r"there is a cluster already: close it with \.close\(\)"):
             ddp_hydra.connect()
     assert (repr(connection), cluster.has_existing(), ended) == ("<Connection: closed>", False, [3])
+    assert cluster.expected_workers(OmegaConf.create({"n_workers": 2})) == 2
+    assert cluster.expected_workers(OmegaConf.create()) is None
     connection.close()
     assert ended == [3]
 

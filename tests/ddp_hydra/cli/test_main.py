@@ -84,6 +84,28 @@ def test_a_mistake_in_a_config_is_a_sentence_with_its_key_or_its_file_also_from_
         resolved(ComposedConfig(words).cfg)
 
 
+@pytest.mark.medium
+def test_a_resume_in_another_folder_that_lacks_an_option_names_the_folder_of_the_run(tmp_path, monkeypatch, capsys):
+    run, here, there = tmp_path / "run", tmp_path / "here", tmp_path / "there"
+    (run / ".hydra").mkdir(parents=True)
+    (here / "conf/model").mkdir(parents=True)
+    (here / "conf/model/other.yaml").touch()
+    (run / ".hydra/overrides.yaml").write_text("- model=tiny\n")
+    (run / ".hydra/hydra.yaml").write_text(f"hydra: {{runtime: {{cwd: {there}}}}}\n")
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("DDP_HYDRA_PROJECT", str(here))
+    said = f". The run that resume={run} continues was typed in {there}: type the command there"
+    with pytest.raises(ConfigError, match=r"^model=tiny is not an option") as caught:
+        ComposedConfig([f"resume={run}"])
+    assert str(caught.value).endswith(said)
+
+    error = MissingConfigException("no such model", "model/tiny", ["other"])
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", "model=tiny", f"resume={run}"])
+    assert main.error_message(error).endswith(said)
+    (run / ".hydra/hydra.yaml").write_text(f"hydra: {{runtime: {{cwd: {here}}}}}\n")
+    assert main.error_message(error).endswith("The options are other")
+
+
 def test_a_word_that_is_no_command_names_the_commands(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ddp-hydra", "evaluates"])
     with pytest.raises(SystemExit):

@@ -172,13 +172,13 @@ def test_workers_of_a_lost_process_may_take_longer_to_come_back(client, schedule
         scheduler.remove(worker)
     for when in (20.0, 30.0):
         clock.events[when] = lambda when=when: scheduler.add(f"c:{when:g}")
-    with Reservation(client, "one", 2) as held:
-        assert len(held.reserve("t", 1e6, restart_wait_s=60.0)) == 2
+    with Reservation(client, "one", 2, expected=2) as held:
+        assert len(held.reserve("t", 1e6, restart_wait_s=60.0, least=2)) == 2
     scheduler.remove("c:20")
-    with Reservation(client, "one", 2) as held:
+    with Reservation(client, "one", 2, expected=2) as held:
         expected = r"after dispatch.restart_wait_s=60 s, 1 of 2 workers are there, fewer than 2: .*min_ranks=1"
         with pytest.raises(ClusterError, match=expected):
-            held.reserve("t", 1e6, restart_wait_s=60.0)
+            held.reserve("t", 1e6, restart_wait_s=60.0, least=2)
         begin = clock.now
         assert len(held.reserve("t", 1e6, restart_wait_s=60.0, least=1)) == 1
         assert clock.now - begin > 60
@@ -191,6 +191,47 @@ def test_workers_of_a_lost_process_may_take_longer_to_come_back(client, schedule
     assert (
         str(caught.value) == "dispatch.ranks=2, but the cluster has no workers: start some, as with cluster.n_workers=2"
     )
+
+
+@pytest.mark.parametrize(("comes", "got"), [(("c:1",), 4), (("c:1", "c:2"), 5)])
+def test_a_job_that_waits_begins_with_no_fewer_workers_than_were_asked_for(comes, got, client, scheduler, clock):
+    scheduler.reserve("other", 4, holder="you")
+    clock.events[100.0] = lambda: scheduler.remove("a:1")
+    clock.events[110.0] = lambda: release("other", scheduler)
+    clock.events[150.0] = lambda: [scheduler.add(worker) for worker in comes]
+    with Reservation(client, "one", None, expected=4) as held:
+        assert len(held.reserve("t", 1e6, restart_wait_s=60.0)) == got
+        assert clock.now >= 150
+        scheduler.remove("b:1")
+        assert len(held.renew("t-1", [], 1, 10.0)) == got - 1  # later attempts may have fewer
+
+
+@pytest.mark.parametrize(
+    ("wanted", "slots", "left", "advice"),
+    [
+        (None, 2, 3, "start more, or give cluster.n_workers=3"),
+        (4, 2, 3, "start more, or give dispatch.ranks=6"),
+        (None, 1, 0, "start some"),
+    ],
+)
+def test_workers_that_a_job_waits_for_and_that_stay_lost_are_told(
+    wanted, slots, left, advice, client, scheduler, clock
+):
+    scheduler.reserve("other", 4, holder="you")
+    clock.events[100.0] = lambda: [scheduler.remove(worker) for worker in tuple(scheduler.workers)[left:]]
+    with Reservation(client, "one", wanted, slots=slots, expected=4) as held, pytest.raises(ClusterError) as caught:
+        held.reserve("t", 1e6, restart_wait_s=60.0)
+    assert str(caught.value) == f"after dispatch.restart_wait_s=60 s, {left} of 4 workers are there: {advice}"
+    assert clock.now > 160
+
+
+def test_workers_of_a_new_scheduler_come_one_after_the_other(client, scheduler, clock):
+    for number, worker in enumerate(tuple(scheduler.workers)):
+        scheduler.remove(worker)
+        clock.events[14.0 * (number + 1)] = lambda worker=worker: scheduler.add(worker)
+    for wanted, expected in ((4, 1), (None, 4)):
+        with Reservation(client, "one", wanted, expected=expected) as held:
+            assert len(held.reserve("t", 1e6, restart_wait_s=60.0)) == 4
 
 
 def test_the_number_of_workers_stays_what_it_was_at_first(scheduler, client, clock):

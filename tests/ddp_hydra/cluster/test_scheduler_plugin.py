@@ -37,6 +37,13 @@ def test_without_a_number_a_gang_wants_all_workers_also_those_that_are_held():
     assert Scheduler().reserve("one", None) == {"wanted": 1, "free": 0, "total": 0}
 
 
+@pytest.mark.parametrize(("there", "got"), [(1, None), (2, 2), (3, 3)])
+def test_all_workers_are_no_fewer_than_were_asked_for(there, got):
+    answer = Scheduler(*(f"a:{n}" for n in range(there))).reserve("one", None, expected=2)
+    assert answer.get("wanted") == (None if got else 2)
+    assert len(answer.get("workers", ())) == (got or 0)
+
+
 @pytest.mark.parametrize("status", [Status.paused, Status.closing, Status.closing_gracefully, Status.init])
 def test_only_running_workers_are_taken(status):
     scheduler = Scheduler("a:1")

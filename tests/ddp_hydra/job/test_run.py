@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
 import pytest
 from omegaconf import OmegaConf
 
+from ddp_hydra.cluster import connect
 from ddp_hydra.config.schema import resolved
+from ddp_hydra.dispatch.gang import Gang
 from ddp_hydra.errors import (
     ConfigError,
     RecordError,
@@ -67,6 +70,19 @@ def test_the_global_batch_stays_where_torchrun_starts_a_job_again_on_fewer_hosts
     cfg = config(cluster___target_="ddp_hydra.cluster.kinds.torchrun.Torchrun")
     again = Job(tmp_path, cfg, resolved(cfg), {}, Summary(status="failed")).call(0, 2)
     assert again.kwargs["first_ranks"] == 4
+
+
+def test_a_job_begins_with_no_fewer_workers_than_its_cluster_was_asked_for(tmp_path, monkeypatch):
+    asked = {}
+
+    def run_attempts(gang, call, *readers, **settings):
+        asked.update(settings)
+        return ["value"]
+
+    monkeypatch.setattr(connect, "connect", lambda *_: nullcontext())
+    monkeypatch.setattr(Gang, "run_attempts", run_attempts)
+    assert make(tmp_path, cluster__n_workers=2).run_on_dask(PACKED) == "value"
+    assert (asked["expected"], asked["ranks_before"]) == (2, None)
 
 
 def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -55,6 +58,18 @@ def make():
         return JobScheduler(queue, max_jobs, start), started
 
     return make
+
+
+def test_jobs_of_a_sweep_wait_for_as_many_workers_as_its_cluster_was_asked_for(tmp_path, monkeypatch):
+    client = SimpleNamespace(scheduler=SimpleNamespace(address="tcp://s:8786"), security=None)
+    monkeypatch.setattr(module.connect, "start", lambda *_: client)
+    monkeypatch.setattr(module, "workers_of", lambda _: {})
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    sent = []
+    pipe = SimpleNamespace(send=sent.append, poll=lambda _: True)
+    module.serve("{_target_: a.Cluster, n_workers: 3}", "sweep-1", tmp_path, os.getppid(), pipe)
+    (up,) = [value for kind, value in sent if kind == "up"]
+    assert (up.expected, up.sweep) == (3, "sweep-1")
 
 
 def start_all(scheduler: JobScheduler, workers: int = 2) -> list[int]:

@@ -17,6 +17,7 @@ from ddp_hydra.config.project import Project
 from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.job.remote import client as remote
 from ddp_hydra.job.remote.client import Follower, StartedDriver
+from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.storage.urls import POINTER
@@ -91,12 +92,13 @@ def test_a_worker_that_does_not_start_it(error, kind, said):
     ],
 )
 def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, tmp_path, monkeypatch, capsys):
-    def start(*_: object) -> None:
+    def start(client: object, worker: str, spec: DriverSpec) -> None:
+        assert spec.expected == 2
         raise error
 
     cfg = OmegaConf.create(
         {
-            "cluster": {}, "detach": detach, "resume": None, "tags": [], "dispatch": {"max_restarts": 3},
+            "cluster": {"n_workers": 2}, "detach": detach, "resume": None, "tags": [], "dispatch": {"max_restarts": 3},
             "results": {"root": f"{tmp_path}/store", "loggers": [], "new_logger_runs": False},
         }
     )  # fmt: skip

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
+import pickle
 from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from distributed import Security
 from distributed.scheduler import KilledWorker
 from omegaconf import OmegaConf
 
+from ddp_hydra.cluster import connect
 from ddp_hydra.config.project import Project
 from ddp_hydra.config.schema import Config
 from ddp_hydra.errors import CheckpointError, ClusterError, SchedulerLost
@@ -252,6 +255,34 @@ def test_a_driver_goes_on_with_ranks_and_checkpoints_of_the_one_before(runner, s
     assert ([entry.step for entry in entries.values()][:4], entries["best.pt"].step) == ([20, 30, 40, 50], 20)
     kept = {name for name, _ in runner.store.objects("checkpoints")}
     assert {name.partition("-")[2][:6] for name in kept} == {"", "000020", "000030", "000040", "000050"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks_before"), [({}, None), ({"max_restarts": 3}, 0), ({"max_restarts": 0, "is_restart": True}, 0)]
+)
+def test_a_driver_that_outlives_its_scheduler_waits_for_workers_as_after_a_loss(runner, spec, changes, ranks_before):
+    remote = RemoteContext(replace(spec, **changes), [], runner.status.now)
+    job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(status="failed"), remote, {})
+    assert job.ranks_before == ranks_before
+
+
+def test_jobs_of_a_driver_wait_for_as_many_workers_as_its_command_did(runner, spec, monkeypatch):
+    class Answered(Exception):
+        """The driver has begun."""
+
+    def begin(spec, scheduler, scratch_root):
+        connect.use_existing(replace(scheduler, connected=object()))
+        raise Answered
+
+    monkeypatch.setattr(driver, "open_runner", begin)
+    monkeypatch.setattr(driver.signal, "signal", lambda *_: None)
+    sent = pickle.dumps((replace(spec, expected=2), "tcp://s:8786", None, ""))
+    monkeypatch.setattr(driver.sys, "stdin", SimpleNamespace(buffer=io.BytesIO(sent)))
+    monkeypatch.setattr("setproctitle.setproctitle", lambda title: None)
+    monkeypatch.setattr(connect, "_existing", None)
+    with pytest.raises(Answered):
+        driver.main()
+    assert connect.expected_workers(OmegaConf.create({"n_workers": 5})) == 2
 
 
 def test_a_client_shows_the_certificate_of_its_worker():
