@@ -93,7 +93,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """A program that looks for a server which has ended may find Dask at its port, whose complaint is no one's record."""
+    """A client of a server that has ended, as of Ray, may find Dask at its port: what Tornado says of it is left out."""
 
     def is_ours(record: logging.LogRecord) -> bool:
         return not record.name.startswith("tornado.")

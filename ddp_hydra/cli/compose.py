@@ -365,7 +365,7 @@ def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
     resumed = next((value_of(word) for word in words if word.startswith("resume=")), "")
     if not isinstance(error, MissingConfigException) or not resumed:
         return ""
-    folder = _folder_of(_hydra_of(resumed))
+    folder = _folder_of(hydra_of(resumed))
     if folder in ("", str(Path.cwd())):
         return ""
     return f". The run that resume={resumed} continues was typed in {text.printable(folder)}: type the command there"

@@ -174,7 +174,7 @@ def _rank_formatter(given: DictConfig, root: DictConfig) -> dict[str, Any]:
     found: Any = next((formatters[name] for name in ("ranks", *names) if name in formatters), {})
     if (
         "()" in found or "class" in found or not found.get("format")
-    ):  # a class may take fields of its own, as of colours
+    ):  # a class may have fields of its own, as of colours
         return {"format": LOG_FORMAT}
     return {str(key): found[key] for key in ("format", "datefmt", "style") if found.get(key)}
 
