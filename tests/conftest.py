@@ -93,7 +93,7 @@ def one_thread() -> None:
 
 @pytest.fixture
 def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """A client of a server that has ended, as of Ray, may find Dask at its port: what Tornado says of it is left out."""
+    """A client of a server that is gone (Ray) may find Dask at its port: what Tornado says of it is no record."""
 
     def is_ours(record: logging.LogRecord) -> bool:
         return not record.name.startswith("tornado.")
