@@ -365,8 +365,9 @@ def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
     resumed = next((value_of(word) for word in words if word.startswith("resume=")), "")
     if not isinstance(error, MissingConfigException) or not resumed:
         return ""
+    options = [word.lstrip("+").replace("=", "/", 1) for word in _overrides_of(resumed) or ()]
     folder = _folder_of(hydra_of(resumed))
-    if folder in ("", str(Path.cwd())):
+    if folder in ("", str(Path.cwd())) or error.missing_cfg_file not in options:  # else it was typed now
         return ""
     return f". The run that resume={resumed} continues was typed in {text.printable(folder)}: type the command there"
 

@@ -7,8 +7,6 @@ import socket
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from ddp_hydra.data.names import check, class_of, is_leftover, is_of
 from ddp_hydra.storage import LocalFolder, Store
 
 _LOG = logging.getLogger(__name__)
-_LISTERS = 16
 
 
 class S3ImageFolder(StoredImages):
@@ -138,13 +135,12 @@ class S3ImageFolder(StoredImages):
         self.targets = np.fromiter((numbers[folder] for folder in folders), np.int32, len(folders))
 
     def _classes_under(self, origin: str, found: set[str], max_age_s: float) -> set[str]:
-        # Mostly, both have the same folders: that is quickly seen, and a second listing may take long. A folder without
-        # images is no class.
+        # Mostly, both have the same folders: that is quickly seen, and a second listing may take long.
         if found == {name for name in self._store.folders(origin) if not is_leftover(name)}:
             folders = [f"{origin}/{name}".lstrip("/") for name in found]
-            with ThreadPoolExecutor(_LISTERS, "folders") as pool:
-                if all(pool.map(partial(holds_images, self._store), folders)):
-                    return found
+            # A folder without images is no class; a bucket has none that is empty, and each look is a request.
+            if not isinstance(self._store, LocalFolder) or all(holds_images(self._store, one) for one in folders):
+                return found
         return {class_of(key, origin) for key in list_images_once(self._store, origin, max_age_s).keys}
 
     def _check_classes(self, classes: set[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import math
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -150,7 +151,7 @@ def _number(label: str) -> Decimal | None:
         number = Decimal(label)  # a float would take two long numbers for one
     except InvalidOperation:
         return None
-    return number if number.is_finite() else None
+    return number if math.isfinite(float(label)) else None
 
 
 def _check_slashes(paths: Sequence[str], table: str) -> None:

@@ -255,9 +255,13 @@ class Gang:
             stack.callback(self.unread.report)
             stack.enter_context(self.interrupts.caught(settings.grace_s > 0))
             stack.callback(self._clear_outboxes)  # after the release of the workers, for which other gangs may wait
-            self.slots = self.find_slots(may_wait=bool(expected) or ranks_before is not None)
+            self.slots = self.find_slots(may_wait=ranks_before is not None)
             wanted, least = self.workers_for(ranks_before or settings.ranks), self.workers_for(settings.min_ranks)
-            there = expected or 0 if ranks_before is None else wanted or expected or 1
+            there = expected or 0
+            if ranks_before is not None:
+                there = wanted or expected or 1
+            if not ranks_before and expected:  # more ranks than the cluster has ever had workers for
+                there = min(there, expected)
             reservation = Reservation(self.client, name, wanted, settings.sweep, self.check_stop, self.slots, there)
             stack.enter_context(reservation)
             stack.callback(self._release_tasks)

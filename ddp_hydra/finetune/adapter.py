@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hydra.errors import ConfigError
@@ -80,8 +81,10 @@ def lora(model: nn.Module, *, autocast_adapter_dtype: bool = True, **options: An
     return model
 
 
-def storage_of(tensor: Tensor) -> StorageWeakRef:
+def storage_of(tensor: Tensor) -> StorageWeakRef | int:
     # It tells memory apart, also of tensors without any, and keeps none.
+    if tensor.layout != torch.strided or is_lazy(tensor):
+        return id(tensor)
     return StorageWeakRef(tensor.untyped_storage())
 
 
@@ -89,7 +92,7 @@ class _Writes(TorchDispatchMode):
     # Notes the memory of tensors that are changed in place. Versions of parameters don't count changes of their `data`.
     def __init__(self) -> None:
         super().__init__()
-        self.storages: set[StorageWeakRef] = set()
+        self.storages: set[StorageWeakRef | int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -151,5 +154,6 @@ def check_base(model: nn.Module, base: nn.Module) -> None:
         if same is not None and is_compared and not torch.equal(value, same):
             raise ConfigError(
                 "merge=false writes the adapter alone, which goes with weights that the model is not built with, as "
-                f"{name}: model.weights or adapter.init_lora_weights has changed them. Give merge=true"
+                f"{name}: model.weights or adapter.init_lora_weights has changed them, or each build draws them anew. "
+                "Give merge=true"
             )

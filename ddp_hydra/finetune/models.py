@@ -144,7 +144,10 @@ def load(
         model.config.use_cache = False
     model.pretrained = Pretrained(path, folder, fingerprint(folder), task_type, new, unused, use_cache)
     is_meta = all(parameter.is_meta for parameter in model.parameters())
-    is_usual = OTHER_FILES.isdisjoint(options) and getattr(model.config, "transformers_weights", None) is None
+    chosen = {name for name, value in options.items() if value is not None}
+    if options.get("use_safetensors"):
+        chosen.remove("use_safetensors")
+    is_usual = OTHER_FILES.isdisjoint(chosen) and getattr(model.config, "transformers_weights", None) is None
     if is_meta and is_usual and not load_in_4bit:
         read_from_files(model, folder)
     return model

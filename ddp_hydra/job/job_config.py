@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -149,34 +150,40 @@ def rank_log_config(hydra_cfg: Any = None) -> dict[str, Any]:
     if hydra_cfg is None:
         hydra_cfg = HydraConfig.get() if HydraConfig.initialized() else OmegaConf.create({})
     given, verbose = hydra_cfg.get("job_logging") or OmegaConf.create({}), hydra_cfg.get("verbose", False)
-    root = given.get("root", OmegaConf.create({}))
-    if root is None:
+    root = given.get("root", OmegaConf.create({"level": "INFO"}))
+    if root is None or root.get("handlers") == []:
         return {}
-    loggers = {name: {"level": one.level} for name, one in (given.get("loggers") or {}).items() if "level" in one}
+    loggers: dict[str, Any] = {}
+    for name, one in (given.get("loggers") or {}).items():
+        loggers[str(name)] = {key: one[key] for key in ("level", "propagate") if key in one}
     if not isinstance(verbose, bool):
         names = [verbose] if isinstance(verbose, str) else verbose
-        loggers |= {str(name): {"level": "DEBUG"} for name in names}
+        loggers |= {str(name): {**loggers.get(str(name), {}), "level": "DEBUG"} for name in names}
+    handlers = given.get("handlers") or {}
+    used = [handlers[name] for name in root.get("handlers") or () if name in handlers]
+    console = next((one for one in used if str(one.get("class")).endswith("StreamHandler")), OmegaConf.create({}))
+    handler = {"class": "logging.StreamHandler", "formatter": "ranks", "stream": "ext://sys.stderr"}
     return {
         "version": 1,
         "disable_existing_loggers": False,
-        "formatters": {"ranks": _rank_formatter(given, root)},
-        "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "ranks", "stream": "ext://sys.stderr"}},
-        "root": {"level": "DEBUG" if verbose is True else root.get("level", "INFO"), "handlers": ["stderr"]},
+        "formatters": {"ranks": _rank_formatter(given, console.get("formatter"))},
+        "handlers": {"stderr": handler | {key: console[key] for key in ("level",) if key in console}},
+        "root": {"level": "DEBUG" if verbose is True else root.get("level", "WARNING"), "handlers": ["stderr"]},
         "loggers": loggers,
     }
 
 
-def _rank_formatter(given: DictConfig, root: DictConfig) -> dict[str, Any]:
-    """Return the formatter "ranks" of a configuration of logging, or that of its root's first handler with a stream."""
-    handlers, formatters = given.get("handlers") or {}, given.get("formatters") or {}
-    used = [handlers[name] for name in root.get("handlers") or () if name in handlers]
-    names = [one.get("formatter") for one in used if str(one.get("class")).endswith("StreamHandler")]
-    found: Any = next((formatters[name] for name in ("ranks", *names) if name in formatters), {})
-    if (
-        "()" in found or "class" in found or not found.get("format")
-    ):  # a class may have fields of its own, as of colours
+def _rank_formatter(given: DictConfig, name: str | None) -> dict[str, Any]:
+    """Return the formatter "ranks" of a configuration of logging, or `name`; Hydra's where a rank lacks its fields."""
+    formatters = given.get("formatters") or {}
+    found: Any = next((formatters[one] for one in ("ranks", name) if one in formatters), {})
+    options = {str(key): found[key] for key in ("format", "datefmt", "style") if found.get(key)}
+    try:  # a class of its own, a filter or defaults may fill fields, as of colours
+        made = logging.Formatter(options["format"], options.get("datefmt"), options.get("style", "%"))
+        made.format(logging.makeLogRecord({}))
+    except (KeyError, ValueError):
         return {"format": LOG_FORMAT}
-    return {str(key): found[key] for key in ("format", "datefmt", "style") if found.get(key)}
+    return {"format": LOG_FORMAT} if "()" in found or "class" in found else options
 
 
 def ranks_per_worker(cfg: DictConfig) -> int | str:

@@ -54,10 +54,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -279,15 +280,18 @@ def check_classes(cfg: DictConfig, task: Any, data: Any, num_classes: int) -> No
 
 def check_validation_classes(cfg: DictConfig, task: Any, train: DataDescription, val_set: Any) -> None:
     # A model that the training data gives its size has no output for another class, which an epoch would find late.
-    val = DataDescription.of(val_set)
-    more = [name for name in val.classes if name not in train.classes]
+    names, more = DataDescription.of(val_set).classes, list[str]()
     is_filled = cfg.model.get("num_classes", 0) is None and getattr(val_set, "target_transform", None) is None
-    if not is_filled or not takes_class_numbers(getattr(task, "criterion", None)):
-        return
-    if train.classes and len(val.classes) > len(train.classes):
+    if is_filled and train.num_classes and takes_class_numbers(getattr(task, "criterion", None)):
+        numbers = np.asarray([])
+        with suppress(ValueError, TypeError, RuntimeError):  # of samples with several targets each
+            numbers = np.asarray(getattr(val_set, "targets", ()))
+        if numbers.ndim == 1 and numbers.dtype.kind in "iu":
+            more = [names[number] for number in np.unique(numbers) if train.num_classes <= number < len(names)]
+    if more:
         raise ConfigError(
-            f"data.val has classes that data.train does not have: {shown(more)}; the model has the "
-            f"{len(train.classes)} of data.train: leave the samples of these classes out, or give model.num_classes=<n>"
+            f"data.val has samples of classes that data.train does not have: {shown(more)}; the model gets the "
+            f"{train.num_classes} of data.train: give model.num_classes=<n>, or leave these samples out"
         )
 
 

@@ -73,7 +73,8 @@ def first_sentence(error: Exception) -> str:
 def load_fitting(path: Path, model: nn.Module, world: World) -> list[str]:
     # A collective. Only the host of rank 0 has the file.
     given = world.send(lambda: weights_in(path))
-    if begun := sorted(getattr(model, "changed_names", frozenset()) - given.keys()):
+    changed = getattr(model, "changed_names", frozenset()) - given.keys()
+    if begun := sorted(name for name in changed if IN_ADAPTED.sub(".", name) in given):
         raise ConfigError(
             f"{path} lacks {begun[0]}, which peft has changed as the adapter began, so its other weights don't fit: "
             "give adapter.init_lora_weights=true with model.weights"

@@ -98,6 +98,9 @@ def test_a_resume_in_another_folder_that_lacks_an_option_names_the_folder_of_the
     with pytest.raises(ConfigError, match=r"^model=tiny is not an option") as caught:
         ComposedConfig([f"resume={run}"])
     assert str(caught.value).endswith(said)
+    with pytest.raises(ConfigError, match=r"^model=tinny is not an option") as caught:
+        ComposedConfig([f"resume={run}", "model=tinny"])
+    assert said not in str(caught.value)
 
     error = MissingConfigException("no such model", "model/tiny", ["other"])
     monkeypatch.setattr(sys, "argv", ["ddp-hydra", "model=tiny", f"resume={run}"])

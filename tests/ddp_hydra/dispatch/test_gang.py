@@ -41,7 +41,8 @@ def asked(monkeypatch) -> list[Any]:
         (2, 1, None, 2, 1, None),
         (None, 2, 0, None, 2, None),  # the driver before had no ranks yet: no fewer begin
         (None, None, 0, None, 1, None),
-        (2, 1, 0, 2, 2, None),
+        (2, 1, 0, 2, 1, None),  # it may never have had 2
+        (2, None, 0, 2, 2, None),
         (None, 2, 3, 3, 3, 1),
     ],
 )

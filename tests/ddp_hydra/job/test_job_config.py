@@ -111,6 +111,8 @@ OWN = {
          {"noisy": "DEBUG", "b": "DEBUG"}),
         ({"job_logging": {**OWN, "formatters": {"short": {"()": "colorlog.ColoredFormatter", "format": "%(red)s"}}}},
          {"format": LOG_FORMAT}, "WARNING", {"noisy": "ERROR"}),
+        ({"job_logging": {**OWN, "formatters": {"short": {"format": "%(job)s %(message)s"}}}}, {"format": LOG_FORMAT},
+         "WARNING", {"noisy": "ERROR"}),  # a filter adds the field
         ({"job_logging": {"root": {"level": "ERROR"}, "disable_existing_loggers": True}}, {"format": LOG_FORMAT},
          "ERROR", {}),
     ],
@@ -119,12 +121,25 @@ def test_ranks_log_to_stderr_with_the_levels_and_the_format_of_hydra(given, form
     found = rank_log_config(OmegaConf.create(given))
     assert found["formatters"]["ranks"] == formatter
     assert found["root"] == {"level": root, "handlers": ["stderr"]}
-    assert found["loggers"] == {name: {"level": level} for name, level in loggers.items()}
+    assert {name: one["level"] for name, one in found["loggers"].items() if "level" in one} == loggers
     assert not found["disable_existing_loggers"]
 
 
-def test_ranks_set_up_no_logging_where_hydra_sets_up_none():
-    assert rank_log_config(OmegaConf.create({"job_logging": {"root": None}})) == {}
+@pytest.mark.parametrize("root", [None, {"handlers": []}])
+def test_ranks_set_up_no_logging_where_hydra_sets_up_none(root):
+    assert rank_log_config(OmegaConf.create({"job_logging": {"root": root}})) == {}
+
+
+def test_ranks_keep_the_level_of_the_console_and_what_does_not_propagate():
+    console = {"class": "logging.StreamHandler", "level": "ERROR"}
+    given = {
+        "handlers": {"console": console},
+        "root": {"handlers": ["console"]},
+        "loggers": {"a": {"propagate": False}},
+    }
+    found = rank_log_config(OmegaConf.create({"job_logging": given, "verbose": ["a"]}))
+    assert (found["handlers"]["stderr"]["level"], found["root"]["level"]) == ("ERROR", "WARNING")
+    assert found["loggers"] == {"a": {"propagate": False, "level": "DEBUG"}}
 
 
 def test_the_starters_logs_of_ranks_name_logger_and_level_and_leave_libraries_quiet():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -79,16 +80,22 @@ def test_validation_data_must_number_the_classes_as_training_data_does():
 
 
 def test_a_model_that_the_training_gives_its_size_has_no_other_class_of_the_validation():
-    task, more = SimpleNamespace(criterion=torch.nn.CrossEntropyLoss()), classes("cats", "dogs", "owls")
+    task, check = SimpleNamespace(criterion=torch.nn.CrossEntropyLoss()), build_data.check_validation_classes
     open_, typed = (OmegaConf.create({"model": {"num_classes": number}}) for number in (None, 3))
-    check = build_data.check_validation_classes
-    with pytest.raises(ConfigError, match=r"data\.val has classes that data\.train does not have: owls; .* the 2 of"):
-        check(open_, task, classes("cats", "dogs"), more)
-    check(typed, task, classes("cats", "dogs"), more)
-    check(open_, SimpleNamespace(criterion=torch.nn.MSELoss()), classes("cats", "dogs"), more)
-    check(OmegaConf.create({"model": {}}), task, classes("cats", "dogs"), more)
-    for train, val in ((more, more), (classes("apes", "cats", "owls"), more), (classes(), more), (more, classes("x"))):
-        check(open_, task, train, val)
+    train, more = classes("cats", "dogs"), SimpleNamespace(classes=["cats", "dogs", "owls"], targets=[2, 1, 0])
+    for targets in (more.targets, torch.tensor(more.targets), np.array(more.targets)):
+        with pytest.raises(
+            ConfigError, match=r"of classes that data\.train does not have: owls; .* the 2 of data\.train"
+        ):
+            check(open_, task, train, SimpleNamespace(classes=more.classes, targets=targets))
+    for targets in ([1, 0], None, [[2], [0, 1]], [[2, 1]] * 3, [0.5, 2.0], ["owls"], []):
+        check(open_, task, train, SimpleNamespace(classes=more.classes, targets=targets))
+    check(open_, task, train, SimpleNamespace(**vars(more), target_transform=str))
+    for config in (typed, OmegaConf.create({"model": {}})):
+        check(config, task, train, more)
+    check(open_, SimpleNamespace(criterion=torch.nn.MSELoss()), train, more)
+    for other in (classes("a", "b", "c"), DataDescription(("a", "b"), 10), DataDescription()):
+        check(open_, task, other, more)
 
 
 @pytest.mark.parametrize(
