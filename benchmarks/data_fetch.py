@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 from benchmarks.peers import data_common as common
@@ -11,6 +12,7 @@ from ddp_hydra.storage import Bucket
 def main() -> None:
     """Fetch with each number of threads from each endpoint."""
     arguments = common.arguments()
+    gc.freeze()  # as in a rank
     results = []
     for threads, endpoint in itertools.product(arguments.threads, arguments.endpoints):
         bucket = Bucket("photos", endpoint_url=endpoint, anon=True)
