@@ -161,8 +161,8 @@ def raw_fetch(sides: Sides, endpoints: Sequence[str], repeats: int) -> Iterator[
     """Objects fetched and thrown away."""
     measured: Measured = defaultdict(lambda: defaultdict(list))
     runs = list(itertools.product(THREADS, LATENCIES_MS))
-    for turn in range(2 * repeats):  # it is quick, and hangs on the moment
-        options = ("--endpoints", *endpoints, "--threads", *THREADS, "--passes=2", f"--seed={turn}")
+    for turn in range(6 * repeats):  # it is quick, and hangs on the moment
+        options = ("--endpoints", *endpoints, "--threads", *THREADS, "--passes=4", f"--seed={turn}")
         both_said = ((OURS, sides.own("data_fetch", *options)), (BARE, sides.peer("data_obstore.py", *options)))
         for name, results in both_said:
             for (threads, latency), result in zip(runs, results, strict=True):

@@ -308,8 +308,11 @@ class ObjectStore(Store):
         raise NotImplementedError
 
     def _client(self) -> Any:
-        note_use()
-        return super()._client()
+        client = self._opened
+        if client is None or _forked:
+            note_use()
+            client = super()._client()
+        return client
 
     def _options(self, url: str | None) -> dict[str, Any]:
         """Return how obstore connects to a URL. It does not retry by itself, as this class does that and counts it."""
