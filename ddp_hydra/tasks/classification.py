@@ -42,6 +42,8 @@ class Classification(Task):
         self.counting, self.validation_counting = Counting(criterion), Counting(self.validation_criterion)
         own_axis = self.counting.class_axis
         self.class_axis = class_axis if own_axis is None else own_axis
+        self.tells_axis = own_axis is not None or class_axis == 1  # else -1 is the usual one
+        self.found_axis: int | None = None
         self.note = self.counting.note
         weights = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.head_sizes = {
@@ -84,7 +86,7 @@ class Classification(Task):
         with torch.no_grad():
             n = counting.n(prediction, y)
             sums: dict[str, Any] = {}
-            if self.has_classes(prediction) and (pair := classes(prediction, y, self.class_axis)) is not None:
+            if self.has_classes(prediction) and (pair := self.classes(prediction, y)) is not None:
                 guess, truth = pair
                 correct = guess == truth
                 if truth is not y:  # shares, which all count
@@ -98,6 +100,33 @@ class Classification(Task):
                 sums = {"accuracy": (correct.sum(), counted)}
         return Step(loss, n, sums, prediction, y, counting.summed)
 
+    def classes(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the predicted and the true classes; None if the target holds no classes."""
+        return classes(output, target, self.axis_of(output, target))
+
+    def axis_of(self, output: Tensor, target: Tensor | None) -> int | None:
+        """Return the axis of an output that holds the classes; None if the criterion knows no classes.
+
+        A criterion that does not tell it may take (batch, classes, time) or (batch, time, classes): the target's shape
+        says which, of this batch or of an earlier one.
+
+        Raises:
+            ConfigError: nothing says which.
+        """
+        if self.tells_axis or output.ndim < 3:
+            return self.class_axis
+        fitting = _fitting_axes(output, target, self.class_axis is not None)
+        if len(fitting) == 1:
+            self.found_axis = fitting[0]
+        elif fitting and self.found_axis is None:
+            own = getattr(self.counting.criterion, "__name__", type(self.counting.criterion).__name__)
+            of = f", and targets of {tuple(target.shape)}" if target is not None else ""
+            raise ConfigError(
+                f"{own} is given outputs of {tuple(output.shape)}{of}: classes may be axis 1, as torch's losses have "
+                f"them, or the last axis. Set {own}.class_axis = 1, or -1 for the last one"
+            )
+        return self.found_axis if fitting else self.class_axis
+
     def has_classes(self, output: Tensor) -> bool:
         """Return whether the model's output can hold classes: False for the input of a classifier in the criterion."""
         axis = -1 if self.class_axis is None else self.class_axis
@@ -108,7 +137,8 @@ class Classification(Task):
 
         A target in the shape of the scores holds a number for each class, and stays like them.
         """
-        axis = -1 if self.class_axis is None else self.class_axis
+        axis = self.axis_of(step.prediction, step.target)
+        axis = -1 if axis is None else axis
         if not self.has_classes(step.prediction) and type(metric).__module__.startswith("torchmetrics.classification"):
             own = type(self.criterion).__name__
             raise ConfigError(f"{type(metric).__name__} needs scores of classes, which {own} keeps: give metrics=none")
@@ -134,14 +164,16 @@ class Classification(Task):
         output, head = output_of(model, inputs(batch)).float(), head_of(self.criterion)
         if not self.has_classes(output):
             return {"prediction": output}
-        if self.class_axis is not None and output.shape[self.class_axis] > 1:
-            shares = {"logits": output.sigmoid(), "probabilities": output}.get(head, output.softmax(self.class_axis))
-            probability, best = shares.max(self.class_axis)
+        target = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+        target = target if isinstance(target, Tensor) else None
+        axis = None if self.class_axis is None else self.axis_of(output, target)
+        if axis is not None and output.shape[axis] > 1:
+            shares = {"logits": output.sigmoid(), "probabilities": output}.get(head, output.softmax(axis))
+            probability, best = shares.max(axis)
             return {"class": best, **self._named(best), "probability": probability}
         if head:
             return {"probability": output.sigmoid() if head == "logits" else output}
-        target = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-        pair = classes(output, target, None) if isinstance(target, Tensor) else None
+        pair = None if target is None else self.classes(output, target)
         return {**({"class": pair[0], **self._named(pair[0])} if pair else {}), "prediction": output}
 
     def _named(self, best: Tensor) -> dict[str, Any]:
@@ -214,6 +246,14 @@ def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Ten
         if without.pop(axis) > 1 and list(target.shape) == without:
             return output.argmax(axis), target
     return None
+
+
+def _fitting_axes(output: Tensor, target: Tensor | None, are_shares: bool) -> list[int]:
+    """Return which of the last axis and axis 1 may hold the classes of a target; None: of any target."""
+    shape, axes = list(output.shape), [axis for axis in (-1, 1) if output.shape[axis] > 1]
+    if target is None or target.is_floating_point():
+        return axes if are_shares and (target is None or target.shape == output.shape) else []
+    return [axis for axis in axes if list(target.shape) == shape[:axis] + shape[axis:][1:]]
 
 
 class LanguageModel(Classification):

@@ -250,3 +250,63 @@ def test_a_loss_with_a_classifier_of_its_own_has_no_accuracy_of_the_embedding():
 
 def test_a_loss_that_draws_scores_to_centres_keeps_its_accuracy():
     assert "accuracy" in measured(task(criterion=Arc(classes=4)), (torch.randn(6, 4), torch.arange(6) % 3))
+
+
+def unsaid(output, target):
+    """A loss of one's own, which does not say where its classes are."""
+    return output.mean()
+
+
+@pytest.mark.parametrize("class_axis", [-1, None])
+@pytest.mark.parametrize("axis", [1, 2])
+def test_where_the_loss_does_not_say_it_a_batch_that_fits_one_axis_does(axis, class_axis):
+    own = task(class_axis, unsaid)
+    for time in (3, 4, 6):
+        scores, y = torch.randn(8, time, 4), torch.randint(4, (8, time))
+        right = float((scores.argmax(-1) == y).float().mean())
+        assert measured(own, (scores.movedim(-1, axis), y))["accuracy"] == pytest.approx(right)
+
+
+@pytest.mark.parametrize("class_axis", [-1, None])
+@pytest.mark.parametrize("shape", [(8, 4, 4), (8, 4, 4, 4)], ids=str)
+def test_an_axis_that_nothing_says_is_asked_for(shape, class_axis):
+    scores, y = torch.randn(shape), torch.randint(4, shape[:-1])
+    with pytest.raises(ConfigError, match=r"unsaid is given outputs of .*8, 4, 4.* Set unsaid.class_axis = 1, or -1"):
+        measured(task(class_axis, unsaid), (scores, y))
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_an_axis_that_the_loss_says_is_taken_for_accuracy_metrics_and_predictions(axis):
+    import torchmetrics.classification as zoo
+
+    def told(output, target):
+        return output.mean()
+
+    told.class_axis = axis
+    own, metric = task(None, told), zoo.MulticlassAccuracy(4, average="micro")
+    scores, y = torch.randn(8, 4, 4), torch.randint(4, (8, 4))
+    right = float((scores.argmax(axis) == y).float().mean())
+    assert measured(own, (scores, y))["accuracy"] == pytest.approx(right)
+    own.update_metric(metric, own.step(lambda x: x, (scores, y)))
+    assert float(metric.compute()) == pytest.approx(right)
+    assert own.predict(lambda x: x, (scores, y))["class"].equal(scores.argmax(axis))
+
+
+def test_a_found_axis_is_that_of_metrics_and_predictions_too():
+    import torchmetrics.classification as zoo
+
+    own, metric = task(-1, unsaid), zoo.MulticlassAccuracy(4, average="micro")
+    scores, y = torch.randn(8, 4, 5), torch.randint(4, (8, 5))
+    own.update_metric(metric, own.step(lambda x: x, (scores, y)))
+    assert float(metric.compute()) == pytest.approx(float((scores.argmax(1) == y).float().mean()))
+    assert own.predict(lambda x: x, (scores, y))["class"].equal(scores.argmax(1))
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_shares_with_time_need_an_axis_that_the_loss_says(shares):
+    scores, y = torch.randn(8, 4, 5), torch.rand(8, 4, 5)
+    if shares:
+        with pytest.raises(ConfigError, match="class_axis = 1, or -1"):
+            measured(task(-1, unsaid), (scores, y))
+    else:  # numbers, as of a regression
+        assert list(measured(task(None, unsaid), (scores, y))) == ["loss"]
