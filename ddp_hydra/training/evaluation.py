@@ -6,6 +6,7 @@ import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -128,6 +129,8 @@ def synchronise(metric: Any, world: World) -> None:
 class EvalMetrics:
     """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
 
+    Tensors of more axes, as the matrices of several labels, are lists in the summary alone.
+
     Args:
         metrics: name -> a `torchmetrics.Metric` of what the task predicts.
         classes: names of the classes, for the pictures.
@@ -141,6 +144,8 @@ class EvalMetrics:
                 part.distributed_available_fn = lambda: False  # `synchronise` does it
         self.matrices: dict[str, Tensor] = {}
         self.are_complete = True
+        self.draws = find_spec("matplotlib") is not None
+        self.is_told = False
 
     @torch.no_grad()
     def add(self, task: Task, step: Step) -> None:
@@ -201,7 +206,14 @@ class EvalMetrics:
         return {name: matrix.tolist() for name, matrix in self.matrices.items()}
 
     def show(self, step: int) -> None:
-        for name, matrix in self.matrices.items():
+        drawn = {name: matrix for name, matrix in self.matrices.items() if matrix.ndim == 2}
+        if drawn and not self.draws:
+            if not self.is_told:
+                self.is_told = True
+                names = ", ".join(drawn)
+                results.warn(f"there is no picture of {names} without matplotlib: pip install 'ddp-hydra[plot]'")
+            return
+        for name, matrix in drawn.items():
             results.image(name, picture(matrix, self._labels(matrix)), step)
 
     def _labels(self, value: Tensor) -> list[str]:

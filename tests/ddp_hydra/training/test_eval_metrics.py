@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World, in_world
 from ddp_hydra.tasks import Classification, LanguageModel, Step, Task
 from ddp_hydra.tasks.losses import CrossEntropy
+from ddp_hydra.training import evaluation
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.evaluation import EvalMetrics
 from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, flat
@@ -226,6 +228,22 @@ def test_a_confusion_matrix_is_returned_as_lists(train):
     rows = run.value["matrices"]["val/confusion"]
     assert [len(row) for row in rows] == [3, 3, 3]
     assert sum(map(sum, rows)) == 5
+
+
+def test_without_matplotlib_a_run_has_its_matrix_and_a_warning_but_no_picture(train, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(evaluation, "find_spec", lambda name: None)
+    run = train(parts=chosen("confusion", "MulticlassConfusionMatrix"), epochs=2)
+    assert sum(map(sum, run.value["matrices"]["val/confusion"])) == 5
+    said = "there is no picture of val/confusion without matplotlib: pip install 'ddp-hydra[plot]'"
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_matrices_of_several_labels_are_lists_alone():
+    metrics = EvalMetrics({"several": object()})
+    assert metrics._logged("val/several", torch.ones(3, 2, 2)) == {}
+    metrics.show(step=1)
+    assert metrics.lists() == {"val/several": torch.ones(3, 2, 2).tolist()}
 
 
 def test_a_curve_is_refused_before_the_first_step(train):
