@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
@@ -29,7 +29,9 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from ddp_hydra.config import project, redact, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
@@ -45,6 +47,7 @@ from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError
 from ddp_hydra.rank import torchrun
 from ddp_hydra.storage.manifest import find_checkpoint
 
+Saved = TypeVar("Saved", DictConfig, ListConfig)
 MODES = {
     "-m", "--multirun", "-r", "--run", "hydra.mode", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion",
 }  # fmt: skip
@@ -333,26 +336,45 @@ def _refuse_hidden(words: list[str], what: str, where: str = "") -> None:
 
 
 def _overrides_of(run: str) -> list[str] | None:
-    if not run:
-        return None
-    from ddp_hydra.storage.run_ref import RunRef  # imported only if needed, to keep the start quick
-
-    try:  # a folder that points to its results has the words, too
-        content = RunRef.own(run).read(".hydra/overrides.yaml")
-    except (FileNotFoundError, NotADirectoryError, ConnectionError):  # only checkpoints; or the store is away for now
-        return None
-    return _words(OmegaConf.create(content.decode()))
+    saved = saved_yaml(run, "overrides.yaml", ListConfig) if run else None
+    return None if saved is None else _words(saved)
 
 
 def hydra_of(run: str) -> dict[Any, Any]:
     """Return Hydra's part of the config of a run; an empty dict where the run has kept none."""
-    from ddp_hydra.storage.run_ref import RunRef
+    saved = saved_yaml(run, "hydra.yaml", DictConfig)
+    return {} if saved is None else _plain_hydra(saved)
 
+
+def saved_yaml(run: str, name: str, kind: type[Saved], *, follows: bool = False) -> Saved | None:
+    """Return a file of a run's folder .hydra; None where there is none, or the run's store is away for now.
+
+    Args:
+        run: as a user has typed it.
+        name: of the file.
+        kind: what the file holds.
+        follows: read it where a folder points to that holds no results itself.
+
+    Raises:
+        ConfigError: the file is damaged; the message names it.
+    """
+    from ddp_hydra.storage.run_ref import RunRef  # imported only if needed, to keep the start quick
+
+    place = (RunRef.named if follows else RunRef.own)(run)
     try:
-        saved = OmegaConf.create(RunRef.own(run).read(".hydra/hydra.yaml").decode())
-    except OSError:
-        return {}
-    return _plain_hydra(saved)
+        content = place.read(f".hydra/{name}")
+    except (FileNotFoundError, NotADirectoryError, ConnectionError):
+        return None
+    if not content.strip() and kind is DictConfig:  # its writer was killed
+        return None
+    try:
+        found, reason = OmegaConf.create(content.decode()), f"it holds no {'list' if kind is ListConfig else 'keys'}"
+    except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        found, reason = None, str(getattr(error, "problem", None) or error).partition("\n")[0]
+    if not isinstance(found, kind):
+        file = f"{place.place.rstrip('/')}/.hydra/{name}"
+        raise ConfigError(f"{file} is damaged ({reason}): write it anew, or remove it and type what it held")
+    return found
 
 
 def _folder_of(hydra_cfg: Mapping[Any, Any]) -> str:
@@ -388,13 +410,15 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     keys = ("hydra.launcher.resume", "hydra.sweep.dir")
     folders = [value_of(word) for word in arguments if key_of(word) in keys and "=" in word]
     saved = Path(folders[0]) / "multirun.yaml" if folders else None
+    typed = {key_of(word) for word in arguments if "=" in word and not key_of(word).startswith(("hydra", "-"))}
     if saved is None or not saved.is_file():
+        if saved is not None and not typed and (saved.parent / "sweep.json").is_file():
+            raise ConfigError(f"{saved.parent} has a sweep, but no multirun.yaml: type the words of the sweep, too")
         return arguments
     multirun = OmegaConf.load(saved)
     before = multirun.hydra.overrides
     arguments = with_sources(arguments, _plain_hydra(multirun), f"{saved.parent}: the sweep")
     given = [word for word in arguments if key_of(word) not in keys]
-    typed = {key_of(word) for word in given if "=" in word and not key_of(word).startswith(("hydra", "-"))}
     if typed:
         if lacking := [word for word in _words(before.task) if key_of(word) not in typed]:
             what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"

@@ -9,15 +9,15 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from ddp_hydra.cli.commands import parse
-from ddp_hydra.cli.compose import compose, hydra_of, key_of, with_faults, with_sources
+from ddp_hydra.cli.compose import compose, hydra_of, key_of, saved_yaml, with_faults, with_sources
 from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
 from ddp_hydra.errors import ConfigError, Interrupted
@@ -229,8 +229,6 @@ def group_of(word: str) -> str:
 
 
 def saved_config(run: str) -> dict[str, Any] | None:
-    content = ""
-    with suppress(FileNotFoundError, NotADirectoryError, ConnectionError):
-        content = RunRef.named(run).read(".hydra/config.yaml").decode()
-    found = OmegaConf.to_container(OmegaConf.create(content)) if content else None
-    return {str(key): value for key, value in found.items()} if isinstance(found, dict) and found else None
+    saved = saved_yaml(run, "config.yaml", DictConfig, follows=True)
+    found: Any = OmegaConf.to_container(saved) if saved else None
+    return {str(key): value for key, value in found.items()} if found else None

@@ -153,7 +153,10 @@ class Reproduction:
 def reproduction(files: RunFiles) -> Reproduction:
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
     if not isinstance(typed, list) or not all(isinstance(word, str) for word in typed):
-        raise ConfigError(f"{files.place} has no .hydra/overrides.yaml: only a run of a config can be run again")
+        raise ConfigError(
+            f"{files.place} has no .hydra/overrides.yaml, or it is no list of overrides: only a run of a config can be "
+            "run again"
+        )
     odd = [word for word in typed if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     if odd:
         raise ConfigError(f"{files.place}: its overrides hold {odd[0]!r}, which is not an override")

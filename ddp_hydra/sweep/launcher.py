@@ -45,6 +45,7 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
+        from ddp_hydra.config import redact
         from ddp_hydra.storage.files import new_folder
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
@@ -65,6 +66,9 @@ class GangLauncher(Launcher):
         is_resumed = not dry and (self.resume is not None or ours)
         with new_folder(folder):  # before Hydra writes its multirun.yaml, and tells no name if that fails
             self.sweep = Sweep(folder, settings, hydra_context, loader, task_function, config, is_resumed)
+        if ours and not dry:  # Hydra's own sweeper writes it, and others, such as Optuna's, do not
+            text = redact.yaml_text(config)
+            (Path(str(config.hydra.sweep.dir)) / "multirun.yaml").write_text(text, encoding="utf-8")
         _open.append(self)
         atexit.unregister(close_all)
         atexit.register(close_all)  # registered last, so that it runs before multiprocessing waits for its children

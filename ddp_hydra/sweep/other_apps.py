@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.singleton import Singleton
 from hydra.core.utils import configure_log, env_override, setup_globals
@@ -22,14 +22,14 @@ from ddp_hydra.config.hydra_compat import allowing, targets_allowed_by
 def on_ranks(task: TaskFunction, ranks: int, context: HydraContext) -> Callable[[DictConfig], Any]:
     def run(cfg: DictConfig) -> Any:
         from ddp_hydra.cluster import connect
+        from ddp_hydra.dispatch.call import pickled_call
         from ddp_hydra.dispatch.gang import Gang
         from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
         hydra_cfg = HydraConfig.get()
         folder, variables = Path(hydra_cfg.runtime.output_dir), variables_of(hydra_cfg.job)
-        call = cloudpickle.dumps(
-            (task, cfg, HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context), variables)
-        )
+        with_it = HydraConfig.instance().cfg, Singleton.get_state(), targets_allowed_by(context), variables
+        call = pickled_call(task, (cfg, *with_it), {})
         with connect.connect(DictConfig({})) as client:
             gang = Gang(
                 client, ranks, on_record=lambda record: handler.handle(record), name="task", sweep=connect.sweep()
@@ -48,7 +48,7 @@ def variables_of(job: Any) -> dict[str, str]:
 def run_task(call: bytes, path: list[str]) -> Any:
     """Run the task on a rank; `call` is pickled by `on_ranks`, and `path` has the folders of the app's modules."""
     sys.path += [folder for folder in path if folder not in sys.path]
-    task, cfg, hydra_cfg, state, targets, variables = cloudpickle.loads(call)
+    task, (cfg, hydra_cfg, state, targets, variables), _ = pickle.loads(call)  # noqa: S301 (on a rank)
     setup_globals()
     Singleton.set_state(state)
     HydraConfig.instance().cfg = hydra_cfg

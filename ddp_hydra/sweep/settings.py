@@ -87,6 +87,9 @@ def _check_sweeper(config: DictConfig, metric: str, better: str) -> None:
     """
     for key in ("direction", "ax_config.experiment.minimize", "optim.maximize", "maximize", "minimize"):
         found = OmegaConf.select(config, f"hydra.sweeper.{key}")
+        is_given = key in (config.hydra.get("sweeper") or {})
+        if found is None and is_given and "optuna" in str(config.hydra.sweeper.get("_target_")):
+            raise ConfigError(f"hydra.sweeper.{key} is null: give objective.direction={better}, as {metric} goes")
         values = list(found) if OmegaConf.is_list(found) else [found]
         right = str(key.endswith(better)).lower() if isinstance(values[0], bool) else better
         typed = [str(one).lower() if isinstance(one, bool) else str(getattr(one, "name", one)) for one in values]
@@ -108,7 +111,8 @@ def check_storage(sweeper: DictConfig) -> None:
         if int(optuna.split(".")[0]) < 3 and int(alchemy.split(".")[0]) > 1:
             raise ConfigError(
                 f"hydra.sweeper.storage: Optuna {optuna} needs SQLAlchemy 1 for it, and {alchemy} is installed: "
-                "type pip install 'SQLAlchemy<2'; mlflow needs SQLAlchemy 2, so keep it in another environment"
+                "type pip install 'SQLAlchemy<2' 'alembic<1.17'; mlflow needs SQLAlchemy 2, so keep it in another "
+                "environment"
             )
 
 

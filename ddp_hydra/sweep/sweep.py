@@ -79,6 +79,7 @@ class Sweep:
         self.stopping = JobStopper(make_policy, self.queue, self.running, self.objective)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.rows, self.batches = earlier or [], 0
+        self.left = {row.number for row in self.rows}
         for row in self.rows:
             if row.state == JobState.running:  # the earlier run was killed
                 row.state = JobState.interrupted
@@ -117,6 +118,7 @@ class Sweep:
                 summary_files.fill_row_from_folder(row, self.queue.keys, self.folder / row.folder)
         self.stopping.add(jobs)
         replaced = [id(job.earlier) for job in jobs]
+        self.left -= {job.row.number for job in jobs}
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
         self.pruning.update(self.rows)
         with self.interrupts.caught(), self.interrupts.deferred():
@@ -245,6 +247,11 @@ class Sweep:
         self.end_all()
         if self.batches > 1:  # a sweeper may ask for a hundred batches
             self.table.close(self.rows, self.closing_lines)
+        if self.batches and not self.interrupts.wanted:
+            left = [row for row in self.rows if row.state == JobState.interrupted and row.number in self.left]
+            for row in left:  # a sweeper that asks for jobs one by one may not ask for an earlier one again
+                what = f"job {row.number} was interrupted, and the sweeper did not ask for it again"
+                log.warning("%s: go on with it by resume=%s", what, shown_path(self.folder / row.folder))
         picture = self.picture or self.start_picture()
         try:
             with contextlib.suppress(OSError):  # it has ended

@@ -41,6 +41,8 @@ def test_the_search_that_comes_with_pet_names(cli):
     assert set(told.best_params) == {"optimizer.lr", "model.dropout"}, "what is given is not searched for"
     assert len({row["objective"] for row in found}) == 2
     assert ended.stderr.count("2 jobs: 2 done  ->  sweep/sweep.md") == 1
+    cli.done("-m", "hydra.sweep.dir=sweep")
+    assert rows(cli.folder / "sweep") == found, "the folder alone goes on with the search, and its jobs are done"
 
 
 @pytest.mark.slow

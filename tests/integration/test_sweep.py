@@ -317,9 +317,12 @@ def test_two_sweeps_on_one_remote_cluster_get_its_workers_in_turn(cli, client4, 
 
 APP = """
 import logging, os, sys
-import hydra
+import hydra, torch
 from hydra.core.hydra_config import HydraConfig
 from own_module import scaled
+
+class Data:
+    classes = ["a name that torch has, too"]
 
 @hydra.main(version_base="1.3", config_path=None)
 def main(cfg):
@@ -329,9 +332,9 @@ def main(cfg):
         os.kill(os.getpid(), 9)
     if cfg.how == "raise":
         raise ValueError("not with me")
-    total = 1.0
+    total = float(len(Data.classes))
     if "RANK" in os.environ:
-        import torch, torch.distributed as dist
+        import torch.distributed as dist
         x = torch.tensor([1.0 + dist.get_rank()])
         dist.all_reduce(x)
         total = float(x)
@@ -397,6 +400,7 @@ def test_an_app_of_others_gets_ranks_in_a_process_group_of_their_own(app, cli, n
     found = rows(cli.folder / "sweep")
     assert [found[0]["value"], found[2]["value"]] == [30.0, 32.0]
     assert "ValueError: not with me" in found[1]["message"]
+    assert f'File "{cli.folder}/app.py"' in (cli.folder / "sweep/1/logs/rank-0.log").read_text()
     assert f"in {cli.folder}/sweep/2" in (cli.folder / "sweep/2/logs/rank-1.log").read_text()
     (logged,) = (cli.folder / "sweep/2/app.log").read_text().splitlines()
     assert logged.endswith("[app][INFO] - the total is 3"), "of rank 0 alone"

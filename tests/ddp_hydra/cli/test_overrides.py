@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from ddp_hydra.api import ComposedConfig
 from ddp_hydra.cli import compose as typed
+from ddp_hydra.cli.inference import saved_config
 from ddp_hydra.config.hydra_compat import parse_override, typed_sources
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -235,6 +236,38 @@ def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep, caps
     found = typed.with_resumed_sweep(["-m", "optimizer.lr=1,2", f"hydra.launcher.resume={sweep}"])
     assert found == ["-m", "optimizer.lr=1,2", f"hydra.sweep.dir={sweep}"]
     assert "the sweep was typed with data=tiny, and these jobs are not: type it again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["hydra.launcher.retry_failed=true"]])
+def test_a_sweep_that_has_kept_no_words_is_not_another_one(tmp_path, more):
+    (tmp_path / "sweep.json").touch()
+    words = ["-m", f"hydra.sweep.dir={tmp_path}", *more]
+    with pytest.raises(ConfigError, match=r"has a sweep, but no multirun\.yaml: type the words of the sweep, too"):
+        typed.with_resumed_sweep(words)
+    assert typed.with_resumed_sweep([*words, "seed=1,2"]) == [*words, "seed=1,2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("overrides.yaml", "x: 1"), ("overrides.yaml", ""), ("overrides.yaml", "a: ["), ("hydra.yaml", "- x")],
+)
+def test_a_damaged_file_of_a_run_is_named(tmp_path, name, content):
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- seed=1")
+    (tmp_path / ".hydra" / name).write_text(content)
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/.hydra/{name} is damaged \("):
+        typed.with_resumed_overrides([f"resume={tmp_path}"])
+
+
+@pytest.mark.parametrize("content", ["a: [", "- x", "\udcff"])
+def test_a_damaged_config_of_a_run_is_named(tmp_path, content):
+    (tmp_path / ".hydra").mkdir()
+    file = tmp_path / ".hydra" / "config.yaml"
+    file.write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=rf"{file} is damaged \("):
+        saved_config(str(tmp_path))
+    file.write_text("")
+    assert saved_config(str(tmp_path)) is None
 
 
 def test_a_secret_of_a_sweep_is_typed_again_too(sweep):

@@ -22,6 +22,7 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf, open_dict
 
 from ddp_hydra.config.hydra_compat import VERSION_BASE, allowing, targets_allowed_by
+from ddp_hydra.dispatch.call import pickled_call
 from ddp_hydra.errors import ConfigError, Failure, RankFailed
 from ddp_hydra.sweep import other_apps, planned_job
 from ddp_hydra.sweep.planned_job import (
@@ -255,7 +256,7 @@ def called(cfg):
 
 
 def call(cfg, context):
-    return cloudpickle.dumps((called, cfg, None, Singleton.get_state(), targets_allowed_by(context), {}))
+    return pickled_call(called, (cfg, None, Singleton.get_state(), targets_allowed_by(context), {}), {})
 
 
 @pytest.mark.usefixtures("hydra_restore_singletons")
@@ -267,7 +268,7 @@ def test_on_a_rank_the_variables_of_a_jobs_config_are_set_while_its_task_runs(mo
     variables = other_apps.variables_of(job)
     for name in ("PLACE", "TOKEN"):
         monkeypatch.delenv(name)
-    task = cloudpickle.dumps((lambda _: dict(os.environ), {}, None, Singleton.get_state(), None, variables))
+    task = pickled_call(lambda _: dict(os.environ), ({}, None, Singleton.get_state(), None, variables), {})
     found = other_apps.run_task(task, [])
     assert (found["PLACE"], found["TOKEN"]) == ("here", "a")
     assert not {"PLACE", "TOKEN", "NOT_SET"} & set(os.environ)

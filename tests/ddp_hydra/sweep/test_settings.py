@@ -70,6 +70,12 @@ def test_the_objective_is_the_configs_or_what_the_task_returns(config, direction
     ("sweeper", "metric", "typed"),
     [
         ({"direction": "minimize"}, "val/accuracy", r"hydra.sweeper.direction=maximize"),
+        (
+            {"direction": None, "_target_": "x.optuna_sweeper.OptunaSweeper"},
+            "val/accuracy",
+            r"direction is null: give objective.direction=maximize, as val/accuracy goes",
+        ),
+        ({"direction": None, "_target_": "x.AxSweeper"}, "val/accuracy", None),
         ({"direction": "maximize"}, "val/accuracy", None),
         ({"direction": ["maximize"]}, "val/accuracy", None),
         (
@@ -110,7 +116,8 @@ def test_a_database_that_optuna_cannot_use_is_refused_with_what_to_type(
 ):
     monkeypatch.setattr("ddp_hydra.sweep.settings.version", {"optuna": optuna, "sqlalchemy": alchemy}.__getitem__)
     config = {"_target_": "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper.OptunaSweeper", **sweeper}
-    said = rf"storage: Optuna 2\.10\.1 needs SQLAlchemy 1 .*{alchemy} is installed: type pip install 'SQLAlchemy<2'"
+    typed = "type pip install 'SQLAlchemy<2' 'alembic<1.17'"
+    said = rf"storage: Optuna 2\.10\.1 needs SQLAlchemy 1 .*{alchemy} is installed: {typed}"
     with pytest.raises(ConfigError, match=said) if is_refused else nullcontext():
         check_storage(OmegaConf.create(config))
 
