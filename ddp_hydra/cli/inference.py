@@ -191,6 +191,8 @@ def prepared_inference(
     words = with_faults(list(words))
     faults = [word for word in words if key_of(word) == "faults"]
     words = [word for word in words if word not in faults]
+    if of_hydra := [word for word in words if key_of(word).startswith(("hydra.", "hydra/"))]:
+        raise ConfigError(f"{of_hydra[0]}: only a training has a folder and settings of Hydra: leave it out")
     trust = trust or RunRef.own(run).is_own
     saved = saved_config(run) if trust else None
     target = str((saved.get("cluster") or {}).get("_target_") if saved else "")

@@ -35,3 +35,9 @@ def test_a_group_is_found_in_the_folder_of_configs_that_the_run_was_given(tmp_pa
     monkeypatch.chdir(other)
     found = prepared_inference("../run", Path("last.pt"), "val", ["data=mine", "+data.val.n=3"])
     assert found.groups["data"]["val"] == {"_target_": "data.mine.Photos", "n": 3}
+
+
+@pytest.mark.parametrize("word", ["hydra.run.dir=mine", "hydra/job_logging=none"])
+def test_words_of_hydra_are_refused(word):
+    with pytest.raises(ConfigError, match=f"{word}: only a training has a folder and settings of Hydra: leave it out"):
+        prepared_inference("run", Path("last.pt"), "val", [word])
