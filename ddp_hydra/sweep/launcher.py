@@ -42,10 +42,10 @@ class GangLauncher(Launcher):
         self.resume, self.settings = resume, settings
         self.sweep: Sweep | None = None
         self.labels: list[dict[str, str]] = []
+        self.is_kept = False
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
-        from ddp_hydra.config import redact
         from ddp_hydra.storage.files import new_folder
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
@@ -66,19 +66,16 @@ class GangLauncher(Launcher):
         is_resumed = not dry and (self.resume is not None or ours)
         with new_folder(folder):  # before Hydra writes its multirun.yaml, and tells no name if that fails
             self.sweep = Sweep(folder, settings, hydra_context, loader, task_function, config, is_resumed)
-        if ours and not dry:  # Hydra's own sweeper writes it, and others, such as Optuna's, do not
-            text = redact.yaml_text(config)
-            (Path(str(config.hydra.sweep.dir)) / "multirun.yaml").write_text(text, encoding="utf-8")
         _open.append(self)
         atexit.unregister(close_all)
         atexit.register(close_all)  # registered last, so that it runs before multiprocessing waits for its children
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Return one result per job, in order; reading the value of a failed one raises its error. Called by Hydra."""
-        self._hide_secrets()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
         assert self.sweep is not None, "setup comes first"
         try:
+            self._keep_words()
             labels, self.labels = self.labels, []
             return self.sweep.run(job_overrides, initial_job_idx, labels)
         except BaseException:
@@ -91,6 +88,19 @@ class GangLauncher(Launcher):
             _open.remove(self)
             sweep.close()
             self._hide_secrets()  # a batch that Hydra refuses is never launched
+
+    def _keep_words(self) -> None:
+        """Write multirun.yaml, by which the sweep goes on, for sweepers that do not, such as Optuna's."""
+        from ddp_hydra.config.redact import yaml_text
+        from ddp_hydra.storage.files import write_atomic
+        from ddp_hydra.sweep.planned_job import is_ours
+
+        self._hide_secrets()
+        if self.is_kept or not is_ours(self.config) or self.config.get("dry_run"):
+            return
+        assert self.sweep is not None
+        self.is_kept = True
+        write_atomic(self.sweep.folder / "multirun.yaml", yaml_text(self.config).encode(), durable=False)
 
     def _hide_secrets(self) -> None:
         from ddp_hydra.config.redact import rewrite

@@ -251,9 +251,12 @@ class PopulationSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
+        from ddp_hydra.config import redact
+
         fixed, space = self.read(arguments)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / "multirun.yaml").write_text(redact.yaml_text(self.config), encoding="utf-8")
         members, maximize = first_generation(space, self.settings), bool(self.objective.maximize)
         returns: list[Sequence[JobReturn]] = []
         for generation in range(self.settings.generations):

@@ -21,9 +21,10 @@ from ddp_hydra import forked
 from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.console.text import typed
-from ddp_hydra.errors import Interrupted, SweepFailed
+from ddp_hydra.errors import CheckpointError, Interrupted, SweepFailed
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fork_client
+from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job
 from ddp_hydra.sweep.plot import DRAW_S, draw_at_end
@@ -250,8 +251,11 @@ class Sweep:
         if self.batches and not self.interrupts.wanted:
             left = [row for row in self.rows if row.state == JobState.interrupted and row.number in self.left]
             for row in left:  # a sweeper that asks for jobs one by one may not ask for an earlier one again
-                what = f"job {row.number} was interrupted, and the sweeper did not ask for it again"
-                log.warning("%s: go on with it by resume=%s", what, shown_path(self.folder / row.folder))
+                advice = ""
+                with contextlib.suppress(CheckpointError):
+                    find_checkpoint(self.folder / row.folder)
+                    advice = f": go on with it by resume={shown_path(self.folder / row.folder)}"
+                log.warning("job %d was interrupted, and the sweeper did not ask for it again%s", row.number, advice)
         picture = self.picture or self.start_picture()
         try:
             with contextlib.suppress(OSError):  # it has ended

@@ -28,6 +28,7 @@ class Classification(Task):
         mix: (x, y) -> (x, y): mixes the samples of a micro-batch in training, as mixup does; None: no mixing.
         class_axis: axis of the prediction that holds the classes, if the criterion does not tell; see `classes`.
         names: of the classes; predictions name them.
+        guesses_axis: `class_axis` is the usual one, so that the shapes of batches may say otherwise.
     """
 
     def __init__(
@@ -36,13 +37,14 @@ class Classification(Task):
         mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         class_axis: int | None = -1,
         names: tuple[str, ...] = (),
+        guesses_axis: bool = False,
     ) -> None:
         self.criterion, self.mix, self.names = criterion, mix, names
         self.validation_criterion = getattr(criterion, "for_validation", criterion)
         self.counting, self.validation_counting = Counting(criterion), Counting(self.validation_criterion)
         own_axis = self.counting.class_axis
         self.class_axis = class_axis if own_axis is None else own_axis
-        self.tells_axis = own_axis is not None or class_axis == 1  # else -1 is the usual one
+        self.guesses_axis = guesses_axis and own_axis is None and class_axis != 1
         self.found_axis: int | None = None
         self.note = self.counting.note
         weights = criterion.parameters() if isinstance(criterion, nn.Module) else ()
@@ -107,23 +109,27 @@ class Classification(Task):
     def axis_of(self, output: Tensor, target: Tensor | None) -> int | None:
         """Return the axis of an output that holds the classes; None if the criterion knows no classes.
 
-        A criterion that does not tell it may take (batch, classes, time) or (batch, time, classes): the target's shape
-        says which, of this batch or of an earlier one.
+        A criterion that does not tell it may take (batch, classes, time) or (batch, time, classes): class numbers say
+        which by their shape, in this batch or in an earlier one.
 
         Raises:
             ConfigError: nothing says which.
         """
-        if self.tells_axis or output.ndim < 3:
+        if not self.guesses_axis or output.ndim < 3:
             return self.class_axis
-        fitting = _fitting_axes(output, target, self.class_axis is not None)
+        if target is None or target.is_floating_point():  # their shape says nothing
+            return self.class_axis if None in (self.class_axis, self.found_axis) else self.found_axis
+        shape = list(output.shape)
+        without = {axis: shape[:axis] + shape[axis:][1:] for axis in (-1, 1) if shape[axis] > 1}
+        fitting = [axis for axis, others in without.items() if list(target.shape) == others]
         if len(fitting) == 1:
             self.found_axis = fitting[0]
         elif fitting and self.found_axis is None:
             own = getattr(self.counting.criterion, "__name__", type(self.counting.criterion).__name__)
-            of = f", and targets of {tuple(target.shape)}" if target is not None else ""
             raise ConfigError(
-                f"{own} is given outputs of {tuple(output.shape)}{of}: classes may be axis 1, as torch's losses have "
-                f"them, or the last axis. Set {own}.class_axis = 1, or -1 for the last one"
+                f"{own} is given outputs of {tuple(output.shape)}, and targets of {tuple(target.shape)}: classes may "
+                f"be axis 1, as torch's losses have them, or the last axis. Give +task.class_axis=1, or -1 for the "
+                f"last one, or set {own}.class_axis"
             )
         return self.found_axis if fitting else self.class_axis
 
@@ -246,14 +252,6 @@ def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Ten
         if without.pop(axis) > 1 and list(target.shape) == without:
             return output.argmax(axis), target
     return None
-
-
-def _fitting_axes(output: Tensor, target: Tensor | None, are_shares: bool) -> list[int]:
-    """Return which of the last axis and axis 1 may hold the classes of a target; None: of any target."""
-    shape, axes = list(output.shape), [axis for axis in (-1, 1) if output.shape[axis] > 1]
-    if target is None or target.is_floating_point():
-        return axes if are_shares and (target is None or target.shape == output.shape) else []
-    return [axis for axis in axes if list(target.shape) == shape[:axis] + shape[axis:][1:]]
 
 
 class LanguageModel(Classification):

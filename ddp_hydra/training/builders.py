@@ -138,6 +138,7 @@ def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
         "criterion": lambda: criterion(cfg),
         "mix": lambda: mix(cfg, data),
         "class_axis": lambda: objective.class_axis(cfg),
+        "guesses_axis": lambda: "class_axis" not in cfg.task,
         "names": lambda: DataDescription.of(data).classes,
     }
     node = without(cfg.task, [key for key in cfg.task if key in objective.OF_A_TASK])

@@ -244,7 +244,8 @@ def test_a_sweep_that_has_kept_no_words_is_not_another_one(tmp_path, more):
     words = ["-m", f"hydra.sweep.dir={tmp_path}", *more]
     with pytest.raises(ConfigError, match=r"has a sweep, but no multirun\.yaml: type the words of the sweep, too"):
         typed.with_resumed_sweep(words)
-    assert typed.with_resumed_sweep([*words, "seed=1,2"]) == [*words, "seed=1,2"]
+    for own in ("seed=1,2", "--config-name=search", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "~mix"):
+        assert typed.with_resumed_sweep([*words, own]) == [*words, own]
 
 
 @pytest.mark.parametrize(

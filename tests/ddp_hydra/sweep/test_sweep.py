@@ -15,7 +15,7 @@ import pytest
 from distributed.batched import BatchedSend
 from omegaconf import OmegaConf
 
-from ddp_hydra.errors import Interrupted
+from ddp_hydra.errors import Interrupted, RecordError
 from ddp_hydra.sweep import launcher, sweep
 from ddp_hydra.sweep.launcher import GangLauncher
 from ddp_hydra.sweep.pruning import FINISH_S
@@ -112,6 +112,37 @@ def test_a_sweep_whose_jobs_hydra_refuses_leaves_no_secrets(tmp_path):
     launcher._open.append(one)
     launcher.close_all()
     assert OmegaConf.load(saved).cluster == {"_target_": "x", "password": "***"}
+
+
+@pytest.fixture
+def ours_to_launch(tmp_path):
+    one, closed = GangLauncher(), []
+    hydra = {"sweep": {"dir": str(tmp_path)}, "hydra_logging": None, "verbose": False}
+    config = {"cluster": {"_target_": "x", "password": "hunter2"}, "dispatch": {}, "trainer": {}, "hydra": hydra}
+    one.config = OmegaConf.create(config)
+    one.sweep = SimpleNamespace(folder=tmp_path, run=lambda *_: [], close=lambda: closed.append(True))
+    launcher._open.append(one)
+    yield one, closed
+    launcher.close_all()
+
+
+def test_the_words_of_a_sweep_are_kept_for_any_sweeper(ours_to_launch, tmp_path):
+    one, _ = ours_to_launch
+    saved = tmp_path / "multirun.yaml"
+    assert not saved.exists(), "Optuna's writes none, and a sweep that is refused changes none"
+    assert one.launch([], 0) == []
+    assert OmegaConf.load(saved).cluster == {"_target_": "x", "password": "***"}
+    saved.unlink()
+    one.launch([], 0)
+    assert not saved.exists(), "once for all batches"
+
+
+def test_a_sweep_that_cannot_keep_its_words_ends(ours_to_launch, tmp_path):
+    one, closed = ours_to_launch
+    (tmp_path / "multirun.yaml").mkdir()
+    with pytest.raises(RecordError, match=r"multirun\.yaml"):
+        one.launch([], 0)
+    assert closed == [True]
 
 
 def test_few_messages_are_kept():

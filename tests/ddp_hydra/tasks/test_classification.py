@@ -257,10 +257,14 @@ def unsaid(output, target):
     return output.mean()
 
 
+def guessing(class_axis):
+    return Classification(unsaid, class_axis=class_axis, guesses_axis=True)
+
+
 @pytest.mark.parametrize("class_axis", [-1, None])
 @pytest.mark.parametrize("axis", [1, 2])
 def test_where_the_loss_does_not_say_it_a_batch_that_fits_one_axis_does(axis, class_axis):
-    own = task(class_axis, unsaid)
+    own = guessing(class_axis)
     for time in (3, 4, 6):
         scores, y = torch.randn(8, time, 4), torch.randint(4, (8, time))
         right = float((scores.argmax(-1) == y).float().mean())
@@ -271,8 +275,8 @@ def test_where_the_loss_does_not_say_it_a_batch_that_fits_one_axis_does(axis, cl
 @pytest.mark.parametrize("shape", [(8, 4, 4), (8, 4, 4, 4)], ids=str)
 def test_an_axis_that_nothing_says_is_asked_for(shape, class_axis):
     scores, y = torch.randn(shape), torch.randint(4, shape[:-1])
-    with pytest.raises(ConfigError, match=r"unsaid is given outputs of .*8, 4, 4.* Set unsaid.class_axis = 1, or -1"):
-        measured(task(class_axis, unsaid), (scores, y))
+    with pytest.raises(ConfigError, match=r"unsaid is given outputs of .*8, 4, 4.* Give .task.class_axis=1, or -1 for"):
+        measured(guessing(class_axis), (scores, y))
 
 
 @pytest.mark.parametrize("axis", [1, -1])
@@ -295,18 +299,26 @@ def test_an_axis_that_the_loss_says_is_taken_for_accuracy_metrics_and_prediction
 def test_a_found_axis_is_that_of_metrics_and_predictions_too():
     import torchmetrics.classification as zoo
 
-    own, metric = task(-1, unsaid), zoo.MulticlassAccuracy(4, average="micro")
+    own, metric = guessing(-1), zoo.MulticlassAccuracy(4, average="micro")
     scores, y = torch.randn(8, 4, 5), torch.randint(4, (8, 5))
     own.update_metric(metric, own.step(lambda x: x, (scores, y)))
     assert float(metric.compute()) == pytest.approx(float((scores.argmax(1) == y).float().mean()))
     assert own.predict(lambda x: x, (scores, y))["class"].equal(scores.argmax(1))
 
 
-@pytest.mark.parametrize("shares", [True, False])
-def test_shares_with_time_need_an_axis_that_the_loss_says(shares):
-    scores, y = torch.randn(8, 4, 5), torch.rand(8, 4, 5)
-    if shares:
-        with pytest.raises(ConfigError, match="class_axis = 1, or -1"):
-            measured(task(-1, unsaid), (scores, y))
-    else:  # numbers, as of a regression
-        assert list(measured(task(None, unsaid), (scores, y))) == ["loss"]
+@pytest.mark.parametrize(("class_axis", "has_shares"), [(-1, True), (None, False)])
+@pytest.mark.parametrize("size", [1, 4])
+def test_numbers_in_the_shape_of_the_output_do_not_say_where_classes_are(class_axis, has_shares, size):
+    scores, y = torch.randn(8, 5, size), torch.rand(8, 5, size)
+    own = guessing(class_axis)
+    found = measured(own, (scores, y))
+    assert ("accuracy" in found) == (has_shares and size > 1)
+    kinds = {"class", "probability"} if has_shares and size > 1 else {"prediction"}
+    assert set(own.predict(lambda x: x, scores)) == kinds, "without targets, too"
+
+
+def test_an_axis_that_the_config_gives_is_not_guessed():
+    scores, y = torch.randn(8, 4, 4), torch.randint(4, (8, 4))
+    for axis in (1, -1):
+        right = float((scores.argmax(axis) == y).float().mean())
+        assert measured(task(axis, unsaid), (scores, y))["accuracy"] == pytest.approx(right)

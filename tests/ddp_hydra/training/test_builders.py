@@ -160,6 +160,16 @@ def test_a_loss_that_cannot_smooth_is_refused_with_the_whole_key_to_leave_out():
         criterion(_target_="torch.nn.BCEWithLogitsLoss", label_smoothing=0.1)
 
 
+def test_an_axis_of_the_classes_that_a_task_is_given_is_no_guess():
+    cfg = config()
+    cfg.loss = {"_target_": "torch.nn.MultiMarginLoss"}
+    cfg.task = {"_target_": "ddp_hydra.tasks.Classification"}
+    assert builders.task(cfg, Numbers(3), torch.device("cpu")).guesses_axis
+    cfg.task = {**cfg.task, "class_axis": -1}
+    given = builders.task(cfg, Numbers(3), torch.device("cpu"))
+    assert (given.guesses_axis, given.class_axis) == (False, -1)
+
+
 def test_arguments_of_a_loss_and_a_task_may_refer_to_other_parts_of_the_config():
     target = "ddp_hydra.tasks.losses.CrossEntropy"
     assert criterion(_target_=target, label_smoothing="${share}", weight=[1, 2]).label_smoothing == 0.25
