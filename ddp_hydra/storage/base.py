@@ -189,7 +189,9 @@ class Store(ProcessLocal):
             ConnectionError: the store is not reachable, or out of order, for longer than `retry_timeout_s`.
             ValueError: all answers were of another size for so long.
         """
-        return self._read(self._get, key, size)
+        content = self._request(self._get, key, key, size)
+        self.traffic.read(len(content))
+        return content if self.setting is not None else bytes(content)
 
     def get_range(self, key: str, start: int, end: int) -> Any:
         """Return bytes `start` to `end` (exclusive) of an object; raises as `get`.
@@ -197,10 +199,7 @@ class Store(ProcessLocal):
         Raises:
             RangesIgnoredError: the store gives whole objects only, as `stream` takes them.
         """
-        return self._read(self._get_range, key, start, end)
-
-    def _read(self, request: Callable[..., Any], key: str, *arguments: Any) -> Any:
-        content = self._request(request, key, key, *arguments)
+        content = self._request(self._get_range, key, key, start, end)
         self.traffic.read(len(content))
         return content if self.setting is not None else bytes(content)
 
@@ -325,10 +324,7 @@ class Store(ProcessLocal):
     # -- requests --------------------------------------------------------------------------------------------------
 
     def _request(self, request: Callable[..., T], key: str | None, *arguments: Any, first: bool = False) -> T:
-        """Call `request(client, *arguments)` until it works; errors are about `key`, or about the store as a whole.
-
-        Each object that is read comes through here: a Python call fewer is one percent of a fetch.
-        """
+        """Call `request(client, *arguments)` until it works; errors are about `key`, or about the store as a whole."""
         backoff, closing = None, self._closing  # of now: `close` ends also what only begins to wait after it
         while True:
             try:

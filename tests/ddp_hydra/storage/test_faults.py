@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import threading
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -43,6 +44,42 @@ def bucket(store, client: str = "obstore", **arguments) -> Bucket | FsspecStore:
 
 
 both = pytest.mark.parametrize("client", ["obstore", "s3fs"])
+
+
+def in_fork(function):
+    """What a function returns in a fork of this process."""
+    context = multiprocessing.get_context("fork")
+    parent, child = context.Pipe()
+    process = context.Process(target=lambda: child.send(function()))
+    process.start()
+    with parent, child:
+        assert parent.poll(100)
+        found = parent.recv()
+    process.join()
+    return found
+
+
+def test_forks_read_all_that_their_parent_can_and_write_nothing(store):
+    data = bucket(store)
+    assert data.size("a.bin") == len(CONTENT), "the client has been used"
+
+    def read():
+        return [
+            bytes(data.get("a.bin")) == CONTENT,
+            bytes(data.get_range("a.bin", 3, 9)),
+            b"".join(map(bytes, data.stream("a.bin", len(CONTENT)))) == CONTENT,
+            data.size("a.bin"),
+            data.folders(),
+            len(list(data.objects("many"))),
+        ]
+
+    def write():
+        with pytest.raises(RuntimeError, match="a store was used in a process that then forked this one"):
+            data.put("b", b"")
+        return read()
+
+    assert read() == [True, CONTENT[3:9], True, len(CONTENT), ["many"], 25]
+    assert in_fork(write) == in_fork(lambda: in_fork(read)) == read()
 
 
 @both
