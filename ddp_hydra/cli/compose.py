@@ -412,8 +412,9 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
     saved = Path(folders[0]) / "multirun.yaml" if folders else None
     typed = {key_of(word) for word in arguments if "=" in word and not key_of(word).startswith(("hydra", "-"))}
     if saved is None or not saved.is_file():
-        others = {"-m", "--multirun", *(word for word in arguments if word.startswith(("hydra.launcher.", *keys)))}
-        if saved is not None and not set(arguments) - others and (saved.parent / "sweep.json").is_file():
+        of_sweep = ("hydra.sweeper", "hydra/sweeper", "--config-name", "-cn", "~")
+        is_whole = typed or any(word.lstrip("+").startswith(of_sweep) for word in arguments)
+        if saved is not None and not is_whole and (saved.parent / "sweep.json").is_file():
             raise ConfigError(f"{saved.parent} has a sweep, but no multirun.yaml: type the words of the sweep, too")
         return arguments
     multirun = OmegaConf.load(saved)

@@ -189,9 +189,7 @@ class Store(ProcessLocal):
             ConnectionError: the store is not reachable, or out of order, for longer than `retry_timeout_s`.
             ValueError: all answers were of another size for so long.
         """
-        content = self._request(self._get, key, key, size)
-        self.traffic.read(len(content))
-        return content if self.setting is not None else bytes(content)
+        return self._read(self._get, key, size)
 
     def get_range(self, key: str, start: int, end: int) -> Any:
         """Return bytes `start` to `end` (exclusive) of an object; raises as `get`.
@@ -199,7 +197,10 @@ class Store(ProcessLocal):
         Raises:
             RangesIgnoredError: the store gives whole objects only, as `stream` takes them.
         """
-        content = self._request(self._get_range, key, key, start, end)
+        return self._read(self._get_range, key, start, end)
+
+    def _read(self, request: Callable[..., Any], key: str, *arguments: Any) -> Any:
+        content = self._request(request, key, key, *arguments)
         self.traffic.read(len(content))
         return content if self.setting is not None else bytes(content)
 

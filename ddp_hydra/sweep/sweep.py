@@ -21,10 +21,10 @@ from ddp_hydra import forked
 from ddp_hydra.cluster import connection
 from ddp_hydra.console.signals import SECOND, SIGNALS, Interrupts, held_back
 from ddp_hydra.console.text import typed
-from ddp_hydra.errors import CheckpointError, Interrupted, SweepFailed
+from ddp_hydra.errors import Interrupted, SweepFailed
 from ddp_hydra.job.summary import shown_path
 from ddp_hydra.rank import fork_client
-from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.storage.manifest import has_checkpoint
 from ddp_hydra.sweep import planned_job, summary_files
 from ddp_hydra.sweep.planned_job import PlannedJob, preload, run_planned_job
 from ddp_hydra.sweep.plot import DRAW_S, draw_at_end
@@ -248,23 +248,26 @@ class Sweep:
         self.end_all()
         if self.batches > 1:  # a sweeper may ask for a hundred batches
             self.table.close(self.rows, self.closing_lines)
-        if self.batches and not self.interrupts.wanted:
-            left = [row for row in self.rows if row.state == JobState.interrupted and row.number in self.left]
-            for row in left:  # a sweeper that asks for jobs one by one may not ask for an earlier one again
-                advice = ""
-                with contextlib.suppress(CheckpointError):
-                    find_checkpoint(self.folder / row.folder)
-                    advice = f": go on with it by resume={shown_path(self.folder / row.folder)}"
-                log.warning("job %d was interrupted, and the sweeper did not ask for it again%s", row.number, advice)
         picture = self.picture or self.start_picture()
         try:
             with contextlib.suppress(OSError):  # it has ended
                 picture.pipe.send_bytes(b"draw")
             self.scheduler.close_cluster()
+            self.name_left()
             picture.process.join(DRAW_S)
         finally:  # also after Ctrl-C
             picture.end()
             self.locks.close()
+
+    def name_left(self) -> None:
+        """Name the interrupted jobs of an earlier run: a sweeper that draws jobs may not ask for one again."""
+        if not self.batches or self.interrupts.wanted:
+            return
+        for row in self.rows:
+            if row.state == JobState.interrupted and row.number in self.left:
+                folder = self.folder / row.folder
+                advice = f": go on with it by resume={shown_path(folder)}" if has_checkpoint(folder) else ""
+                log.warning("job %d was interrupted, and the sweeper did not ask for it again%s", row.number, advice)
 
     def start_picture(self) -> ForkedProcess:
         self.picture = ForkedProcess(lambda pipe: draw_at_end(pipe, self.objective, self.folder))

@@ -28,7 +28,8 @@ class Classification(Task):
         mix: (x, y) -> (x, y): mixes the samples of a micro-batch in training, as mixup does; None: no mixing.
         class_axis: axis of the prediction that holds the classes, if the criterion does not tell; see `classes`.
         names: of the classes; predictions name them.
-        guesses_axis: `class_axis` is the usual one, so that the shapes of batches may say otherwise.
+        guesses_axis: where the criterion does not tell its axis, and the shapes of batches say another one than
+            `class_axis`, take that.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Classification(Task):
         mix: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
         class_axis: int | None = -1,
         names: tuple[str, ...] = (),
-        guesses_axis: bool = False,
+        guesses_axis: bool = True,
     ) -> None:
         self.criterion, self.mix, self.names = criterion, mix, names
         self.validation_criterion = getattr(criterion, "for_validation", criterion)

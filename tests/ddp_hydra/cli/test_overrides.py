@@ -238,7 +238,7 @@ def test_what_is_given_with_the_folder_of_a_sweep_is_the_whole_sweep(sweep, caps
     assert "the sweep was typed with data=tiny, and these jobs are not: type it again" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("more", [[], ["hydra.launcher.retry_failed=true"]])
+@pytest.mark.parametrize("more", [[], ["hydra.launcher.retry_failed=true"], ["hydra.verbose=true"]])
 def test_a_sweep_that_has_kept_no_words_is_not_another_one(tmp_path, more):
     (tmp_path / "sweep.json").touch()
     words = ["-m", f"hydra.sweep.dir={tmp_path}", *more]
