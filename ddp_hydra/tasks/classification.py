@@ -89,7 +89,7 @@ class Classification(Task):
         with torch.no_grad():
             n = counting.n(prediction, y)
             sums: dict[str, Any] = {}
-            if self.has_classes(prediction) and (pair := self.classes(prediction, y)) is not None:
+            if self.has_classes(prediction) and (pair := self._classes_of(prediction, y)) is not None:
                 guess, truth = pair
                 correct = guess == truth
                 if truth is not y:  # shares, which all count
@@ -103,8 +103,7 @@ class Classification(Task):
                 sums = {"accuracy": (correct.sum(), counted)}
         return Step(loss, n, sums, prediction, y, counting.summed)
 
-    def classes(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the predicted and the true classes; None if the target holds no classes."""
+    def _classes_of(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
         return classes(output, target, self.axis_of(output, target))
 
     def axis_of(self, output: Tensor, target: Tensor | None) -> int | None:
@@ -180,7 +179,7 @@ class Classification(Task):
             return {"class": best, **self._named(best), "probability": probability}
         if head:
             return {"probability": output.sigmoid() if head == "logits" else output}
-        pair = None if target is None else self.classes(output, target)
+        pair = None if target is None else self._classes_of(output, target)
         return {**({"class": pair[0], **self._named(pair[0])} if pair else {}), "prediction": output}
 
     def _named(self, best: Tensor) -> dict[str, Any]:

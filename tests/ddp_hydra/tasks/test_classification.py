@@ -323,3 +323,12 @@ def test_an_axis_that_the_config_gives_is_not_guessed():
         right = float((scores.argmax(axis) == y).float().mean())
         own = Classification(unsaid, class_axis=axis, guesses_axis=False)
         assert measured(own, (scores, y))["accuracy"] == pytest.approx(right)
+
+
+def test_a_subclass_may_have_classes_of_its_own():
+    class Named(Classification):
+        def __init__(self):
+            super().__init__(unsaid)
+            self.classes = ["cat", "dog"]
+
+    assert "accuracy" in measured(Named(), (torch.randn(6, 4), torch.arange(6) % 3))
