@@ -222,7 +222,7 @@ def test_the_client_imports_no_torch():
         "    guilty = guilty or (name if 'torch' in sys.modules else None)\n"
         "print(json.dumps(guilty))"
     )
-    command = [sys.executable, "-c", script, *free, "hydra_plugins.ddp_hydra_launcher"]
+    command = [sys.executable, "-c", script, *free, "hydra_plugins.ddp_hydra_plugins"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) is None, f"{json.loads(done.stdout)} imports torch"
