@@ -267,6 +267,22 @@ def check_path(path: str) -> PurePosixPath:
     return pure
 
 
+def check_submitted(path: str, rank: int) -> PurePosixPath:
+    """Return the path of a file that a user's code submits, if it is in a folder of its own.
+
+    Raises:
+        RecordError: it is not allowed, lies in the run directory itself, or in a folder that belongs to the run.
+    """
+    pure = check_path(path)
+    # On some file systems, Checkpoints and checkpoints are the same name.
+    if len(pure.parts) < 2 or pure.parts[0].casefold() in RESERVED:
+        raise RecordError(
+            f"rank {rank} submitted {path!r}: give a folder of its own, 'samples/a.txt', and none of "
+            f"{', '.join(RESERVED)}"
+        )
+    return pure
+
+
 def _json_value(value: Any) -> Any:
     if hasattr(value, "item"):
         with contextlib.suppress(ValueError, RuntimeError):  # more than one element

@@ -23,7 +23,19 @@ from typing import IO, Any, Protocol, TypeVar, cast
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import AnyData, Checkpoint, File, Histogram, Image, Metrics, Notice, Record, Text, check_path
+from ddp_hydra.record import (
+    AnyData,
+    Checkpoint,
+    File,
+    Histogram,
+    Image,
+    Metrics,
+    Notice,
+    Record,
+    Text,
+    check_path,
+    check_submitted,
+)
 from ddp_hydra.storage import retry
 from ddp_hydra.storage.files import NotingFile
 from ddp_hydra.storage.manifest import FOLDER, step_name
@@ -108,7 +120,7 @@ def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: flo
 
 
 def reserve(check_names: Callable[[Iterable[str]], None]) -> None:
-    """Let `log` refuse names until the next `connect`.
+    """Let `log` refuse names, and `submit` the run's own files, until the next `connect`: this process trains a job.
 
     Args:
         check_names: raises for names of metrics that this process may not log.
@@ -299,8 +311,10 @@ def submit(path: str, data: bytes | str) -> None:
         data: its content; str is written as UTF-8.
 
     Raises:
-        RecordError: `path` is not a relative path inside the run directory.
+        RecordError: `path` is not a relative path inside the run directory, or in a job not in a folder of its own.
     """
+    if _process.check_names is not None:
+        check_submitted(path, _process.rank)
     if not isinstance(data, (str, bytes, bytearray, memoryview)):
         raise RecordError(f"submit({path!r}, …) takes bytes or str, got {type(data).__name__}")
     content = data.encode() if isinstance(data, str) else bytes(data)

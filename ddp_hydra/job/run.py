@@ -52,7 +52,7 @@ from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.record import Record, Start
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import AttemptEntry, Objective, Status, Summary
-from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.storage.manifest import find_checkpoint, has_checkpoint
 from ddp_hydra.writers.handler import ResultsHandler, Writer, default_writers
 from ddp_hydra.writers.run_dir import locked, next_attempt, read_summary
 
@@ -238,6 +238,8 @@ class Job:
         elif self.remote and self.remote.spec.max_restarts:  # its scheduler may be another one than the command's
             self.ranks_before = 0
         self.sent = set[int]()  # steps of checkpoints
+        first_save = "resume" in self.files and not has_checkpoint(self.run_dir)
+        self.saving: dict[str, Any] = {"kept": self.saved_config, "first_save": first_save}
         self.ended: list[AttemptEntry] = []
         self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)
 
@@ -265,7 +267,7 @@ class Job:
                 on_record=handler.handle,
                 notice=partial(self.interrupt_notice, trains=True),
                 files={name: str(path) for name, path in self.files.items()},
-                kept=self.saved_config,
+                **self.saving,
                 attempt=self.first_attempt,
                 settings=gang_settings(self.cfg),
             )[0]
@@ -316,7 +318,7 @@ class Job:
         """Return the call of an attempt's ranks: the same job, resumed from its last whole checkpoint."""
         from ddp_hydra.dispatch.call import Call
 
-        config, settings = copy.deepcopy(self.config), dict[str, Any](kept=self.saved_config)
+        config, settings = copy.deepcopy(self.config), dict(self.saving)
         if config["trainer"]["time_limit_s"] is not None:
             config["trainer"]["time_limit_s"] = max(0.0, config["trainer"]["time_limit_s"] - self.elapsed_s())
         self.first_world_size = self.first_world_size or world_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -55,13 +57,12 @@ class Evaluation:
         is_typed = metric.startswith("val/") and metric not in ("val/loss", "val/accuracy")
         if not self.metrics.metrics and not is_typed:
             return
-        few = replace(self, batch_size=min(self.batch_size, FEW))
+        few = replace(self, batch_size=min(self.batch_size, FEW), metrics=self.metrics.copied())
         with warnings.catch_warnings(action="ignore"), restored_buffers(model):
             found = few.run(model, stop=lambda: True, are_few=True)
-        are_known = type(self.task).metrics is Task.metrics and self.metrics.are_complete
+        are_known = type(self.task).metrics is Task.metrics and few.metrics.are_complete
         if metric.startswith("val/") and are_known and "val/loss" in found and metric not in found:
             raise objective.unknown(metric, found, saved=False)
-        self.metrics.matrices.clear()
 
     @torch.no_grad()
     def run(self, model: nn.Module, stop: Callable[[], Any], are_few: bool = False) -> dict[str, float]:
@@ -146,6 +147,15 @@ class EvalMetrics:
         self.are_complete = True
         self.draws = find_spec("matplotlib") is not None
         self.is_told = False
+
+    def copied(self) -> EvalMetrics:
+        # Some metrics remember over a `reset`, as torchmetrics' MinMaxMetric.
+        copied = copy.copy(self)
+        copied.metrics, copied.matrices = dict(self.metrics), {}
+        for name, metric in self.metrics.items():
+            with contextlib.suppress(Exception):  # a metric of one's own may hold what can't be copied
+                copied.metrics[name] = copy.deepcopy(metric)
+        return copied
 
     @torch.no_grad()
     def add(self, task: Task, step: Step) -> None:

@@ -45,6 +45,7 @@ def train(
     files: Mapping[str, str] | None = None,
     kept: Mapping[str, Any] | None = None,
     first_ranks: int | None = None,
+    first_save: bool = False,
 ) -> dict[str, Any]:
     """Train one job's model.
 
@@ -54,6 +55,7 @@ def train(
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
         kept: the part of the config that checkpoints keep, see `checkpoint_config.stored_config`; None: all.
         first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
+        first_save: the run directory has no checkpoint, so a resumed run that has no step left saves one.
 
     Returns:
         On each rank: steps, samples, train_s, the last metrics by name, the cost of the data; `interrupted`: the
@@ -79,7 +81,7 @@ def train(
             if world is not ALONE:  # jobs in one process have that in common
                 world.kept["run"] = run
             with run.parallel.explain_errors():
-                fit(run)
+                fit(run, first_save)
             world.kept.clear()
             summary = summarise(run)
         return summary | {"bad_samples": count_bad(bad_of_all_ranks(world, train_set, val_set))}
@@ -102,7 +104,7 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
     return found
 
 
-def fit(run: TrainingRun) -> None:
+def fit(run: TrainingRun, first_save: bool = False) -> None:
     # A run that should stop early is saved first.
     if results.is_first_attempt():  # a later one waits for space where a save lacks it
         run.checkpoints.check_space(setup.checkpoint_bytes(run))
@@ -159,8 +161,10 @@ def fit(run: TrainingRun) -> None:
                 break
         if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
             end_epoch(run)
+    if first_save and not run.checkpoints.number:
+        run.save_validated(may_be_best=False)
+    run.checkpoints.wait()  # what a callback does wrong at the end loses nothing
     run.call("end")
-    run.checkpoints.wait()
 
 
 def forward_backward(

@@ -26,7 +26,7 @@ from typing import Any
 
 from ddp_hydra.console.text import size_text
 from ddp_hydra.errors import ConfigError, DdpHydraError, RecordError
-from ddp_hydra.record import RESERVED, Checkpoint, File, Log, Metrics, Record, Start, check_path
+from ddp_hydra.record import Checkpoint, File, Log, Metrics, Record, Start, check_path, check_submitted
 from ddp_hydra.results import finite
 from ddp_hydra.storage.files import (
     AppendFile,
@@ -184,13 +184,7 @@ class FileWriter:
     def write(self, record: Record) -> None:
         if not isinstance(record.data, File) or record.checkpoint is not None:
             return
-        path = check_path(record.data.path)
-        # On some file systems, Checkpoints and checkpoints are the same name.
-        if len(path.parts) < 2 or path.parts[0].casefold() in RESERVED:
-            raise RecordError(
-                f"rank {record.rank} submitted {record.data.path!r}: give a folder of its own, 'samples/a.txt', and "
-                f"none of {', '.join(RESERVED)}"
-            )
+        path = check_submitted(record.data.path, record.rank)
         self._receiver.receive(record, prepared_path(self._run_dir, path))
         self._list(str(path))
 

@@ -44,6 +44,17 @@ def test_a_path_that_leads_out_hides_or_confuses_is_refused(path, sent):
     assert sent == []
 
 
+@pytest.mark.parametrize("path", ["swa.pt", "./swa.pt", "checkpoints/a.pt", "Logs/a", "tensorboard/x/y"])
+def test_a_file_of_a_users_own_needs_a_folder_of_its_own_in_a_job(path, sent):
+    results.submit(path, b"x")
+    assert len(sent) == 1, "it may be somebody else's who receives it"
+    sent.clear()
+    results.reserve(lambda names: None)
+    with pytest.raises(RecordError, match=r"submitted '.*': give a folder of its own, 'samples/a\.txt', and none of"):
+        results.submit(path, b"x")
+    assert sent == []
+
+
 def test_reserved_names_are_what_writers_compare_casefolded_names_with():
     assert [name.casefold() for name in RESERVED] == list(RESERVED)
 

@@ -45,6 +45,7 @@ def train(group, tmp_path):
         data=Numbers,
         into=None,
         whole=None,
+        first_save=False,
         **trainer: Any,
     ) -> Run:
         nonlocal runs
@@ -64,7 +65,7 @@ def train(group, tmp_path):
         stop_signal = StopSignal(cfg.trainer.time_limit_s)
         sets = data(9), data(val) if val else None
         run = TrainingRun(cfg, *sets, start, armed, stop_signal, saved=lambda: resumed(ALONE, resume))
-        fit(run)
+        fit(run, first_save)
         made.value = summarise(run)
         return made
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
-from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.errors import CheckpointError, ConfigError, RecordError
 from ddp_hydra.rank.world import World
 from ddp_hydra.training import callbacks
 from ddp_hydra.training.callbacks import Callback, Callbacks, Unfreeze, WallClock
@@ -54,6 +54,13 @@ class Diary(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.days = state["days"]
+
+
+class FailsAtTheEnd(Callback):
+    """Gives a file a path that is refused."""
+
+    def on_end(self, run: Any) -> None:
+        results.submit("swa.pt", b"x")
 
 
 class Meddler(Callback):
@@ -471,3 +478,11 @@ def test_a_model_logs_under_names_of_its_own(train):
     results.connect(DirectSender(run.records.append, run.folder))
     results.log({"val/loss": 2.0}, step=9)  # a function that is no job
     assert (9, 2.0) in run.metrics("val/loss")
+
+
+def test_a_callback_that_fails_at_the_end_loses_nothing(train):
+    runs: list[Run] = []
+    parts = {"callbacks": {"it": {"_target_": f"{HERE}.FailsAtTheEnd"}}}
+    with pytest.raises(RecordError, match=r"rank 0 submitted 'swa\.pt': give a folder of its own"):
+        train(epochs=1, parts=parts, into=runs)
+    assert runs[0].steps_saved == [STEPS]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from ddp_hydra.training.cadence import EarlyStopping
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, STEPS, same
 
 NAN = float("nan")
 
@@ -45,7 +45,19 @@ def test_a_run_whose_validation_gets_no_better_ends_early_and_stays_ended(train)
     run = train(**options)
     assert run.value["steps"] == 3 * STEPS  # the first is the best, and two more are no better
     assert run.steps_saved[-1] == 3 * STEPS
-    assert train(resume=run.last, **options).value["steps"] == 3 * STEPS
+    again = train(resume=run.last, **options)
+    assert again.value["steps"] == 3 * STEPS
+    assert again.steps_saved == []
+
+
+def test_a_run_that_is_over_when_it_is_resumed_elsewhere_leaves_a_checkpoint_there(train):
+    options = {"early_stopping_patience": 1, "early_stopping_min_delta": 5.0, "epochs": 9}
+    run = train(**options)
+    copy = train(resume=run.last, first_save=True, **options)
+    assert copy.steps_saved == run.steps_saved[-1:]
+    assert same(run.last, copy.last)
+    assert train(resume=copy.last, epochs=3).steps_saved[-1] == 3 * STEPS
+    assert train(first_save=True, epochs=1).steps_saved == [STEPS]
 
 
 def test_only_what_was_validated_counts(train):

@@ -329,3 +329,25 @@ def test_a_metric_may_be_several():
     scores = EvalMetrics({"m": metric}, classes=["cat", "dog"])
     assert scores.result() == {"val/m/map": 0.5, "val/m/of/cat": 1, "val/m/of/dog": 2, "val/m/n": 3}
     assert list(scores.matrices) == ["val/m/all"]
+
+
+class Remembers(Computes):
+    """Has a maximum that outlives `reset`, as torchmetrics' MinMaxMetric has."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.most = 0
+
+    def compute(self) -> int:
+        self.most += 1
+        return self.most
+
+
+def test_a_trial_leaves_the_metrics_as_they_were():
+    class Held(Remembers):
+        def __deepcopy__(self, memo):
+            raise TypeError("a lock can't be copied")
+
+    scores = EvalMetrics({"m": Remembers(), "held": Held()})
+    assert scores.copied().result() == {"val/m": 1, "val/held": 1}
+    assert scores.result() == {"val/m": 1, "val/held": 2}
