@@ -266,12 +266,14 @@ class PopulationSweeper(Sweeper):
                 except ValueError as error:
                     raise SweepFailed(f"generation {generation - 1}: {error}; see {folder}/sweep.md") from None
             returns.append(self.train(generation, members, fixed))
-        best = ranked(self.scores, maximize)[0]
+        shown, best = os.path.relpath(folder), ranked(self.scores, maximize)[0]
         if (value := self.scores[best]) is None:
-            log.warning("all members of the last generation have failed: see %s/sweep.md", os.path.relpath(folder))
-            return returns
+            raise SweepFailed(f"all members of the last generation have failed: see {shown}/sweep.md")
         checkpoint = Path(os.path.relpath(self.folders[best]), FOLDER, LAST)
         log.info("best: member %d with %s %.5g  ->  %s", best, self.objective.metric, value, checkpoint)
+        results = [result for batch in returns for result in batch]
+        if failed := [result for result in results if result.status == JobStatus.FAILED]:
+            raise SweepFailed(f"{len(failed)} of {len(results)} jobs have failed: see {shown}/sweep.md")
         return returns
 
     def read(self, arguments: Sequence[str]) -> tuple[list[str], dict[str, Dimension]]:

@@ -106,6 +106,7 @@ class Pruning:
         if self.most is None:
             return
         self._take_results(rows)
+        rows = [row for row in rows if row.state not in _FINAL or (self.folder / row.folder).is_dir()]  # else removed
         found = [row for row in losers(rows, self.objective, self.most) if row.number not in self.tried]
         found = [row for row in found if "its checkpoints were removed" not in row.message]
         if found and self.process is None:

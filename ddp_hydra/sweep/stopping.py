@@ -25,7 +25,7 @@ from ddp_hydra.job.run_dir import saved_step
 from ddp_hydra.sweep import planned_job
 from ddp_hydra.sweep.planned_job import PlannedJob
 from ddp_hydra.sweep.queue import JobQueue
-from ddp_hydra.sweep.rows import VALUE, JobRow, JobState, SweepObjective, data_of
+from ddp_hydra.sweep.rows import VALUE, JobRow, JobState, SweepObjective, data_of, score
 from ddp_hydra.sweep.scheduler import STOP_S, RunningJob
 from ddp_hydra.sweep.stop_rules import StopPolicy, Verdict
 from ddp_hydra.writers.run_dir import json_object, read_summary, write_summary
@@ -342,6 +342,8 @@ class JobStopper:
         row.metrics, row.value = dict(report.metrics), report.value
         job.result = job.value_return()
         if job.is_ours:
+            reported = [finite_number(one.value) for one in self.reports[row.number][: verdict.report]]
+            row.best = max(reported, key=lambda value: score(value, self.objective.maximize))
             with contextlib.suppress(ConfigError):  # the sweep's own table says it, too
                 if (summary := read_summary(job.folder)) is not None:
                     write_summary(job.folder, replace(summary, status="stopped", stopped=message))

@@ -227,7 +227,13 @@ def _words(group: Iterable[tuple[str, str]]) -> str:
 def _best(ordered: Sequence[JobRow], objective: SweepObjective) -> JobRow | None:
     if objective.maximize is None:
         return None
-    return next((row for row in ordered if row.state is not JobState.failed and row.objective is not None), None)
+    last = max((_generation(row) for row in ordered), default=0)  # of a population
+    latest = [row for row in ordered if _generation(row) == last]
+    return next((row for row in latest if row.state is not JobState.failed and row.objective is not None), None)
+
+
+def _generation(row: JobRow) -> int:
+    return int(row.labels.get("generation", 0))
 
 
 def _keys(overrides: Iterable[dict[str, str]]) -> list[str]:

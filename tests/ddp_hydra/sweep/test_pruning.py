@@ -125,9 +125,17 @@ def test_checkpoints_go_as_soon_as_a_job_is_a_loser(tmp_path):
     assert rows[1].message.count("removed") == 1
 
 
+def test_a_job_whose_folder_was_removed_is_not_among_the_best(tmp_path):
+    rows, folder = [row(0, 0.9), row(1, 0.2)], with_checkpoints(tmp_path / "1")
+    Pruning(tmp_path, "best:1", ACCURACY).finish(rows)
+    assert (folder / "last.pt").is_file()
+    assert [one.message for one in rows] == ["", ""]
+
+
 def test_a_sweep_that_was_killed_while_it_removed_goes_on_with_it(tmp_path):
     rows = [row(0, 0.1), row(1, 0.2)]
     folder = with_checkpoints(tmp_path / "0")
+    (tmp_path / "1").mkdir()
     (folder / "manifest.json").write_bytes(encode_manifest({}, removed="hydra.launcher.keep=best:1"))
     (folder / "best.pt").unlink()
     Pruning(tmp_path, "best:1", ACCURACY).finish(rows)
@@ -140,6 +148,8 @@ def test_a_run_that_somebody_writes_or_whose_manifest_is_odd_is_left_alone(tmp_p
     rows = [row(0, 0.1), row(1, 0.2), row(2, 0.3), row(3, 0.0)]
     folder, odd = with_checkpoints(tmp_path / "0"), with_checkpoints(tmp_path / "1")
     (odd / "manifest.json").write_text("[]")
+    for number in (2, 3):
+        (tmp_path / str(number)).mkdir()
     pruning = Pruning(tmp_path, "best:1", ACCURACY)
     with locked(tmp_path / "0"):
         pruning.finish(rows)

@@ -103,7 +103,7 @@ def test_a_job_is_interrupted_and_counts_up_to_the_report_that_it_was_stopped_at
         0.4,
     )
     assert row.message == "stopped at 2 of 4 epochs: its best value 0.8 is not better than 0.5"
-    assert bad.result.return_value == 0.8
+    assert bad.result.return_value == row.best == 0.8
     summary = read_summary(bad.folder)
     assert (summary.status, summary.stopped) == ("stopped", row.message)
     sweep.end(good, JobState.done)

@@ -230,6 +230,13 @@ def test_several_objectives_are_shown_and_no_direction_is_asked_for():
     assert "value[0]" in csv_text([row], objective)
 
 
+def test_of_a_population_the_best_is_of_the_last_generation():
+    rows = [done(n, 1 - n / 10) for n in range(4)]
+    for row in rows:
+        row.labels = {"generation": str(row.number // 2)}
+    assert re.findall(r"\*\*(.*?)\*\*", markdown_text(rows, ACCURACY)) == ["0.8"]
+
+
 def test_each_data_set_has_a_best_of_its_own():
     rows = [done(n, n / 10, f"data={'ab'[n % 2]}", f"lr={n}") for n in range(4)]
     text = markdown_text(rows, ACCURACY)

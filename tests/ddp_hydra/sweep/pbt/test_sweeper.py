@@ -86,7 +86,8 @@ def test_each_generation_is_a_batch_that_goes_on_from_the_one_before(made, tmp_p
 @pytest.mark.medium
 def test_a_member_that_fails_copies_another_one(made):
     sweeper = made(params={"optimizer.lr": "0.01,0.9"}, population=12, generations=2)
-    sweeper.sweep([])
+    with pytest.raises(SweepFailed, match=r"^\d+ of 24 jobs have failed: see pop/sweep\.md$"):
+        sweeper.sweep([])
     first, second = sweeper.launcher.batches
     failed = [place for place, words in enumerate(first) if "optimizer.lr=0.9" in words]
     assert failed
