@@ -43,7 +43,7 @@ from ddp_hydra.job.job_config import (
 from ddp_hydra.job.run_dir import (
     add_saved,
     keep_project,
-    metrics_at,
+    metrics_by_step,
     refuse_other_run,
     saved_step,
 )
@@ -173,7 +173,7 @@ def train(
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = summary.metrics
         if cfg.resume and not before and not result.metrics:  # nothing was left to train
-            before = metrics_at(cfg.resume, result.steps)
+            before = metrics_by_step(cfg.resume).get(result.steps, {})
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
         is_paused = result.interrupted == "pause"
@@ -238,7 +238,8 @@ class Job:
         elif self.remote and self.remote.spec.max_restarts:  # its scheduler may be another one than the command's
             self.ranks_before = 0
         self.sent = set[int]()  # steps of checkpoints
-        first_save = "resume" in self.files and not has_checkpoint(self.run_dir)
+        is_copy = "resume" in self.files and not has_checkpoint(self.run_dir)
+        first_save = metrics_by_step(str(self.cfg.resume)) if is_copy else None
         self.saving: dict[str, Any] = {"kept": self.saved_config, "first_save": first_save}
         self.ended: list[AttemptEntry] = []
         self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)

@@ -152,10 +152,10 @@ def add_saved(summary: Summary, run_dir: Path, is_stored: bool) -> None:
         summary.best = best_checkpoint(run_dir, summary.objective.metric)
 
 
-def metrics_at(resume: str, step: int) -> dict[str, float | None]:
+def metrics_by_step(resume: str) -> dict[int, dict[str, float | None]]:
     with contextlib.suppress(OSError, ValueError, DdpHydraError):
         entries = decode_manifest(RunRef.named(resume).read(f"{FOLDER}/{NAME}")).checkpoints
-        return _metrics_of(next((entry for entry in entries.values() if entry.step == step), None))
+        return {entry.step: _metrics_of(entry) for entry in entries.values() if entry.step is not None}
     return {}
 
 

@@ -45,7 +45,7 @@ def train(
     files: Mapping[str, str] | None = None,
     kept: Mapping[str, Any] | None = None,
     first_ranks: int | None = None,
-    first_save: bool = False,
+    first_save: Mapping[int, Mapping[str, float]] | None = None,
 ) -> dict[str, Any]:
     """Train one job's model.
 
@@ -55,7 +55,8 @@ def train(
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
         kept: the part of the config that checkpoints keep, see `checkpoint_config.stored_config`; None: all.
         first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
-        first_save: the run directory has no checkpoint, so a resumed run that has no step left saves one.
+        first_save: step -> metrics of the run that is resumed, for a run directory without a checkpoint: where no step
+            is left, one is saved. None: the run directory has one.
 
     Returns:
         On each rank: steps, samples, train_s, the last metrics by name, the cost of the data; `interrupted`: the
@@ -104,7 +105,7 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
     return found
 
 
-def fit(run: TrainingRun, first_save: bool = False) -> None:
+def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None = None) -> None:
     # A run that should stop early is saved first.
     if results.is_first_attempt():  # a later one waits for space where a save lacks it
         run.checkpoints.check_space(setup.checkpoint_bytes(run))
@@ -161,7 +162,8 @@ def fit(run: TrainingRun, first_save: bool = False) -> None:
                 break
         if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
             end_epoch(run)
-    if first_save and not run.checkpoints.number:
+    if first_save is not None and not run.checkpoints.number:
+        run.metrics = run.metrics or dict(first_save.get(run.position.step, {}))
         run.save_validated(may_be_best=False)
     run.checkpoints.wait()  # what a callback does wrong at the end loses nothing
     run.call("end")

@@ -89,10 +89,10 @@ def test_the_first_attempt_runs_the_job_as_it_was_composed(tmp_path):
     file = tmp_path / "elsewhere.pt"
     made = make(tmp_path, files={"resume": file})
     call = made.call(0, 4)
-    assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {"kept": None, "first_save": True})
-    assert make(tmp_path).call(0, 4).kwargs["first_save"] is False
+    assert (call.fn, call.files, call.kwargs) == (TRAIN, {"resume": file}, {"kept": None, "first_save": {}})
+    assert make(tmp_path).call(0, 4).kwargs["first_save"] is None
     checkpoint(tmp_path, 10)
-    assert make(tmp_path, files={"resume": file}).call(0, 4).kwargs["first_save"] is False
+    assert make(tmp_path, files={"resume": file}).call(0, 4).kwargs["first_save"] is None
     assert call.args == (made.config,)
     assert made.first_world_size == 4
 

@@ -247,5 +247,5 @@ def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
     (tmp_path / FOLDER).mkdir()
     (tmp_path / FOLDER / NAME).write_bytes(encode_manifest(entries))
     for given in (tmp_path, tmp_path / FOLDER / "step-000004.pt"):
-        assert run_dir.metrics_at(str(given), 4) == {"val/loss": 0.5}
-    assert run_dir.metrics_at(str(tmp_path), 5) == run_dir.metrics_at(str(tmp_path / "none"), 4) == {}
+        assert run_dir.metrics_by_step(str(given))[4] == {"val/loss": 0.5}
+    assert run_dir.metrics_by_step(str(tmp_path / "none")) == {}

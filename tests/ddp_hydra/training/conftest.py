@@ -45,7 +45,7 @@ def train(group, tmp_path):
         data=Numbers,
         into=None,
         whole=None,
-        first_save=False,
+        first_save=None,
         **trainer: Any,
     ) -> Run:
         nonlocal runs
