@@ -26,8 +26,22 @@ if sys.platform == "win32":
 def __getattr__(name: str) -> Any:
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, _, place = _PLACES[name].partition(":")
-    return getattr(importlib.import_module(f"{__name__}.{module}"), place)
+    module, _, place = f"{__name__}.{_PLACES[name]}".partition(":")
+    if module not in sys.modules:
+        _import(module)
+    return getattr(importlib.import_module(module), place)
+
+
+def _import(module: str) -> None:
+    from ddp_hydra.console.signals import held_back
+
+    try:
+        with held_back():
+            importlib.import_module(module)
+    except KeyboardInterrupt:
+        from ddp_hydra.errors import Interrupted
+
+        raise Interrupted("interrupted: nothing has begun") from None
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import json
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.console import text
-from ddp_hydra.console.signals import print_line
+from ddp_hydra.console.signals import held_back, print_line
 from ddp_hydra.dispatch import background
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.job_config import rank_log_config
@@ -35,6 +35,17 @@ from ddp_hydra.writers.run_dir import locked, read_summary
 if TYPE_CHECKING:
     import pandas as pd
     from torch import nn
+
+
+@contextmanager
+def interrupted(said: str = "interrupted") -> Iterator[None]:
+    """Raise `Interrupted` for each KeyboardInterrupt of the block; `said`: its text, if it has none."""
+    try:
+        yield
+    except Interrupted:
+        raise
+    except KeyboardInterrupt as error:
+        raise Interrupted(str(error) or said) from error
 
 
 class ComposedConfig:
@@ -54,6 +65,7 @@ class ComposedConfig:
         ConfigError: an argument is not an override, there is no such config, or a value has the wrong type.
     """
 
+    @held_back()
     def __init__(self, words: Sequence[str], config_name: str | None = None) -> None:
         if isinstance(words, str | Mapping) or not all(isinstance(word, str) for word in words):
             raise ConfigError(f"overrides are {words!r}, and must be a list of texts: ['model=resnet18', 'seed=1']")
@@ -144,8 +156,10 @@ def connect(overrides: Sequence[str] = ()) -> Connection:
     Raises:
         ConfigError: there is one already.
         ClusterError: it cannot be started, or too few workers came in time.
+        Interrupted: it was interrupted; nothing is left of it.
     """
-    return Connection(overrides)
+    with interrupted("interrupted: there is no cluster yet"):
+        return Connection(overrides)
 
 
 class Run:
@@ -192,6 +206,7 @@ class Run:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
+    @interrupted()
     def metrics(self) -> pd.DataFrame:
         """Return the metrics so far as a table, a row for each step that was logged, in their order.
 
@@ -203,7 +218,8 @@ class Run:
             ConfigError: pandas is not installed.
         """
         try:
-            import pandas as pd
+            with held_back():
+                import pandas as pd
         except ModuleNotFoundError:
             raise ConfigError("a table needs pandas: pip install 'ddp-hydra[notebook]', or use records()") from None
         rows: dict[Any, dict[str, Any]] = {}
@@ -218,6 +234,7 @@ class Run:
         order = [name for name in ("step", "rank") if name in table]
         return table.sort_values(order, kind="stable").set_index("step") if "step" in table else table
 
+    @interrupted()
     def plot(self, *names: str, **options: Any) -> Any:
         """Draw curves of metrics over the steps, and return the axes of matplotlib.
 
@@ -245,6 +262,7 @@ class Run:
             axes = logged[name].plot(ax=axes, label=name, legend=True, **options)
         return axes
 
+    @interrupted()
     def load_model(self, which: str = "best", overrides: Sequence[str] = ()) -> nn.Module:
         """Return the trained model, in evaluation mode.
 
@@ -255,10 +273,12 @@ class Run:
         Raises:
             CheckpointError: nothing was saved.
         """
-        from ddp_hydra.training import load_run
+        with held_back():
+            from ddp_hydra.training import load_run
 
         return load_run.load(self.dir, which, _checked_changes(overrides)).model
 
+    @interrupted()
     def evaluate(self, *changes: str, which: str = "best", split: str = "val") -> dict[str, float]:
         """Validate the trained model again, or on other data, and return its metrics.
 
@@ -272,6 +292,7 @@ class Run:
         """
         return dict(inference.evaluate(str(self.dir), which, split, _checked_changes(changes))["metrics"])
 
+    @interrupted()
     def predict(
         self,
         out: str | Path,
@@ -330,13 +351,8 @@ class StartedRun(Run):
 
     def perform(self) -> None:
         """Run the job in this thread."""
-        try:
+        with interrupted(f"interrupted: {self.dir} has no checkpoint yet"):
             run_job(self._job.cfg, self.dir, self._job.overrides, stop=self._stop, log_config=self._job.log_config)
-        except KeyboardInterrupt as error:
-            if isinstance(error, Interrupted):
-                raise
-            said = str(error) or f"interrupted: {self.dir} has no checkpoint yet"
-            raise Interrupted(said) from error
 
     def _work(self) -> None:
         try:
@@ -419,14 +435,15 @@ def run(overrides: Sequence[str] = (), *, wait: bool = True, config_name: str | 
         DdpHydraError: the job failed.
         Interrupted: it was interrupted, and has saved a checkpoint.
     """
-    job = ComposedConfig(overrides, config_name)
-    if not wait and (cluster.is_inline(job.cfg.cluster) or job.cfg.results.handler is Handler.cluster):
-        what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
-        raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
-    if not job.cfg.dry_run:
-        with locked(job.run_dir):
-            refuse_other_run(job.run_dir, job.cfg.resume)
-            job.save()
+    with interrupted("interrupted: nothing has begun"):
+        job = ComposedConfig(overrides, config_name)
+        if not wait and (cluster.is_inline(job.cfg.cluster) or job.cfg.results.handler is Handler.cluster):
+            what = "cluster=inline" if cluster.is_inline(job.cfg.cluster) else "results.handler=cluster"
+            raise ConfigError(f"wait=False with {what}: this runs in the calling thread; leave out wait=False")
+        if not job.cfg.dry_run:
+            with locked(job.run_dir):
+                refuse_other_run(job.run_dir, job.cfg.resume)
+                job.save()
     started = StartedRun(job)
     if wait:
         started.perform()

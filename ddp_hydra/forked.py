@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from ddp_hydra.console.signals import held_back
+
 END_S = 60
 """How long the threads and exit handlers of user code may take, in seconds."""
 
@@ -124,6 +126,7 @@ def resume_garbage(searches: bool = False) -> None:
     """
     if not gc.isenabled():
         if searches:
-            gc.collect()
+            with held_back():
+                gc.collect()
         gc.freeze()
         gc.enable()

@@ -43,6 +43,7 @@ from ddp_hydra.config.hydra_compat import (
 )
 from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.console import text
+from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError
 from ddp_hydra.rank import torchrun
 from ddp_hydra.storage.manifest import find_checkpoint
@@ -90,6 +91,7 @@ _composing = threading.Lock()
 """Hydra composes one config of a process at a time."""
 
 
+@held_back()
 def compose(words: Sequence[str]) -> DictConfig:
     """Return a config with Hydra's own part, composed in this process as Hydra does it for the command.
 

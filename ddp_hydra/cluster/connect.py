@@ -22,6 +22,7 @@ from ddp_hydra.cluster.kinds import Inline, Manager
 from ddp_hydra.cluster.kinds.local import Local, LocalCuda, Remote, Ssh
 from ddp_hydra.cluster.kinds.services import Gateway, Kubernetes, Ray, Saturn, Slurm
 from ddp_hydra.cluster.kinds.torchrun import Torchrun
+from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import ClusterError, DdpHydraError
 
 log = logging.getLogger(__name__)
@@ -118,7 +119,8 @@ def start(
     manager.check()
     if is_local(cfg):
         # The import of torch takes longer than the start of the workers, so it begins first and runs during that.
-        from ddp_hydra.rank import fork_client
+        with held_back():
+            from ddp_hydra.rank import fork_client
 
         fork_client.hold()
         stack.callback(fork_client.release)

@@ -118,7 +118,8 @@ class Scheduler:
         with dask.config.set(QUIET):
             until = time.monotonic() + RETRY_S
             while True:
-                gc.collect()  # a client of before closes itself here: while another one starts, it would wait for it
+                with held_back():
+                    gc.collect()  # a client of before closes itself here: while another starts, it would wait for it
                 try:
                     return Client(self.address, security=self.security, timeout=self.timeout_s)
                 except Exception as error:  # OSError, RuntimeError, TypeError, AssertionError: whatever Dask raises

@@ -104,15 +104,29 @@ def handled(handler: Callable[[int, Any], Any]) -> Iterator[None]:
 def held_back(signals: Collection[signal.Signals] = OF_TERMINALS) -> Iterator[None]:
     """Deliver signals after the block, where an exception would do harm.
 
-    In an import it would be lost, or shown with a traceback. Right after a fork it would run this process's code in
-    both processes; the new process has to unblock the signals itself. Threads that are started inside the block never
-    get them.
+    In an import or a search for garbage it would be lost, or shown with a traceback. Right after a fork it would run
+    this process's code in both processes; the new process has to unblock the signals itself. Threads that are started
+    inside the block never get them. Other threads do, and Python then calls the handler in the main thread: there, it
+    only notes the signal.
     """
+    noted: list[int] = []
+    note = own_handler(lambda number, frame: noted.append(number))
+    handlers: dict[int, Any] = {}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
+        if threading.current_thread() is threading.main_thread():
+            for number in signals:
+                if callable(handler := signal.getsignal(number)):
+                    handlers[number] = handler
+                    signal.signal(number, note)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in reversed(handlers):  # the first one, SIGINT, may raise from then on
+            if signal.getsignal(number) is note:  # else the block has set another one
+                signal.signal(number, handlers[number])
+    for one in dict.fromkeys(noted):
+        signal.raise_signal(one)
 
 
 class SignalExit:

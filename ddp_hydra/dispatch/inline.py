@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import shutil
 import sys
 import tempfile
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra import heartbeat, results
-from ddp_hydra.console.signals import Interrupts
+from ddp_hydra.console.signals import Interrupts, held_back
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.spec import GangSettings
 from ddp_hydra.record import File, Notice, Record
@@ -63,13 +64,16 @@ def run(
         attempt: number of this start, in its records.
         kwargs: passed to the function.
     """
-    from unittest import mock
+    with held_back():
+        from unittest import mock
 
-    import cloudpickle
+        import cloudpickle
 
-    from ddp_hydra.rank import environment, process
-    from ddp_hydra.rank.world import joined, leave_process_group, meet
+        from ddp_hydra.rank import environment, process
+        from ddp_hydra.rank.world import joined, leave_process_group, meet
 
+        if isinstance(fn, str):
+            pkgutil.resolve_name(fn)
     settings = settings or GangSettings()
     restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
     with _one_at_a_time, tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:

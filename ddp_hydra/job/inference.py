@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import checkpoint_config, project, targets, validate
+from ddp_hydra.console.signals import held_back
 from ddp_hydra.dispatch import inline
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.job_config import check_faults, gang_settings
@@ -73,12 +74,14 @@ class InferenceJob:
         return inline.run(fn, arguments(), on_record=on_record, files=files, settings=gang_settings(self.cfg))
 
     def run_on_dask(self, fn: str, arguments: Any, receive: Any, packed: project.Project) -> list[Any]:
-        from ddp_hydra.cluster import preflight
+        with held_back():
+            from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
         with connect.connect(self.cfg.cluster) as client:
-            from ddp_hydra.dispatch.call import Call
-            from ddp_hydra.dispatch.gang import Gang
+            with held_back():
+                from ddp_hydra.dispatch.call import Call
+                from ddp_hydra.dispatch.gang import Gang
 
             gang = Gang(client, project=packed, settings=gang_settings(self.cfg, name="inference", pip=pip))
 

@@ -147,8 +147,8 @@ def train(
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         stack.callback(add_saved, summary, run_dir, is_stored=remote is not None)
-        check(cfg)
         with held_back():
+            check(cfg)
             from ddp_hydra.writers import tensorboard  # imports TensorBoard: not before the config is known to be right
 
         stack.enter_context(tensorboard.session(run_dir, overrides))
@@ -274,11 +274,13 @@ class Job:
             )[0]
 
     def run_on_dask(self, packed: Project, stop: threading.Event | None = None) -> dict[str, Any]:
-        from ddp_hydra.cluster import preflight
+        with held_back():
+            from ddp_hydra.cluster import preflight
 
         pip = preflight.check_requirements(self.cfg.cluster.get("pip") or ())
         with connect.connect(self.cluster_config, self.run_dir / "logs") as client:
-            from ddp_hydra.dispatch.gang import Gang
+            with held_back():
+                from ddp_hydra.dispatch.gang import Gang
 
             cwd = self.remote.spec.cwd if self.remote else ""
             settings = gang_settings(self.cfg, name="job", pip=pip, cwd=cwd, log_config=self.log_config)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from omegaconf import OmegaConf
 import ddp_hydra
 from ddp_hydra.api import ComposedConfig, Run
 from ddp_hydra.cli import commands
+from ddp_hydra.cli.compose import compose
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.errors import ClusterError, ConfigError, Interrupted
 from ddp_hydra.run_state import Objective, Summary
@@ -178,6 +180,37 @@ def test_a_run_that_is_stopped_at_any_time_raises_interrupted(project, monkeypat
     for run in (lambda: ddp_hydra.run(["hydra.run.dir=a"]), ddp_hydra.run(["hydra.run.dir=b"], wait=False).wait):
         with pytest.raises(Interrupted, match=str(raised) or "interrupted: . has no checkpoint yet"):
             run()
+
+
+@pytest.mark.parametrize("call", [lambda: ddp_hydra.run(["hydra.run.dir=there"]), ddp_hydra.connect])
+def test_an_interrupt_while_the_config_is_composed_comes_afterwards(project, monkeypatch, call):
+    composed = []
+
+    def interrupted(words):
+        signal.raise_signal(signal.SIGINT)
+        composed.append(compose(words))
+        return composed[0]
+
+    monkeypatch.setattr("ddp_hydra.api.compose", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(Interrupted, match=r"interrupted: (nothing has begun|there is no cluster yet)"):
+        call()
+    assert composed
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not (project / "there").exists()
+
+
+def test_an_interrupt_while_the_package_imports_comes_afterwards(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nis_whole = True")
+    monkeypatch.setattr(ddp_hydra, "__path__", [*ddp_hydra.__path__, str(tmp_path)])
+    monkeypatch.setitem(ddp_hydra._PLACES, "is_slow", "slow:is_whole")
+    try:
+        with pytest.raises(Interrupted, match="interrupted: nothing has begun"):
+            _ = ddp_hydra.is_slow
+        assert ddp_hydra.is_slow
+    finally:
+        del sys.modules["ddp_hydra.slow"]
+        del ddp_hydra.slow
 
 
 def test_threads_may_start_runs_side_by_side(project, monkeypatch):

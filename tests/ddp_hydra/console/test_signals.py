@@ -82,6 +82,42 @@ def test_a_signal_that_is_held_back_comes_later():
     assert reached == ["the end of the block"]
 
 
+def strike_another_thread(number=signal.SIGINT):
+    thread = threading.Thread(target=signal.raise_signal, args=(number,))
+    before = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # as in threads that were there before
+    thread.start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    thread.join()
+
+
+def test_a_signal_that_another_thread_gets_is_held_back_too():
+    reached, heard = [], []
+
+    def run():
+        with held_back():
+            strike_another_thread()
+            reached.append("the end of the block")
+        reached.append("what follows")
+
+    before = handlers()
+    with handled(signal.default_int_handler), pytest.raises(KeyboardInterrupt):
+        run()
+    assert (reached, handlers()) == (["the end of the block"], before)
+    with handled(lambda number, frame: heard.append(number)):  # a handler of the user's
+        run()
+    assert (heard, reached[1:]) == ([signal.SIGINT], ["the end of the block", "what follows"])
+
+
+def test_a_handler_that_is_set_while_signals_are_held_back_stays():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with held_back():
+            signal.signal(signal.SIGINT, strike)
+        assert signal.getsignal(signal.SIGINT) is strike
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.integration
 @pytest.mark.parametrize("number", SIGNALS)
 def test_before_there_is_anything_to_tidy_up_a_signal_ends_the_program_in_a_line(number):
