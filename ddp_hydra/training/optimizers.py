@@ -154,7 +154,8 @@ def optimizer(
     else:
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
         sparse = bool(sparse_weights(model))
-        built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse))
+        key = "optimizer" if "_target_" in cfg.optimizer else f"optimizer.{update}"
+        built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse, key))
     if global_batch:
         for group in built.param_groups:
             group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
@@ -193,16 +194,21 @@ def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[n
         group["params"] = [one for one in group["params"] if one.requires_grad]
 
 
-def fused(node: DictConfig, given: Sequence[nn.Parameter], sparse: bool = False) -> dict[str, bool]:
+def fused(
+    node: DictConfig, given: Sequence[nn.Parameter], sparse: bool = False, key: str = "optimizer"
+) -> dict[str, bool]:
     # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
     # takes are left to it, and so is what the config says itself.
     if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
         raise ConfigError(
-            f"optimizer.fused=true takes parameters of floating-point types, and the model has some of "
-            f"{others.pop()}: give optimizer.fused=false"
+            f"{key}.fused=true takes parameters of floating-point types, and the model has some of "
+            f"{others.pop()}: give {key}.fused=false"
         )
     if weights.are_sharded(given) and node.get("fused") is True and node["_target_"] not in FUSED_SHARDS:
         return {"fused": False}
+    chosen = [name for name in sorted(FUSED_OR_NOT) if node.get(name) is True]
+    if "fused" in chosen and len(chosen) > 1 and node["_target_"].startswith("torch.optim."):
+        raise ConfigError(f"{key}.{chosen[0]}=true: torch takes no fused=true with it: give {key}.fused=false, too")
     can_be = all(one.is_cuda and one.is_floating_point() for one in given) and node["_target_"] in FUSED and not sparse
     return {"fused": True} if can_be and not FUSED_OR_NOT & set(node) else {}
 

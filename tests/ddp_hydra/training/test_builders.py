@@ -191,6 +191,21 @@ def test_a_fused_optimizer_and_complex_parameters_are_refused_with_what_to_type(
     assert optimizers.optimizer(cfg, model).defaults["fused"] is False
 
 
+@pytest.mark.parametrize("other", ["foreach", "differentiable"])
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "AdamW"])
+def test_a_fused_optimizer_that_is_to_compute_otherwise_is_refused_with_what_to_type(name, other):
+    cfg = config()
+    cfg.optimizer = {"_target_": f"torch.optim.{name}", "lr": 0.1, "fused": True, other: True}
+    said = f"{other}=true: torch takes no fused=true with it: give optimizer.fused=false, too"
+    with pytest.raises(ConfigError, match=rf"^optimizer\.{said}"):
+        optimizers.optimizer(cfg, torch.nn.Linear(2, 2))
+    cfg.optimizer.fused = False
+    assert optimizers.optimizer(cfg, torch.nn.Linear(2, 2)).defaults[other] is True
+    cfg.optimizer = {"a": {**cfg.optimizer, "fused": True}}
+    with pytest.raises(ConfigError, match=r"^optimizer\.a\.\w+=true: .* give optimizer\.a\.fused=false"):
+        optimizers.optimizer(cfg, torch.nn.Linear(2, 2), update="a")
+
+
 class Scaled(nn.Module):
     def __init__(self, scale):
         super().__init__()
