@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from ddp_hydra import results
@@ -75,9 +76,10 @@ def export(
         part = Path(folder) / out.name
         with torch.no_grad(), quiet():
             check_call(model, example)
+            example.is_fixed = not takes_sizes(model, example)
             with disk_errors():
                 again, dynamic = writers[form](trained, model, example, part)
-            sizes = SIZES if "batch" in dynamic else SIZES[:1]
+            sizes = SIZES if "batch" in dynamic and not example.is_fixed else SIZES[:1]
             lengths = example.length - ("length" in dynamic), example.length
             found = max(
                 compared(model, again, example.of_size(*both), tolerance) for both in zip(sizes, lengths, strict=False)
@@ -134,6 +136,18 @@ def check_call(model: nn.Module, example: Example) -> None:
         raise ConfigError(
             f"{type(model).__name__} can't be called with {taken}: {type(error).__name__}: {error!s:.300}"
         ) from error
+
+
+def takes_sizes(model: nn.Module, example: Example) -> bool:
+    # In a list of samples, as detection has it, and in a PackedSequence the first axis of a tensor is not the batch.
+    if all(isinstance(part, Tensor) for part in (*example.args, *example.kwargs.values())):
+        return True
+    try:
+        for other in (example.of_size(size, example.length) for size in SIZES):
+            model(*other.args, **other.kwargs)
+    except Exception:
+        return False
+    return True
 
 
 def compared(model: nn.Module, again: Callable[..., Any], example: Example, tolerance: float) -> float:
@@ -203,8 +217,14 @@ def torch_export(trained: TrainedModel, model: nn.Module, example: Example, path
 def exported(model: nn.Module, example: Example) -> tuple[Any, tuple[str, ...]]:
     # Return the program, and which of `FREE` it takes in any size. `DYNAMIC`, of newer versions of torch, may have
     # bounds, such as the length of a table of positions.
+    if any(isinstance(part, PackedSequence) for part in (*example.args, *example.kwargs.values())):
+        raise ConfigError(
+            f"torch.export takes no PackedSequence, with which {type(model).__name__} is called: give format=torch or "
+            "format=safetensors"
+        )
     length_of_any = getattr(torch.export.Dim, "DYNAMIC", None) or torch.export.Dim("length")
-    for length in (length_of_any, None) if example.length else (None,):
+    lengths = (length_of_any, None) if example.length else (None,)
+    for length in () if example.is_fixed else lengths:
         shapes = example.dynamic(length)
         try:
             by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
@@ -287,10 +307,12 @@ class Example:
     Args:
         args: by position.
         kwargs: by name.
+        is_fixed: whether they can't be brought to another size of the batch.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    is_fixed: bool = False
 
     def of_size(self, size: int, length: int) -> Example:
         def resize(tensor: Tensor) -> Tensor:
@@ -301,7 +323,7 @@ class Example:
         return Example(mapped(resize, self.args), mapped(resize, self.kwargs))
 
     def is_batched(self, tensor: Tensor) -> bool:
-        return bool(tensor.ndim) and len(tensor) == self.size
+        return not self.is_fixed and bool(tensor.ndim) and len(tensor) == self.size
 
     @property
     def size(self) -> int:
@@ -329,7 +351,8 @@ class Example:
 
     def described(self) -> Mapping[str, str]:
         named = {**{f"input {number}": part for number, part in enumerate(self.args)}, **self.kwargs}
-        return {name: described(part) for name, part in named.items() if isinstance(part, Tensor)}
+        lists = {name: list(part) for name, part in named.items() if type(part) in (list, tuple)}
+        return {name: described(part) for name, part in {**named, **lists}.items() if isinstance(part, (Tensor, list))}
 
 
 def example_of(trained: TrainedModel, split: str, input_shape: Sequence[int] | None) -> Example:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import ddp_hydra
 from ddp_hydra import results
@@ -148,3 +150,55 @@ def test_texts_have_any_length_where_the_model_takes_it(fixed, free):
         assert export.compared(model, program.module(), shorter, 1e-4) < 1e-4
     assert export.output_names(model(**example.kwargs)) == ["logits", "states_0", "states_1"]
     assert [export.output_names(part) for part in (mask, (mask, mask))] == [["output"], ["output_0", "output_1"]]
+
+
+class OfImages(nn.Module):
+    """Takes a list of images, each of its own size, as torchvision's detection models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+
+    def forward(self, images):
+        return torch.stack([self.convolution(image[None]).mean((0, 2, 3)) for image in images])
+
+
+class OfPacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(3, 4)
+
+    def forward(self, packed):
+        return self.rnn(packed)[1][0]
+
+
+def trained_as(model: nn.Module, monkeypatch) -> TrainedModel:
+    monkeypatch.setattr(export.builders, "model", lambda cfg, data: type(model)())
+    return replace(trained(), model=model.eval())
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("kind", [list, tuple])
+@pytest.mark.parametrize("channels_first", [(3, 9, 9), (3, 8, 7)])
+@pytest.mark.parametrize("form", ["torch", "safetensors", "torch_export"])
+def test_a_list_of_samples_is_exported_in_its_size(form, kind, channels_first, tmp_path, monkeypatch):
+    if form == "safetensors":
+        pytest.importorskip("safetensors")
+    images = kind([torch.randn(channels_first), torch.randn(3, 9, 9)])
+    model, example = OfImages(), Example((images,), {})
+    found = export.export(trained_as(model, monkeypatch), example, form, tmp_path / "m", 1e-4)
+    assert found["sizes"] == (2,)
+    assert ("batch" in found["dynamic"]) == (form != "torch_export"), "a file of weights takes any size"
+    assert example.described() == {"input 0": f"[{channels_first} float32, (3, 9, 9) float32]"}
+    if form == "torch_export":
+        again = torch.export.load(tmp_path / "m").module()
+        assert torch.allclose(again(images), model(images), atol=1e-5)
+
+
+@pytest.mark.medium
+def test_a_packed_sequence_is_refused_where_torch_export_takes_none(tmp_path, monkeypatch):
+    packed = pack_sequence([torch.randn(4, 3), torch.randn(2, 3)])
+    run, example = trained_as(OfPacked(), monkeypatch), Example((packed,), {})
+    with pytest.raises(ConfigError, match=r"takes no PackedSequence, with which OfPacked is called: give format=torch"):
+        export.export(run, example, "torch_export", tmp_path / "m", 1e-4)
+    assert export.export(run, example, "torch", tmp_path / "m", 1e-4)["sizes"] == (2,)
