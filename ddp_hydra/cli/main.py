@@ -9,7 +9,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.summary import explain
 from ddp_hydra.rank import fork_client
 from ddp_hydra.rank.torchrun import note_failure
+from ddp_hydra.storage.files import cannot_write
 from ddp_hydra.sweep import launcher
 from ddp_hydra.writers.run_dir import is_full
 
@@ -48,6 +49,8 @@ COMMANDS = {
 }
 """First words that name a command instead of a job, and the function of this package that runs it."""
 
+_ONLY_PRINT = ("help", "hydra_help", "cfg", "info", "shell_completion")
+"""Options of Hydra with which no job runs."""
 _MAKERS = ("run_job", "save_config", "setup", "sweep", "save")
 """Functions that make and first write a run directory: of Hydra, the launcher, the sweepers, and OmegaConf."""
 
@@ -60,7 +63,8 @@ def main(cfg: DictConfig) -> float | None:
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
     try:
-        return run_in(run_dir, cfg, hydra_cfg)
+        with whole_output() if cfg.dry_run else nullcontext():
+            return run_in(run_dir, cfg, hydra_cfg)
     finally:
         if hydra_cfg.mode == RunMode.RUN:
             remove_unused(run_dir, hydra_cfg.output_subdir)
@@ -104,7 +108,24 @@ def run_command() -> None:
     module, _, function = COMMANDS[sys.argv[1]].partition(".")
     command = getattr(importlib.import_module(f"ddp_hydra.cli.{module}"), function)
     forked.resume_garbage()
-    command(sys.argv[2:])
+    with nullcontext() if sys.argv[1] == "attach" else whole_output():  # it shows a training, and ends as that does
+        command(sys.argv[2:])
+
+
+@contextmanager
+def whole_output() -> Iterator[None]:
+    """Refuse a regular end of the block if standard output, for which it was typed, is not whole."""
+    end = None
+    try:
+        yield
+    except SystemExit as error:
+        if error.code:
+            raise
+        end = error
+    if (reason := signals.unwritten()) is not None:
+        raise cannot_write("standard output", reason)
+    if end is not None:
+        raise end
 
 
 def compose_and_run() -> None:
@@ -123,6 +144,7 @@ def compose_and_run() -> None:
             compose.checked_as_composed(),
             compose.saved_without_secrets(),
             errors_raised(),
+            whole_output() if any(getattr(given, option) for option in _ONLY_PRINT) else nullcontext(),
         ):
             hydra.main(config_path=str(folder), config_name="config", **MAIN)(main)()
     finally:

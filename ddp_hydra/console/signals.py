@@ -6,6 +6,7 @@ Ctrl-C, SIGTERM and a closed terminal: the first signal asks for a regular end, 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -187,17 +188,33 @@ def open_standard_files() -> None:
 
 
 class LastingFile(io.FileIO):
-    """Writes to a file descriptor, and drops what cannot be written."""
+    """Writes to a file descriptor, and drops what cannot be written.
+
+    Attributes:
+        failed: the first error, but for that of a reader who has gone.
+    """
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
+        self.failed: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write as much as one call can; what nobody reads any more counts as written."""
         try:
             return super().write(data) or 0
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                self.failed = self.failed or error
             return memoryview(data).nbytes
+
+
+def unwritten() -> OSError | None:
+    """Return why standard output has lost something since `lasting` began; None if only its reader has gone."""
+    if sys.stdout is not None:
+        sys.stdout.flush()
+    buffer = getattr(sys.stdout, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)
+    return raw.failed if isinstance(raw, LastingFile) else None
 
 
 def printed(text: str) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -206,3 +207,28 @@ def test_windows_is_told_in_a_sentence(word, what, said):
     assert last.startswith(said)
     assert "cluster=remote cluster.address=tcp://" in last
     assert ("Traceback" in ended.stderr) is (word == "-c")
+
+
+def test_a_command_whose_output_is_not_whole_fails_and_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", "runs", "--help"])
+    assert main.report(main.run_command) == 0
+    monkeypatch.setattr(main.signals, "unwritten", lambda: OSError(errno.ENOSPC, "No space left on device"))
+    said = "ddp_hydra: cannot write standard output: No space left on device; free some space there"
+    for words in (["runs", "--help"], ["evaluate", "--help"]):  # the second one ends by sys.exit(0)
+        monkeypatch.setattr(sys, "argv", ["ddp-hydra", *words])
+        assert main.report(main.run_command) == 1
+        assert capsys.readouterr().err.startswith(said)
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", "runs", "nothing"])
+    assert main.report(main.run_command) == 1
+    assert "there is no such command" in capsys.readouterr().err, "a mistake goes before it"
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("words", [["--help"], ["--cfg", "job"]])
+def test_a_config_that_is_shown_is_a_result_too(words, monkeypatch, capsys):
+    monkeypatch.setattr(main.signals, "unwritten", lambda: OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(main.signals, "leave_at_once", lambda *_: None)
+    monkeypatch.setattr(main.project, "make_importable", lambda layers: None)
+    monkeypatch.setattr(sys, "argv", ["ddp-hydra", *words])
+    assert main.report(main.compose_and_run) == 1
+    assert "cannot write standard output" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -256,3 +257,18 @@ def test_what_a_test_has_put_in_the_place_of_stdout_stays_there(capsys):
     with lasting():
         print("here")
     assert capsys.readouterr().out == "here\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize("unbuffered", [False, True])
+def test_a_full_disk_is_noted_and_a_reader_who_has_gone_is_not(unbuffered):
+    program = (
+        "import sys; from ddp_hydra.console.signals import lasting, unwritten\n"
+        "with lasting(): print('x'); print(unwritten(), file=sys.stderr)"
+    )
+    words = [sys.executable, *["-u"] * unbuffered, "-c", program]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with Path("/dev/full").open("w") as full, os.fdopen(writer, "w") as pipe:
+        said = [subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=True).stderr for out in (full, pipe)]
+    assert said == [b"[Errno 28] No space left on device\n", b"None\n"]
