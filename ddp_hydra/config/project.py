@@ -82,6 +82,8 @@ def find() -> Path:
 
 
 def is_project(folder: Path) -> bool:
+    if (conf := folder / "conf").is_dir():
+        os.listdir(conf)  # noqa: PTH208, pathlib and Hydra take one that may not be read for an empty one
     return any(next((folder / name).glob("*.py"), None) for name in PACKAGES) or bool(
         next((folder / "conf").glob("**/*.yaml"), None)
     )
@@ -101,6 +103,16 @@ def typed_in() -> Path:
 
 
 def pack(*roots: Path) -> Project:
+    try:
+        return _pack_layers(*roots)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror}: the files of {roots[0]} travel with each job: let its user read it, "
+            "or move it out of there"
+        ) from None
+
+
+def _pack_layers(*roots: Path) -> Project:
     files: dict[str, Path] = {}
     for root in reversed(roots):
         files |= {path.relative_to(root).as_posix(): path for path in _files(root)}

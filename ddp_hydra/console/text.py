@@ -141,7 +141,7 @@ def meant_path(path: str | Path) -> str:
     there = next((folder for folder in given.parents if folder.is_dir()), Path())
     first, *rest = given.relative_to(there).parts or ("",)
     try:
-        names = [entry.name for entry in there.iterdir()]
+        names = [entry.name for entry in there.iterdir() if entry.name != first]  # that is a link to nothing
     except OSError:
         return ""
     found = difflib.get_close_matches(first, names, 1, 0.7)
@@ -153,6 +153,7 @@ _PACKED = re.compile(r".*[/\\]project-[0-9a-f]{16}[/\\](.*)")
 _STARTER = re.compile(r".*[/\\](ddp_hydra[/\\]starter[/\\].*)")
 """Matches a file of the starter that is installed with the package."""
 _LIBRARY = re.compile(r"<|.*[/\\](site|dist)-packages[/\\]")
+_OF_HYDRA = re.compile(r".*[/\\](site|dist)-packages[/\\](hydra|omegaconf)[/\\]")
 _LIBRARY_FOLDERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[1]) + os.sep)
 _DETERMINISTIC = (
     ArithmeticError, AssertionError, AttributeError, FileNotFoundError, ImportError, IndexError, IsADirectoryError,
@@ -202,6 +203,14 @@ def user_location(error: BaseException) -> str:
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
     frames = reversed(traceback.extract_tb(error.__traceback__))
     return next((frame for frame in frames if user_path(frame.filename)), None)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Return whether code of ddp_hydra or of Hydra has raised an error, or has called what raised it in Python."""
+    stdlib, package = _LIBRARY_FOLDERS
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__) if frame.filename[0] != "<"]
+    last = next((file for file in reversed(files) if _LIBRARY.match(file) or not file.startswith(stdlib)), "")
+    return last.startswith(package) or bool(_OF_HYDRA.match(last))
 
 
 def raised_at(error: BaseException) -> str:

@@ -173,7 +173,10 @@ def shown_path(path: Path) -> str:
 
 
 def explain(error: Exception) -> str:
-    """Return the message of our errors and of Hydra's with their notes; the traceback of any other error."""
+    """Return the message of our errors and of Hydra's with their notes, and which file the system has refused to these.
+
+    Any other error is told with its traceback.
+    """
     if isinstance(error, DdpHydraError):
         return "\n".join([str(error), *getattr(error, "__notes__", ())])
     # Hydra advises to append an unknown key, which does not help with a misspelt one.
@@ -186,4 +189,7 @@ def explain(error: Exception) -> str:
     if where := text.user_location(error):
         told = text.shortened(error, others="HYDRA_FULL_ERROR=1 shows them")
         return f"{type(error).__name__}: {message_of(error)} ({where})\n\n{shorten(told, TRACE_CHARS)}"
+    if isinstance(error, OSError) and error.filename is not None and text.is_ours(error):
+        advice = "check its rights and those of its folders; " if isinstance(error, PermissionError) else ""
+        return f"{printable(str(error.filename))}: {error.strerror}: {advice}HYDRA_FULL_ERROR=1 shows where"
     return traceback_of(error)

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,29 @@ def test_a_config_that_is_shown_is_a_result_too(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["ddp-hydra", *words])
     assert main.report(main.compose_and_run) == 1
     assert "cannot write standard output" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "is_sentence"),
+    [
+        ("/lib/site-packages/hydra/_internal/config.py", True),
+        (f"{ROOT}/ddp_hydra/config/project.py", True),
+        ("/lib/site-packages/theirs/data.py", False),
+        ("/home/me/models/mine.py", False),
+    ],
+)
+def test_a_file_that_may_not_be_read_is_a_sentence_but_for_code_of_a_user(file, is_sentence, monkeypatch, capsys):
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    code = compile("raise PermissionError(13, 'Permission denied', 'conf/slow.yaml')", file, "exec")
+    assert main.report(partial(exec, code, {})) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("ddp_hydra: conf/slow.yaml: Permission denied: check its rights") == is_sentence, said
+    assert ("Traceback" in said) != is_sentence
+
+
+def test_a_run_that_is_a_link_to_itself_is_told_in_a_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    (tmp_path / "loop").symlink_to("loop")
+    assert main.report(partial(main.compose.read_words, ["resume=loop"])) == 1
+    assert capsys.readouterr().err.startswith("ddp_hydra: loop/.hydra/overrides.yaml: Too many levels of")

@@ -244,3 +244,29 @@ def test_one_layer_is_imported_as_it_is(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     make_importable([tmp_path])
     assert sys.path == [str(tmp_path)]
+
+
+def test_a_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    make(tmp_path, **{"conf/slow.yaml": "a: 1\n"})
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == "slow.yaml":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/conf/slow\.yaml: Permission denied: .* travel with each job"):
+        pack(tmp_path)
+
+
+def test_a_folder_of_configs_that_may_not_be_read_is_not_taken_for_none(tmp_path, monkeypatch):
+    make(tmp_path)
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "listdir", refuse)
+    with pytest.raises(PermissionError, match=f"{tmp_path}/conf"):
+        project.find()
