@@ -30,7 +30,7 @@ from ddp_hydra.runs.describe import (
     text,
 )
 from ddp_hydra.runs.find import local_rows, stored_row
-from ddp_hydra.runs.run_files import RunFiles, StoredRunFiles, yaml_value
+from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles, yaml_value
 from ddp_hydra.storage.files import private_folder, user_cache
 from ddp_hydra.storage.manifest import FOLDER, NAME, decode_manifest
 from ddp_hydra.storage.run_ref import RunRef
@@ -151,6 +151,8 @@ class Reproduction:
 
 
 def reproduction(files: RunFiles) -> Reproduction:
+    if isinstance(files, LocalRunFiles):
+        files.refuse_closed(".hydra/overrides.yaml")
     typed = yaml_value(files.read(".hydra/overrides.yaml"))
     if not isinstance(typed, list) or not all(isinstance(word, str) for word in typed):
         raise ConfigError(

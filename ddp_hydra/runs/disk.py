@@ -85,6 +85,7 @@ def removable(run: str) -> list[Path]:
     if not folder.is_dir():
         listed = text.after(text.meant_path(run), "type ddp-hydra runs ls, which lists the runs")
         raise ConfigError(f"{run}: there is no such folder{listed}")
+    _refuse_closed(folder)
     names = set(os.listdir(folder))  # noqa: PTH208
     if SWEEP in names and (jobs := SweepJobs(str(folder))).objective.metric:
         if jobs.is_held():
@@ -100,6 +101,23 @@ def removable(run: str) -> list[Path]:
     if inner:
         raise ConfigError(f"{run} holds other runs, too, such as {inner[0]}: remove these first")
     return [folder]
+
+
+_LISTS = (SUBMITTED, f"{manifest.FOLDER}/{manifest.NAME}")
+"""Files of a run that name others that it has written."""
+
+
+def _refuse_closed(folder: Path) -> None:
+    """Raise ConfigError if not all can be found that was written below the folder of a run or a sweep."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # removed meanwhile
+            advice = "let your user read it, or move it out of there"
+            raise ConfigError(f"{error.filename}: {error.strerror}: nothing is removed: {advice}")
+
+    for one, _, _ in os.walk(folder, onerror=refuse):
+        for name in _LISTS:
+            LocalRunFiles(one).refuse_closed(name)
 
 
 def is_ours(files: RunFiles) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import stat
@@ -24,6 +25,7 @@ from ddp_hydra.storage.base import ObjectChangedError
 from ddp_hydra.storage.files import flocked, write_atomic
 from ddp_hydra.storage.run_ref import RunRef
 
+log = logging.getLogger(__name__)
 MOST_BYTES = 16 * 2**20
 """Larger files are not read: none that a run writes about itself comes near."""
 
@@ -64,8 +66,20 @@ class LocalRunFiles:
         finally:
             os.close(handle)
 
+    def refuse_closed(self, name: str) -> None:
+        """Raise ConfigError for a file that is there and may not be read; `read` takes it for none."""
+        try:
+            os.close(open_below(self.place, name))
+        except PermissionError as error:
+            advice = "check its rights and those of its folders"
+            raise ConfigError(f"{self.place}/{name}: {error.strerror}: {advice}") from None
+        except (OSError, ValueError):
+            pass
+
     def sizes(self, without: Collection[str] = (), seen: set[tuple[int, int]] | None = None) -> dict[str, int]:
         """Return the size in bytes of each file, by name; 0 for links, and for further names of a file.
+
+        A warning names each folder that may not be read.
 
         Args:
             without: folders that are left out: other runs inside this one.
@@ -73,7 +87,7 @@ class LocalRunFiles:
         """
         found: dict[str, int] = {}
         seen = set() if seen is None else seen
-        for folder, inner, names in os.walk(self.place):
+        for folder, inner, names in os.walk(self.place, onerror=_warn):
             inner[:] = [name for name in inner if os.path.join(folder, name) not in without]  # noqa: PTH118
             for name in names:
                 path = os.path.join(folder, name)  # noqa: PTH118, a run may have very many files
@@ -84,6 +98,11 @@ class LocalRunFiles:
                     found[os.path.relpath(path, self.place)] = status.st_size if counts else 0
                     seen.add(inode)
         return found
+
+
+def _warn(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):  # removed meanwhile
+        log.warning("%s: %s: what it holds is not counted", error.filename, error.strerror)
 
 
 def open_below(folder: str, name: str) -> int:
@@ -214,6 +233,7 @@ def change_tags(files: RunFiles, of_config: Sequence[str], words: Sequence[str])
             raise ConfigError(f"{word!r}: give +good or -old, of at most 64 letters, digits and . _ : / @ -")
     if isinstance(files, StoredRunFiles):
         return _change_stored_tags(files, of_config, words)
+    files.refuse_closed(TAGS)
     with flocked(Path(files.place)):
         found = changed_tags(read_tags(files, of_config), words)
         write_atomic(Path(files.place) / TAGS, _encoded_tags(found), durable=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -215,3 +216,49 @@ def test_tags_are_kept_in_the_run(make_run):
             run_files.change_tags(files, [], [word])
     assert run_files.read_tags(files, []) == ["v1.0:a/b", "good"]
     assert not list(Path(run_dir).glob(".part-*"))
+
+
+@pytest.fixture
+def closed(monkeypatch) -> list[str]:
+    """Names of folders that may not be read, nor what is in them."""
+    names: list[str] = []
+    scan, open_below = os.scandir, run_files.open_below
+
+    def refused(path: str) -> None:
+        if set(names) & set(Path(path).parts):
+            raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", lambda path=".": refused(os.fspath(path)) or scan(path))
+    monkeypatch.setattr(run_files, "open_below", lambda top, name: refused(f"{top}/{name}") or open_below(top, name))
+    return names
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "manifest.json", "profile"])
+def test_a_run_that_cannot_be_read_whole_is_not_removed_at_all(make_run, tmp_path, closed, name):
+    run_dir = make_run("outputs/a")
+    (run_dir / "profile").mkdir()
+    before = sorted(run_dir.rglob("*"))
+    closed.append(name)
+    with pytest.raises(ConfigError, match=rf"{name}.*: Permission denied"):
+        runs.main(["rm", str(make_run("outputs/b")), str(run_dir), "yes=true"])
+    closed.clear()
+    assert sorted(run_dir.rglob("*")) == before
+    assert (tmp_path / "outputs/b/summary.json").exists()
+    assert disk.remove(str(run_dir)).left == []
+
+
+def test_what_may_not_be_read_is_told_and_not_counted_in_silence(make_run, closed, caplog):
+    run_dir = make_run("outputs/a")
+    closed.append("checkpoints")
+    assert disk.usage([str(run_dir)])[str(run_dir)]["checkpoints"] == 0
+    assert f"{run_dir}/checkpoints: Permission denied: what it holds is not counted" in caplog.messages
+
+
+def test_words_and_tags_that_may_not_be_read_are_not_taken_for_none(make_run, closed):
+    run_dir = make_run("outputs/a", tags=["old"])
+    runs.main(["tag", str(run_dir), "+kept"])
+    closed += ["overrides.yaml", "tags.json"]
+    with pytest.raises(ConfigError, match=r"a/\.hydra/overrides\.yaml: Permission denied: check its rights"):
+        runs.main(["reproduce", str(run_dir)])
+    with pytest.raises(ConfigError, match=r"a/tags\.json: Permission denied"):
+        runs.main(["tag", str(run_dir), "+new"])
