@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import re
 import tarfile
@@ -257,7 +258,11 @@ def _members_of(url: str) -> Iterator[tuple[str, bytes]]:
         reason = "it is empty" if why == "empty file" else damage_or_kind
     except (tarfile.TarError, EOFError, zlib.error) as error:
         reason = f"it is damaged ({error})"
+    except PermissionError as error:
+        reason = f"{error.strerror}: check its rights and those of its folders"
     except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _LostShard(url, "it is a link to itself") from None
         code = re.search(r": exit (\d+)", str(error))  # of the command that gopen reads from, curl for web servers
         if code is None:
             raise

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from ddp_hydra.data.images.batch_loader import LostSamples
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
-from ddp_hydra.data.shards.cache import GIB, ShardCache
+from ddp_hydra.data.shards.cache import GIB, ClosedShardError, ShardCache
 from ddp_hydra.data.shards.index import Index, read_index
 from ddp_hydra.data.shards.tar_index import OpenShard, missing_field, not_a_class
 from ddp_hydra.storage import Access, bare_url
@@ -297,8 +297,9 @@ class WidsImages(StoredImages):
         try:
             return self.shards.fields(index)
         except (ValueError, FileNotFoundError, PermissionError) as error:
-            if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
-                raise  # the cause is not the shard
+            of_shard = self._works or not isinstance(error, PermissionError) or isinstance(error, ClosedShardError)
+            if isinstance(error, StaleCredentialsError) or not of_shard:
+                raise
             number, inner = self.shards.find(index)
             shard = self.shards.shards[number]
             raise LostSamples(str(error), bare_url(shard.url), index - inner, shard.n_samples) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import threading
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hydra.storage.base import ProcessLocal
+from ddp_hydra.storage.base import ProcessLocal, StaleCredentialsError
 
 MOST_IN_A_ROW = 100
 """Number of bad samples in a row after which reading fails: the fault is not in single files."""
@@ -33,6 +34,23 @@ class TooManyBadSamplesError(ValueError):
     """More samples are bad than the user allows."""
 
     mistake = True
+
+
+_OF_A_FILE = (errno.EACCES, errno.EPERM, errno.ELOOP)
+"""Errors of a file on a disk; those of a store have no number."""
+
+
+def is_of_sample(error: Exception, works: bool) -> bool:
+    """Return whether an error is that of one sample, not of a store that may not be read, or not any more.
+
+    Args:
+        works: whether another sample could be read.
+    """
+    if isinstance(error, StaleCredentialsError):
+        return False
+    if isinstance(error, OSError) and error.errno in _OF_A_FILE:
+        return True
+    return isinstance(error, (ValueError, FileNotFoundError)) or (isinstance(error, PermissionError) and works)
 
 
 def examples(reasons: dict[str, str]) -> str:

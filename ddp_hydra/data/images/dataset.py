@@ -28,12 +28,13 @@ from ddp_hydra.data.images.batch_loader import (
     PreallocatedBatch,
     TooManyBadSamplesError,
     examples,
+    is_of_sample,
 )
 from ddp_hydra.data.images.decode import adapted, decode, normalise, read_jpeg_header
 from ddp_hydra.data.names import check_range
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.storage import Access, TransferCounters
-from ddp_hydra.storage.base import Counters, ProcessLocal, StaleCredentialsError
+from ddp_hydra.storage.base import Counters, ProcessLocal
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -229,10 +230,8 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
     def note_bad(self, index: int, error: Exception, in_a_row: int) -> None:
         # in_a_row: number of neighbours in a row that are bad, this one included.
         # Raises `error` itself, if it is not the sample's own.
-        if not isinstance(error, (ValueError, FileNotFoundError, PermissionError)):
+        if not is_of_sample(error, self._works):
             raise error
-        if isinstance(error, StaleCredentialsError) or (isinstance(error, PermissionError) and not self._works):
-            raise error  # nothing can be read, or nothing any more
         bad = self._bad
         if bad.count >= len(self):
             raise error

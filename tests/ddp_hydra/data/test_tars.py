@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -331,6 +332,19 @@ def test_shards_and_fields_may_be_written_in_several_ways(tar, tmp_path):
 def test_mistakes_in_the_config_are_told(arguments, told):
     with pytest.raises(ConfigError, match=told):
         TarSamples(**arguments)
+
+
+def test_a_shard_that_may_not_be_read_is_lost_as_a_missing_one(tmp_path, monkeypatch):
+    (tmp_path / "loop.tar").symlink_to("loop.tar")
+    with pytest.raises(TooManyBadSamplesError, match=r"loop\.tar can't be read: it is a link to itself"):
+        seen(by_stream(tmp_path / "loop.tar"))
+
+    def refuse(url):
+        raise PermissionError(13, "Permission denied", url)
+
+    monkeypatch.setattr(sys.modules["webdataset.gopen"], "gopen", refuse)
+    with pytest.raises(TooManyBadSamplesError, match=r"a\.tar can't be read: Permission denied: check its rights"):
+        seen(by_stream(tmp_path / "a.tar"))
 
 
 def test_what_ends_a_stream_is_told(tar, tmp_path):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import pickle
+import re
 import tarfile
 from pathlib import Path
 
@@ -86,6 +89,24 @@ def test_too_many_lost_fail_and_name_the_shard(shards, images):
     data = images(shards, max_bad_fraction=0.05)
     with pytest.raises(ValueError, match=rf"{lengths[2]} of 40 samples.*allows 2: .*{tar.name}"):
         data.__getitems__(range(40))
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.EACCES, r"\.tar on .*: Permission denied"), (errno.ELOOP, "there is no shard")]
+)
+def test_a_shard_that_may_not_be_read_is_lost_also_as_the_first_one(shards, images, monkeypatch, number, said):
+    data = images(shards, max_bad_fraction=0.5)
+    tar, opened = str(sorted(shards.parent.glob("*.tar"))[0]), os.open
+
+    def refuse(path, *flags, **more):
+        if str(path) == tar:
+            raise OSError(number, os.strerror(number), tar)
+        return opened(path, *flags, **more)
+
+    monkeypatch.setattr(os, "open", refuse)
+    data[0]
+    assert list(data.bad_counts.values()) == [data.shard_lengths[0]]
+    assert re.search(said, next(iter(data.bad.values())))
 
 
 def test_no_secret_of_a_shard_or_an_index_is_said(images, monkeypatch):

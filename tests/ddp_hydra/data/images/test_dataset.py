@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import threading
@@ -161,8 +162,14 @@ def test_files_in_flight_stay_within_the_memory_given(stored):
     assert len(alone.__getitems__(range(24))) == 24
 
 
+CLOSED = PermissionError(13, "Permission denied", "5.jpg")
+LOOP = OSError(errno.ELOOP, "Too many levels of symbolic links", "5.jpg")
+
+
 @pytest.mark.medium
-@pytest.mark.parametrize("wrong", [b"text", FILES[5][:300], b"", FileNotFoundError("gone"), PermissionError("403")])
+@pytest.mark.parametrize(
+    "wrong", [b"text", FILES[5][:300], b"", FileNotFoundError("gone"), PermissionError("403"), CLOSED, LOOP]
+)
 def test_what_cannot_be_read_is_replaced_by_the_next_and_named(stored, wrong):
     data = stored({5: wrong, 6: wrong}, transform=EvalTransform(32))
     data[0]
@@ -196,6 +203,12 @@ def test_a_store_that_is_down_is_no_bad_sample(stored, error):
     data = stored({index: PermissionError("403") for index in range(24)})  # no access from the start
     with pytest.raises(PermissionError):
         data[5]
+
+
+def test_a_file_that_may_not_be_read_is_a_bad_sample_also_as_the_first_one(stored):
+    data = stored({5: CLOSED}, max_bad_fraction=0.5)
+    data[5]
+    assert len(data.bad) == 1
 
 
 def test_nothing_readable_any_more_fails_and_says_so(stored):
