@@ -39,12 +39,16 @@ class RunDirCallback(Callback):
         if config.get("dry_run"):  # it writes no `.hydra`: a run in this folder would lose its own
             with read_write(config.hydra):
                 config.hydra.output_subdir = None
-        if config.hydra.output_subdir is None or not run_dir.is_dir():
+        try:
+            is_there = run_dir.is_dir()
+        except OSError:  # Hydra can't make it, and says why
+            is_there = False
+        if config.hydra.output_subdir is None or not is_there:
             return
         try:
             with locked(run_dir):
                 refuse_other_run(run_dir, config.get("resume"))
-        except ConfigError as error:  # Hydra turns exceptions of callbacks into warnings
+        except (ConfigError, OSError) as error:  # Hydra turns exceptions of callbacks into warnings
             raise SystemExit(f"ddp_hydra: {error}") from None
 
 

@@ -203,6 +203,8 @@ def find_checkpoint(path: str | Path, which: str = "last") -> Path:
         CheckpointError: there is none, or it is damaged. The message says what was found and what to use.
     """
     given = Path(path)
+    if given.is_symlink() and not given.exists():
+        raise CheckpointError(f"{given} is a link to {os.readlink(given)}, which leads nowhere: give a run directory")  # noqa: PTH115
     if not given.exists():
         parent = next((folder for folder in given.parents if folder.is_dir()), Path())
         listed = f"in {parent} there is {_listing(parent)}"

@@ -143,7 +143,10 @@ def read_summary(run_dir: Path) -> Summary | None:
         content = (run_dir / SUMMARY).read_bytes()
     except OSError:
         return None
-    return decode(content, Summary, run_dir / SUMMARY)
+    try:
+        return decode(content, Summary, run_dir / SUMMARY)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; to go on without it, move it away") from None
 
 
 def json_object(content: bytes) -> dict[str, Any]:

@@ -249,3 +249,14 @@ def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
     for given in (tmp_path, tmp_path / FOLDER / "step-000004.pt"):
         assert run_dir.metrics_by_step(str(given))[4] == {"val/loss": 0.5}
     assert run_dir.metrics_by_step(str(tmp_path / "none")) == {}
+
+
+def test_a_folder_that_cannot_be_looked_at_is_left_to_hydra(tmp_path):
+    config = OmegaConf.create({"hydra": {"run": {"dir": str(tmp_path / ("x" * 300))}, "output_subdir": ".hydra"}})
+    RunDirCallback().on_run_start(config)
+
+
+def test_a_summary_that_is_cut_off_is_told_with_what_to_do(tmp_path):
+    (tmp_path / "summary.json").write_text('{"status": "do')
+    with pytest.raises(ConfigError, match=r"summary\.json can't be read: .*; to go on without it, move it away$"):
+        refuse_other_run(tmp_path, str(tmp_path))

@@ -97,3 +97,10 @@ def test_a_broken_pointer_is_a_sentence(content, tmp_path):
     (tmp_path / POINTER).write_bytes(content)
     with pytest.raises(ConfigError, match="is broken: it should hold the address of the run's results"):
         RunRef.named(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["link", "gone"])
+def test_a_link_that_leads_nowhere_is_told_so(tmp_path, target):
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(CheckpointError, match=rf"link is a link to {target}, which leads nowhere"):
+        RunRef.named(tmp_path / "link").checkpoint("last", tmp_path)
