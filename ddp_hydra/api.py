@@ -27,7 +27,7 @@ from ddp_hydra.dispatch import background
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job.job_config import rank_log_config
 from ddp_hydra.job.run import run_job
-from ddp_hydra.job.run_dir import refuse_other_run
+from ddp_hydra.job.run_dir import HYDRA, has_record, hold, refuse_other_run
 from ddp_hydra.runs.describe import status_of
 from ddp_hydra.storage.files import new_folder, write_atomic
 from ddp_hydra.writers.run_dir import locked, read_summary
@@ -84,9 +84,13 @@ class ComposedConfig:
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
         files = {"config.yaml": self.cfg, "hydra.yaml": self._hydra, "overrides.yaml": OmegaConf.create(self.overrides)}
-        with new_folder(folder := self.run_dir / ".hydra"):
-            for name, config in files.items():
-                write_atomic(folder / name, redact.yaml_text(config).encode())
+        contents = {name: redact.yaml_text(config).encode() for name, config in files.items()}
+        if has_record(self.run_dir):
+            hold(self.run_dir, {f"{HYDRA}/{name}": content for name, content in contents.items()})
+            return
+        with new_folder(folder := self.run_dir / HYDRA):
+            for name, content in contents.items():
+                write_atomic(folder / name, content)
 
 
 _open: list[Connection] = []

@@ -207,15 +207,19 @@ def listed_without_copies() -> AbstractContextManager[None]:
 
 
 def saved_without_secrets() -> AbstractContextManager[None]:
+    from ddp_hydra.job import run_dir
+
     def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
+        if output_dir.name == run_dir.HYDRA and run_dir.has_record(output_dir.parent):
+            content = redact.yaml_text(cfg).encode()
+            run_dir.hold(output_dir.parent, {f"{run_dir.HYDRA}/{filename}": content})
+            return
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
         except OSError as error:
-            from ddp_hydra.job.run_dir import remove_unused
-
             error.filename = error.filename or str(output_dir / filename)
-            remove_unused(output_dir.parent, output_dir.name)
+            run_dir.remove_unused(output_dir.parent, output_dir.name)
             raise
 
     return patched(utils, "_save_config", save_config)

@@ -7,7 +7,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,10 +42,13 @@ from ddp_hydra.job.job_config import (
 )
 from ddp_hydra.job.run_dir import (
     add_saved,
+    earlier_kept,
+    is_held,
     keep_project,
     metrics_by_step,
     refuse_other_run,
     saved_step,
+    write_held,
 )
 from ddp_hydra.job.summary import closing_lines, read_result, shown_path, summarised, why_stopped
 from ddp_hydra.rank import fault_injection, torchrun
@@ -111,12 +114,14 @@ def run_job(
         return None
     if remote is None and torchrun.is_here() and not connect.is_torchrun(cfg.cluster):
         raise ConfigError("torchrun has started this process: give cluster=torchrun, or type it without torchrun")
-    with locked(run_dir):
+    with ExitStack() as stack:
+        stack.enter_context(locked(run_dir))
         if remote is None:
             refuse_restart(run_dir)
-            refuse_other_run(run_dir, cfg.resume)
+            refuse_other_run(run_dir, cfg.resume, is_stored=cfg.results.handler is schema.Handler.cluster)
             if not connect.has_existing():  # a sweep goes on by itself
                 torchrun.remember(str(run_dir.absolute()))
+            stack.enter_context(earlier_kept(run_dir))
         print(f"ddp_hydra  ->  {remote.spec.url if remote else shown_path(run_dir)}", flush=True)  # noqa: T201
         if cfg.results.handler is schema.Handler.cluster:
             connection.load()
@@ -151,7 +156,9 @@ def train(
             check(cfg)
             from ddp_hydra.writers import tensorboard  # imports TensorBoard: not before the config is known to be right
 
-        stack.enter_context(tensorboard.session(run_dir, overrides))
+        session = tensorboard.session(run_dir, overrides)
+        if not is_held(run_dir):
+            stack.enter_context(session)
         config = remote.spec.config if remote else schema.resolved(cfg)
         saved_config = remote.spec.saved_config if remote else checkpoint_config.stored_config(cfg)
         summary.objective = Objective(config["objective"]["metric"], config["objective"]["direction"])
@@ -169,6 +176,8 @@ def train(
         logged = remote.spec.logged if remote else loggers.describe(cfg, run_dir)
         senders = stack.enter_context(loggers.session(cfg, run_dir, logged, remote.spec.project if remote else None))
         job = Job(run_dir, cfg, config, files, summary, remote, saved_config, senders, log_config)
+        if is_held(run_dir):
+            job.on_begin = partial(stack.enter_context, session)
         result = read_result(job.run_here() if connect.is_inline(cfg.cluster) else job.run_on_dask(packed, stop))
         # What an attempt has not measured itself, the one before has: it may have ended just after its last validation.
         before = summary.metrics
@@ -205,6 +214,7 @@ class Job:
         saved_config: the config as checkpoints contain it; None for all of it but the cluster.
         loggers: further writers, which get each record last.
         log_config: how the ranks log; see `rank_log_config`.
+        on_begin: what is to be done when the job begins to train in the run directory of an earlier run.
     """
 
     run_dir: Path
@@ -216,6 +226,7 @@ class Job:
     saved_config: dict[str, Any] | None = None
     loggers: Sequence[Writer] = ()
     log_config: dict[str, Any] = field(default_factory=dict)
+    on_begin: Callable[[], Any] = lambda: None
 
     def __post_init__(self) -> None:
         self.shown_dir = self.remote.spec.url if self.remote else shown_path(self.run_dir)
@@ -349,6 +360,9 @@ class Job:
             self.sent.add(record.checkpoint.step)
         if not isinstance(record.data, Start):
             return
+        if is_held(self.run_dir):
+            write_held(self.run_dir)
+            self.on_begin()
         self.status.attempts = [*self.earlier_attempts, *self.ended]
         if self.remote:
             self.remote.status.attempts = self.status.attempts

@@ -1,9 +1,10 @@
-"""Keeps a run directory for one run."""
+"""Keeps a run directory for one run, and the record of an earlier one there until another begins to train."""
 
 from __future__ import annotations
 
 import contextlib
 import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from ddp_hydra.config import project, redact
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
 from ddp_hydra.run_state import Best, Summary
-from ddp_hydra.storage.files import link_or_copy, replacing, write_atomic, writing
+from ddp_hydra.storage.files import link_or_copy, prepared_path, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import (
     BEST,
     FOLDER,
@@ -28,7 +29,12 @@ from ddp_hydra.storage.manifest import (
     readable_steps,
 )
 from ddp_hydra.storage.run_ref import RunRef
+from ddp_hydra.storage.urls import POINTER
 from ddp_hydra.writers.run_dir import locked, read_summary
+
+HYDRA = ".hydra"
+_held: dict[Path, dict[str, bytes]] = {}
+"""The files that are held back for a job that has not begun to train, by its run directory: see `hold`."""
 
 
 class RunDirCallback(Callback):
@@ -52,7 +58,7 @@ class RunDirCallback(Callback):
             raise SystemExit(f"ddp_hydra: {error}") from None
 
 
-def refuse_other_run(run_dir: Path, resume: str | None) -> None:
+def refuse_other_run(run_dir: Path, resume: str | None, is_stored: bool = True) -> None:
     """Refuse a run directory that holds the results of another run.
 
     A run that ended before it saved a checkpoint may start again in its folder.
@@ -60,13 +66,68 @@ def refuse_other_run(run_dir: Path, resume: str | None) -> None:
     Args:
         run_dir: of the new run.
         resume: the run or checkpoint that it goes on from.
+        is_stored: the results of the new run go to a store, where its driver looks for another run itself.
     """
     summary = read_summary(run_dir)
     is_done = summary is not None and summary.status == "done"
-    if (has_checkpoint(run_dir) or is_done) and not is_resumed(run_dir, resume):
+    is_detached = summary is None and (run_dir / POINTER).exists() and not is_stored
+    if (has_checkpoint(run_dir) or is_done or is_detached) and not is_resumed(run_dir, resume):
         raise ConfigError(
             f"{run_dir} holds another run: give hydra.run.dir=<folder>, or go on with it by {typed('resume', run_dir)}"
         )
+
+
+def has_record(run_dir: Path) -> bool:
+    """Return whether a run directory has the record of a run that has trained: a command may yet be refused there.
+
+    The jobs of a sweep have theirs written anew, because the sweep reads how each has ended.
+    """
+    if sweep_dir(run_dir) is not None:
+        return False
+    if (summary := read_summary(run_dir)) is None:  # a pointer alone is of a detached run
+        return has_checkpoint(run_dir) or (run_dir / POINTER).exists()
+    return summary.status == "done" or summary.from_step is not None or has_checkpoint(run_dir)
+
+
+def hold(run_dir: Path, files: Mapping[str, bytes]) -> None:
+    """Hold files back until the job begins to train: those of an earlier run stay if it is refused before.
+
+    They are in memory, so a process that is killed leaves nothing of them.
+
+    Args:
+        files: their content by name, relative to the run directory.
+    """
+    _held.setdefault(run_dir.absolute(), {}).update(files)
+
+
+def is_held(run_dir: Path) -> bool:
+    return run_dir.absolute() in _held
+
+
+def write_held(run_dir: Path) -> None:
+    """Write the files that were held back, because the job begins to train."""
+    for name, content in _held.get(run_dir.absolute(), {}).items():
+        with contextlib.suppress(*([RecordError] if name == project.ARCHIVE else [])):  # no job fails for want of it
+            write_atomic(prepared_path(run_dir, name), content, durable=False)
+    _held.pop(run_dir.absolute(), None)
+
+
+@contextlib.contextmanager
+def earlier_kept(run_dir: Path) -> Iterator[None]:
+    """Keep the record of an earlier run in a run directory until a job in the block begins to train."""
+    try:
+        if has_record(run_dir):
+            hold(run_dir, {})
+        yield
+    finally:
+        _held.pop(run_dir.absolute(), None)
+
+
+def hydra_files(run_dir: Path) -> dict[str, bytes]:
+    """Return the files that Hydra has made of a job, by name, also where they are held back."""
+    folder, held = run_dir / HYDRA, _held.get(run_dir.absolute(), {})
+    found = {path.name: content for name, content in held.items() if (path := run_dir / name).parent == folder}
+    return found or {path.name: path.read_bytes() for path in sorted(folder.glob("*.yaml"))}
 
 
 def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
@@ -83,10 +144,14 @@ def remove_unused(run_dir: Path, output_subdir: str | None) -> None:
 
 
 def is_resumed(run_dir: Path, resume: str | None) -> bool:
-    if not resume or (named := RunRef.own(resume)).is_stored:
+    """Return whether `resume=` names the run of a run directory: itself, or the results that it points to."""
+    if not resume:
         return False
-    given, own = Path(named.place).resolve(), run_dir.resolve()
-    return given == own or own in given.parents
+    named, pointed = RunRef.own(resume), RunRef.named(run_dir)
+    if named.is_stored:
+        return named.folder == pointed.folder
+    given = Path(named.place).resolve()
+    return any(given == own or own in given.parents for own in (run_dir.resolve(), Path(pointed.place).resolve()))
 
 
 def keep_project(run_dir: Path, packed: project.Project) -> None:
@@ -100,6 +165,9 @@ def keep_project(run_dir: Path, packed: project.Project) -> None:
     with contextlib.suppress(RecordError):
         if shared == own or not _holds(shared, packed.archive):
             if any(redact.secret_line(text) for text in project.texts(packed)):
+                return
+            if is_held(run_dir):
+                hold(run_dir, {project.ARCHIVE: packed.archive})
                 return
             write_atomic(own, packed.archive, durable=False)
             source, target = own, shared

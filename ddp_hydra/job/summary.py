@@ -19,7 +19,7 @@ from ddp_hydra.console import text
 from ddp_hydra.console.text import TRACE_CHARS, counted, message_of, printable, shorten, traceback_of, typed
 from ddp_hydra.errors import ClusterError, DdpHydraError, Failure, RankFailed, RecordError
 from ddp_hydra.heartbeat import REASONS
-from ddp_hydra.job.run_dir import full_disk_advice, saved_step
+from ddp_hydra.job.run_dir import full_disk_advice, is_held, saved_step, write_held
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.manifest import BEST, FOLDER
 from ddp_hydra.writers.run_dir import is_full, summary_written
@@ -66,12 +66,17 @@ def read_result(value: Any) -> TrainResult:
 
 @contextmanager
 def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[Summary]:
-    """Write summary.json at the end of the block, also when the job fails. `shown_dir`: as the user would type it."""
+    """Write summary.json at the end of the block, also when the job fails. `shown_dir`: as the user would type it.
+
+    That of an earlier run stays if the job has ended before it began to train; but not if it was lost, because torchrun
+    may start it again then, and reads why it has ended.
+    """
     shown_dir = shown_dir or shown_path(run_dir)
     summary = Summary(status="failed", tags=[str(tag) for tag in cfg.tags])
     try:
-        with summary_written(run_dir, summary):
+        with summary_written(run_dir, summary, lambda: is_held(run_dir) and not _has_own(summary)):
             yield summary
+            write_held(run_dir)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not error.args:  # ended at once, without another checkpoint
             step = saved_step(run_dir)
@@ -85,6 +90,10 @@ def summarised(run_dir: Path, cfg: DictConfig, shown_dir: str = "") -> Iterator[
             if lines := failed_lines(run_dir, shown_dir, failure):
                 error.add_note(f"\n{lines}")
         raise
+
+
+def _has_own(summary: Summary) -> bool:
+    return summary.from_step is not None or (summary.failure is not None and summary.failure.kind == "lost")
 
 
 def failed_lines(run_dir: Path, shown_dir: str, failure: Failure | None) -> str:

@@ -274,7 +274,7 @@ def _without_word(run_dir: Path, held: bool | None) -> str:
 def stored_status(ended: str, status: Status | None) -> str:
     if status is None or (ended == UNREADABLE and status.state in ENDED):
         return ended if ended in (*ENDED, UNREADABLE) else "unknown"
-    if status.state in ENDED:
-        return status.state
+    if status.state in ENDED:  # of a command that was refused, where the summary of the run before has stayed
+        return ended if ended in ENDED else status.state
     is_silent = status.time is None or time.time() - status.time > LOST_S
     return "lost" if status.state == "lost" or is_silent else "running"

@@ -9,7 +9,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -177,8 +177,10 @@ def is_full(error: BaseException) -> bool:
 
 
 @contextmanager
-def summary_written(run_dir: Path, summary: Summary) -> Iterator[None]:
-    """Write summary.json at the end of the block, also when the block fails."""
+def summary_written(
+    run_dir: Path, summary: Summary, keeps_earlier: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Write summary.json at the end of the block, also when the block fails; not if `keeps_earlier` then says so."""
     begin, failure = time.time(), None
     try:
         yield
@@ -189,7 +191,8 @@ def summary_written(run_dir: Path, summary: Summary) -> Iterator[None]:
     finally:
         summary.update({"started": begin, "wall_s": time.time() - begin, "ddp_hydra": ddp_hydra.__version__})
         try:
-            write_summary(run_dir, summary)
+            if not keeps_earlier():
+                write_summary(run_dir, summary)
         except ConfigError as unwritten:
             if failure is None:
                 raise

@@ -14,7 +14,7 @@ import pytest
 import ddp_hydra
 from ddp_hydra.cluster import connect
 from ddp_hydra.cluster.connection import Scheduler
-from ddp_hydra.errors import Interrupted, RankFailed
+from ddp_hydra.errors import ConfigError, Interrupted, RankFailed
 from ddp_hydra.results import finite
 
 pytestmark = pytest.mark.integration
@@ -58,6 +58,14 @@ def test_a_run_gives_its_metrics_its_model_and_what_resume_and_evaluate_need(war
     again = ddp_hydra.run(["resume=run", "trainer.epochs=2", "hydra.run.dir=again"])
     assert again.summary["steps"] == 2 * run.summary["steps"]
     assert again.objective == finite(again.summary["metrics"])["val/accuracy"]
+
+    before = [(run.dir / name).read_bytes() for name in ("summary.json", ".hydra/overrides.yaml")]
+    with pytest.raises(ConfigError, match=r"data\.batch_size=0"):
+        ddp_hydra.run(["resume=run", "data.batch_size=0", "hydra.run.dir=run"])
+    assert [(run.dir / name).read_bytes() for name in ("summary.json", ".hydra/overrides.yaml")] == before
+    own = ddp_hydra.run(["resume=run", "trainer.epochs=2", "hydra.run.dir=run"])
+    assert own.summary["steps"] == again.summary["steps"]
+    assert "trainer.epochs=2" in (run.dir / ".hydra" / "overrides.yaml").read_text()
 
 
 def test_a_run_in_the_background_is_stopped_with_a_checkpoint(warm, folder):

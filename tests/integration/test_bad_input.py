@@ -97,6 +97,26 @@ def test_a_checkpoint_of_another_model_or_optimizer(cli, finished):
     refused(cli, *again, "model.num_classes=7", said=r"not of this model.*7")
 
 
+def test_a_resume_that_is_refused_leaves_the_run_in_its_folder_as_it_was(cli, finished):
+    def files() -> dict[str, bytes]:
+        found = [path for path in finished.rglob("*") if path.is_file() and path.parent.name != "logs"]
+        return {str(path.relative_to(finished)): path.read_bytes() for path in found}
+
+    before = files()
+    again = (f"resume={finished}", f"hydra.run.dir={finished}")
+    for word, said in (
+        ("model.num_classes=7", r"not of this model.*7"),
+        ("data.batch_size=0", r"data\.batch_size=0: give"),
+    ):
+        refused(cli, *again, word, said=said)
+        assert files() == before
+    cli.done(*again, "trainer.max_steps=6")
+    after = files()
+    assert json.loads(after["summary.json"])["steps"] == 6
+    assert b"trainer.max_steps=6" in after[".hydra/overrides.yaml"]
+    assert b"model.num_classes" not in after[".hydra/overrides.yaml"]
+
+
 # -- objects in a bucket -----------------------------------------------------------------------------------
 
 

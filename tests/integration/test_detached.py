@@ -66,6 +66,38 @@ def test_attach_leaves_the_run_alone_and_the_run_outlives_a_killed_command(cli, 
     assert results.json("summary.json")["status"] == "done"
 
 
+def test_a_second_command_that_is_refused_leaves_the_folder_that_points_to_the_run(cli, remote, root, access):
+    def files() -> dict[str, bytes]:
+        folder = cli.folder / "first"
+        return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    detached(cli, remote, root, access, "first", "trainer.checkpoint_every_steps=3")
+    before = files()
+    second = ("hydra.run.dir=first", f"results.root={root}", "detach=true", "seed=7", *remote)
+    for words in (SLOW, (f"resume={root}/first",)):
+        refused = cli.run(*words, *second, **access)
+        assert "another run is active in" in refused.stderr
+        assert files() == before
+    here = cli.run(*SLOW, "hydra.run.dir=first", "cluster=inline")
+    assert "first holds another run" in here.stderr
+    assert files() == before
+    assert attach(cli, access, "run=first", "stop=true").returncode == 130
+
+    results = Results(f"{root}/first", access)
+    kept = [results.get(name) for name in ("summary.json", ".hydra/overrides.yaml")]
+    again = ("resume=first", "hydra.run.dir=first", "data.delay_s=0", *remote)
+    refused = cli.run(*again, "model.num_classes=7", **access)
+    assert "not of this model" in refused.stderr
+    assert [results.get(name) for name in ("summary.json", ".hydra/overrides.yaml")] == kept
+    assert files() == before
+    steps = json.loads(kept[0])["steps"] + 3
+    cli.done(*again, f"trainer.max_steps={steps}", **access)
+    for summary in (results.json("summary.json"), json.loads(files()["summary.json"])):
+        assert (summary["status"], summary["steps"]) == ("done", steps)
+    assert f"trainer.max_steps={steps}".encode() in results.get(".hydra/overrides.yaml")
+    assert files()[".hydra/overrides.yaml"] == results.get(".hydra/overrides.yaml")
+
+
 def test_ctrl_c_saves_and_a_killed_command_ends_its_run(cli, remote, root, access, ranks_alive):
     for number, name in ((signal.SIGINT, "asked"), (signal.SIGKILL, "killed")):
         url = f"{root}/{name}"

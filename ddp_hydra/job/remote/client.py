@@ -30,9 +30,10 @@ from ddp_hydra.job import job_config, loggers
 from ddp_hydra.job.remote import start_driver
 from ddp_hydra.job.remote.start_driver import DriverSpec, liveness_watched, stop_topic
 from ddp_hydra.job.remote.status import ENDED, LOST, STOP, conclude, read
+from ddp_hydra.job.run_dir import hold, hydra_files, is_held, write_held
 from ddp_hydra.job.summary import summarised
 from ddp_hydra.rank import outbox
-from ddp_hydra.record import Record
+from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.manifest import find_checkpoint
@@ -72,7 +73,7 @@ def run_remote_job(
     ):
         print(f"results: {driver.spec.url}")  # noqa: T201
         summary.results = driver.spec.url  # also where the end is not waited for
-        message, end = Follower(client, driver, messages, run_dir).follow()
+        message, end = Follower(client, driver, messages, run_dir, summary).follow()
         summary.update({**asdict(end), "results": driver.spec.url})
         conclude(end.status, message)
     return end.metrics.get(objective.metric_and_direction(cfg)[0])
@@ -103,7 +104,7 @@ def started_driver(
             saved_config=checkpoint_config.stored_config(cfg),
             overrides=tuple(overrides),
             project=packed,
-            hydra_files={path.name: path.read_bytes() for path in sorted((run_dir / ".hydra").glob("*.yaml"))},
+            hydra_files=hydra_files(run_dir),
             cwd=os.getcwd(),  # noqa: PTH109
             client=None if messages is None else client.id,
             sweep=connect.sweep(),
@@ -116,19 +117,29 @@ def started_driver(
             expected=connect.expected_workers(cfg.cluster),
         )
         run_dir.mkdir(parents=True, exist_ok=True)
-        pointer = run_dir / urls.POINTER
-        pointer.write_text(url + "\n")
+        pointer, before = run_dir / urls.POINTER, None
+        if is_held(run_dir):
+            hold(run_dir, {urls.POINTER: f"{url}\n".encode()})
+        else:
+            before = pointer.read_bytes() if pointer.exists() else None
+            pointer.write_text(url + "\n")
         try:
             driver = _start(client, worker, spec)
         except ConfigError:  # nothing has started
-            pointer.unlink()
+            if before is not None:
+                pointer.write_bytes(before)
+            elif not is_held(run_dir):
+                pointer.unlink()
             with contextlib.suppress(OSError):
                 workers.WorkerCaller(client).call(worker, outbox.clear, name)
             raise
         except (ClusterError, KeyboardInterrupt):
             if cfg.detach:
+                write_held(run_dir)
                 _print_commands("the run may have started, and goes on by itself then", url)
             raise
+        if cfg.detach:  # what becomes of it is not known here
+            write_held(run_dir)
         yield client, driver
         if messages is not None and client.status == "running":
             client.unsubscribe_topic(name)
@@ -194,13 +205,17 @@ def _start(client: Any, worker: str, spec: DriverSpec) -> StartedDriver:
 
 
 class Follower:
-    """Shows a driver's messages, asks it to stop when the user presses Ctrl-C, and keeps a status.json for sweeps."""
+    """Shows a driver's messages, asks it to stop when the user presses Ctrl-C, and keeps a status.json for sweeps.
 
-    def __init__(self, client: Any, driver: StartedDriver, messages: Messages, run_dir: Path) -> None:
+    `summary` is told where the job begins: it is written also where the end is not waited for.
+    """
+
+    def __init__(self, client: Any, driver: StartedDriver, messages: Messages, run_dir: Path, summary: Summary) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
         from ddp_hydra.writers.run_dir import StatusWriter
 
         self.client, self.driver, self.messages = client, driver, messages
+        self.run_dir, self.summary = run_dir, summary
         self.handler = ResultsHandler([StatusWriter(run_dir), ProgressWriter()])
         self.interrupts = Interrupts()
 
@@ -241,7 +256,11 @@ class Follower:
     def _handle(self, message: Any) -> tuple[str, Summary] | None:
         try:
             if "record" in message:
-                self.handler.handle(Record.decode(message["record"]))
+                record = Record.decode(message["record"])
+                if isinstance(record.data, Start):
+                    self.summary.from_step = record.step or 0
+                    write_held(self.run_dir)
+                self.handler.handle(record)
             elif "line" in message:
                 log.log(int(message["level"]), "%s", printable(str(message["line"])))
             else:

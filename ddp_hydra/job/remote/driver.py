@@ -34,7 +34,8 @@ from ddp_hydra.errors import ClusterError, DdpHydraError, SchedulerLost
 from ddp_hydra.job.remote.start_driver import DriverSpec, EventChannel, liveness_watched, stop_topic, submit_guard
 from ddp_hydra.job.remote.status import HEARTBEAT_S, LOST, STOP, DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import AlreadyEnded, Uploader, acquire_run, resume_run
-from ddp_hydra.run_state import Objective, Summary
+from ddp_hydra.job.run_dir import HYDRA, hold, write_held
+from ddp_hydra.run_state import FailureEntry, Objective, Summary
 from ddp_hydra.storage import urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.writers.handler import Writer
@@ -108,6 +109,9 @@ class RemoteJobRunner:
     def take_over(self) -> None:
         if resume_run(self.store, self.status, self.run_dir):
             self.spec = replace(self.spec, resume=self.spec.url)
+        if self.spec.is_resumed:  # the driver before has not put them if it was lost before it began to train
+            hold(self.run_dir, {f"{HYDRA}/{name}": content for name, content in self.spec.hydra_files.items()})
+            write_held(self.run_dir)
 
     def guard(self) -> None:
         self.guarding = submit_guard(self.client, self.spec)
@@ -148,6 +152,7 @@ class RemoteJobRunner:
                 on_gone = partial(interrupt, "the command that has begun it is gone")
                 stack.enter_context(liveness_watched(self.client, self.spec.client, on_gone))
             self.uploader.start()
+            before = read_summary(self.run_dir)
             self.state, message = self.run_job(cfg)
             # From now on, a signal means that the upload is not to be retried.
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -161,7 +166,9 @@ class RemoteJobRunner:
             message = f"{message}\nresults are not all in {self.spec.url}: {missing}; they are in {kept}"
             log.error("%s", message)
         if self.channel:
-            summary = read_summary(self.run_dir) or Summary(status="failed")
+            summary = read_summary(self.run_dir)
+            if summary is None or summary == before:  # of an earlier run: this one has ended before it began to train
+                summary = Summary(status=self.state, failure=FailureEntry(message=message))
             summary.status = self.state
             self.channel.send(message=message, summary=to_builtins(summary))
             self.channel.delete_topics()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import threading
 import time
@@ -23,13 +22,14 @@ from ddp_hydra.job.remote.status import (
     failed_attempts,
     read,
 )
+from ddp_hydra.job.run_dir import hold
 from ddp_hydra.record import check_path
-from ddp_hydra.run_state import Status, Summary, decode
+from ddp_hydra.run_state import Status, Summary, decode, encode
 from ddp_hydra.storage.base import PIECE_BYTES, Store
 from ddp_hydra.storage.files import prepared_path
 from ddp_hydra.storage.manifest import FOLDER, NAME, encode_manifest
 from ddp_hydra.writers.checkpoint_mirror import Mirror, entries_in
-from ddp_hydra.writers.run_dir import STATUS, SUMMARY, encode_status, write_summary
+from ddp_hydra.writers.run_dir import STATUS, SUMMARY, encode_status
 
 WATCH_S = 2.5 * HEARTBEAT_S
 """A driver that has not updated its status for so long is silent."""
@@ -158,7 +158,10 @@ def acquire_run(
     goes_on: bool = False,
     own_dir: Path | None = None,
 ) -> None:
-    """Acquire the folder of a new run; `own_dir` gets the files of the run that is resumed there, if one is."""
+    """Acquire the folder of a new run; `own_dir` gets the files of the run that is resumed there, if one is.
+
+    Then what Hydra has written for that run stays in the store until the new one begins to train.
+    """
     owner = store.owner()
     if is_active(store):
         run = shlex.quote(f"run={store.url}")
@@ -171,13 +174,16 @@ def acquire_run(
         store.acquire(owner)
     except TakenOver:
         raise ConfigError(f"another run has just begun in {store.url}: give another hydra.run.dir") from None
+    own_files = {f".hydra/{name}": content for name, content in hydra_files.items()}
     if own_dir is not None and last is not None:
         _download(store, last, status, own_dir)
+        hold(own_dir, own_files)
+        own_files = {}
     for name in (SUMMARY, STOP):
         store.delete(name)
     store.put(STATUS, encode_status(status.content()))
-    for name, content in hydra_files.items():
-        store.put(f".hydra/{name}", content)
+    for name, content in own_files.items():
+        store.put(name, content)
 
 
 def is_active(store: FencedStore) -> bool:
@@ -234,11 +240,17 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
 
     Of checkpoints, only the manifest is downloaded: it says which of them are the best and the oldest.
     """
-    status.now.attempts, status.files = failed_attempts(before), before.files
-    with contextlib.suppress(FileNotFoundError):  # a run that has not ended has no summary
-        ended = decode(store.get(SUMMARY), Summary, f"{SUMMARY} in {store.url}")
-        status.now.attempts = ended.attempts if ended else []
-    write_summary(run_dir, Summary(status="failed", attempts=status.now.attempts))  # the job adds its own attempts
+    try:
+        content = store.get(SUMMARY)
+        ended = decode(content, Summary, f"{SUMMARY} in {store.url}") or Summary(status="failed")
+    except FileNotFoundError:  # a run that has not ended has no summary
+        attempts = failed_attempts(before)
+        fields = {name: getattr(before, name) for name in ("objective", "metrics", "tags", "started", "project")}
+        ended = Summary(status="failed", failure=attempts[-1].failure, steps=before.step, attempts=attempts, **fields)
+        content = encode(ended, indent=2)
+    status.now.attempts, status.files = ended.attempts, before.files
+    # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.
+    prepared_path(run_dir, SUMMARY).write_bytes(content)
     for name in status.files:
         path = prepared_path(run_dir, check_path(name))
         size = store.size_or_none(name) or 0

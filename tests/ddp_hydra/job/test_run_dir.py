@@ -174,6 +174,41 @@ def test_another_run_does_not_get_into_it(tmp_path, resume):
         refuse_other_run(tmp_path / "run", resume)
 
 
+def test_a_folder_that_points_to_its_results_is_that_run(tmp_path):
+    (tmp_path / "results.url").write_text("s3://bucket/run\n")
+    refuse_other_run(tmp_path, None)  # its driver finds the other run
+    with pytest.raises(ConfigError, match="holds another run"):
+        refuse_other_run(tmp_path, None, is_stored=False)
+    (tmp_path / "summary.json").write_text('{"status": "done"}')
+    for own in ("s3://bucket/run", "s3://bucket/run/", str(tmp_path)):
+        refuse_other_run(tmp_path, own)
+    for other in ("s3://bucket/other", str(tmp_path.parent / "other")):
+        with pytest.raises(ConfigError, match="holds another run"):
+            refuse_other_run(tmp_path, other)
+
+
+@pytest.mark.parametrize(
+    ("files", "mode", "found"),
+    [
+        ({}, "RUN", False),
+        ({"summary.json": '{"status": "failed"}', "results.url": "s3://bucket/run"}, "RUN", False),
+        ({"summary.json": '{"status": "failed", "from_step": 0}'}, "RUN", True),
+        ({"summary.json": '{"status": "done"}'}, "RUN", True),
+        ({"summary.json": '{"status": "done"}'}, "MULTIRUN", False),
+        ({"results.url": "s3://bucket/run"}, "RUN", True),
+        ({"checkpoints/last.pt": ""}, "RUN", True),
+    ],
+)
+def test_only_a_run_that_has_trained_has_a_record_that_is_kept(files, mode, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_dir.HydraConfig, "initialized", lambda: True)
+    hydra_cfg = OmegaConf.create({"mode": RunMode[mode], "sweep": {"dir": str(tmp_path)}})
+    monkeypatch.setattr(run_dir.HydraConfig, "get", lambda: hydra_cfg)
+    for name, content in files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(content)
+    assert run_dir.has_record(tmp_path / "run") is found
+
+
 def test_a_run_that_was_killed_while_it_wrote_its_first_checkpoint_may_begin_again(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()

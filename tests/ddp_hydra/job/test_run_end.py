@@ -30,6 +30,7 @@ from ddp_hydra.errors import (
 from ddp_hydra.job import job_config, summary
 from ddp_hydra.job.inference import InferenceJob
 from ddp_hydra.job.run import Job, run_job
+from ddp_hydra.job.run_dir import hold, is_held
 from ddp_hydra.job.summary import explain, summarised
 from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import AttemptEntry, Best
@@ -444,15 +445,79 @@ def test_a_resume_that_fails_keeps_what_its_checkpoints_tell_until_its_step(
     assert (found["metrics"], found["best"]) == ({}, None), "those are of another run"
 
 
-def test_a_resume_that_is_refused_leaves_the_objective_and_the_best_in_the_summary(returned, tmp_path):
+SESSION = "events.out.tfevents.1.hparams"
+NOT_OF_THIS_MODEL = replace(FAILURE, mistake=True, phase="build")
+
+
+@pytest.mark.parametrize("summary", ['{"status": "done", "steps": 20}', '{"status": "failed"}', None])
+def test_a_resume_that_ends_before_it_trains_leaves_the_record_of_the_run_as_it_was(
+    summary, returned, monkeypatch, tmp_path
+):
+    def refuse(self, packed, stop):
+        raise RankFailed("the checkpoint is not of this model", NOT_OF_THIS_MODEL)
+
+    def interrupt(self, packed, stop):
+        raise KeyboardInterrupt
+
+    def files() -> dict[str, bytes]:
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
     saved(tmp_path, {10: 0.75, 20: 0.5}, best=10)
-    before = {"status": "failed", "objective": {"metric": "val/accuracy", "direction": "maximize"}}
-    (tmp_path / "summary.json").write_text(json.dumps(before))
-    with pytest.raises(ConfigError, match=r"trainer\.epochs=-1"):
-        run_job(validated(resume=str(tmp_path), trainer__epochs=-1), tmp_path)
+    written = {"project.zip": "of then", ".hydra/overrides.yaml": "[]", f"tensorboard/{SESSION}": "of then"}
+    for name, content in (written | ({} if summary is None else {"summary.json": summary})).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    before, again = files(), {"resume": str(tmp_path)}
+
+    def ends(error: type[BaseException], said: str, **changes: Any) -> None:
+        hold(tmp_path, {".hydra/overrides.yaml": b"[model.width=32]"})
+        with pytest.raises(error, match=said):
+            run_job(validated(**again, **changes), tmp_path, ["model.width=32"])
+        assert files() == before
+        assert not is_held(tmp_path)
+
+    ends(ConfigError, r"trainer\.epochs=-1", trainer__epochs=-1)
+    monkeypatch.setattr(Job, "run_on_dask", refuse)
+    ends(RankFailed, "not of this model")
+    monkeypatch.setattr(Job, "run_on_dask", interrupt)
+    ends(KeyboardInterrupt, "step 20 is saved")
+
+
+@pytest.mark.parametrize("error", [RankFailed("m", FAILURE), None])
+def test_a_resume_writes_its_own_record_once_it_trains(error, returned, monkeypatch, tmp_path):
+    def run_on_dask(self, packed, stop):
+        self.write(Record(Start(), step=20))
+        assert (tmp_path / ".hydra" / "overrides.yaml").read_bytes() == b"[lr=1]"
+        assert (tmp_path / "project.zip").read_bytes() == PACKED.archive
+        assert not (tmp_path / "tensorboard" / SESSION).exists()
+        assert not is_held(tmp_path)
+        if error is not None:
+            raise error
+        return returned
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    saved(tmp_path, {10: 0.75, 20: 0.5}, best=10)
+    (tmp_path / "summary.json").write_text('{"status": "done", "steps": 20}')
+    (tmp_path / "project.zip").write_text("of then")
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "tensorboard" / SESSION).touch()
+    hold(tmp_path, {".hydra/overrides.yaml": b"[lr=1]"})
+    with pytest.raises(RankFailed) if error else contextlib.nullcontext():
+        run_job(validated(resume=str(tmp_path)), tmp_path, ["optimizer.lr=1"])
     found = summary_of(tmp_path)
-    assert (found["status"], found["objective"]) == ("failed", before["objective"])
-    assert (found["metrics"], found["best"]) == ({"val/accuracy": 0.5}, {"step": 10, "value": 0.75})
+    assert (found["status"], found["from_step"]) == ("failed" if error else "done", 20)
+
+
+def test_a_job_that_is_lost_before_it_trains_tells_torchrun_so(returned, monkeypatch, tmp_path):
+    def run_on_dask(self, packed, stop):
+        raise RankFailed("m", replace(FAILURE, kind="lost"))
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    saved(tmp_path, {10: 0.75}, best=10)
+    (tmp_path / "summary.json").write_text('{"status": "interrupted", "interrupted": "time_limit"}')
+    with pytest.raises(RankFailed):
+        run_job(validated(resume=str(tmp_path)), tmp_path)
+    assert (summary_of(tmp_path)["failure"]["kind"], summary_of(tmp_path)["interrupted"]) == ("lost", None)
 
 
 def test_a_new_run_takes_nothing_from_a_manifest_whose_checkpoints_are_gone(returned, monkeypatch, tmp_path):

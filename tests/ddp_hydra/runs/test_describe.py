@@ -120,6 +120,12 @@ def test_others_have_a_word_too(tmp_path):
     assert stored_status("", None) == "unknown"
 
 
+def test_a_refused_command_does_not_change_how_the_run_has_ended():
+    assert stored_status("done", Status(state="failed")) == "done"
+    assert stored_status("", Status(state="failed")) == "failed"
+    assert stored_status("done", Status(state="running", time=time.time())) == "running"
+
+
 def test_a_look_does_not_keep_a_job_from_its_folder(tmp_path, monkeypatch):
     """Whoever looks holds the lock for an instant, and may not be taken for another job."""
     with (tmp_path / LOCK).open("w") as looking:

@@ -18,6 +18,8 @@ from ddp_hydra.errors import ClusterError, ConfigError
 from ddp_hydra.job.remote import client as remote
 from ddp_hydra.job.remote.client import Follower, StartedDriver
 from ddp_hydra.job.remote.start_driver import DriverSpec
+from ddp_hydra.job.run_dir import earlier_kept, hold, hydra_files
+from ddp_hydra.record import Record, Start
 from ddp_hydra.run_state import Summary
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.storage.urls import POINTER
@@ -32,7 +34,7 @@ DRIVER = StartedDriver(SPEC, "client-9", "tcp://10.0.0.2:5")  # type: ignore[arg
 def follower(tmp_path):
     client = SimpleNamespace(status="running", logged=[])
     client.log_event = lambda topic, message: client.logged.append(message)
-    found = Follower(client, DRIVER, queue.Queue(), tmp_path)  # type: ignore[arg-type]
+    found = Follower(client, DRIVER, queue.Queue(), tmp_path, Summary(status="failed"))  # type: ignore[arg-type]
     yield found
     found.handler.close()
 
@@ -119,6 +121,18 @@ def test_a_detached_run_that_may_have_started_is_known(error, detach, is_told, t
         assert RunRef.named(str(run_dir)).place.startswith(f"{tmp_path}/store")
     if isinstance(error, ConfigError):
         assert not (run_dir / POINTER).exists()
+        (run_dir / POINTER).write_text("s3://bucket/earlier\n")
+        with pytest.raises(ConfigError), remote.started_driver(cfg, run_dir, [], {}):
+            pass
+        assert (run_dir / POINTER).read_text() == "s3://bucket/earlier\n"
+    (run_dir / POINTER).write_text("s3://bucket/earlier\n")
+    with earlier_kept(run_dir):
+        hold(run_dir, {".hydra/overrides.yaml": b"[lr=1]"})
+        assert hydra_files(run_dir) == {"overrides.yaml": b"[lr=1]"}
+        with pytest.raises(type(error)), remote.started_driver(cfg, run_dir, [], {}):
+            pass
+    assert (run_dir / ".hydra").exists() is is_told, "who may have started a run has its words"
+    assert ((run_dir / POINTER).read_text() == "s3://bucket/earlier\n") is not is_told
 
 
 def test_lines_are_logged_and_the_last_message_is_the_end(follower, caplog):
@@ -145,6 +159,16 @@ def test_a_scheduler_that_is_lost(follower):
     follower.client.status = "closed"
     with pytest.raises(ClusterError, match=r"scheduler is lost: .*resume=s3://bucket/run-1"):
         follower._receive_all()
+
+
+def test_a_run_that_begins_writes_what_was_held_back(follower, tmp_path):
+    with earlier_kept(tmp_path):
+        hold(tmp_path, {".hydra/overrides.yaml": b"[lr=1]"})
+        follower._handle({"line": "waits for workers", "level": 20})
+        assert not (tmp_path / ".hydra").exists()
+        follower._handle({"record": Record(Start(), step=4).encode()})
+    assert (tmp_path / ".hydra" / "overrides.yaml").read_bytes() == b"[lr=1]"
+    assert follower.summary.from_step == 4
 
 
 def test_an_interrupt_is_passed_on_once_and_a_second_one_waits_no_longer(follower):

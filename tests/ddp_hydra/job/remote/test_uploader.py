@@ -13,6 +13,7 @@ from ddp_hydra.job.remote import uploader
 from ddp_hydra.job.remote.driver import SCRATCH, keep
 from ddp_hydra.job.remote.status import DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import Uploader, acquire_run
+from ddp_hydra.job.run_dir import hydra_files
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Status
 from ddp_hydra.storage import LocalFolder, Store
@@ -232,9 +233,13 @@ def test_a_run_that_is_resumed_in_its_folder_has_what_it_has_left_there(there, s
     there.put("metrics.jsonl", b'{"step":1,"attempt":1}\n')
     there.put("status.json", b'{"state": "done", "files": ["metrics.jsonl"]}')
     there.put("summary.json", b'{"status": "done", "attempts": [{"attempt": 0}]}')
+    there.put(".hydra/overrides.yaml", b"[]")
     there.put("checkpoints/manifest.json", encode_manifest({"step-000001.pt": ENTRY}))
-    own = tmp_path / "own"
-    acquire_run(FencedStore(there), status, {}, goes_on=True, own_dir=own)
+    (own := tmp_path / "own").mkdir()
+    acquire_run(FencedStore(there), status, {"overrides.yaml": b"[lr=1]"}, goes_on=True, own_dir=own)
+    assert (own / "summary.json").read_bytes() == b'{"status": "done", "attempts": [{"attempt": 0}]}'
+    assert there.get(".hydra/overrides.yaml") == b"[]", "until it trains"
+    assert hydra_files(own) == {"overrides.yaml": b"[lr=1]"}
     assert [attempt.attempt for attempt in read_summary(own).attempts] == [0]
     assert (next_attempt(own), read_manifest(own / "checkpoints")) == (2, {"step-000001.pt": ENTRY})
     assert there.size_or_none("summary.json") is None
