@@ -356,7 +356,8 @@ def test_what_a_worker_lacks_is_said(cli, server, tmp_path):
     ):
         refused = cli.run(*job, **variables)
         assert refused.returncode == 1
-        assert re.search(rf"on worker tcp://127\.0\.0\.1:\d+: (s3:\S+: )?{re.escape(said)}", refused.stderr), refused.stderr
+        pattern = rf"on worker tcp://127\.0\.0\.1:\d+: (s3:\S+: )?{re.escape(said)}"
+        assert re.search(pattern, refused.stderr), refused.stderr
         assert "Traceback" not in refused.stderr
 
 
