@@ -82,11 +82,10 @@ def find() -> Path:
 
 
 def is_project(folder: Path) -> bool:
-    if (conf := folder / "conf").is_dir():
+    conf, has_code = folder / "conf", any(next((folder / name).glob("*.py"), None) for name in PACKAGES)
+    if conf.is_dir() and (has_code or conf.stat().st_uid == os.getuid()):  # else it is another program's
         os.listdir(conf)  # noqa: PTH208, pathlib and Hydra take one that may not be read for an empty one
-    return any(next((folder / name).glob("*.py"), None) for name in PACKAGES) or bool(
-        next((folder / "conf").glob("**/*.yaml"), None)
-    )
+    return has_code or bool(next(conf.glob("**/*.yaml"), None))
 
 
 def layers() -> tuple[Path, ...]:

@@ -10,6 +10,7 @@ import errno
 import io
 import os
 import signal
+import stat
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -126,8 +127,8 @@ def held_back(signals: Collection[signal.Signals] = OF_TERMINALS) -> Iterator[No
         for number in reversed(handlers):  # the first one, SIGINT, may raise from then on
             if signal.getsignal(number) is note:  # else the block has set another one
                 signal.signal(number, handlers[number])
-    for one in dict.fromkeys(noted):
-        signal.raise_signal(one)
+        for one in dict.fromkeys(noted):
+            signal.raise_signal(one)
 
 
 class SignalExit:
@@ -203,9 +204,14 @@ class LastingFile(io.FileIO):
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno != errno.EPIPE:
+            if not self._has_lost_reader(error):
                 self.failed = self.failed or error
             return memoryview(data).nbytes
+
+    def _has_lost_reader(self, error: OSError) -> bool:
+        if error.errno == errno.EIO:  # of a terminal; a disk's is a failure
+            return stat.S_ISCHR(os.fstat(self.fileno()).st_mode)
+        return error.errno in (errno.EPIPE, errno.ECONNRESET)
 
 
 def unwritten() -> OSError | None:

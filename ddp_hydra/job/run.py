@@ -341,6 +341,8 @@ class Job:
         if number == self.first_attempt and world_size == self.first_world_size:
             return Call(TRAIN, (config,), settings, files=self.files)
         settings["first_ranks"] = self.first_world_size
+        if self.saved:
+            settings["first_save"] = None
         return Call(TRAIN, (config,), settings, files=self.resume_files())
 
     def resume_files(self) -> dict[str, Path]:

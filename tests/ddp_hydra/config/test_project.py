@@ -270,3 +270,9 @@ def test_a_folder_of_configs_that_may_not_be_read_is_not_taken_for_none(tmp_path
     monkeypatch.setattr(os, "listdir", refuse)
     with pytest.raises(PermissionError, match=f"{tmp_path}/conf"):
         project.find()
+    (tmp_path / "elsewhere" / "conf").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError, match=f"{tmp_path}/elsewhere/conf"):
+        project.find()
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert project.find() == project.starter(), "a folder conf of another user, without code, is no project"

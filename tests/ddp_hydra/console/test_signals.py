@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra import heartbeat
-from ddp_hydra.console.signals import SIGNALS, Interrupts, handled, held_back
+from ddp_hydra.console.signals import SIGNALS, Interrupts, LastingFile, handled, held_back
 from ddp_hydra.dispatch import inline
 
 
@@ -89,6 +89,16 @@ def strike_another_thread(number=signal.SIGINT):
     thread.start()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     thread.join()
+
+
+def test_a_signal_that_is_held_back_comes_also_where_the_block_fails():
+    def fail():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError("no")
+
+    with pytest.raises(KeyboardInterrupt) as raised, held_back():
+        fail()
+    assert isinstance(raised.value.__context__, ValueError)
 
 
 def test_a_signal_that_another_thread_gets_is_held_back_too():
@@ -272,3 +282,13 @@ def test_a_full_disk_is_noted_and_a_reader_who_has_gone_is_not(unbuffered):
     with Path("/dev/full").open("w") as full, os.fdopen(writer, "w") as pipe:
         said = [subprocess.run(words, stdout=out, stderr=subprocess.PIPE, check=True).stderr for out in (full, pipe)]
     assert said == [b"[Errno 28] No space left on device\n", b"None\n"]
+
+
+def test_a_closed_terminal_is_a_reader_who_has_gone():
+    user, terminal = os.openpty()
+    try:
+        file = LastingFile(terminal)
+        os.close(user)
+        assert (file.write(b"x"), file.failed) == (1, None)
+    finally:
+        os.close(terminal)

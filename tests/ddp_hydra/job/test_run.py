@@ -105,6 +105,7 @@ def test_a_later_attempt_goes_on_from_the_newest_checkpoint_with_the_same_global
     assert call.files["resume"].is_absolute()
     assert call.files["resume"].read_bytes() == zipped(b"content 20")
     assert call.kwargs["first_ranks"] == 4
+    assert call.kwargs["first_save"] is None
     assert json.dumps(made.call(0, 4).args) == before
 
 
