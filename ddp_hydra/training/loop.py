@@ -53,14 +53,9 @@ def train(
         world: of this rank.
         config: the resolved config as plain dicts; see `schema.Config`.
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
-        kept: the part of the config that checkpoints keep, see `checkpoint_config.stored_config`; None: all.
-        first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
+        kept, first_ranks: see `TrainingRun`.
         first_save: step -> metrics of the run that is resumed, for a run directory without a checkpoint: where no step
             is left, one is saved. None: the run directory has one.
-
-    Returns:
-        On each rank: steps, samples, train_s, the last metrics by name, the cost of the data; `interrupted`: the
-        reason why the run is to be resumed, or ""; `stopped_early`: why it is done before its last step, or "".
     """
     cfg = OmegaConf.create({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
@@ -72,13 +67,13 @@ def train(
         opened(cfg, "val", device, train_set, world) as val_set,
     ):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
-            before = world.kept.get("run") if world.generation else None
+            former = world.kept.get("run") if world.generation else None
             weights = None if world.generation else paths.get("weights")  # else the state of the world before is taken
             given = (weights, fault, stop_signal, kept, world)
             # What this process has trained in the world before goes before a checkpoint.
-            saved = lambda: furthest(world, before) or resumed(world, paths.get("resume"))  # noqa: E731
-            parallel = before.parallel if before is not None else None
-            run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel, first_ranks)
+            saved = furthest(world, former) or resumed(world, paths.get("resume"))
+            run = TrainingRun(cfg, train_set, val_set, *given, saved, former and former.parallel, first_ranks)
+            del former, saved  # the optimizer's state of the world before, and a checkpoint, would stay in memory
             if world is not ALONE:  # jobs in one process have that in common
                 world.kept["run"] = run
             with run.parallel.explain_errors():
@@ -108,12 +103,14 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
 def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None = None) -> None:
     # A run that should stop early is saved first.
     if results.is_first_attempt():  # a later one waits for space where a save lacks it
-        run.checkpoints.check_space(setup.checkpoint_bytes(run))
+        run.checkpoints.check_space(run.header.checkpoint_bytes)
     if run.rank == 0:
         results.emit(run.header, run.position.step)
     if run.validation is not None:
         run.validation.try_few(run.model, run.cfg.objective.metric)
-    validate_first(run)
+        if run.cfg.trainer.validate_first and run.position.step == 0:  # nothing goes by these numbers
+            validate(run)
+            run.stop = 0  # there is nothing to save yet: the first step will stop the run
     run.call("start")
     run.state.check()  # not before: callbacks may make in on_start what they have a state of
     run.nonfinite.remember()
@@ -258,13 +255,6 @@ def validate(run: TrainingRun, means: Mapping[str, float] | None = None) -> bool
     return True
 
 
-def validate_first(run: TrainingRun) -> None:
-    # Nothing goes by these numbers. A collective.
-    if run.cfg.trainer.validate_first and run.position.step == 0 and run.validation is not None:
-        validate(run)
-        run.stop = 0  # there is nothing to save yet: the first step will stop the run
-
-
 def summarise(run: TrainingRun) -> dict[str, Any]:
     # A collective.
     stopped_early = run.stopped_early()
@@ -275,7 +265,7 @@ def summarise(run: TrainingRun) -> dict[str, Any]:
         "samples": run.position.samples,
         "metrics": run.metrics,
         **run.monitor.totals(run.position.samples),
-        "peak_memory": memory.peak_of_all_ranks(run.loader.device, run.world),
+        "peak_memory": max(run.world.gather_objects(memory.peak_bytes(run.loader.device))),
         "interrupted": heartbeat.REASONS[run.stop],
         "stopped_early": stopped_early,
         "matrices": run.validation.metrics.lists() if run.validation is not None else {},

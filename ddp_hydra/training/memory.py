@@ -11,13 +11,11 @@ from contextlib import contextmanager
 
 import psutil
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import OutOfMemory
-from ddp_hydra.rank.world import World
 from ddp_hydra.training.parallel import weights
 
 GIB = 2**30
@@ -37,11 +35,6 @@ def begin(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.init()  # NCCL has opened the GPU by now, gloo has not
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak_of_all_ranks(device: torch.device, world: World) -> int:
-    # A collective.
-    return int(world.reduce(torch.tensor([peak_bytes(device)], device=device), dist.ReduceOp.MAX))
 
 
 _watched: list[weakref.ref[nn.Module]] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -43,7 +43,7 @@ class TrainingRun:
     Args:
         weights: a file of weights to begin with; None for none.
         kept: the part of the config that checkpoints keep; None: all.
-        saved: returns the state to go on from, the same on all ranks; {} for none.
+        saved: the state to go on from, the same on all ranks; None or {} for none.
         parallel: owns the model since the world before; None: the model is built.
         first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
 
@@ -68,7 +68,7 @@ class TrainingRun:
         stop_signal: StopSignal,
         kept: Mapping[str, Any] | None = None,
         world: World = ALONE,
-        saved: Callable[[], Mapping[str, Any]] = dict,
+        saved: Mapping[str, Any] | None = None,
         parallel: Parallel | None = None,
         first_ranks: int | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class TrainingRun:
         self.cfg, self.fault, self.stop_signal, self.world = cfg, fault, stop_signal, world
         self.rank, device = world.rank, builders.device(cfg)
         memory.begin(device)
-        before, config = dict(saved()), dict(kept or checkpoint_config.stored_config(cfg))
+        before, config = dict(saved or {}), dict(kept or checkpoint_config.stored_config(cfg))
         batch, warning = rank_batch.settle(cfg, config, before, world.size, first_ranks or world.size)
         if warning and self.rank == 0:
             results.warn(warning)
