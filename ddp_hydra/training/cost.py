@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -76,11 +76,11 @@ class Pass:
     parts: dict[str, int]
 
 
-def moments(optimizer: Optimizer, size: Callable[[Tensor], int]) -> int:
-    # 0 for optimizers of other libraries.
+def moments(optimizer: Optimizer) -> int:
+    # Bytes on all ranks together; 0 for optimizers of other libraries.
     known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
     number = len(known.get("betas", ())) or bool(known.get("momentum"))
-    return number * sum(size(one) for group in optimizer.param_groups for one in group["params"])
+    return number * sum(one.nbytes for group in optimizer.param_groups for one in group["params"])
 
 
 def build_outline(cfg: DictConfig, data: Any) -> nn.Module:
@@ -96,19 +96,20 @@ def build_outline(cfg: DictConfig, data: Any) -> nn.Module:
     return model
 
 
-def memory_of(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[str]) -> Memory:
+def memory_of(cfg: DictConfig, model: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
     # Of a rank that has all of the model, without activations.
     parameters = list(model.parameters())
     whole, trained = (sum(one.nbytes for one in parameters if one.requires_grad or every) for every in (True, False))
+    return Memory(whole * (2 if cfg.trainer.ema_decay else 1), trained, sum(map(moments, optimizers)))
+
+
+def outlined_optimizers(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[str]) -> list[Optimizer]:
     cfg = copy.deepcopy(cfg)
     for node in (cfg.optimizer, *cfg.optimizer.values()):
         if isinstance(node, DictConfig):
             with open_dict(node):
                 node.pop("fused", None)  # torch refuses it without memory
-    parts = {name: task.part(model, name) if name else model for name in updates}
-    optimizers = [optimizer(cfg, part, update=name) for name, part in parts.items()]
-    kept = sum(moments(one, lambda tensor: tensor.nbytes) for one in optimizers)
-    return Memory(whole * (2 if cfg.trainer.ema_decay else 1), trained, kept)
+    return [optimizer(cfg, task.part(model, name) if name else model, update=name) for name in updates]
 
 
 def gathered_bytes(cfg: DictConfig, model: nn.Module) -> int:
