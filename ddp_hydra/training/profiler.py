@@ -42,10 +42,9 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
-    precision = "bf16" if precision == "fp8" else precision  # as torchtitan counts
-    precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
+    kinds = {"fp8": ("bf16",), "fp16": ("fp16", "bf16")}.get(precision, (precision,))  # fp8 as torchtitan counts
     words: Sequence[str] = device.replace("-", " ").split()
-    return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)
+    return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind in kinds), None)
 
 
 def utilisation(flops_per_s: float, device: torch.device, precision: str) -> float | None:

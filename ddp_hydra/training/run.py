@@ -147,9 +147,11 @@ class TrainingRun:
         self.header = setup.describe(self, train_set, val_set, changed, None if weights is None else untouched)
 
     def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
-        updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler
-        self.ema = self.parallel.build_average(decay) if decay else None
-        self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
+        updates, trainer, objective, sampler = self.updates, self.cfg.trainer, self.cfg.objective, self.sampler
+        self.ema = self.parallel.build_average(trainer.ema_decay) if trainer.ema_decay else None
+        stopping = trainer.early_stopping_patience, trainer.early_stopping_min_delta
+        self.early_stopping = EarlyStopping(objective.metric, objective.direction == "maximize", *stopping)
+        self.epoch_means = EpochMeans(self.task)
         callbacks = builders.callbacks(self.cfg)
         extras = {
             "scaler": together({name: update.scaler for name, update in updates.items()}),
