@@ -66,7 +66,9 @@ def _without(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
         tensors[name] = value
         return {KIND: PART, "value": name}
-    return mapped(value, lambda key, one: _without(one, f"{name}.{key}", tensors))
+    if not isinstance(value, dict):
+        return value
+    return plain_state.rebuilt(value, lambda key, one: (key, _without(one, f"{name}.{key}", tensors)))
 
 
 def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -74,20 +76,11 @@ def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
 
 
 def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, dict) and value.get(KIND) == PART:
-        return tensors[value["value"]]
-    return mapped(value, lambda _, one: _filled(one, tensors))
-
-
-def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     if not isinstance(value, dict):
         return value
-    found: Any = type(value)()
-    for key, one in value.items():
-        found[key] = change(key, one)
-    if metadata := getattr(value, "_metadata", None):  # the versions of a model's layers
-        found._metadata = metadata
-    return found
+    if value.get(KIND) == PART:
+        return tensors[value["value"]]
+    return plain_state.rebuilt(value, lambda key, one: (key, _filled(one, tensors)))
 
 
 def names_in(value: Any) -> Iterator[str]:
