@@ -150,31 +150,28 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    low = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
     if getattr(task, "mix", None) is not None:
         task = copy.copy(task)
         task.__dict__["mix"] = None  # it draws a value, and its operations are few
     step, counter, kept = _Step(task, model.train(), update), FlopCounterMode(display=False), _Kept()
     done: list[Any] = []
+    noted = model.register_forward_hook(lambda *_: done.append(None))
     activations: int | None = None
-    hook = model.register_forward_hook(lambda *_: done.append(None))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), StateGuard(), warnings.catch_warnings(action="ignore"):
+        with noted, FakeTensorMode(allow_non_fake_inputs=True), StateGuard(), warnings.catch_warnings(action="ignore"):
             named = [*step.named_parameters(), *step.named_buffers()]
             fakes = {name: torch.empty_like(one, device="cpu") for name, one in named}
             for name, one in named:
                 fakes[name].requires_grad_(one.requires_grad)
             given = mapped(lambda tensor: torch.empty_like(tensor, device="cpu"), batch)
             kept.leave_out([*fakes.values(), *tensors(given)])
-            autocast = torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None)
+            autocast = builders.autocast(cfg, torch.device("cpu"))
             with kept.watched(model, cfg.trainer.activation_checkpointing), counter, autocast:
                 torch.func.functional_call(step, fakes, (given,))
         activations = kept.n_bytes
     except Exception:  # model and task may do anything with values, which are not there
         if not done or not type(task).__module__.startswith("ddp_hydra."):  # it may go on to another pass
             return None
-    finally:
-        hook.remove()
     of_modules = counter.get_flop_counts()  # by the names of modules within `step`
     parts = {name: sum(of_modules.get(f"_Step.model.{name}", {}).values()) for name, _ in model.named_children()}
     return Pass(activations, counter.get_total_flops(), parts)
@@ -270,7 +267,7 @@ class _Kept:
         with ExitStack() as stack:
             for module in model.modules():
                 if type(module).__name__ in again:
-                    stack.callback(module.register_forward_pre_hook(enter).remove)
-                    stack.callback(module.register_forward_hook(leave).remove)
+                    stack.enter_context(module.register_forward_pre_hook(enter))
+                    stack.enter_context(module.register_forward_hook(leave))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor))
             yield
