@@ -83,8 +83,7 @@ def evaluate(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> 
         cfg, trained = run.trained.cfg, run.trained
         check_labels(run.data)
         build_data.check_classes(cfg, run.task, run.data, trained.data.num_classes)
-        how = trained.device, trained.channels_last, world, trained.parallel
-        evaluation = builders.evaluation(cfg, run.data, run.task, *how)
+        evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.parallel)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
         metrics = evaluation.run(trained.model, stop=stop.reason)
@@ -116,7 +115,7 @@ def check_data(trained: DataDescription, data: DataDescription, key: str, world:
 def predict(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     with opened(job, files["checkpoint"], world) as run:
         trained = run.trained
-        loader = build_data.loader(trained.cfg, run.data, trained.device, trained.channels_last, world)
+        loader = build_data.loader(trained.cfg, run.data, trained.device, trained.parallel.channels_last, world)
         send: Any = send_stream if isinstance(loader, streams.StreamLoader) else send_samples
         samples, interrupted = send(run, loader)
         return {"samples": samples, "step": trained.step, "interrupted": interrupted}

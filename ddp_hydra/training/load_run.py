@@ -46,17 +46,18 @@ class TrainedModel:
         cfg: the run's config with the overrides, resolved.
         data: describes the data that it was trained on.
         config: the run's config as the checkpoint keeps it, with its interpolations: their values may be secret.
-        parallel: owns the model, which may be sharded; None: it is whole.
     """
 
     cfg: DictConfig
-    model: nn.Module
+    parallel: Parallel
     data: DataDescription
     device: torch.device
-    channels_last: bool
     step: int
     config: Mapping[str, Any]
-    parallel: Parallel | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parallel.model
 
     @cached_property
     def train_set(self) -> Any:
@@ -107,8 +108,8 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     parallel.build(cfg.trainer, make, device, saved=saved, is_trained=False)
     content = dict(sharded_checkpoint.with_parts(content, world, parallel.read_targets()))
     parallel.load(content)
-    step, config, model = content["position"]["step"], content["config"], parallel.model.eval()
-    return TrainedModel(cfg, model, data, device, parallel.channels_last, step, config, parallel)
+    parallel.model.eval()
+    return TrainedModel(cfg, parallel, data, device, content["position"]["step"], content["config"])
 
 
 def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:

@@ -94,7 +94,7 @@ class TrainingRun:
         else:
             parallel.rebind(world)
         seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
-        self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
+        self.parallel, self.model = parallel, parallel.model
         self.autocast = builders.autocast(cfg, device, parallel)
         self.task = builders.trained_task(cfg, train_set, device)
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
@@ -117,13 +117,10 @@ class TrainingRun:
 
         total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
         self.cadence = Cadence.from_config(cfg.trainer, total_steps)
-        self.loader = build_data.loader(cfg, train_set, device, channels_last, world)
-        self.validation = (
-            None
-            if val_set is None
-            else builders.evaluation(cfg, val_set, self.task, device, channels_last, world, parallel)
-        )
-        if self.validation is not None:
+        self.loader = build_data.loader(cfg, train_set, device, parallel.channels_last, world)
+        self.validation = None
+        if val_set is not None:
+            self.validation = builders.evaluation(cfg, val_set, self.task, device, parallel)
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
