@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import weakref
@@ -50,16 +51,12 @@ def explained(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_about_memory(error):
+        said = str(error)
+        if not (isinstance(error, torch.OutOfMemoryError) or re.search("can't allocate memory|not enough memory", said)):
             raise
-        raise OutOfMemory(_message(cfg, str(error))) from error
+        raise OutOfMemory(_message(cfg, said)) from error
     finally:
         _watched.clear()
-
-
-def _is_about_memory(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or "not enough memory" in text
 
 
 def _message(cfg: DictConfig, reason: str) -> str:

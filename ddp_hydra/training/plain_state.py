@@ -36,13 +36,7 @@ _PATHS = {kind.__name__: kind for kind in (pathlib.Path, pathlib.PurePosixPath, 
 
 
 class Kind(NamedTuple):
-    """A type whose values are saved as others.
-
-    Args:
-        matches: whether a value is of the kind.
-        take_apart: makes values of other types of it.
-        put_together: makes it of these.
-    """
+    """A type whose values are saved as values of other types."""
 
     matches: Callable[[Any], bool]
     take_apart: Callable[[Any], Any]

@@ -188,12 +188,12 @@ class Profiler:
             "",
             "| part | class | parameters | MFLOP a sample |",
             "| --- | --- | ---: | ---: |",
-            *(self._row(name, part) for name, part in self.model.named_children()),
+            *(
+                f"| {name} | {type(part).__name__} | {weights.sizes(part)[0]:,} | "
+                f"{sum(one.parts[name] for one in self.passes) / self.batch_size / 1e6:,.1f} |"
+                for name, part in self.model.named_children()
+            ),
         ]
-
-    def _row(self, name: str, part: nn.Module) -> str:
-        operations = sum(one.parts[name] for one in self.passes) / self.batch_size
-        return f"| {name} | {type(part).__name__} | {weights.sizes(part)[0]:,} | {operations / 1e6:,.1f} |"
 
 
 def _export(profiler: Any, target: Path) -> None:

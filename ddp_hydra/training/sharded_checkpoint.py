@@ -190,15 +190,7 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
 
     class DescribedReader(FileSystemReader):
-        """Reads `.metadata` without building anything else than descriptions of tensors."""
-
         def read_metadata(self, *_: Any, **__: Any) -> Any:
-            found = described(folder)
-            if found.storage_meta is None:
-                raise CheckpointError(f"{folder / METADATA} says nothing of its files")
-            for name in {info.relative_path for info in found.storage_data.values()}:
-                if Path(name).name != name:
-                    raise CheckpointError(f"{folder / METADATA} names {name}, which is outside of its folder")
             return found
 
         def read_data(self, plan: Any, planner: Any) -> Any:
@@ -217,13 +209,12 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
             return super().read_data(replace(plan, items=rest), planner)
 
     class TensorPlanner(DefaultLoadPlanner):
-        """Reads tensors only."""
-
         def load_bytes(self, *_: Any) -> None:
             raise CheckpointError(f"{folder} has a value that is no tensor")
 
     try:
-        known = described(folder).state_dict_metadata
+        found = described(folder)
+        known = found.state_dict_metadata
         tensors = {name: like(name, known[name].size, known[name].properties.dtype) for name in names_in(dict(content))}
         with plain_errors():
             load(tensors, storage_reader=DescribedReader(folder), planner=TensorPlanner(), no_dist=True)
@@ -302,11 +293,17 @@ def _received(tensor: Tensor, world: World, like: Callable[[torch.Size, torch.dt
 
 def described(folder: Path) -> Any:
     with (folder / METADATA).open("rb") as file:
-        return _Descriptions(file).load()
+        found = _Descriptions(file).load()
+    if found.storage_meta is None:
+        raise CheckpointError(f"{folder / METADATA} says nothing of its files")
+    for name in {info.relative_path for info in found.storage_data.values()}:
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / METADATA} names {name}, which is outside of its folder")
+    return found
 
 
 class _Descriptions(pickle.Unpickler):
-    """Reads `.metadata`."""
+    """Reads `.metadata` without building anything else than descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in DESCRIBING.get(module, ()):
