@@ -109,7 +109,7 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
     if run.validation is not None:
         run.validation.try_few(run.model, run.cfg.objective.metric)
         if run.cfg.trainer.validate_first and run.position.step == 0:  # nothing goes by these numbers
-            validate(run)
+            validate(run, {})
             run.stop = 0  # there is nothing to save yet: the first step will stop the run
     run.call("start")
     run.state.check()  # not before: callbacks may make in on_start what they have a state of
@@ -158,7 +158,8 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
             if due.leave or run.is_over:
                 break
         if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
-            end_epoch(run)
+            means = run.end_epoch()
+            validate_and_decide(run, run.cadence.after_epoch(run.position.step, run.position.epoch), means)
     if first_save is not None and not run.checkpoints.number:
         run.metrics = run.metrics or dict(first_save.get(run.position.step, {}))
         run.save_validated(may_be_best=False)
@@ -191,38 +192,25 @@ def forward_backward(
     return decision(), losses, counts
 
 
-def end_epoch(run: TrainingRun) -> None:
-    # A collective.
-    means = run.end_epoch()
-    due = run.cadence.after_epoch(run.position.step, run.position.epoch)
-    run.synchronise()
-    validated = due.validate and (run.validation is None or validate(run, means))
-    if not (validated and run.validation is not None):
-        run.log({} if run.stop else means)
-    if validated:
-        run.call("validation")
-        run.hear_callbacks()
-    decide(run, due, validated or run.validation is None, is_new=bool(means))
-
-
 def validate_amid_epoch(run: TrainingRun, due: Actions) -> None:
     # A collective. An objective of the training waits for the epoch's end.
-    run.synchronise()
-    validated = run.validation is None or validate(run)
-    if run.held:
-        run.log({})
-    if validated:
-        run.call("validation")
-        run.hear_callbacks()
-    decide(run, due, validated, is_new=False, amid_epoch=True)
+    validate_and_decide(run, due, {}, amid_epoch=True)
     run.train_mode()
     run.remember_unfrozen()
 
 
-def decide(run: TrainingRun, due: Actions, validated: bool, is_new: bool, amid_epoch: bool = False) -> None:
-    # A collective.
+def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, float], amid_epoch: bool = False) -> None:
+    # A collective. `means`: new ones of the training, over an epoch.
+    run.synchronise()
+    validated = due.validate and (run.validation is None or validate(run, means))
+    if not validated or run.validation is None:
+        run.log({} if run.stop else means)
+    if validated:
+        run.call("validation")
+        run.hear_callbacks()
+    validated |= run.validation is None
     metric = run.cfg.objective.metric
-    counts = validated and (is_new or metric.startswith("val/"))
+    counts = validated and (bool(means) or metric.startswith("val/"))
     if counts:
         run.schedule_progress.judge(run.state.scheduler, run.metrics.get(metric))
     is_unknown = counts and objective.is_unknown(metric, run.metrics)
@@ -241,7 +229,7 @@ def decide(run: TrainingRun, due: Actions, validated: bool, is_new: bool, amid_e
         raise objective.unknown(metric, run.metrics)
 
 
-def validate(run: TrainingRun, means: Mapping[str, float] | None = None) -> bool:
+def validate(run: TrainingRun, means: Mapping[str, float]) -> bool:
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
     with run.monitor.throughput.paused():
@@ -249,7 +237,7 @@ def validate(run: TrainingRun, means: Mapping[str, float] | None = None) -> bool
     run.stop = run.consensus.decide(stop=run.stop_signal.interrupted()).stop
     if run.stop:
         return False
-    run.log({**(means or {}), **metrics})
+    run.log({**means, **metrics})
     if run.rank == 0:
         run.validation.metrics.show(run.position.step)
     return True

@@ -52,7 +52,8 @@ def explained(cfg: DictConfig) -> Iterator[None]:
         yield
     except RuntimeError as error:
         said = str(error)
-        if not (isinstance(error, torch.OutOfMemoryError) or re.search("can't allocate memory|not enough memory", said)):
+        is_told = re.search("can't allocate memory|not enough memory", said)
+        if not (is_told or isinstance(error, torch.OutOfMemoryError)):
             raise
         raise OutOfMemory(_message(cfg, said)) from error
     finally:
