@@ -63,12 +63,9 @@ class Memory:
 
 @dataclass
 class Pass:
-    """What one forward pass of a step does.
+    """Bytes that a forward pass keeps for the backward pass, None if not known, and its floating-point operations.
 
-    Args:
-        activations: bytes that it keeps for the backward pass; None: not known.
-        flops: floating-point operations.
-        parts: operations of each direct child of the model, by its name.
+    `parts` are the operations of each direct child of the model, by its name.
     """
 
     activations: int | None

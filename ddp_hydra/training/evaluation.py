@@ -119,11 +119,6 @@ class EvalMetrics:
     """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
 
     Tensors of more axes, as the matrices of several labels, are lists in the summary alone.
-
-    Args:
-        metrics: name -> a `torchmetrics.Metric` of what the task predicts.
-        classes: names of the classes, for the pictures.
-        world: of this rank.
     """
 
     def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = (), world: World = ALONE) -> None:

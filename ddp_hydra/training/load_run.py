@@ -137,12 +137,11 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
     if (loss := state.extras.get("loss")) is not None:
         content = {**content, "loss": fitting_loss(loss, content.get("loss"), before.get("loss"), now.get("loss"))}
     progress = state.extras.get("progress")
-    if progress is not None and progress.total != content["progress"]["total"]:
-        for one in settings:  # what a schedule of torch was told of the run's length is in its state
-            one.is_other_schedule |= one.depends_on_length
-    for one in settings:  # torch's schedules keep rates, some of them in others that they hold
+    has_other_length = progress is not None and progress.total != content["progress"]["total"]
+    for one in settings:  # torch's schedules keep rates, some of them in others that they hold, and the run's length
         saved = content["optimizer"].get(one.name, {}) if one.name else content["optimizer"]
-        one.is_other_schedule |= one.is_torchs and one.has_other_rates_than(saved)
+        keeps_others = one.has_other_rates_than(saved) or (has_other_length and one.depends_on_length)
+        one.is_other_schedule |= one.is_torchs and keeps_others
     if any(one.is_other_schedule for one in settings):
         for one in settings:  # they take their steps together
             one.is_other_schedule |= one.is_torchs
@@ -191,7 +190,7 @@ class OptimizerSettings:
         # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
         derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - own.keys()
         self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and bool(derived))
-        self.depends_on_length = self.is_torchs and optimizers.depends_on_length(new)
+        self.depends_on_length = optimizers.depends_on_length(new)
         kept = _PLATEAU if is_plateau and changed and not self.is_other_schedule else changed
         self.schedule = {key: own[key] for key in kept & own.keys()}
         old, new = (_node(config, "optimizer", name) for config in (before, now))

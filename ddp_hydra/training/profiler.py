@@ -73,11 +73,7 @@ class Profiler:
     """Traces some steps of this rank; sends the trace, and rank 0 a table.
 
     Args:
-        passes: forward passes of a step; [] if torch can't count their operations.
-        batch_size: their samples.
-
-    Raises:
-        ConfigError: the run is too short for the profile.
+        passes: forward passes of a step, of `batch_size` samples; [] if torch can't count their operations.
     """
 
     def __init__(

@@ -48,7 +48,6 @@ class TrainingRun:
         first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
 
     Attributes:
-        model: the model, not wrapped.
         frozen_norms: layers that stay in evaluation mode.
         metrics: the last value of each metric; after an epoch, metrics of the training are means over it.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
@@ -105,7 +104,8 @@ class TrainingRun:
         self.schedule_progress = progress = ScheduleProgress(
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()
         )
-        progress.load_state_dict(before.get("progress") or progress.state_dict())
+        if before:
+            progress.load_state_dict(before["progress"])
         self.builder = UpdateBuilder(cfg, self.parallel, self.task, self.consensus, self.sampler.global_batch, device)
         self.updates = self.builder.first(progress, before.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers

@@ -140,12 +140,7 @@ def write(
 
 
 class ReportingFile(NotingFile):
-    """A file that reports progress with each write, and notes why one failed.
-
-    Args:
-        file: where to write.
-        step: of the checkpoint.
-    """
+    """A file of the checkpoint of a step. It reports progress with each write."""
 
     def __init__(self, file: BinaryIO, step: int) -> None:
         super().__init__(file)

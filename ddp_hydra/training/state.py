@@ -23,8 +23,6 @@ from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel import Parallel, weights
 
 FORMAT = 4
-SHOWN = 6
-"""The most parameters in a message."""
 
 
 @dataclass
@@ -237,9 +235,9 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
     groups = state["param_groups"]
     saved = frozenset[str]().union(*(group["params"] for group in groups))
     if lacking := [name for name in own if name not in saved]:
-        raise ValueError(f"it has nothing of {shown(lacking, SHOWN)}")
+        raise ValueError(f"it has nothing of {shown(lacking, 6)}")
     if unknown := sorted(saved.difference(own)):
-        raise ValueError(f"it trains {shown(unknown, SHOWN)}, too")
+        raise ValueError(f"it trains {shown(unknown, 6)}, too")
     numbers = {name: number for number, name in enumerate(own)}
     left = iter(own)
     here = [list(islice(left, len(group["params"]))) for group in optimizer.param_groups]
@@ -259,7 +257,7 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
 
 
 def _first(groups: Iterable[Sequence[str]]) -> str:
-    return shown([params[0] if params else "nothing" for params in groups], SHOWN)
+    return shown([params[0] if params else "nothing" for params in groups], 6)
 
 
 def _own_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:

@@ -33,9 +33,6 @@ class TrainStep(nn.Module):
         part: what the update trains: the model, or a part of it.
         criterion: the task's loss, where it has parameters that are trained with the model; else None.
         constant: makes a loss of 0 of a step in which nothing counts, with gradients of 0.
-
-    Raises:
-        ConfigError: the loss has parameters, and the task has several updates.
     """
 
     def __init__(self, task: Task, model: nn.Module, update: str = "") -> None:
