@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import build_data, builders, load_run, memory, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, MetricNames, RunView
-from ddp_hydra.training.checkpoint import CheckpointSaver
+from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.lr_schedules import ScheduleProgress
@@ -87,9 +88,10 @@ class TrainingRun:
         results.reserve(self.names.take)
         untouched: list[str] = []
         if parallel is None:
-            parallel, untouched = setup.build_parallel(
-                cfg, train_set, device, weights, world, before.get("model") or ()
-            )
+            parallel = builders.parallel(cfg, world)
+            load = None if weights is None else partial(load_fitting, weights)
+            make = lambda: memory.watch(builders.with_float8(builders.model(cfg, train_set), cfg, device))  # noqa: E731
+            untouched = parallel.build(cfg.trainer, make, device, load, before.get("model") or ())
         else:
             parallel.rebind(world)
         seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn

@@ -1,11 +1,9 @@
-"""Builds a run from its config on one rank: sampler, model, and the header."""
+"""Builds parts of a run from its config on one rank: its sampler, and the header."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +21,12 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, cost, memory
-from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.lr_schedules import planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
 from ddp_hydra.training.optimizers import RATE_KEYS, updates_of
-from ddp_hydra.training.parallel import Parallel, weights
+from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.profiler import TRAINING, utilisation
 from ddp_hydra.training.state import Position
 from ddp_hydra.training.train_step import trained_loss
@@ -57,21 +54,6 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
     if cfg.trainer.overfit_batches and not is_stream:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches)
     return sampler, consensus
-
-
-def build_parallel(
-    cfg: DictConfig,
-    train_set: Any,
-    device: torch.device,
-    weights: Path | None,
-    world: World,
-    saved: Collection[str] = (),
-) -> tuple[Parallel, list[str]]:
-    # A collective.
-    parallel = builders.parallel(cfg, world)
-    load = None if weights is None else partial(load_fitting, weights)
-    make = lambda: memory.watch(builders.with_float8(builders.model(cfg, train_set), cfg, device))  # noqa: E731
-    return parallel, parallel.build(cfg.trainer, make, device, load, saved)
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
@@ -207,10 +189,9 @@ def most_kept(passes: Sequence[cost.Pass]) -> int | None:
 
 def rates_of(run: Any) -> str:
     """Return the learning rates of each update, before its schedule: one, or the smallest and the largest."""
-    optimizers = {name: update.optimizer for name, update in run.updates.items()}
     rates = {
-        name: {float(group.get("initial_lr", group["lr"])) for group in one.param_groups}
-        for name, one in optimizers.items()
+        name: {float(group.get("initial_lr", group["lr"])) for group in update.optimizer.param_groups}
+        for name, update in run.updates.items()
     }
     rule, reference = (run.cfg.optimizer.get(key) for key in RATE_KEYS)
     how = f", {rule} in the batch: {run.sampler.global_batch} / {reference}" if reference else ""
