@@ -220,23 +220,19 @@ def exported(model: nn.Module, example: Example) -> tuple[Any, tuple[str, ...]]:
             "format=safetensors"
         )
     length_of_any = getattr(torch.export.Dim, "DYNAMIC", None) or torch.export.Dim("length")
-    lengths = (length_of_any, None) if example.length else (None,)
-    for length in () if example.is_fixed else lengths:
-        shapes = example.dynamic(length)
+    lengths = () if example.is_fixed else (length_of_any, None) if example.length else (None,)
+    ways = [(example.dynamic(length), FREE if length else FREE[:1]) for length in lengths]
+    for shapes, free in [*ways, (None, ())]:
         try:
-            by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
-            program = traced(model, example, by_name)
-        except Exception:  # noqa: S112, the model fixes a size; or it can't be followed at all, which the last call tells
-            continue
-        return program, FREE if length else FREE[:1]
-    try:
-        return traced(model, example, None), ()
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"torch.export can't follow {type(model).__name__} ({type(error).__name__}: {reason}): give "
-            "format=safetensors, or see the limits of torch.export"
-        ) from error
+            by_name = shapes and inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
+            return traced(model, example, by_name), free
+        except Exception as error:  # the model fixes a size; or it can't be followed at all, which the last way tells
+            failure = error
+    reason = " ".join(str(failure).split())[:300]
+    raise ConfigError(
+        f"torch.export can't follow {type(model).__name__} ({type(failure).__name__}: {reason}): give "
+        "format=safetensors, or see the limits of torch.export"
+    ) from failure
 
 
 def traced(model: nn.Module, example: Example, dynamic_shapes: Any) -> Any:
@@ -328,7 +324,7 @@ class Example:
     def is_text(self, tensor: Tensor) -> bool:
         return tensor.ndim == 2 and self.is_batched(tensor) and tensor.shape[1] == self.length
 
-    def dynamic(self, length: Any = None) -> dict[str, Any]:
+    def dynamic(self, length: Any) -> dict[str, Any]:
         batch = torch.export.Dim("batch")
 
         def shape(tensor: Any) -> Any:
