@@ -140,8 +140,9 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
     has_other_length = progress is not None and progress.total != content["progress"]["total"]
     for one in settings:  # torch's schedules keep rates, some of them in others that they hold, and the run's length
         saved = content["optimizer"].get(one.name, {}) if one.name else content["optimizer"]
-        keeps_others = one.has_other_rates_than(saved) or (has_other_length and one.depends_on_length)
-        one.is_other_schedule |= one.is_torchs and keeps_others
+        one.is_other_schedule |= one.is_torchs and (
+            one.has_other_rates_than(saved) or (has_other_length and one.depends_on_length)
+        )
     if any(one.is_other_schedule for one in settings):
         for one in settings:  # they take their steps together
             one.is_other_schedule |= one.is_torchs
