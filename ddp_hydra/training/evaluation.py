@@ -213,13 +213,11 @@ class EvalMetrics:
 
 
 def picture(matrix: Tensor, labels: Sequence[str]) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     shares = (matrix.double() / matrix.double().sum(1, keepdim=True).clamp(min=1)).numpy()
     figure = Figure(figsize=(8, 8), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     axes.set(xlabel="predicted class", ylabel="true class")
