@@ -1,4 +1,4 @@
-"""The training loop and its parts: the config chooses the parts, `setup` builds them, `loop` runs them.
+"""The training loop and its parts: the config chooses the parts, `run` builds them, `loop` runs them.
 
 loop            the loop; a dry run of it
 run             the parts of a run, and what the loop asks of them
@@ -7,7 +7,7 @@ update          weighed losses, gradients become new weights; finite looks at th
 consensus       what all ranks decide together
 cadence         when to log, validate, save and end
 
-setup           builds a run; build_data, builders and optimizers make its parts
+setup           describes a run; build_data, builders and optimizers make its parts
 parallel        owns the model and its order among the ranks; ddp, dp and none are a file each
 lr_schedules    learning rates, and how far the run is
 

@@ -238,22 +238,10 @@ def eval_metrics(cfg: DictConfig, data: Any, device: torch.device, world: World)
     return EvalMetrics(metrics, DataDescription.of(data).classes, world)
 
 
-def evaluation(
-    cfg: DictConfig,
-    data: Any,
-    task: Task,
-    device: torch.device,
-    channels_last: bool,
-    world: World,
-    parallel: Parallel | None = None,
-) -> Evaluation:
-    return Evaluation(
-        loader(cfg, data, device, channels_last, world),
-        cfg.data.batch_size,
-        autocast(cfg, device, parallel),
-        task,
-        eval_metrics(cfg, data, device, world),
-    )
+def evaluation(cfg: DictConfig, data: Any, task: Task, device: torch.device, parallel: Parallel) -> Evaluation:
+    batches = loader(cfg, data, device, parallel.channels_last, parallel.world)
+    metrics = eval_metrics(cfg, data, device, parallel.world)
+    return Evaluation(batches, cfg.data.batch_size, autocast(cfg, device, parallel), task, metrics)
 
 
 def device(cfg: DictConfig) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,14 +15,7 @@ from ddp_hydra.console.text import counted
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """The actions that follow an optimizer step, or the last one of an epoch.
-
-    Args:
-        log: after a step: log the metrics since the last time.
-        save: write a checkpoint.
-        leave: after a step: take no further one, for the run is at its end, or is asked to stop.
-        validate: validate, if there is a validation set.
-    """
+    """The actions that follow an optimizer step, or the last one of an epoch; `leave`: take no further step."""
 
     log: bool = False
     save: bool = False
@@ -75,44 +69,29 @@ def is_due(count: int, every: int) -> bool:
 
 
 class LogClock:
-    """Tells when some seconds have passed since the last log.
-
-    Args:
-        every_s: those seconds; None: never.
-        growth: the length of an interval over the length of the one before.
-    """
+    """Tells when `every_s` seconds have passed since the last log; None: never. Each interval may be longer."""
 
     def __init__(self, every_s: float | None, growth: float = 1.0) -> None:
-        self.interval_s, self.growth = every_s, growth
+        self.interval_s, self.growth = math.inf if every_s is None else every_s, growth
         self.began = time.monotonic()
 
     def is_due(self) -> bool:
-        return self.interval_s is not None and time.monotonic() - self.began >= self.interval_s
+        return time.monotonic() - self.began >= self.interval_s
 
     def restart(self) -> None:
-        if self.interval_s is not None and self.is_due():
+        if self.is_due():
             self.interval_s *= self.growth
         self.began = time.monotonic()
 
 
 class EarlyStopping:
-    """Counts validations without progress. All ranks have the same metrics, so they agree without a vote.
-
-    Args:
-        patience: validations without progress after which the run ends; None: it never does.
-        min_delta: the smallest improvement that counts as progress.
-    """
+    """Counts validations without progress. All ranks have the same metrics, so they agree without a vote."""
 
     def __init__(self, metric: str, maximize: bool, patience: int | None, min_delta: float = 0.0) -> None:
         self.metric, self.sign = metric, 1.0 if maximize else -1.0
         self.patience, self.min_delta = patience, min_delta
         self.best: float | None = None
         self.validations_without_progress = 0
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> EarlyStopping:
-        patience, min_delta = cfg.trainer.early_stopping_patience, cfg.trainer.early_stopping_min_delta
-        return cls(cfg.objective.metric, cfg.objective.direction == "maximize", patience, min_delta)
 
     def update(self, metrics: Mapping[str, float]) -> bool:
         value = metrics.get(self.metric)
@@ -133,9 +112,8 @@ class EarlyStopping:
     def should_stop(self) -> bool:
         return self.patience is not None and self.validations_without_progress >= self.patience
 
-    def state_dict(self) -> dict[str, float | int | None]:
+    def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "validations_without_progress": self.validations_without_progress}
 
-    def load_state_dict(self, state: Mapping[str, float | int | None]) -> None:
-        self.best = state["best"]
-        self.validations_without_progress = int(state["validations_without_progress"] or 0)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best, self.validations_without_progress = state["best"], state["validations_without_progress"]

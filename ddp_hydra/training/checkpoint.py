@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 import socket
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -55,10 +55,11 @@ def read(path: Path, whole: bool = True) -> dict[str, Any]:
     except Exception as error:  # torch raises about anything here
         what = first_sentence(error)
         raise CheckpointError(f"{path} can't be read as a checkpoint ({what}): take an earlier step file") from None
-    if isinstance(content, dict) and type(number := content.get("format")) is int and number != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of this ddp_hydra: it has format={number}, not {FORMAT}")
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise CheckpointError(f"{path} is not a checkpoint of ddp_hydra: it has no format={FORMAT}")
+    number = content.get("format") if isinstance(content, dict) else None
+    if number != FORMAT:
+        what = f"of this ddp_hydra: it has format={number}, not {FORMAT}"
+        what = what if type(number) is int else f"of ddp_hydra: it has no format={FORMAT}"
+        raise CheckpointError(f"{path} is not a checkpoint {what}")
     if file == path:
         return content
     return sharded_checkpoint.read(content, path) if whole else {**content, PARTS_IN: str(path)}
@@ -121,23 +122,15 @@ def move(path: Path, written: ReportingFile | None, target: Path) -> ReportingFi
 class CheckpointSaver:
     """Writes checkpoints in the background. The loop waits only until the tensors are copied.
 
-    Rank 0 writes the state into a file. Where it is larger than a limit, each rank writes a part of the tensors into a
-    file of its own, and the checkpoint is a folder.
-
-    Args:
-        world: its ranks save together.
-        shard_above_gb: the limit, of the bytes of the tensors in 1e9; None: no limit.
-
-    Attributes:
-        number: of saves.
-        group: the ranks that write parts in the background.
+    Rank 0 writes the state into a file. Where its tensors take more than `shard_above_gb`, each rank writes a part of
+    them into a file of its own, and the checkpoint is a folder.
     """
 
     def __init__(self, world: World = ALONE, shard_above_gb: float | None = None) -> None:
         self.world, self.shard_above_gb, self.number = world, shard_above_gb, 0
         self.group: Any = None
-        self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None
+        self.executor = ThreadPoolExecutor(1, "checkpoint")
+        self.sending: Future[None] | None = None
 
     def check_space(self, n_bytes: int) -> None:
         # A collective. Ranks of a host, and of a disk there, write into the folders of their workers.
@@ -162,8 +155,8 @@ class CheckpointSaver:
         self.wait()
         state.gather(self.world)
         self.number += 1
-        position = state.position
-        described = Checkpoint(position.step, position.epoch, position.samples, dict(metrics), best)
+        at = state.position
+        described = Checkpoint(at.step, at.epoch, at.samples, dict(metrics), best)
         if self.shard_above_gb is not None and self.world.group and state.n_bytes() > self.shard_above_gb * 1e9:
             send = self._parts(state, replace(described, number=self.number))
         elif self.world.rank == 0:
@@ -173,8 +166,7 @@ class CheckpointSaver:
                 state.begin_capture(whole=True)
             return
         heartbeat.here().saving = True  # until it is sent
-        self.thread = threading.Thread(target=self._run, args=(send,), name="checkpoint")
-        self.thread.start()
+        self.sending = self.executor.submit(self._run, send)
 
     def _file(self, state: TrainingState, described: Checkpoint) -> Callable[[], None]:
         content, step = state.begin_capture(whole=True), described.step
@@ -200,31 +192,23 @@ class CheckpointSaver:
             beside = partial(TemporaryDirectory, prefix="save-", dir=results.outbox().parent)
             with results.with_room(beside) as folder:
                 owners, files = sharded_checkpoint.write(tensors, Path(folder), self.group, step)
-                own: dict[str, Callable[[Path], Any]] = {
-                    name: partial(move, Path(folder, name), files.get(name))
-                    for name, rank in owners.items()
-                    if rank == self.world.rank
-                }
                 if self.world.rank == 0:
-                    own = {STATE: lambda target: write(rest, target, step), **own}
-                for name, writer in own.items():
-                    parts = {STATE: 0, **owners} if name == STATE else {}
-                    results.submit_file(f"{path}/{name}", writer, step, replace(described, parts=parts))
+                    whole = replace(described, parts={STATE: 0, **owners})
+                    results.submit_file(f"{path}/{STATE}", lambda target: write(rest, target, step), step, whole)
+                for name in [name for name, rank in owners.items() if rank == self.world.rank]:
+                    writer = partial(move, Path(folder, name), files.get(name))
+                    results.submit_file(f"{path}/{name}", writer, step, described)
 
         return send
 
     def _run(self, send: Callable[[], None]) -> None:
         try:
             send()
-        except BaseException as error:
-            self.error = error
         finally:
             heartbeat.here().saving = False
 
     def wait(self) -> None:
-        if self.thread is not None:
-            self.thread.join()
-            self.thread = None
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
+        # What has failed is raised once.
+        sending, self.sending = self.sending, None
+        if sending is not None:
+            sending.result()

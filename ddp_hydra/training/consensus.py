@@ -46,7 +46,6 @@ class StepConsensus:
     They travel over the CPU, so the values voted on have to be there.
 
     Args:
-        world: of this rank.
         counts: returns two counts of this rank that travel with each vote.
         take: called with the minimum of each count over all ranks when a decision is known.
     """
@@ -114,7 +113,6 @@ class Rounds:
     gets its last one again, marked as none of its own.
 
     Args:
-        world: of this rank.
         stop: returns the reason to stop after this round, a number of `heartbeat.REASONS`; 0 to continue.
         spare: makes a batch for a rank that has none; None if that can't be.
 

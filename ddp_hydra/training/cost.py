@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -63,12 +63,9 @@ class Memory:
 
 @dataclass
 class Pass:
-    """What one forward pass of a step does.
+    """Bytes that a forward pass keeps for the backward pass, None if not known, and its floating-point operations.
 
-    Args:
-        activations: bytes that it keeps for the backward pass; None: not known.
-        flops: floating-point operations.
-        parts: operations of each direct child of the model, by its name.
+    `parts` are the operations of each direct child of the model, by its name.
     """
 
     activations: int | None
@@ -76,11 +73,11 @@ class Pass:
     parts: dict[str, int]
 
 
-def moments(optimizer: Optimizer, size: Callable[[Tensor], int]) -> int:
-    # 0 for optimizers of other libraries.
+def moments(optimizer: Optimizer) -> int:
+    # Bytes on all ranks together; 0 for optimizers of other libraries.
     known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
     number = len(known.get("betas", ())) or bool(known.get("momentum"))
-    return number * sum(size(one) for group in optimizer.param_groups for one in group["params"])
+    return number * sum(one.nbytes for group in optimizer.param_groups for one in group["params"])
 
 
 def build_outline(cfg: DictConfig, data: Any) -> nn.Module:
@@ -96,19 +93,20 @@ def build_outline(cfg: DictConfig, data: Any) -> nn.Module:
     return model
 
 
-def memory_of(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[str]) -> Memory:
+def memory_of(cfg: DictConfig, model: nn.Module, optimizers: Iterable[Optimizer]) -> Memory:
     # Of a rank that has all of the model, without activations.
     parameters = list(model.parameters())
     whole, trained = (sum(one.nbytes for one in parameters if one.requires_grad or every) for every in (True, False))
+    return Memory(whole * (2 if cfg.trainer.ema_decay else 1), trained, sum(map(moments, optimizers)))
+
+
+def outlined_optimizers(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[str]) -> list[Optimizer]:
     cfg = copy.deepcopy(cfg)
     for node in (cfg.optimizer, *cfg.optimizer.values()):
         if isinstance(node, DictConfig):
             with open_dict(node):
                 node.pop("fused", None)  # torch refuses it without memory
-    parts = {name: task.part(model, name) if name else model for name in updates}
-    optimizers = [optimizer(cfg, part, update=name) for name, part in parts.items()]
-    kept = sum(moments(one, lambda tensor: tensor.nbytes) for one in optimizers)
-    return Memory(whole * (2 if cfg.trainer.ema_decay else 1), trained, kept)
+    return [optimizer(cfg, task.part(model, name) if name else model, update=name) for name in updates]
 
 
 def gathered_bytes(cfg: DictConfig, model: nn.Module) -> int:
@@ -149,31 +147,28 @@ def forward_pass(model: nn.Module, task: Task, update: str, batch: Any, cfg: Dic
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.flop_counter import FlopCounterMode
 
-    low = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}.get(cfg.trainer.precision)
     if getattr(task, "mix", None) is not None:
         task = copy.copy(task)
         task.__dict__["mix"] = None  # it draws a value, and its operations are few
     step, counter, kept = _Step(task, model.train(), update), FlopCounterMode(display=False), _Kept()
     done: list[Any] = []
+    noted = model.register_forward_hook(lambda *_: done.append(None))
     activations: int | None = None
-    hook = model.register_forward_hook(lambda *_: done.append(None))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), StateGuard(), warnings.catch_warnings(action="ignore"):
+        with noted, FakeTensorMode(allow_non_fake_inputs=True), StateGuard(), warnings.catch_warnings(action="ignore"):
             named = [*step.named_parameters(), *step.named_buffers()]
             fakes = {name: torch.empty_like(one, device="cpu") for name, one in named}
             for name, one in named:
                 fakes[name].requires_grad_(one.requires_grad)
             given = mapped(lambda tensor: torch.empty_like(tensor, device="cpu"), batch)
             kept.leave_out([*fakes.values(), *tensors(given)])
-            autocast = torch.autocast("cpu", low or torch.bfloat16, enabled=low is not None)
+            autocast = builders.autocast(cfg, torch.device("cpu"))
             with kept.watched(model, cfg.trainer.activation_checkpointing), counter, autocast:
                 torch.func.functional_call(step, fakes, (given,))
         activations = kept.n_bytes
     except Exception:  # model and task may do anything with values, which are not there
         if not done or not type(task).__module__.startswith("ddp_hydra."):  # it may go on to another pass
             return None
-    finally:
-        hook.remove()
     of_modules = counter.get_flop_counts()  # by the names of modules within `step`
     parts = {name: sum(of_modules.get(f"_Step.model.{name}", {}).values()) for name, _ in model.named_children()}
     return Pass(activations, counter.get_total_flops(), parts)
@@ -269,7 +264,7 @@ class _Kept:
         with ExitStack() as stack:
             for module in model.modules():
                 if type(module).__name__ in again:
-                    stack.callback(module.register_forward_pre_hook(enter).remove)
-                    stack.callback(module.register_forward_hook(leave).remove)
+                    stack.enter_context(module.register_forward_pre_hook(enter))
+                    stack.enter_context(module.register_forward_hook(leave))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor))
             yield

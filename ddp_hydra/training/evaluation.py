@@ -36,15 +36,7 @@ MAX_LABELS = 20
 
 @dataclass
 class Evaluation:
-    """Evaluates a model on a data set.
-
-    Args:
-        loader: of the data set.
-        batch_size: per rank.
-        autocast: the context of the forward pass.
-        task: computes the loss and counts.
-        metrics: additional metrics.
-    """
+    """Evaluates a model on a data set, with a batch size of each rank, and metrics besides the task's own."""
 
     loader: Loader
     batch_size: int
@@ -72,30 +64,26 @@ class Evaluation:
         model.eval()
         results.take_means()  # the training's
         mixture = getattr(self.loader.dataset, "mixture", None)
-        if mixture is None:
-            own = named("val", computed(self.task, self._sums(model, Rounds(world, stop, self.loader.spare))))
-        else:
-            of_sets = {}
-            for name, samples in mixture.places.items():
-                rounds = Rounds(world, stop, self.loader.spare)
-                of_sets[name] = self._sums(model, rounds, samples.tolist())
-                if rounds.stopped and not are_few:
-                    break
-            own = named("val", computed(self.task, added(of_sets.values())))
-            for name, sums in of_sets.items():
-                own |= {f"{key}/{name}": value for key, value in named("val", computed(self.task, sums)).items()}
+        of_sets = {}
+        for name, samples in mixture.places.items() if mixture is not None else [("", None)]:
+            rounds = Rounds(world, stop, self.loader.spare)
+            of_sets[name] = self._sums(model, rounds, None if samples is None else samples.tolist())
+            if rounds.stopped and not are_few:
+                break
+        own = named("val", computed(self.task, added(of_sets.values())))
+        for name, sums in of_sets.items() if mixture is not None else ():
+            own |= {f"{key}/{name}": value for key, value in named("val", computed(self.task, sums)).items()}
         more = self.metrics.result(are_few)
         if taken := sorted(own.keys() & (more.keys() | self.metrics.matrices.keys())):
             name = taken[0].removeprefix("val/").partition("/")[0]
             raise ConfigError(f"metrics.{name}: the task logs {', '.join(taken)} itself: call it +metrics.my_{name}")
         return own | more
 
-    def _sums(self, model: nn.Module, rounds: Rounds, *samples: list[int]) -> dict[str, Tensor]:
+    def _sums(self, model: nn.Module, rounds: Rounds, samples: list[int] | None) -> dict[str, Tensor]:
         # A collective.
         world, meter = self.metrics.world, Meter(self.loader.device)
-        for batch, indices, is_own in rounds.of(
-            self.loader.each_once(self.batch_size, world.rank, world.size, *samples)
-        ):
+        batches = self.loader.each_once(self.batch_size, world.rank, world.size, samples)
+        for batch, indices, is_own in rounds.of(batches):
             with self.autocast, explained(batch):
                 step = as_step(self.task.validation_step(model, batch), self.task)
             if is_own:
@@ -131,11 +119,6 @@ class EvalMetrics:
     """Several metrics of one evaluation. A metric that is a matrix, as a confusion matrix, becomes a picture.
 
     Tensors of more axes, as the matrices of several labels, are lists in the summary alone.
-
-    Args:
-        metrics: name -> a `torchmetrics.Metric` of what the task predicts.
-        classes: names of the classes, for the pictures.
-        world: of this rank.
     """
 
     def __init__(self, metrics: Mapping[str, Any], classes: Sequence[str] = (), world: World = ALONE) -> None:
@@ -145,7 +128,6 @@ class EvalMetrics:
                 part.distributed_available_fn = lambda: False  # `synchronise` does it
         self.matrices: dict[str, Tensor] = {}
         self.are_complete = True
-        self.draws = find_spec("matplotlib") is not None
         self.is_told = False
 
     def copied(self) -> EvalMetrics:
@@ -217,11 +199,11 @@ class EvalMetrics:
 
     def show(self, step: int) -> None:
         drawn = {name: matrix for name, matrix in self.matrices.items() if matrix.ndim == 2}
-        if drawn and not self.draws:
+        if drawn and find_spec("matplotlib") is None:
+            names = ", ".join(drawn)
             if not self.is_told:
-                self.is_told = True
-                names = ", ".join(drawn)
                 results.warn(f"there is no picture of {names} without matplotlib: pip install 'ddp-hydra[plot]'")
+            self.is_told = True
             return
         for name, matrix in drawn.items():
             results.image(name, picture(matrix, self._labels(matrix)), step)
@@ -231,13 +213,11 @@ class EvalMetrics:
 
 
 def picture(matrix: Tensor, labels: Sequence[str]) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import PowerNorm
     from matplotlib.figure import Figure
 
     shares = (matrix.double() / matrix.double().sum(1, keepdim=True).clamp(min=1)).numpy()
     figure = Figure(figsize=(8, 8), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 1))
     axes.set(xlabel="predicted class", ylabel="true class")

@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 from ddp_hydra import results
 from ddp_hydra.config import redact
 from ddp_hydra.config.targets import without
-from ddp_hydra.data import streams
 from ddp_hydra.data.batch import described, mapped, tensors
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.finetune import adapter
@@ -121,8 +120,7 @@ def quiet() -> Iterator[None]:
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.disable(before)
@@ -130,7 +128,7 @@ def quiet() -> Iterator[None]:
 
 def check_call(model: nn.Module, example: Example) -> None:
     try:
-        model(*example.args, **example.kwargs)
+        example.call(model)
     except Exception as error:
         taken = ", ".join(f"{name} {shape}" for name, shape in example.described().items())
         raise ConfigError(
@@ -140,19 +138,18 @@ def check_call(model: nn.Module, example: Example) -> None:
 
 def takes_sizes(model: nn.Module, example: Example) -> bool:
     # In a list of samples, as detection has it, and in a PackedSequence the first axis of a tensor is not the batch.
-    if all(isinstance(part, Tensor) for part in (*example.args, *example.kwargs.values())):
+    if all(isinstance(part, Tensor) for part in example.parts):
         return True
     try:
-        for other in (example.of_size(size, example.length) for size in SIZES):
-            model(*other.args, **other.kwargs)
+        for size in SIZES:
+            example.of_size(size, example.length).call(model)
     except Exception:
         return False
     return True
 
 
 def compared(model: nn.Module, again: Callable[..., Any], example: Example, tolerance: float) -> float:
-    wanted = tensors(list(pytree.tree_leaves(model(*example.args, **example.kwargs))))
-    found = tensors(list(pytree.tree_leaves(again(*example.args, **example.kwargs))))
+    wanted, found = (tensors(list(pytree.tree_leaves(example.call(one)))) for one in (model, again))
     if [tensor.shape for tensor in wanted] != [tensor.shape for tensor in found]:
         raise ConfigError(
             f"the written model returns {[tuple(tensor.shape) for tensor in found]}, and the model "
@@ -217,29 +214,25 @@ def torch_export(trained: TrainedModel, model: nn.Module, example: Example, path
 def exported(model: nn.Module, example: Example) -> tuple[Any, tuple[str, ...]]:
     # Return the program, and which of `FREE` it takes in any size. `DYNAMIC`, of newer versions of torch, may have
     # bounds, such as the length of a table of positions.
-    if any(isinstance(part, PackedSequence) for part in (*example.args, *example.kwargs.values())):
+    if any(isinstance(part, PackedSequence) for part in example.parts):
         raise ConfigError(
             f"torch.export takes no PackedSequence, with which {type(model).__name__} is called: give format=torch or "
             "format=safetensors"
         )
     length_of_any = getattr(torch.export.Dim, "DYNAMIC", None) or torch.export.Dim("length")
-    lengths = (length_of_any, None) if example.length else (None,)
-    for length in () if example.is_fixed else lengths:
-        shapes = example.dynamic(length)
+    lengths = () if example.is_fixed else (length_of_any, None) if example.length else (None,)
+    ways = [(example.dynamic(length), FREE if length else FREE[:1]) for length in lengths]
+    for shapes, free in [*ways, (None, ())]:
         try:
-            by_name = inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
-            program = traced(model, example, by_name)
-        except Exception:  # noqa: S112, the model fixes a size; or it can't be followed at all, which the last call tells
-            continue
-        return program, FREE if length else FREE[:1]
-    try:
-        return traced(model, example, None), ()
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"torch.export can't follow {type(model).__name__} ({type(error).__name__}: {reason}): give "
-            "format=safetensors, or see the limits of torch.export"
-        ) from error
+            by_name = shapes and inspect.signature(model.forward).bind(*shapes["args"], **shapes["kwargs"]).arguments
+            return traced(model, example, by_name), free
+        except Exception as error:  # the model fixes a size; or it can't be followed at all, which the last way tells
+            failure = error
+    reason = " ".join(str(failure).split())[:300]
+    raise ConfigError(
+        f"torch.export can't follow {type(model).__name__} ({type(failure).__name__}: {reason}): give "
+        "format=safetensors, or see the limits of torch.export"
+    ) from failure
 
 
 def traced(model: nn.Module, example: Example, dynamic_shapes: Any) -> Any:
@@ -255,24 +248,18 @@ def onnx(trained: TrainedModel, model: nn.Module, example: Example, path: Path) 
         import onnxscript  # noqa: F401
     except ModuleNotFoundError as error:
         raise missing("onnx", str(error.name)) from None
-    args = (*example.args, *example.kwargs.values())
-    if not all(isinstance(part, Tensor) for part in args):
+    if not all(isinstance(part, Tensor) for part in example.parts):
         raise ConfigError("format=onnx takes tensors as arguments of the model, and this one takes others, too")
-    size = sum(tensor.nbytes for _, tensor in plain_state.tensors(model.state_dict()))
+    is_large = sum(tensor.nbytes for _, tensor in plain_state.tensors(model.state_dict())) > _ONE_FILE_BYTES
     first = ["input"] if len(example.args) == 1 else [f"input_{number}" for number in range(len(example.args))]
     inputs = [*first, *example.kwargs]
     program, dynamic = exported(model, example)
-    outputs = output_names(model(*example.args, **example.kwargs))
+    outputs = output_names(example.call(model))
     written = torch.onnx.export(
-        program,
-        input_names=inputs,
-        output_names=outputs,
-        dynamo=True,
-        external_data=size > _ONE_FILE_BYTES,
-        verbose=False,
+        program, input_names=inputs, output_names=outputs, dynamo=True, external_data=is_large, verbose=False
     )
     assert written is not None
-    written.save(str(path), external_data=size > _ONE_FILE_BYTES)
+    written.save(str(path), external_data=is_large)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     taken = [one.name for one in session.get_inputs()]
 
@@ -302,17 +289,18 @@ FREE = ("batch", "length")
 
 @dataclass
 class Example:
-    """The arguments with which a task calls the model.
-
-    Args:
-        args: by position.
-        kwargs: by name.
-        is_fixed: whether they can't be brought to another size of the batch.
-    """
+    """The arguments with which a task calls the model; `is_fixed`: they can't be brought to another size of batch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_fixed: bool = False
+
+    @property
+    def parts(self) -> list[Any]:
+        return [*self.args, *self.kwargs.values()]
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        return model(*self.args, **self.kwargs)
 
     def of_size(self, size: int, length: int) -> Example:
         def resize(tensor: Tensor) -> Tensor:
@@ -323,23 +311,20 @@ class Example:
         return Example(mapped(resize, self.args), mapped(resize, self.kwargs))
 
     def is_batched(self, tensor: Tensor) -> bool:
-        return not self.is_fixed and bool(tensor.ndim) and len(tensor) == self.size
-
-    @property
-    def size(self) -> int:
-        return next((len(tensor) for tensor in tensors([*self.args, *self.kwargs.values()]) if tensor.ndim), 0)
+        size = next((len(one) for one in tensors(self.parts) if one.ndim), 0)
+        return not self.is_fixed and bool(tensor.ndim) and len(tensor) == size
 
     @property
     def length(self) -> int:
         # Tokens in each text; 0 if the arguments are no texts.
-        given = [one for one in tensors([*self.args, *self.kwargs.values()]) if not one.is_floating_point()]
+        given = [one for one in tensors(self.parts) if not one.is_floating_point()]
         lengths = {one.shape[1] for one in given if one.ndim == 2 and self.is_batched(one)}
         return lengths.pop() if len(lengths) == 1 and min(lengths) > 2 else 0
 
     def is_text(self, tensor: Tensor) -> bool:
         return tensor.ndim == 2 and self.is_batched(tensor) and tensor.shape[1] == self.length
 
-    def dynamic(self, length: Any = None) -> dict[str, Any]:
+    def dynamic(self, length: Any) -> dict[str, Any]:
         batch = torch.export.Dim("batch")
 
         def shape(tensor: Any) -> Any:
@@ -364,14 +349,12 @@ def example_of(trained: TrainedModel, split: str, input_shape: Sequence[int] | N
     cfg = trained.cfg
     split = split if cfg.data.get(split) else "train"
     with build_data.opened(cfg, split, like=trained.data) as data:
-        trained.data.check_model(DataDescription.of(data), f"data.{split}")
+        description = DataDescription.of(data)
+        trained.data.check_model(description, f"data.{split}")
         loader = build_data.loader(cfg, data, trained.device, channels_last=False)
-        if streams.is_stream(data):
-            with closing(loader.each_once(SIZES[0], 0, 1)) as batches:  # type: ignore[type-var]
-                batch, numbers = next(batches, (None, []))
-        else:
-            numbers = list(range(min(len(data), SIZES[0])))
-            (batch,) = loader.load([numbers]) if numbers else (None,)
+        first = range(min(SIZES[0], description.n_samples or SIZES[0]))
+        with closing(loader.each_once(SIZES[0], 0, 1, first)) as batches:  # type: ignore[type-var]
+            batch, numbers = next(batches, (None, []))
         if len(numbers) < SIZES[0]:
             raise ConfigError(
                 f"the data set has {len(numbers)} samples, and an example needs {SIZES[0]}: give input_shape"
@@ -382,14 +365,9 @@ def example_of(trained: TrainedModel, split: str, input_shape: Sequence[int] | N
 
 def called_with(model: nn.Module, call: Callable[[], Any]) -> Example:
     calls: list[Example] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append(Example(tuple(args), dict(kwargs))), with_kwargs=True
-    )
-    try:
-        with torch.no_grad():
-            call()
-    finally:
-        hook.remove()
+    note = lambda _, args, kwargs: calls.append(Example(tuple(args), dict(kwargs)))  # noqa: E731
+    with model.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad():
+        call()
     if not calls:
         raise ConfigError("the task predicts without calling the whole model: give input_shape=[…], of one sample")
     return calls[0]

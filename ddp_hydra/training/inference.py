@@ -47,15 +47,7 @@ SPOOL_BYTES = 64 * 2**20
 
 @dataclass
 class Inference:
-    """A trained model with the data to compute.
-
-    Args:
-        job: what was asked for.
-        trained: the model.
-        task: says what a prediction is.
-        data: the data set.
-        world: of this rank.
-    """
+    """A trained model with the data to compute, and what was asked for."""
 
     job: Mapping[str, Any]
     trained: TrainedModel
@@ -91,8 +83,7 @@ def evaluate(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> 
         cfg, trained = run.trained.cfg, run.trained
         check_labels(run.data)
         build_data.check_classes(cfg, run.task, run.data, trained.data.num_classes)
-        how = trained.device, trained.channels_last, world, trained.parallel
-        evaluation = builders.evaluation(cfg, run.data, run.task, *how)
+        evaluation = builders.evaluation(cfg, run.data, run.task, trained.device, trained.parallel)
         stop = StopSignal(None)
         heartbeat.at("validate", 0)
         metrics = evaluation.run(trained.model, stop=stop.reason)
@@ -123,8 +114,11 @@ def check_data(trained: DataDescription, data: DataDescription, key: str, world:
 @in_world
 def predict(world: World, job: Mapping[str, Any], files: Mapping[str, str]) -> dict[str, Any]:
     with opened(job, files["checkpoint"], world) as run:
-        samples, interrupted = send_stream(run) if streams.is_stream(run.data) else send_samples(run)
-        return {"samples": samples, "step": run.trained.step, "interrupted": interrupted}
+        trained = run.trained
+        loader = build_data.loader(trained.cfg, run.data, trained.device, trained.parallel.channels_last, world)
+        send: Any = send_stream if isinstance(loader, streams.StreamLoader) else send_samples
+        samples, interrupted = send(run, loader)
+        return {"samples": samples, "step": trained.step, "interrupted": interrupted}
 
 
 def part_length(n_samples: int | None, batch_size: int) -> int:
@@ -134,7 +128,7 @@ def part_length(n_samples: int | None, batch_size: int) -> int:
     return batch_size * max(1, min(-(-batches // PARTS), MOST_ROWS // batch_size))
 
 
-def send_samples(run: Inference) -> tuple[int, str]:
+def send_samples(run: Inference, loader: Loader) -> tuple[int, str]:
     cfg, n_samples, done = run.trained.cfg, len(run.data), frozenset(run.job["done"])
     length = part_length(n_samples, cfg.data.batch_size)
     results.emit(Rows(n_samples, length))  # on each rank, before its parts
@@ -147,11 +141,10 @@ def send_samples(run: Inference) -> tuple[int, str]:
         for part in missing[slice(*share)]
         for begin in range(part * length, min((part + 1) * length, n_samples), cfg.data.batch_size)
     ]
-    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
     return n_samples, send_parts(run, loader, zip(loader.load(batches), batches, strict=True), length)
 
 
-def send_stream(run: Inference) -> tuple[int, str]:
+def send_stream(run: Inference, loader: streams.StreamLoader) -> tuple[int, str]:
     # Each rank reads all samples, as their numbers are known only by counting, and predicts its share of the parts.
     cfg, done = run.trained.cfg, frozenset(run.job["done"])
     length = part_length(None, cfg.data.batch_size)
@@ -163,8 +156,6 @@ def send_stream(run: Inference) -> tuple[int, str]:
         part = first // length
         return part % ranks == rank and part not in done
 
-    loader = build_data.loader(cfg, run.data, run.trained.device, run.trained.channels_last, run.world)
-    assert isinstance(loader, streams.StreamLoader)
     interrupted = send_parts(run, loader, loader.in_order(reader, cfg.data.batch_size, wanted), length)
     counts = run.world.gather_objects(None if interrupted else reader.n_read)
     if None not in counts and len(set(counts)) > 1:
@@ -229,11 +220,8 @@ def submit(spool: Any, part: int) -> None:
     results.submit_file(spec.ROWS_NAME.format(part), write)
 
 
-KINDS = ("table", "arrays", "pictures")
-"""Kinds of results: rows of numbers and texts; arrays of any shape; PNGs with a table."""
-
-
 def columns(prediction: Any, size: int, kind: str) -> dict[str, Any]:
+    # The kind: "table" of numbers and texts, "arrays" of any shape, or "pictures", which are PNGs with a table.
     named = prediction if isinstance(prediction, Mapping) else {"prediction": prediction}
     found: dict[str, Any] = {}
     for name, values in named.items():

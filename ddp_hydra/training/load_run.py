@@ -40,27 +40,24 @@ from ddp_hydra.training.state import ByName, TrainingState, each
 
 @dataclass
 class TrainedModel:
-    """A trained model with its config.
+    """A trained model, in evaluation mode, with its config.
 
     Args:
         cfg: the run's config with the overrides, resolved.
-        model: with the checkpoint's weights, in evaluation mode.
         data: describes the data that it was trained on.
-        device: of the model.
-        channels_last: the memory layout of its images.
-        step: optimizer steps done at the checkpoint.
         config: the run's config as the checkpoint keeps it, with its interpolations: their values may be secret.
-        parallel: owns the model, which may be sharded; None: it is whole.
     """
 
     cfg: DictConfig
-    model: nn.Module
+    parallel: Parallel
     data: DataDescription
     device: torch.device
-    channels_last: bool
     step: int
     config: Mapping[str, Any]
-    parallel: Parallel | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.parallel.model
 
     @cached_property
     def train_set(self) -> Any:
@@ -79,14 +76,9 @@ def load(
     Args:
         run: run directory, checkpoint file, or the URL of a run.
         which: the checkpoint of a run directory, "best" or "last".
-        overrides: "key=value" changes of the run's config, such as data.source=<path>; keys that interpolate them
-            follow.
+        overrides: "key=value" changes of the run's config; keys that interpolate them follow.
         split: the only data set that will be read, as by `checkpoint_config.composed`, if the run has it; None: any.
-        trust: build also what `trust.refuse_targets` refuses of a checkpoint that is no run directory's.
-
-    Raises:
-        CheckpointError: there is no run, or no complete checkpoint.
-        ConfigError: an override does not fit the run's config, or there is no such checkpoint.
+        trust: build also what `refuse_targets` refuses of a checkpoint that is no run directory's.
     """
     project.make_importable(project.layers())
     with tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder:
@@ -116,8 +108,8 @@ def restore_model(content: dict[str, Any], cfg: DictConfig, world: World = ALONE
     parallel.build(cfg.trainer, make, device, saved=saved, is_trained=False)
     content = dict(sharded_checkpoint.with_parts(content, world, parallel.read_targets()))
     parallel.load(content)
-    step, config, model = content["position"]["step"], content["config"], parallel.model.eval()
-    return TrainedModel(cfg, model, data, device, parallel.channels_last, step, config, parallel)
+    parallel.model.eval()
+    return TrainedModel(cfg, parallel, data, device, content["position"]["step"], content["config"])
 
 
 def restore_loss(task: Task, content: Mapping[str, Any], cfg: DictConfig) -> None:
@@ -145,12 +137,12 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
     if (loss := state.extras.get("loss")) is not None:
         content = {**content, "loss": fitting_loss(loss, content.get("loss"), before.get("loss"), now.get("loss"))}
     progress = state.extras.get("progress")
-    if progress is not None and progress.total != (content.get("progress") or {}).get("total"):
-        for one in settings:  # what a schedule of torch was told of the run's length is in its state
-            one.is_other_schedule |= one.depends_on_length
-    for one in settings:  # torch's schedules keep rates, some of them in others that they hold
+    has_other_length = progress is not None and progress.total != content["progress"]["total"]
+    for one in settings:  # torch's schedules keep rates, some of them in others that they hold, and the run's length
         saved = content["optimizer"].get(one.name, {}) if one.name else content["optimizer"]
-        one.is_other_schedule |= one.is_torchs and one.has_other_rates_than(saved)
+        one.is_other_schedule |= one.is_torchs and (
+            one.has_other_rates_than(saved) or (has_other_length and one.depends_on_length)
+        )
     if any(one.is_other_schedule for one in settings):
         for one in settings:  # they take their steps together
             one.is_other_schedule |= one.is_torchs
@@ -158,8 +150,7 @@ def restore(state: TrainingState, content: Mapping[str, Any]) -> str:
         fresh, saved = plain_state.encode(state.scheduler.state_dict(), "scheduler"), content["scheduler"]
         if isinstance(state.scheduler, ByName):
             fresh |= {one.name: saved.get(one.name) for one in settings if not one.is_other_schedule}
-        content = {**content, "scheduler": fresh}
-        content["progress"] = {**(content.get("progress") or {}), "taken": 0}
+        content = {**content, "scheduler": fresh, "progress": {**content["progress"], "taken": 0}}
     state.restore(content, is_own=has_parts)
     for one in settings:
         one.put_back()
@@ -184,15 +175,7 @@ def fitting_loss(loss: nn.Module, saved: Any, before: Any, now: Any) -> Any:
 
 
 class OptimizerSettings:
-    """The settings that the new config gives an optimizer and its schedule.
-
-    Args:
-        name: of the update; "" for the only one.
-        optimizer: as the new config builds it.
-        scheduler: as the new config builds it.
-        before: the checkpoint's config.
-        now: the new config.
-    """
+    """The settings that the new config, `now`, gives the optimizer of an update and its schedule: it has built them."""
 
     def __init__(
         self, name: str, optimizer: Optimizer, scheduler: Any, before: Mapping[str, Any], now: Mapping[str, Any]
@@ -201,29 +184,24 @@ class OptimizerSettings:
         self.groups = [
             {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
         ]
-        changed = _changed_keys(before, now, "scheduler", name)
-        self.schedule = {key: vars(scheduler)[key] for key in changed if key in vars(scheduler)}
+        own, (old, new) = vars(scheduler), (_node(config, "scheduler", name) for config in (before, now))
+        changed = _changed_keys(old, new)
         is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        self.is_torchs = not isinstance(scheduler, (FactorLR, ReduceLROnPlateau))
+        self.is_torchs = not is_plateau and not isinstance(scheduler, FactorLR)
         # Arguments that a schedule of torch has made other numbers of can't be put back one by one: it begins anew.
-        derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - vars(scheduler).keys()
+        derived = isinstance(scheduler, (OneCycleLR, CyclicLR)) or changed - own.keys()
         self.is_other_schedule = "_target_" in changed or (self.is_torchs and bool(changed) and bool(derived))
-        node = now.get("scheduler") or {}
-        self.depends_on_length = self.is_torchs and optimizers.depends_on_length(
-            node if "_target_" in node else node.get(name)
-        )
-        if is_plateau and not self.is_other_schedule:
-            self.schedule = {key: vars(scheduler)[key] for key in _PLATEAU & vars(scheduler).keys() if changed}
-        self.changed = _changed_keys(before, now, "optimizer", name)
-        self.is_other_optimizer = "_target_" in self.changed
+        self.depends_on_length = optimizers.depends_on_length(new)
+        kept = _PLATEAU if is_plateau and changed and not self.is_other_schedule else changed
+        self.schedule = {key: own[key] for key in kept & own.keys()}
+        old, new = (_node(config, "optimizer", name) for config in (before, now))
+        self.changed = _changed_keys(old, new)
+        # A function that makes parameter groups may take its arguments for anything.
+        makes_groups = bool(self.changed) and optimizers.makes_groups(str(new.get("_target_")))
+        self.is_other_optimizer = makes_groups or "_target_" in self.changed
         # With optimizer.lr_rule the learning rate depends on the global batch.
         rules = [(config.get("optimizer") or {}).get("lr_rule") for config in (before, now)]
         by_batch = any(rule not in (None, "none") for rule in rules)
-        node = now.get("optimizer") or {}
-        node = node if "_target_" in node else node.get(name) or {}
-        # A function that makes parameter groups may take its arguments for anything.
-        makes_groups = bool(self.changed) and optimizers.makes_groups(str(node.get("_target_")))
-        self.is_other_optimizer |= makes_groups
         self.may_have_other_rates = "lr" in self.changed or by_batch or self.is_other_optimizer
 
     def has_other_rates_than(self, saved: Mapping[str, Any]) -> bool:
@@ -284,11 +262,14 @@ def _own_rate(group: Mapping[str, Any]) -> Any:
     return group.get("initial_lr", group["lr"])
 
 
-def _changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], section: str, name: str) -> set[str]:
-    # A value that interpolates another key may have changed. The update called `name` may have a node of its own in the
-    # section.
-    old, new = (config.get(section) or {} for config in (before, now))
-    old, new = (node.get(name) or {} if name and "_target_" not in node else node for node in (old, new))
+def _node(config: Mapping[str, Any], section: str, name: str) -> Mapping[str, Any]:
+    # The update called `name` may have a node of its own in the section.
+    node = config.get(section) or {}
+    return node.get(name) or {} if name and "_target_" not in node else node
+
+
+def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any]) -> set[str]:
+    # A value that interpolates another key may have changed.
     absent = object()
     return {
         key

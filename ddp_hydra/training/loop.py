@@ -53,14 +53,9 @@ def train(
         world: of this rank.
         config: the resolved config as plain dicts; see `schema.Config`.
         files: files of the client on rank 0's host: "resume", the checkpoint to resume; "weights", to begin with.
-        kept: the part of the config that checkpoints keep, see `checkpoint_config.stored_config`; None: all.
-        first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
+        kept, first_ranks: see `TrainingRun`.
         first_save: step -> metrics of the run that is resumed, for a run directory without a checkpoint: where no step
             is left, one is saved. None: the run directory has one.
-
-    Returns:
-        On each rank: steps, samples, train_s, the last metrics by name, the cost of the data; `interrupted`: the
-        reason why the run is to be resumed, or ""; `stopped_early`: why it is done before its last step, or "".
     """
     cfg = OmegaConf.create({name: part for name, part in config.items() if name not in OF_THE_CLIENT})
     fault, stop_signal = fault_injection.activate(cfg.faults), StopSignal(cfg.trainer.time_limit_s)
@@ -72,13 +67,13 @@ def train(
         opened(cfg, "val", device, train_set, world) as val_set,
     ):
         with memory.explained(cfg), torch.autograd.set_detect_anomaly(cfg.trainer.detect_anomaly):
-            before = world.kept.get("run") if world.generation else None
+            former = world.kept.get("run") if world.generation else None
             weights = None if world.generation else paths.get("weights")  # else the state of the world before is taken
             given = (weights, fault, stop_signal, kept, world)
             # What this process has trained in the world before goes before a checkpoint.
-            saved = lambda: furthest(world, before) or resumed(world, paths.get("resume"))  # noqa: E731
-            parallel = before.parallel if before is not None else None
-            run = TrainingRun(cfg, train_set, val_set, *given, saved, parallel, first_ranks)
+            saved = furthest(world, former) or resumed(world, paths.get("resume"))
+            run = TrainingRun(cfg, train_set, val_set, *given, saved, former and former.parallel, first_ranks)
+            del former, saved  # the optimizer's state of the world before, and a checkpoint, would stay in memory
             if world is not ALONE:  # jobs in one process have that in common
                 world.kept["run"] = run
             with run.parallel.explain_errors():
@@ -108,12 +103,14 @@ def furthest(world: World, former: TrainingRun | None) -> dict[str, Any]:
 def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None = None) -> None:
     # A run that should stop early is saved first.
     if results.is_first_attempt():  # a later one waits for space where a save lacks it
-        run.checkpoints.check_space(setup.checkpoint_bytes(run))
+        run.checkpoints.check_space(run.header.checkpoint_bytes)
     if run.rank == 0:
         results.emit(run.header, run.position.step)
     if run.validation is not None:
         run.validation.try_few(run.model, run.cfg.objective.metric)
-    validate_first(run)
+        if run.cfg.trainer.validate_first and run.position.step == 0:  # nothing goes by these numbers
+            validate(run, {})
+            run.stop = 0  # there is nothing to save yet: the first step will stop the run
     run.call("start")
     run.state.check()  # not before: callbacks may make in on_start what they have a state of
     run.nonfinite.remember()
@@ -161,7 +158,8 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
             if due.leave or run.is_over:
                 break
         if (run.epoch_is_over or run.state.validation_due) and not run.ends_early:
-            end_epoch(run)
+            means = run.end_epoch()
+            validate_and_decide(run, run.cadence.after_epoch(run.position.step, run.position.epoch), means)
     if first_save is not None and not run.checkpoints.number:
         run.metrics = run.metrics or dict(first_save.get(run.position.step, {}))
         run.save_validated(may_be_best=False)
@@ -194,38 +192,25 @@ def forward_backward(
     return decision(), losses, counts
 
 
-def end_epoch(run: TrainingRun) -> None:
-    # A collective.
-    means = run.end_epoch()
-    due = run.cadence.after_epoch(run.position.step, run.position.epoch)
-    run.synchronise()
-    validated = due.validate and (run.validation is None or validate(run, means))
-    if not (validated and run.validation is not None):
-        run.log({} if run.stop else means)
-    if validated:
-        run.call("validation")
-        run.hear_callbacks()
-    decide(run, due, validated or run.validation is None, is_new=bool(means))
-
-
 def validate_amid_epoch(run: TrainingRun, due: Actions) -> None:
     # A collective. An objective of the training waits for the epoch's end.
-    run.synchronise()
-    validated = run.validation is None or validate(run)
-    if run.held:
-        run.log({})
-    if validated:
-        run.call("validation")
-        run.hear_callbacks()
-    decide(run, due, validated, is_new=False, amid_epoch=True)
+    validate_and_decide(run, due, {}, amid_epoch=True)
     run.train_mode()
     run.remember_unfrozen()
 
 
-def decide(run: TrainingRun, due: Actions, validated: bool, is_new: bool, amid_epoch: bool = False) -> None:
-    # A collective.
+def validate_and_decide(run: TrainingRun, due: Actions, means: Mapping[str, float], amid_epoch: bool = False) -> None:
+    # A collective. `means`: new ones of the training, over an epoch.
+    run.synchronise()
+    validated = due.validate and (run.validation is None or validate(run, means))
+    if not validated or run.validation is None:
+        run.log({} if run.stop else means)
+    if validated:
+        run.call("validation")
+        run.hear_callbacks()
+    validated |= run.validation is None
     metric = run.cfg.objective.metric
-    counts = validated and (is_new or metric.startswith("val/"))
+    counts = validated and (bool(means) or metric.startswith("val/"))
     if counts:
         run.schedule_progress.judge(run.state.scheduler, run.metrics.get(metric))
     is_unknown = counts and objective.is_unknown(metric, run.metrics)
@@ -244,7 +229,7 @@ def decide(run: TrainingRun, due: Actions, validated: bool, is_new: bool, amid_e
         raise objective.unknown(metric, run.metrics)
 
 
-def validate(run: TrainingRun, means: Mapping[str, float] | None = None) -> bool:
+def validate(run: TrainingRun, means: Mapping[str, float]) -> bool:
     assert run.validation is not None
     heartbeat.at("validate", run.position.step)
     with run.monitor.throughput.paused():
@@ -252,17 +237,10 @@ def validate(run: TrainingRun, means: Mapping[str, float] | None = None) -> bool
     run.stop = run.consensus.decide(stop=run.stop_signal.interrupted()).stop
     if run.stop:
         return False
-    run.log({**(means or {}), **metrics})
+    run.log({**means, **metrics})
     if run.rank == 0:
         run.validation.metrics.show(run.position.step)
     return True
-
-
-def validate_first(run: TrainingRun) -> None:
-    # Nothing goes by these numbers. A collective.
-    if run.cfg.trainer.validate_first and run.position.step == 0 and run.validation is not None:
-        validate(run)
-        run.stop = 0  # there is nothing to save yet: the first step will stop the run
 
 
 def summarise(run: TrainingRun) -> dict[str, Any]:
@@ -275,7 +253,7 @@ def summarise(run: TrainingRun) -> dict[str, Any]:
         "samples": run.position.samples,
         "metrics": run.metrics,
         **run.monitor.totals(run.position.samples),
-        "peak_memory": memory.peak_of_all_ranks(run.loader.device, run.world),
+        "peak_memory": max(run.world.gather_objects(memory.peak_bytes(run.loader.device))),
         "interrupted": heartbeat.REASONS[run.stop],
         "stopped_early": stopped_early,
         "matrices": run.validation.metrics.lists() if run.validation is not None else {},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 import weakref
@@ -11,13 +12,11 @@ from contextlib import contextmanager
 
 import psutil
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 
 from ddp_hydra import heartbeat
 from ddp_hydra.errors import OutOfMemory
-from ddp_hydra.rank.world import World
 from ddp_hydra.training.parallel import weights
 
 GIB = 2**30
@@ -39,11 +38,6 @@ def begin(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def peak_of_all_ranks(device: torch.device, world: World) -> int:
-    # A collective.
-    return int(world.reduce(torch.tensor([peak_bytes(device)], device=device), dist.ReduceOp.MAX))
-
-
 _watched: list[weakref.ref[nn.Module]] = []
 
 
@@ -57,16 +51,13 @@ def explained(cfg: DictConfig) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _is_about_memory(error):
+        said = str(error)
+        is_told = re.search("can't allocate memory|not enough memory", said)
+        if not (is_told or isinstance(error, torch.OutOfMemoryError)):
             raise
-        raise OutOfMemory(_message(cfg, str(error))) from error
+        raise OutOfMemory(_message(cfg, said)) from error
     finally:
         _watched.clear()
-
-
-def _is_about_memory(error: RuntimeError) -> bool:
-    text = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text or "not enough memory" in text
 
 
 def _message(cfg: DictConfig, reason: str) -> str:

@@ -108,9 +108,6 @@ class Monitor:
     Args:
         samples: that all ranks had seen before this run began.
         operations: of training; None where the device's peak is not known.
-
-    Attributes:
-        tokens: that this rank has trained on since the last logged point.
     """
 
     def __init__(
@@ -125,7 +122,7 @@ class Monitor:
         operations: Operations | None = None,
     ) -> None:
         self.epoch_means, self.operations = epoch_means, operations
-        self.tokens, self.total_tokens = 0, 0
+        self.tokens, self.total_tokens = 0, 0  # of this rank since the last logged point, and of all ranks
         self.consensus, self.task, self.profiler = consensus, task, profiler
         self.device, self.meter = loader.device, Meter(loader.device)
         self.throughput, self.data_stats = Throughput(samples), DataStats(loader, consensus.world)

@@ -10,6 +10,7 @@ import datetime
 import decimal
 import enum
 import fractions
+import itertools
 import pathlib
 import sys
 import uuid
@@ -35,13 +36,7 @@ _PATHS = {kind.__name__: kind for kind in (pathlib.Path, pathlib.PurePosixPath, 
 
 
 class Kind(NamedTuple):
-    """A type whose values are saved as others.
-
-    Args:
-        matches: whether a value is of the kind.
-        take_apart: makes values of other types of it.
-        put_together: makes it of these.
-    """
+    """A type whose values are saved as values of other types."""
 
     matches: Callable[[Any], bool]
     take_apart: Callable[[Any], Any]
@@ -118,7 +113,11 @@ def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
     if type(value) in _AS_THEY_ARE:
         return value
     if type(value) in (dict, collections.OrderedDict, collections.Counter):
-        return _encoded_dict(value, name, copy)
+        return rebuilt(
+            value,
+            lambda key, part: (encode(key, f"{name}, a key"), encode(part, _inside(name, key), copy)),
+            lambda metadata: encode(metadata, name),
+        )
     if type(value) in _SEQUENCES:
         return type(value)(encode(part, f"{name}[{number}]", copy) for number, part in enumerate(value))
     if isinstance(value, (np.float64, np.int64, np.bool_)) and name.startswith(("optimizer", "scheduler")):
@@ -135,16 +134,15 @@ def encode(value: Any, name: str = "", copy: Plain | None = None) -> Any:
     return {KIND: kind, "value": encode(_KINDS[kind].take_apart(value), name, copy)}
 
 
-def _encoded_dict(value: Any, name: str, copy: Plain) -> Any:
-    items = ((encode(key, f"{name}, a key"), encode(part, _inside(name, key), copy)) for key, part in value.items())
-    if type(value) is dict:
-        return dict(items)
-    encoded = type(value)()
-    for key, part in items:
-        encoded[key] = part
+def rebuilt(
+    value: Any, change: Callable[[Any, Any], tuple[Any, Any]], of_metadata: Callable[[Any], Any] = lambda one: one
+) -> Any:
+    found: Any = type(value)()
+    for key, part in itertools.starmap(change, value.items()):
+        found[key] = part
     if metadata := getattr(value, "_metadata", None):  # the versions of a model's layers
-        encoded._metadata = encode(metadata, name)
-    return encoded
+        found._metadata = of_metadata(metadata)
+    return found
 
 
 def _inside(name: str, key: Any) -> str:
@@ -191,12 +189,7 @@ def decode(value: Any) -> Any:
             if kind not in _KINDS:
                 raise CheckpointError(f"the checkpoint has a value of the kind {kind!r}, which is not known")
             return _KINDS[kind].put_together(decode(value["value"]))
-        decoded: Any = type(value)()
-        for key, part in value.items():
-            decoded[decode(key)] = decode(part)
-        if metadata := getattr(value, "_metadata", None):
-            decoded._metadata = metadata
-        return decoded
+        return rebuilt(value, lambda key, part: (decode(key), decode(part)))
     if type(value) in _SEQUENCES:
         return type(value)(decode(part) for part in value)
     return value

@@ -42,10 +42,9 @@ PEAK_TFLOPS = {
 
 
 def peak_tflops(device: str, precision: str) -> float | None:
-    precision = "bf16" if precision == "fp8" else precision  # as torchtitan counts
-    precision = {"fp16": "bf16"}.get(precision, precision) if "V100" not in device and "T4" not in device else precision
+    kinds = {"fp8": ("bf16",), "fp16": ("fp16", "bf16")}.get(precision, (precision,))  # fp8 as torchtitan counts
     words: Sequence[str] = device.replace("-", " ").split()
-    return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind == precision), None)
+    return next((peak for (name, kind), peak in PEAK_TFLOPS.items() if name in words and kind in kinds), None)
 
 
 def utilisation(flops_per_s: float, device: torch.device, precision: str) -> float | None:
@@ -74,11 +73,7 @@ class Profiler:
     """Traces some steps of this rank; sends the trace, and rank 0 a table.
 
     Args:
-        passes: forward passes of a step; [] if torch can't count their operations.
-        batch_size: their samples.
-
-    Raises:
-        ConfigError: the run is too short for the profile.
+        passes: forward passes of a step, of `batch_size` samples; [] if torch can't count their operations.
     """
 
     def __init__(
@@ -189,12 +184,12 @@ class Profiler:
             "",
             "| part | class | parameters | MFLOP a sample |",
             "| --- | --- | ---: | ---: |",
-            *(self._row(name, part) for name, part in self.model.named_children()),
+            *(
+                f"| {name} | {type(part).__name__} | {weights.sizes(part)[0]:,} | "
+                f"{sum(one.parts[name] for one in self.passes) / self.batch_size / 1e6:,.1f} |"
+                for name, part in self.model.named_children()
+            ),
         ]
-
-    def _row(self, name: str, part: nn.Module) -> str:
-        operations = sum(one.parts[name] for one in self.passes) / self.batch_size
-        return f"| {name} | {type(part).__name__} | {weights.sizes(part)[0]:,} | {operations / 1e6:,.1f} |"
 
 
 def _export(profiler: Any, target: Path) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training import build_data, builders, load_run, memory, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, MetricNames, RunView
-from ddp_hydra.training.checkpoint import CheckpointSaver
+from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting
 from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.lr_schedules import ScheduleProgress
@@ -43,12 +44,11 @@ class TrainingRun:
     Args:
         weights: a file of weights to begin with; None for none.
         kept: the part of the config that checkpoints keep; None: all.
-        saved: returns the state to go on from, the same on all ranks; {} for none.
+        saved: the state to go on from, the same on all ranks; None or {} for none.
         parallel: owns the model since the world before; None: the model is built.
         first_ranks: number of ranks of the job's first attempt; None: as many as in this one.
 
     Attributes:
-        model: the model, not wrapped.
         frozen_norms: layers that stay in evaluation mode.
         metrics: the last value of each metric; after an epoch, metrics of the training are means over it.
         stop: the reason to stop early and be resumed, a number of `heartbeat.REASONS`; 0 for none.
@@ -68,7 +68,7 @@ class TrainingRun:
         stop_signal: StopSignal,
         kept: Mapping[str, Any] | None = None,
         world: World = ALONE,
-        saved: Callable[[], Mapping[str, Any]] = dict,
+        saved: Mapping[str, Any] | None = None,
         parallel: Parallel | None = None,
         first_ranks: int | None = None,
     ) -> None:
@@ -77,7 +77,7 @@ class TrainingRun:
         self.cfg, self.fault, self.stop_signal, self.world = cfg, fault, stop_signal, world
         self.rank, device = world.rank, builders.device(cfg)
         memory.begin(device)
-        before, config = dict(saved()), dict(kept or checkpoint_config.stored_config(cfg))
+        before, config = dict(saved or {}), dict(kept or checkpoint_config.stored_config(cfg))
         batch, warning = rank_batch.settle(cfg, config, before, world.size, first_ranks or world.size)
         if warning and self.rank == 0:
             results.warn(warning)
@@ -88,13 +88,14 @@ class TrainingRun:
         results.reserve(self.names.take)
         untouched: list[str] = []
         if parallel is None:
-            parallel, untouched = setup.build_parallel(
-                cfg, train_set, device, weights, world, before.get("model") or ()
-            )
+            parallel = builders.parallel(cfg, world)
+            load = None if weights is None else partial(load_fitting, weights)
+            make = lambda: memory.watch(builders.with_float8(builders.model(cfg, train_set), cfg, device))  # noqa: E731
+            untouched = parallel.build(cfg.trainer, make, device, load, before.get("model") or ())
         else:
             parallel.rebind(world)
         seed_step(cfg.seed, 0, 1)  # wherever the model was built, and whatever that has drawn
-        self.parallel, self.model, channels_last = parallel, parallel.model, parallel.channels_last
+        self.parallel, self.model = parallel, parallel.model
         self.autocast = builders.autocast(cfg, device, parallel)
         self.task = builders.trained_task(cfg, train_set, device)
         description = setup.check_data(cfg, self.task, train_set, val_set, before, world)
@@ -105,7 +106,8 @@ class TrainingRun:
         self.schedule_progress = progress = ScheduleProgress(
             cfg.trainer.epochs, cfg.trainer.max_steps, self.sampler, Position()
         )
-        progress.load_state_dict(before.get("progress") or progress.state_dict())
+        if before:
+            progress.load_state_dict(before["progress"])
         self.builder = UpdateBuilder(cfg, self.parallel, self.task, self.consensus, self.sampler.global_batch, device)
         self.updates = self.builder.first(progress, before.get("unfrozen") or [])
         self.frozen_norms = parameter_groups.frozen_norms(self.model)  # after sync_batchnorm has replaced layers
@@ -117,13 +119,10 @@ class TrainingRun:
 
         total_steps = self.position.step + setup.steps_left(cfg.trainer, self.sampler, self.position)
         self.cadence = Cadence.from_config(cfg.trainer, total_steps)
-        self.loader = build_data.loader(cfg, train_set, device, channels_last, world)
-        self.validation = (
-            None
-            if val_set is None
-            else builders.evaluation(cfg, val_set, self.task, device, channels_last, world, parallel)
-        )
-        if self.validation is not None:
+        self.loader = build_data.loader(cfg, train_set, device, parallel.channels_last, world)
+        self.validation = None
+        if val_set is not None:
+            self.validation = builders.evaluation(cfg, val_set, self.task, device, parallel)
             self.names.add(f"val/{name}" for name in ("loss", *self.validation.metrics.metrics))
         self.nonfinite = NonFiniteHandler(cfg.trainer.on_nonfinite, cfg.trainer.max_nonfinite, self.state)
         self.checkpoints = CheckpointSaver(world, cfg.trainer.shard_above_gb)
@@ -147,9 +146,11 @@ class TrainingRun:
         self.header = setup.describe(self, train_set, val_set, changed, None if weights is None else untouched)
 
     def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
-        updates, decay, sampler = self.updates, self.cfg.trainer.ema_decay, self.sampler
-        self.ema = self.parallel.build_average(decay) if decay else None
-        self.early_stopping, self.epoch_means = EarlyStopping.from_config(self.cfg), EpochMeans(self.task)
+        updates, trainer, objective, sampler = self.updates, self.cfg.trainer, self.cfg.objective, self.sampler
+        self.ema = self.parallel.build_average(trainer.ema_decay) if trainer.ema_decay else None
+        stopping = trainer.early_stopping_patience, trainer.early_stopping_min_delta
+        self.early_stopping = EarlyStopping(objective.metric, objective.direction == "maximize", *stopping)
+        self.epoch_means = EpochMeans(self.task)
         callbacks = builders.callbacks(self.cfg)
         extras = {
             "scaler": together({name: update.scaler for name, update in updates.items()}),

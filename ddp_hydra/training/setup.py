@@ -1,17 +1,15 @@
-"""Builds a run from its config on one rank: sampler, model, and the header."""
+"""Builds parts of a run from its config on one rank: its sampler, and the header."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from hydra.utils import get_object
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import nn
 
 from ddp_hydra import results
 from ddp_hydra.console.text import counted
@@ -23,13 +21,12 @@ from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.record import Start
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, cost, memory
-from ddp_hydra.training.checkpoint import load_fitting
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription, length, shown
 from ddp_hydra.training.lr_schedules import planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
 from ddp_hydra.training.optimizers import RATE_KEYS, updates_of
-from ddp_hydra.training.parallel import Parallel, weights
+from ddp_hydra.training.parallel import weights
 from ddp_hydra.training.profiler import TRAINING, utilisation
 from ddp_hydra.training.state import Position
 from ddp_hydra.training.train_step import trained_loss
@@ -57,21 +54,6 @@ def build_sampler(cfg: DictConfig, train_set: Any, world: World) -> tuple[Any, S
     if cfg.trainer.overfit_batches and not is_stream:
         sampler = Repeated(sampler, cfg.trainer.overfit_batches)
     return sampler, consensus
-
-
-def build_parallel(
-    cfg: DictConfig,
-    train_set: Any,
-    device: torch.device,
-    weights: Path | None,
-    world: World,
-    saved: Collection[str] = (),
-) -> tuple[Parallel, list[str]]:
-    # A collective.
-    parallel = builders.parallel(cfg, world)
-    load = None if weights is None else partial(load_fitting, weights)
-    make = lambda: memory.watch(builders.with_float8(builders.model(cfg, train_set), cfg, device))  # noqa: E731
-    return parallel, parallel.build(cfg.trainer, make, device, load, saved)
 
 
 def steps_left(trainer: DictConfig, sampler: Any, position: Position) -> int:
@@ -129,39 +111,32 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
     epochs = epochs_of(sampler, total_steps, position) if epoch_steps else None
     header = [f"{name:10}{text}" for name, text in lines if text]
     show = None if cfg.trainer.show is None else list(cfg.trainer.show)
-    size = checkpoint_bytes(run)
+    # The least that a checkpoint has: weights, their average, and the moments that torch's optimizers keep.
+    kept = sum(cost.moments(update.optimizer) for update in run.updates.values())
+    size = weights.n_bytes(run.model) * (2 if run.ema else 1) + kept
     return Start(header, total_steps, epochs, world_size, epoch_means=True, checkpoint_bytes=size, show=show)
-
-
-def checkpoint_bytes(run: Any) -> int:
-    """Return the least size of a checkpoint: weights, their average, and the moments that torch's optimizers keep."""
-    return weights.n_bytes(run.model) * (2 if run.ema else 1) + moments(run, lambda tensor: tensor.nbytes)
-
-
-def moments(run: Any, size: Callable[[Tensor], int]) -> int:
-    return sum(cost.moments(update.optimizer, size) for update in run.updates.values())
 
 
 def memory_of(run: Any) -> str:
     """Return what a rank needs for a large model; "" for a small model."""
-    of_weights = weights.bytes_on_rank(run.model) * (2 if run.ema else 1)
-    gradients = weights.bytes_on_rank(run.model, trained_only=True)
-    needed = cost.Memory(of_weights, gradients, moments(run, lambda tensor: weights.local(tensor).nbytes))
-    if needed.total < LARGE or run.rank:
+    whole = cost.memory_of(run.cfg, run.model, [update.optimizer for update in run.updates.values()])
+    shards = run.world.size // run.cfg.parallel.get("replicas", 1) if run.parallel.is_sharded else None
+    if whole.total / (shards or 1) < LARGE or run.rank:
         return ""
-    outline, device = cost.build_outline(run.cfg, run.loader.dataset), run.loader.device
-    passes = forward_passes(run.cfg, outline, run.task, run.builder.names, run.loader)
-    needed.activations = most_kept(passes)
-    gathered, shards = cost.gathered_bytes(run.cfg, outline), 1
-    if run.parallel.is_sharded:
-        needed.gathered, shards = gathered, run.world.size // run.cfg.parallel.get("replicas", 1)
-    free = memory.free_bytes(device) + weights.bytes_on_rank(run.model)  # which are there already
-    fits = (
-        f"; {cost.fitting(needed.over(1 / shards, gathered), gathered, 2 * shards, free)}"
-        if needed.total > free
-        else ""
-    )
-    return f"{needed}{fits}"
+    outline = cost.build_outline(run.cfg, run.loader.dataset)
+    whole.activations = most_kept(forward_passes(run.cfg, outline, run.task, run.builder.names, run.loader))
+    free = memory.free_bytes(run.loader.device) + weights.bytes_on_rank(run.model)  # which are there already
+    return needed(run.cfg, outline, whole, shards, free)
+
+
+def needed(
+    cfg: DictConfig, outline: nn.Module, whole: cost.Memory, shards: int | None, free: float, where: str = ""
+) -> str:
+    # What a rank needs, and what to do if that is more than is free. `shards`: None if the model is not sharded.
+    gathered = cost.gathered_bytes(cfg, outline)
+    a_rank = whole if shards is None else whole.over(shards, gathered)
+    fits = f"; {cost.fitting(whole, gathered, 2 * (shards or 1), free)}" if a_rank.total > free else ""
+    return f"{a_rank}{where}{fits}"
 
 
 def passes_of(run: Any) -> list[cost.Pass]:
@@ -185,18 +160,14 @@ def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[s
     with StateGuard():
         outline, task = cost.build_outline(cfg, train_set), builders.trained_task(cfg, train_set, cpu)
         updates, loader = updates_of(task), build_data.loader(cfg, train_set, cpu, False, ALONE)
-        whole = cost.memory_of(cfg, outline, task, updates)
-        passes = forward_passes(cfg, outline, task, updates, loader)
-        whole.activations = most_kept(passes)
+        whole = cost.memory_of(cfg, outline, cost.outlined_optimizers(cfg, outline, task, updates))
+        whole.activations = most_kept(forward_passes(cfg, outline, task, updates, loader))
     is_sharded = get_object(cfg.parallel["_target_"]).shards and ranks > 1
-    shards = ranks // cfg.parallel.get("replicas", 1) if is_sharded else 1
-    gathered = cost.gathered_bytes(cfg, outline)
-    a_rank = whole.over(shards, gathered) if is_sharded else whole
-    free = memory.free_bytes(builders.device(cfg))
-    fits = f"; {cost.fitting(whole, gathered, 2 * shards, free)}" if a_rank.total > free else ""
+    shards = ranks // cfg.parallel.get("replicas", 1) if is_sharded else None
+    free, where = memory.free_bytes(builders.device(cfg)), f", on {counted(ranks, 'rank')}"
     return whole.total, [
         f"model     {type(outline).__name__}, {weights.sizes(outline)[0]:,} parameters",
-        f"memory    {a_rank}, on {counted(ranks, 'rank')}{fits}",
+        f"memory    {needed(cfg, outline, whole, shards, free, where)}",
     ]
 
 
@@ -218,10 +189,9 @@ def most_kept(passes: Sequence[cost.Pass]) -> int | None:
 
 def rates_of(run: Any) -> str:
     """Return the learning rates of each update, before its schedule: one, or the smallest and the largest."""
-    optimizers = {name: update.optimizer for name, update in run.updates.items()}
     rates = {
-        name: {float(group.get("initial_lr", group["lr"])) for group in one.param_groups}
-        for name, one in optimizers.items()
+        name: {float(group.get("initial_lr", group["lr"])) for group in update.optimizer.param_groups}
+        for name, update in run.updates.items()
     }
     rule, reference = (run.cfg.optimizer.get(key) for key in RATE_KEYS)
     how = f", {rule} in the batch: {run.sampler.global_batch} / {reference}" if reference else ""

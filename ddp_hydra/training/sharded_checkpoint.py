@@ -66,7 +66,9 @@ def _without(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
         tensors[name] = value
         return {KIND: PART, "value": name}
-    return mapped(value, lambda key, one: _without(one, f"{name}.{key}", tensors))
+    if not isinstance(value, dict):
+        return value
+    return plain_state.rebuilt(value, lambda key, one: (key, _without(one, f"{name}.{key}", tensors)))
 
 
 def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -74,20 +76,11 @@ def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
 
 
 def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, dict) and value.get(KIND) == PART:
-        return tensors[value["value"]]
-    return mapped(value, lambda _, one: _filled(one, tensors))
-
-
-def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     if not isinstance(value, dict):
         return value
-    found: Any = type(value)()
-    for key, one in value.items():
-        found[key] = change(key, one)
-    if metadata := getattr(value, "_metadata", None):  # the versions of a model's layers
-        found._metadata = metadata
-    return found
+    if value.get(KIND) == PART:
+        return tensors[value["value"]]
+    return plain_state.rebuilt(value, lambda key, one: (key, _filled(one, tensors)))
 
 
 def names_in(value: Any) -> Iterator[str]:
@@ -147,12 +140,7 @@ def write(
 
 
 class ReportingFile(NotingFile):
-    """A file that reports progress with each write, and notes why one failed.
-
-    Args:
-        file: where to write.
-        step: of the checkpoint.
-    """
+    """A file of the checkpoint of a step. It reports progress with each write."""
 
     def __init__(self, file: BinaryIO, step: int) -> None:
         super().__init__(file)
@@ -197,15 +185,7 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
     from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, load
 
     class DescribedReader(FileSystemReader):
-        """Reads `.metadata` without building anything else than descriptions of tensors."""
-
         def read_metadata(self, *_: Any, **__: Any) -> Any:
-            found = described(folder)
-            if found.storage_meta is None:
-                raise CheckpointError(f"{folder / METADATA} says nothing of its files")
-            for name in {info.relative_path for info in found.storage_data.values()}:
-                if Path(name).name != name:
-                    raise CheckpointError(f"{folder / METADATA} names {name}, which is outside of its folder")
             return found
 
         def read_data(self, plan: Any, planner: Any) -> Any:
@@ -224,13 +204,12 @@ def read(content: Mapping[str, Any], folder: Path, like: Like = whole) -> dict[s
             return super().read_data(replace(plan, items=rest), planner)
 
     class TensorPlanner(DefaultLoadPlanner):
-        """Reads tensors only."""
-
         def load_bytes(self, *_: Any) -> None:
             raise CheckpointError(f"{folder} has a value that is no tensor")
 
     try:
-        known = described(folder).state_dict_metadata
+        found = described(folder)
+        known = found.state_dict_metadata
         tensors = {name: like(name, known[name].size, known[name].properties.dtype) for name in names_in(dict(content))}
         with plain_errors():
             load(tensors, storage_reader=DescribedReader(folder), planner=TensorPlanner(), no_dist=True)
@@ -309,11 +288,17 @@ def _received(tensor: Tensor, world: World, like: Callable[[torch.Size, torch.dt
 
 def described(folder: Path) -> Any:
     with (folder / METADATA).open("rb") as file:
-        return _Descriptions(file).load()
+        found = _Descriptions(file).load()
+    if found.storage_meta is None:
+        raise CheckpointError(f"{folder / METADATA} says nothing of its files")
+    for name in {info.relative_path for info in found.storage_data.values()}:
+        if Path(name).name != name:
+            raise CheckpointError(f"{folder / METADATA} names {name}, which is outside of its folder")
+    return found
 
 
 class _Descriptions(pickle.Unpickler):
-    """Reads `.metadata`."""
+    """Reads `.metadata` without building anything else than descriptions of tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in DESCRIBING.get(module, ()):

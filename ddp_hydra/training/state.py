@@ -23,9 +23,6 @@ from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel import Parallel, weights
 
 FORMAT = 4
-SHOWN = 6
-"""The most parameters in a message."""
-_OWN_KEYS = ("state", "param_groups", "others")
 
 
 @dataclass
@@ -59,10 +56,7 @@ class TrainingState:
     """Everything that a checkpoint saves.
 
     Args:
-        parallel: owns the model.
-        optimizer: its optimizer, or several by name; see `together`.
-        scheduler: its learning-rate schedule, or several by name.
-        position: the place that the run has reached.
+        optimizer, scheduler: the model's, or several by name; see `together`.
         config: the part of the config that is saved, see `checkpoint_config.stored_config`.
         extras: name -> another object with a state_dict, or None.
         data: describes the training data, see `DataDescription`.
@@ -169,25 +163,20 @@ class TrainingState:
         if averaged:
             averaged = {**averaged, "model": self.parallel.shard_state(averaged["model"])}
         content = plain_state.decode({**others, "ema": averaged})
-        # What each group has to have: torch adds options to the defaults when it loads a state.
-        needed = {
-            name: optimizer.defaults.keys() & optimizer.param_groups[0].keys()
-            for name, optimizer in each(self.optimizer)
-        }
         try:
             names, saved = self.parallel.names(self.extras.get("loss")), content["optimizer"]
             for name, optimizer in each(self.optimizer):
+                needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds to the defaults
                 numbered = by_numbers(optimizer, names, saved[name] if name else saved)
                 optimizer.load_state_dict(self.parallel.shard_slots(optimizer, numbered))
+                for group in optimizer.param_groups:
+                    if missing := needed - group.keys():
+                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
             self.scheduler.load_state_dict(content["scheduler"])
             for name, part in self.extras.items():
                 if part is not None and content.get(name):
                     part.load_state_dict(content[name])
-            vars(self.position).update(asdict(Position(**content["position"])))
-            for name, optimizer in each(self.optimizer):
-                for group in optimizer.param_groups:
-                    if missing := needed[name] - group.keys():
-                        raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            vars(self.position).update(content["position"])
         except (KeyError, TypeError, ValueError) as error:
             what = f"the checkpoint does not fit this optimizer and schedule ({error})"
             raise CheckpointError(f"{what}: resume with the config it was made with") from error
@@ -195,10 +184,8 @@ class TrainingState:
         self.validation_due, self.unfrozen = content["validation_due"], content.get("unfrozen") or []
 
     def improves_best(self, value: float | None, direction: str) -> bool:
-        if value is None or value != value:
-            return False
         sign = 1 if direction == "maximize" else -1
-        if self.best is not None and sign * value <= sign * self.best:
+        if value is None or value != value or (self.best is not None and sign * value <= sign * self.best):
             return False
         self.best = value
         return True
@@ -248,9 +235,9 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
     groups = state["param_groups"]
     saved = frozenset[str]().union(*(group["params"] for group in groups))
     if lacking := [name for name in own if name not in saved]:
-        raise ValueError(f"it has nothing of {shown(lacking, SHOWN)}")
+        raise ValueError(f"it has nothing of {shown(lacking, 6)}")
     if unknown := sorted(saved.difference(own)):
-        raise ValueError(f"it trains {shown(unknown, SHOWN)}, too")
+        raise ValueError(f"it trains {shown(unknown, 6)}, too")
     numbers = {name: number for number, name in enumerate(own)}
     left = iter(own)
     here = [list(islice(left, len(group["params"]))) for group in optimizer.param_groups]
@@ -259,20 +246,18 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
         there = _first(group["params"] for group in groups)
         raise ValueError(f"its groups of parameters begin with {there}, and those here with {_first(here)}")
     fitted = [
-        {**group, **_kernels(own_group), "params": [numbers[name] for name in params]}
+        # How an optimizer computes depends on where its parameters are now.
+        group
+        | {key: own_group[key] for key in ("fused", "foreach") if key in own_group}
+        | {"params": [numbers[name] for name in params]}
         for group, own_group, params in zip(groups, optimizer.param_groups, here, strict=True)
     ]
     slots = {numbers[name]: slots for name, slots in state["state"].items()} | state.get("others", {})
-    return {"state": slots, "param_groups": fitted, **{key: state[key] for key in state if key not in _OWN_KEYS}}
-
-
-def _kernels(group: Mapping[str, Any]) -> dict[str, Any]:
-    # How an optimizer computes depends on where its parameters are now.
-    return {key: group[key] for key in ("fused", "foreach") if key in group}
+    return {key: part for key, part in state.items() if key != "others"} | {"state": slots, "param_groups": fitted}
 
 
 def _first(groups: Iterable[Sequence[str]]) -> str:
-    return shown([params[0] if params else "nothing" for params in groups], SHOWN)
+    return shown([params[0] if params else "nothing" for params in groups], 6)
 
 
 def _own_names(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> list[str]:

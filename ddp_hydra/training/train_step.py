@@ -7,7 +7,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -34,9 +33,6 @@ class TrainStep(nn.Module):
         part: what the update trains: the model, or a part of it.
         criterion: the task's loss, where it has parameters that are trained with the model; else None.
         constant: makes a loss of 0 of a step in which nothing counts, with gradients of 0.
-
-    Raises:
-        ConfigError: the loss has parameters, and the task has several updates.
     """
 
     def __init__(self, task: Task, model: nn.Module, update: str = "") -> None:
@@ -155,16 +151,13 @@ def _lines(error: BaseException, batch: Any) -> Iterator[str]:
     frames = list(traceback.walk_tb(error.__traceback__))
     for frame, number in reversed(frames):
         path = user_path(frame.f_code.co_filename)
-        if path is not None and (found := _tensors(frame)):
-            yield f"{path}, line {number}, in {frame.f_code.co_name}: {', '.join(found)}"
+        tensors = [(name, one) for name, one in frame.f_locals.items() if isinstance(one, Tensor)]
+        if path is not None and tensors:
+            shown = ", ".join(f"{name} {described(one)}" for name, one in tensors[:_SHOWN])
+            yield f"{path}, line {number}, in {frame.f_code.co_name}: {shown}"
             return
     for frame, _ in reversed(frames):
         for name in _OUTPUTS:
             if isinstance(output := frame.f_locals.get(name), Tensor):
                 yield f"the model's output: {described(output)}"
                 return
-
-
-def _tensors(frame: FrameType) -> list[str]:
-    found = [f"{name} {described(value)}" for name, value in frame.f_locals.items() if isinstance(value, Tensor)]
-    return found[:_SHOWN]

@@ -50,7 +50,7 @@ def settings(ranks: int, **parts: Any) -> Any:
 
 def built(world: World, parts: Any, faults: list[str]) -> TrainingRun:
     data, fault, before = loop_runs.Numbers(2 * GLOBAL_BATCH), fault_injection.activate(faults), world.kept.get("run")
-    given = (data, None, None, fault, StopSignal(), None, world, lambda: furthest(world, before))
+    given = (data, None, None, fault, StopSignal(), None, world, furthest(world, before))
     run = TrainingRun(settings(world.size, **parts), *given, before and before.parallel)
     assert before is None or run.model is before.model
     return run

@@ -109,9 +109,8 @@ def n_bytes(model: nn.Module) -> int:
     return sum(parameter.nbytes for name, parameter in model.named_parameters() if name not in without)
 
 
-def bytes_on_rank(model: nn.Module, trained_only: bool = False) -> int:
-    found = (parameter for parameter in model.parameters() if parameter.requires_grad or not trained_only)
-    return sum(local(parameter).nbytes for parameter in found)
+def bytes_on_rank(model: nn.Module) -> int:
+    return sum(local(parameter).nbytes for parameter in model.parameters())
 
 
 def devices(model: nn.Module) -> list[torch.device]:

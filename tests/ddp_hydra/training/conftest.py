@@ -64,7 +64,7 @@ def train(group, tmp_path):
         cfg = OmegaConf.merge({**config(**trainer), **(whole or {})}, parts or {})
         stop_signal = StopSignal(cfg.trainer.time_limit_s)
         sets = data(9), data(val) if val else None
-        run = TrainingRun(cfg, *sets, start, armed, stop_signal, saved=lambda: resumed(ALONE, resume))
+        run = TrainingRun(cfg, *sets, start, armed, stop_signal, saved=resumed(ALONE, resume))
         fit(run, first_save)
         made.value = summarise(run)
         return made

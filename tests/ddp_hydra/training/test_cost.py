@@ -104,7 +104,7 @@ def test_a_dry_run_of_a_model_without_memory_for_it(monkeypatch):
 def test_frozen_parts_have_no_gradients():
     cfg = OmegaConf.merge(config(), {"trainer": {"freeze": ["weight"]}})
     outline = cost.build_outline(cfg, None)
-    memory = cost.memory_of(cfg, outline, TASK, [""])
+    memory = cost.memory_of(cfg, outline, cost.outlined_optimizers(cfg, outline, TASK, [""]))
     assert (memory.weights, memory.gradients) == (60, 12)
     assert parameter_groups.frozen_norms(outline) == []
 

@@ -22,6 +22,7 @@ from ddp_hydra.training import export, load_run
 from ddp_hydra.training.data_description import DataDescription
 from ddp_hydra.training.export import Example, example_of
 from ddp_hydra.training.load_run import TrainedModel
+from ddp_hydra.training.parallel import Parallel
 from tests.ddp_hydra.training.loop_runs import Numbers, config
 from tests.support.disk import files_up_to
 
@@ -32,7 +33,7 @@ def trained(**data: Any) -> TrainedModel:
     cfg = OmegaConf.merge(config(), {"data": data})
     kept = OmegaConf.to_container(cfg)
     OmegaConf.resolve(cfg)
-    return TrainedModel(cfg, nn.Linear(4, 3).eval(), DataDescription(), torch.device("cpu"), False, 8, kept)
+    return TrainedModel(cfg, Parallel().adopt(nn.Linear(4, 3).eval()), DataDescription(), torch.device("cpu"), 8, kept)
 
 
 def test_the_config_in_a_file_keeps_interpolations_whose_values_may_be_secret(tmp_path, monkeypatch):
@@ -174,7 +175,7 @@ class OfPacked(nn.Module):
 
 def trained_as(model: nn.Module, monkeypatch) -> TrainedModel:
     monkeypatch.setattr(export.builders, "model", lambda cfg, data: type(model)())
-    return replace(trained(), model=model.eval())
+    return replace(trained(), parallel=Parallel().adopt(model.eval()))
 
 
 @pytest.mark.medium
