@@ -55,8 +55,14 @@ class Parallel:
     """Ranks have shares of the model's tensors, where they have a group."""
     blocks: Sequence[str] | None = None
     """Classes of modules that `trainer.compile=block` compiles; None: what the model repeats."""
+    one_rank_name = ""
+    """Name in the config of a kind for one rank; "": it takes several."""
 
     def __init__(self, world: World = ALONE) -> None:
+        if self.one_rank_name and world.size > 1:
+            raise ConfigError(
+                f"parallel={self.one_rank_name} is for one rank, but this job has {world.size}: give dispatch.ranks=1"
+            )
         self.world, self.channels_last = world, False
         self.parts: dict[str, PartStep] = {}
 
@@ -209,12 +215,6 @@ class Parallel:
     def shard_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         # The same of an optimizer's state, by numbers of parameters.
         return state
-
-    def _refuse_several_ranks(self, name: str) -> None:
-        if self.world.size > 1:
-            raise ConfigError(
-                f"parallel={name} is for one rank, but this job has {self.world.size}: give dispatch.ranks=1"
-            )
 
 
 class PartStep:
