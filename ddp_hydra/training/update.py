@@ -112,7 +112,7 @@ class Update:
         self.part.sends_buffers &= decision.changed
         loss = self.weighing.unweighed(losses)
         if before is not None and (names := before.nonfinite_names()):
-            return NonFiniteStep(0, before.loss, names, steps_ago=1)
+            return NonFiniteStep(0, before.loss(), names, steps_ago=1)
         if decision.bad_rank is not None:
             return NonFiniteStep(decision.bad_rank, loss())
         if self.part.needs_even:
@@ -130,7 +130,7 @@ class Update:
         bad_rank = 0 if names else None
         if not self.part.same_gradients:
             bad_rank = self.consensus.decide(good=not names).bad_rank
-        return None if bad_rank is None else NonFiniteStep(bad_rank, self.gradients.loss, names)
+        return None if bad_rank is None else NonFiniteStep(bad_rank, self.gradients.loss(), names)
 
     def rescale(self, factor: float) -> None:
         if factor == 1:

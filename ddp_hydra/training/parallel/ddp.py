@@ -94,7 +94,8 @@ class DDP(Parallel):
             wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
         if self.uses_all:
             prebuild_buckets(wrapped, world)
-        part = DDPStep(step, wrapped, self.uses_all, world, self.own_statistics)
+        part = DDPStep(step, wrapped, self.uses_all, world)
+        part.own_statistics = self.own_statistics
         part.exchange_by(*self.hook)
         return part
 
@@ -111,21 +112,11 @@ class DDPStep(PartStep):
     """
 
     wrapped: DistributedDataParallel
-
-    def __init__(
-        self,
-        step: TrainStep,
-        wrapped: DistributedDataParallel,
-        uses_all: bool = False,
-        world: World = ALONE,
-        own_statistics: bool = False,
-    ) -> None:
-        super().__init__(step, wrapped, uses_all, world)
-        self.own_statistics = own_statistics
-        self.shared: SharedGradients | None = None
-        self.averager: Any = None
-        self.compression: Any = None
-        self.hook_s = 0.0
+    shared: SharedGradients | None = None
+    averager: Any = None
+    compression: Any = None
+    own_statistics = False
+    hook_s = 0.0
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         return super().sync_gradients(enabled) if enabled else self.wrapped.no_sync()

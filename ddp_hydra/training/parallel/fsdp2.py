@@ -395,34 +395,6 @@ def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
     return made
 
 
-class ShardedNorms(GradientNorms):
-    """The norms of gradients that are sharded: the same on all ranks. See `GradientNorms`.
-
-    Args:
-        named, loss: see there.
-        group: the ranks that share one copy of the model.
-        copies: number of these ranks that have the same gradient, of each gradient.
-    """
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Tensor]],
-        loss: Callable[[], float],
-        group: dist.ProcessGroup,
-        copies: list[int],
-    ) -> None:
-        self.group, self.copies = group, copies
-        super().__init__(named, loss)
-
-    def over_ranks(self, norms: Tensor) -> Tensor:
-        # A collective.
-        squares = norms.double() ** 2
-        if self.copies and max(self.copies) > 1:
-            squares /= torch.tensor(self.copies, device=squares.device)
-        dist.all_reduce(squares, group=self.group)
-        return squares.sqrt().to(norms.dtype)
-
-
 class ShardedStep(PartStep):
     """A training step whose model is sharded.
 
@@ -520,4 +492,12 @@ class ShardedStep(PartStep):
         shared: list[Any] = [gradient for _, gradient in super().gradients(trained)]
         size = dist.get_world_size(self.group)  # parallel.fn may leave a gradient whole
         copies = [1 if any(part.is_shard() for part in one.placements) else size for one in shared]
-        return ShardedNorms(self.gradients(trained), loss, self.group, copies)
+
+        def over_ranks(norms: Tensor) -> Tensor:
+            squares = norms.double() ** 2
+            if max(copies, default=1) > 1:
+                squares /= torch.tensor(copies, device=squares.device)
+            dist.all_reduce(squares, group=self.group)
+            return squares.sqrt().to(norms.dtype)
+
+        return GradientNorms(self.gradients(trained), loss, over_ranks)
