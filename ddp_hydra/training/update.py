@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from ddp_hydra.training.plain_state import begin_copy
 from ddp_hydra.training.train_step import sparse_weights
 
 
+@dataclass(eq=False)
 class Update:
     """An update of a part of the model. It counts only if its loss and its gradients are finite on all ranks.
 
@@ -48,25 +50,21 @@ class Update:
         grad_norm: norm of the last step's gradients before clipping; None without clipping.
     """
 
-    def __init__(
-        self,
-        name: str,
-        part: PartStep,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        scaler: torch.amp.GradScaler,
-        weighing: Weighing,
-        clip_norm: float | None = None,
-        others: Sequence[nn.Parameter] = (),
-        late: bool = False,
-        in_place: bool = False,
-        key: str = "optimizer",
-    ) -> None:
-        self.name, self.part, self.optimizer, self.scheduler, self.scaler = name, part, optimizer, scheduler, scaler
-        self.weighing, self.consensus = weighing, weighing.consensus
-        self.clip_norm, self.others, self.late, self.in_place = clip_norm, others, late, in_place
-        self.key = key
-        self.trained = part.trained(optimizer)
+    name: str
+    part: PartStep
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler
+    weighing: Weighing
+    clip_norm: float | None = None
+    others: Sequence[nn.Parameter] = ()
+    late: bool = False
+    in_place: bool = False
+    key: str = "optimizer"
+
+    def __post_init__(self) -> None:
+        self.consensus = self.weighing.consensus
+        self.trained = self.part.trained(self.optimizer)
         self.unchecked: GradientNorms | None = None
         self.gradients: GradientNorms | None = None
         self.is_unscaled = False
