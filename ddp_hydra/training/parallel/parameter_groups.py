@@ -60,10 +60,6 @@ def unfreeze(model: nn.Module, frozen: Sequence[str], patterns: Sequence[str]) -
     return fresh
 
 
-def groups_of(part: nn.Module, fresh: set[nn.Parameter], decay_all: bool) -> list[dict[str, Any]]:
-    return grouped([parameter for parameter in part.parameters() if parameter in fresh], decay_all)
-
-
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [
