@@ -226,12 +226,8 @@ def head_of(criterion: Any) -> str:
 def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor] | None:
     """Return the predicted and the true classes; None if the target holds no classes.
 
-    Args:
-        output: the model's output.
-        target: class numbers, in the shape of `output` without its class axis; or shares of classes, in the shape of
-            `output`; or anything else, which has no classes.
-        class_axis: the axis of `output` that holds classes; None if the loss knows no classes: then a target in the
-            shape of `output` does not hold shares.
+    The target holds class numbers, in the shape of the output without its class axis, or shares of classes, in the
+    shape of the output: these only where the loss has an axis of classes.
     """
     if output.ndim < 2:
         return None

@@ -99,11 +99,7 @@ class Counting:
         return getattr(self.criterion, "class_axis", 1 if of_torch else None)
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of a batch.
-
-        Raises:
-            ConfigError: the criterion of torch can't take these targets; it says how they have to be.
-        """
+        """Return the loss of a batch; say how targets have to be that a criterion of torch can't take."""
         try:
             found: Tensor = self.whole(prediction, target)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:

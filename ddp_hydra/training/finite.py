@@ -23,9 +23,6 @@ class GradientNorms:
         named: gradients with the names of their parameters.
         loss: returns the loss of the step, on this rank.
         over_ranks: makes the norms of whole gradients of the norms of this rank's shares. A collective.
-
-    Attributes:
-        sparse: whether some gradients are sparse tensors.
     """
 
     @torch.no_grad()

@@ -21,11 +21,7 @@ from ddp_hydra.training.state import Position, each
 
 
 class FactorLR:
-    """Sets the learning rate by the steps done, which need not be a whole number, as torch's schedulers do.
-
-    Args:
-        factor: steps done -> factor of the optimizer's own rate.
-    """
+    """Sets the rate to a factor of the optimizer's own, by the steps done, which need not be a whole number."""
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float]) -> None:
         self.optimizer, self.factor = optimizer, factor

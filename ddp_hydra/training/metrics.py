@@ -20,13 +20,7 @@ Shapes = tuple[tuple[str, torch.Size], ...]
 
 
 class Count(NamedTuple):
-    """The sums of one batch.
-
-    Args:
-        shapes: of the sums on the device.
-        sums: (elements of all shapes,) float64, on the device.
-        numbers: name -> sum, of those that are known without the device.
-    """
+    """The sums of one batch: those on the device, one after the other in float64, and those known without it."""
 
     shapes: Shapes
     sums: Tensor
@@ -139,8 +133,8 @@ class EpochMeans:
     All ranks hold the same sums, so a checkpoint saves them once, and a resume may have another number of ranks.
 
     Attributes:
-        sums: name -> sum over the epoch under way, float64 on the CPU.
-        last: name -> mean over the last whole epoch; {} before its end.
+        sums: over the epoch under way, float64 on the CPU.
+        last: means over the last whole epoch; {} before its end.
     """
 
     def __init__(self, task: Task) -> None:

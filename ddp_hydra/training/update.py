@@ -38,7 +38,6 @@ class Update:
 
     Args:
         name: of the part; "" for the whole model.
-        scaler: scales the loss of fp16; disabled for other precisions.
         others: parameters that other updates train, and this one does not.
         late: check the gradients of a step together with the next step's loss. Then the loop need not wait for the
             backward pass of a GPU, but the weights have taken up the gradients by then.

@@ -41,9 +41,6 @@ class Parallel:
     (`build_part`). A kind of its own overrides `wrap` for steps that replicate the model. Where a rank does not have
     the whole model, it also overrides `build`, `build_average`, and what turns the state into shares and back.
 
-    Args:
-        world: of this rank.
-
     Attributes:
         model: not wrapped.
         channels_last: its convolutions have the channels last.
@@ -221,10 +218,8 @@ class PartStep:
     """A training step among its ranks: called with a micro-batch, it returns what the task makes of it.
 
     Args:
-        step: the training step.
-        wrapped: the module that is called instead of it; None: itself.
+        wrapped: the module that is called instead of the step; None: the step.
         uses_all: each step has to give all trained parameters a gradient.
-        world: of this rank.
 
     Attributes:
         part: what the step trains: the model, or a part of it.

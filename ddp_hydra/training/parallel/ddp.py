@@ -104,9 +104,8 @@ class DDPStep(PartStep):
     """A training step in DistributedDataParallel.
 
     Attributes:
-        shared: averages the gradients in memory that all ranks share; None: another way.
         averager: averages the weights now and then; None: the gradients are the same on all ranks.
-        compression: the state of a hook that keeps errors; None for none.
+        compression: the state of a hook that keeps errors.
         own_statistics: each rank has BatchNorm statistics of its own.
         hook_s: seconds that the backward pass has waited in a hook.
     """

@@ -398,11 +398,6 @@ def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
 class ShardedStep(PartStep):
     """A training step whose model is sharded.
 
-    Args:
-        step: the training step.
-        mesh: the ranks that share the model.
-        world: of this rank.
-
     Attributes:
         sent: buffers as all ranks had them last, with their versions.
     """

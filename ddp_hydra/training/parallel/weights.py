@@ -219,11 +219,7 @@ def read_rows(model: nn.Module) -> None:
 
 
 class BufferCopy:
-    """A copy of the buffers of a model, which can be put back.
-
-    Args:
-        model: the model.
-    """
+    """A copy of the buffers of a model, which can be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         self.pairs = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -323,12 +319,11 @@ class Ema:
     """An exponential moving average, which warms up (Polyak and Juditsky, 1992).
 
     Args:
-        model: its weights and buffers are averaged.
-        average: a model to keep the average in; None: a copy.
         decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
+        average: a model to keep the average in; None: a copy.
 
     Attributes:
-        model: the average, a copy of the model.
+        model: the average.
         steps: number of updates. It is not a tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
             from a GPU waits for the GPU.
         with_extra_state: modules of the average, by name, whose `get_extra_state` is taken from the model at each step.
