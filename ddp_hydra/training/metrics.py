@@ -43,10 +43,7 @@ def count(step: Step, size: int, update: str = "") -> Count:
     on_device = {name: part.detach() for name, part in sums.items() if isinstance(part, Tensor)}
     numbers = {name: float(part) for name, part in sums.items() if not isinstance(part, Tensor)}
     shapes = tuple((name, part.shape) for name, part in on_device.items())
-    parts = [part.double() for part in on_device.values()]
-    if any(part.ndim for part in parts):
-        return Count(shapes, torch.cat([part.reshape(-1) for part in parts]), numbers)
-    return Count(shapes, torch.stack(parts), numbers)
+    return Count(shapes, torch.cat([part.double().reshape(-1) for part in on_device.values()]), numbers)
 
 
 def computed(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:

@@ -72,12 +72,8 @@ class Parallel:
         # The model computes in the run's precision by itself, without autocast.
         return False
 
-    @property
-    def model_name(self) -> str:
-        return type(self.model).__name__
-
     def adopt(self, model: nn.Module) -> Parallel:
-        self.model = model
+        self.model, self.model_name = model, type(model).__name__
         self.at_first = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         return self
 

@@ -171,7 +171,10 @@ class DDPStep(PartStep):
         return self.hook_s if self.shared is None else self.shared.held_s
 
     def exchange_s(self) -> float:
-        return exchange_s(self.wrapped)
+        times = self.wrapped._get_ddp_logging_data()
+        if "backward_comm_time" not in times:
+            return math.nan
+        return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
 
     def after_step(self) -> None:
         if self.averager is not None:
@@ -189,13 +192,6 @@ class DDPStep(PartStep):
                 weights.average(model.parameters(), self.world)
             if self.own_statistics:
                 weights.average(weights.statistics(model), self.world)
-
-
-def exchange_s(wrapped: DistributedDataParallel) -> float:
-    times = wrapped._get_ddp_logging_data()
-    if "backward_comm_time" not in times:
-        return math.nan
-    return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
 
 
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], part: DDPStep) -> Callable[[Any, Any], Any]:

@@ -131,7 +131,8 @@ class FSDP2(Parallel):
         whole = dict(model.named_parameters()) if sends and self.world.rank == 0 else {}
         self.make, self.trainer, self.device, self.mesh = make, trainer, device, self._mesh(device)
         self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
-        self.adopt(self._shard_modules(model, is_trained))
+        name = type(model).__name__
+        self.adopt(self._shard_modules(model, is_trained)).model_name = name  # torch puts a class of its own in front
         if load is None and not (sends or has_all(saved, self.model)):
             weights.read_rows(self.model)
         if sends:
@@ -182,9 +183,8 @@ class FSDP2(Parallel):
             # DTensor's exchanges and the vote can't be under way in one group of gloo.
             own: Any = dist.new_group(backend="gloo" if device.type == "cpu" else None)
             return DeviceMesh.from_group(own, device.type, mesh_dim_names=("shard",))
-        if self.replicas == 1:
-            return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-        return init_device_mesh(device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+        axes = {"shard": shards} if self.replicas == 1 else {"replicate": self.replicas, "shard": shards}
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def _shard_modules(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
         # The order of torchtitan: activation checkpointing, compile, shard, from the inner modules to the outer ones.
@@ -232,11 +232,6 @@ class FSDP2(Parallel):
     @property
     def casts_to_bf16(self) -> bool:
         return self.is_sharded and self.trainer.precision in ("bf16", "fp8")
-
-    @property
-    def model_name(self) -> str:
-        kind = type(self.model)  # torch has put a class of its own in front
-        return (kind.__mro__[2] if self.is_sharded else kind).__name__
 
     def rebind(self, world: World) -> None:
         raise ConfigError(f"{KIND}: a rank has a share of the model only, so it can't go on in another world")

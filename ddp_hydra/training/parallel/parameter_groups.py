@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -73,9 +73,9 @@ def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:
         layer.eval()
 
 
-def parameters(given: Iterable[nn.Parameter], decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
+def parameters(given: Iterable[nn.Parameter], decay_all: bool) -> list[dict[str, Any]] | list[nn.Parameter]:
     trained = [parameter for parameter in given if parameter.requires_grad]
-    return iter(trained) if decay_all else grouped(trained, decay_all)
+    return trained if decay_all else grouped(trained, decay_all)
 
 
 def grouped(trained: Sequence[nn.Parameter], decay_all: bool) -> list[dict[str, Any]]:
