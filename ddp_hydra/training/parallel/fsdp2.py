@@ -404,25 +404,24 @@ class ShardedStep(PartStep):
         self.group = mesh.get_group("shard")
         self.sends_buffers = self.is_last = True
         self.sent: list[tuple[Tensor, int]] = []
-        self.n_forward = 0
-        self.part.register_forward_pre_hook(self._count)
+        self.part.register_forward_pre_hook(self._note_call)
         step.constant = self._empty_loss
 
-    def _count(self, *_: Any) -> None:
-        self.n_forward += 1
+    def _note_call(self, *_: Any) -> None:
+        self.was_called = True
 
     def __call__(self, batch: Any) -> Any:
         if self.sends_buffers:
             weights.broadcast_buffers(self.part, self.world)
             self.sent = self._versions()
-        before = self.n_forward
+        self.was_called = False
         try:
             result = self.wrapped(batch)
         except RuntimeError as error:
-            if self.n_forward > before or MIXED not in str(error):
+            if self.was_called or MIXED not in str(error):
                 raise
             raise ConfigError(CALLED) from error
-        if self.n_forward == before:
+        if not self.was_called:
             raise ConfigError(CALLED)
         self.sends_buffers = self.is_last
         return result

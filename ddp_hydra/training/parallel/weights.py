@@ -120,10 +120,8 @@ def devices(model: nn.Module) -> list[torch.device]:
 
 def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
     # It returns whether channels are last now. By default, they are where there are convolutions of images.
-    is_last = channels_last
-    if is_last is None:
-        is_last = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    if is_last:
+    has_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    if is_last := has_images if channels_last is None else channels_last:
         model.to(memory_format=torch.channels_last)
     return is_last
 
