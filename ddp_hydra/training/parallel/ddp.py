@@ -26,22 +26,7 @@ HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
 class DDP(Parallel):
     """Wraps a training step in DistributedDataParallel. The only rank of a job needs no wrapper.
 
-    Args:
-        world: of this rank.
-        bucket_cap_mb: MiB of gradients that travel together.
-        static_graph: the model uses the same parameters in each step, in the same order.
-        gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
-        find_unused_parameters: the model does not use all of its parameters in each step.
-        comm_hook: how gradients travel. "none": by the backend, unchanged. "shared": through memory that ranks on the
-            CPUs of one host share. "auto": "shared" where that is possible, else "none". "fp16", "bf16": in half as
-            many bytes. "powersgd": as products of thin matrices (Vogels et al., 2019). "post_local_sgd": within each
-            host only; the weights are averaged over all ranks now and then (Lin et al., 2020).
-        powersgd_rank: width of those matrices.
-        start_step: first steps in which powersgd does not compress, and post_local_sgd averages over all ranks.
-        average_every_steps: steps between two averages of the weights by post_local_sgd.
-        sync_batchnorm: BatchNorm normalises over the batches of all ranks (GPUs only).
-        batchnorm: statistics of BatchNorm. "broadcast": before each step, all ranks take the statistics of rank 0.
-            "average": each rank keeps its own, and their mean is evaluated and saved.
+    conf/parallel/ddp.yaml describes the arguments.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or that the device does not support.

@@ -65,18 +65,7 @@ CONVERT = (
 class FSDP2(Parallel):
     """Shards a model over the ranks by torch's `fully_shard`. A process without a group has the whole model.
 
-    Args:
-        world: of this rank.
-        replicas: copies of the model; each is sharded over as many ranks as are left for it (HSDP).
-        blocks: classes of modules whose parameters are gathered together, one module after the other; null: those that
-            the model names in `_no_split_modules`, or repeats in a Sequential or ModuleList.
-        min_params: without `blocks`, modules outside of them with at least this number of parameters are gathered by
-            themselves, too; null: together.
-        reshard_after_forward: free the parameters of a block after its forward pass, and gather them again for its
-            backward pass; a number: keep them sharded over that many ranks meanwhile.
-        cpu_offload: keep shares in the host's memory (GPUs only).
-        fn: "module.function" that is called with the model and its mesh before they are sharded; null: none. Parameters
-            that it makes DTensors over the mesh stay as they are.
+    conf/parallel/fsdp2.yaml describes the arguments.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or the model, task or precision can't be sharded.
