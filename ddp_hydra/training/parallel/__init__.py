@@ -138,11 +138,10 @@ class Parallel:
     def broadcast_rest(self, task: Task) -> None:
         # A collective. Wrappers send what a step trains; other parts of the model, and the task's own models, begin
         # alike.
-        if self.world.size > 1:
-            modules = [self.model, *(part for part in vars(task).values() if isinstance(part, nn.Module))]
-            sent = {id(one) for part in self.parts.values() for one in weights.tensors_of(part.step)}
-            others = (one for module in modules for one in weights.tensors_of(module) if id(one) not in sent)
-            weights.broadcast(others, self.world)
+        modules = [self.model, *(part for part in vars(task).values() if isinstance(part, nn.Module))]
+        sent = {id(one) for part in self.parts.values() for one in weights.tensors_of(part.step)}
+        others = (one for module in modules for one in weights.tensors_of(module) if id(one) not in sent)
+        weights.broadcast(others, self.world)
 
     # -- what walks the model ----------------------------------------------------------------------------------
 

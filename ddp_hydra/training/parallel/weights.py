@@ -58,7 +58,7 @@ def left_out(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], world: World) -> None:
     # A collective. Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
-    for tensor in tensors:
+    for tensor in tensors if world.size > 1 else ():
         if can_be_sent(tensor):
             world.send_from_rank_0(tensor)
         elif tensor.layout is torch.strided and not overlaps(tensor):
@@ -69,8 +69,7 @@ def broadcast(tensors: Iterable[Tensor], world: World) -> None:
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
     # A collective.
-    if world.size > 1:
-        broadcast(model.buffers(), world)
+    broadcast(model.buffers(), world)
 
 
 def statistics(model: nn.Module) -> Iterator[Tensor]:
