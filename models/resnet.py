@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from torch import nn
-from torchvision.models import ResNet, ResNet18_Weights, ResNet50_Weights, WeightsEnum
-from torchvision.models import resnet18 as _resnet18
-from torchvision.models import resnet50 as _resnet50
+from torchvision.models import ResNet, get_model, get_model_weights
 
 
 def resnet18(
@@ -29,25 +25,19 @@ def resnet18(
     Raises:
         ValueError: `weights` is not a known name, or `num_classes` is not a positive number.
     """
-    return _build(_resnet18, ResNet18_Weights, num_classes, weights, small_images, norm_momentum)
+    return _build("resnet18", num_classes, weights, small_images, norm_momentum)
 
 
 def resnet50(
     num_classes: int, weights: str | None = None, small_images: bool = False, norm_momentum: float = 0.1
 ) -> ResNet:
     """Build a ResNet-50 (23.5 M parameters at 10 classes), as `resnet18` does; `weights` is of `ResNet50_Weights`."""
-    return _build(_resnet50, ResNet50_Weights, num_classes, weights, small_images, norm_momentum)
+    return _build("resnet50", num_classes, weights, small_images, norm_momentum)
 
 
-def _build(
-    build: Callable[..., ResNet],
-    known: type[WeightsEnum],
-    num_classes: int,
-    weights: str | None,
-    small_images: bool,
-    norm_momentum: float,
-) -> ResNet:
+def _build(name: str, num_classes: int, weights: str | None, small_images: bool, norm_momentum: float) -> ResNet:
     """Build a network; replace its last layer and its stem as needed, and set the momentum of the norms."""
+    known = get_model_weights(name)
     if weights is not None and weights not in known.__members__:
         raise ValueError(
             f"there are no weights {weights!r}; allowed are null and {', '.join(known.__members__)}: "
@@ -58,7 +48,7 @@ def _build(
             f"num_classes is {num_classes!r}, and must be a positive whole number: type "
             "model.num_classes=10, or use a data set that has `classes`"
         )
-    network = build(weights=None if weights is None else known[weights])
+    network: ResNet = get_model(name, weights=weights)
     if weights is None or num_classes != network.fc.out_features:
         network.fc = nn.Linear(network.fc.in_features, num_classes)
     if small_images:

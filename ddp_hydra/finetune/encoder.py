@@ -32,17 +32,13 @@ class State(IntEnum):
 class Encoder:
     """Makes rows of tokens of a batch of rows; `datasets.map` calls it.
 
+    conf/data/text.yaml describes most arguments.
+
     Args:
         tokenizer: of transformers, with the template of chats.
-        columns: one of text or messages, or prompt and completion.
         are_chats: the column holds lists of messages.
-        label: column of the class of a text; None: the tokens are predicted.
-        length: most tokens of a document.
-        overflow: truncate, split or drop documents that are longer.
-        eos: end documents and completions with the tokenizer's token for it.
         closes: a document that is truncated keeps the special tokens at its end, as [SEP].
         least: fewest tokens of a document.
-        roles: role in the data -> role of the template.
         name: of the source, for messages.
     """
 

@@ -39,8 +39,6 @@ class Pretrained:
 
     Args:
         path: as it was given.
-        folder: with the files.
-        fingerprint: of the weights' files.
         task_type: peft's name of what the model does; None: it has none.
         new: names of parameters that the files lack.
         unused: names in the files that the model lacks.

@@ -40,24 +40,7 @@ class TokenizedText(Dataset):
     begin anew at each, and the model is called with use_cache=False, without which transformers does not tell them
     apart.
 
-    Args:
-        path: format of the files (json, parquet, csv, text), name on the hub, or folder of `save_to_disk`.
-        tokenizer: folder, or name on the hub.
-        subset: part of a data set on the hub.
-        split: of a data set on the hub, or of a folder of `save_to_disk`.
-        files: paths or URLs, which may hold patterns.
-        columns: one with text or with messages, or prompt and completion; None: the ones with these names.
-        label: column with the class of a text, a number, which the model predicts; None: it predicts tokens.
-        sequence_length: most tokens of a document; the tokens of a row, where they are packed.
-        overflow: truncate, split or drop documents that are longer.
-        packing: fill rows with whole documents.
-        flatten: put the packed rows of a batch one after the other into one, as flash attention needs it.
-        eos: end documents and completions with the tokenizer's token for it.
-        chat_template: a template or its file; None: the tokenizer's.
-        roles: role in the data -> role that the template knows.
-        mask: share of the tokens that a masked language model predicts; 0: each token is predicted by the ones before.
-        cache_dir: folder of the files of tokens; None: of Hugging Face's data sets.
-        options: others of `datasets.load_dataset`.
+    conf/data/text.yaml describes the arguments; others are of `datasets.load_dataset`.
 
     Attributes:
         n_documents: documents that are left.

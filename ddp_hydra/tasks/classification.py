@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.tasks.base import Step, Task, inputs, output_of, pair
-from ddp_hydra.tasks.counting import IGNORED, Counting, update_counted
+from ddp_hydra.tasks.counting import IGNORED, Counting, shape_of, update_counted
 from ddp_hydra.tasks.losses import CrossEntropy
 
 
@@ -41,7 +41,7 @@ class Classification(Task):
         guesses_axis: bool = True,
     ) -> None:
         self.criterion, self.mix, self.names = criterion, mix, names
-        self.validation_criterion = getattr(criterion, "for_validation", criterion)
+        self.validation_criterion = getattr(criterion, "for_validation", criterion)  # a part, which goes to the device
         self.counting, self.validation_counting = Counting(criterion), Counting(self.validation_criterion)
         own_axis = self.counting.class_axis
         self.class_axis = class_axis if own_axis is None else own_axis
@@ -56,7 +56,7 @@ class Classification(Task):
     def step(self, model: Any, batch: Any) -> Step:
         """Mix the samples, and compute the loss."""
         x, y = self.mixed(batch)
-        return self._counted(self.criterion, output_of(model, x), y)
+        return self._counted(self.counting, output_of(model, x), y)
 
     def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a micro-batch, mixed."""
@@ -73,7 +73,7 @@ class Classification(Task):
             )  # fmt: skip
             if not isinstance(error, ValueError) and (not is_torchvisions or "CUDA error" in str(error)):
                 raise
-            given = ", ".join(f"{name} {_shape_of(part)}" for name, part in (("x", x), ("y", y)))
+            given = ", ".join(f"{name} {shape_of(part)}" for name, part in (("x", x), ("y", y)))
             what = f"{type(self.mix).__name__} (mix=) does not take {given}"
             raise ConfigError(f"{what} ({error}): {_mixable(x, y)}give mix=none, or a mix of your own") from error
         return x, y
@@ -81,16 +81,16 @@ class Classification(Task):
     def validation_step(self, model: Any, batch: Any) -> Step:
         """Compute the loss of samples as they are."""
         x, y = pair(batch)
-        return self._counted(self.validation_criterion, output_of(model, x), y)
+        return self._counted(self.validation_counting, output_of(model, x), y)
 
-    def _counted(self, criterion: Callable[[Tensor, Tensor], Tensor], prediction: Tensor, y: Tensor) -> Step:
-        counting = self.counting if criterion is self.criterion else self.validation_counting
+    def _counted(self, counting: Counting, prediction: Tensor, y: Tensor) -> Step:
         loss = counting.loss(prediction, y)
         with torch.no_grad():
             n = counting.n(prediction, y)
             sums: dict[str, Any] = {}
-            if self.has_classes(prediction) and (pair := self._classes_of(prediction, y)) is not None:
-                guess, truth = pair
+            has_classes = self.has_classes(prediction)
+            if has_classes and (found := classes(prediction, y, self.axis_of(prediction, y))) is not None:
+                guess, truth = found
                 correct = guess == truth
                 if truth is not y:  # shares, which all count
                     counted: Any = truth.numel()
@@ -102,9 +102,6 @@ class Classification(Task):
                     correct &= truth != counting.ignore
                 sums = {"accuracy": (correct.sum(), counted)}
         return Step(loss, n, sums, prediction, y, counting.summed)
-
-    def _classes_of(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor] | None:
-        return classes(output, target, self.axis_of(output, target))
 
     def axis_of(self, output: Tensor, target: Tensor | None) -> int | None:
         """Return the axis of an output that holds the classes; None if the criterion knows no classes.
@@ -125,7 +122,7 @@ class Classification(Task):
         if len(fitting) == 1:
             self.found_axis = fitting[0]
         elif fitting and self.found_axis is None:
-            own = getattr(self.counting.criterion, "__name__", type(self.counting.criterion).__name__)
+            own = self.counting.name
             raise ConfigError(
                 f"{own} is given outputs of {tuple(output.shape)}, and targets of {tuple(target.shape)}: classes may "
                 f"be axis 1, as torch's losses have them, or the last axis. Give +task.class_axis=1, or -1 for the "
@@ -179,17 +176,11 @@ class Classification(Task):
             return {"class": best, **self._named(best), "probability": probability}
         if head:
             return {"probability": output.sigmoid() if head == "logits" else output}
-        pair = None if target is None else self._classes_of(output, target)
+        pair = None if target is None else classes(output, target, self.axis_of(output, target))
         return {**({"class": pair[0], **self._named(pair[0])} if pair else {}), "prediction": output}
 
     def _named(self, best: Tensor) -> dict[str, Any]:
         return {"name": [self.names[one] for one in best.tolist()]} if self.names and best.ndim == 1 else {}
-
-
-def _shape_of(part: Any) -> str:
-    if not isinstance(part, Tensor):
-        return f"of {type(part).__name__}"
-    return f"{tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
 
 
 def _mixable(x: Any, y: Tensor) -> str:
@@ -235,12 +226,8 @@ def head_of(criterion: Any) -> str:
 def classes(output: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor] | None:
     """Return the predicted and the true classes; None if the target holds no classes.
 
-    Args:
-        output: the model's output.
-        target: class numbers, in the shape of `output` without its class axis; or shares of classes, in the shape of
-            `output`; or anything else, which has no classes.
-        class_axis: the axis of `output` that holds classes; None if the loss knows no classes: then a target in the
-            shape of `output` does not hold shares.
+    The target holds class numbers, in the shape of the output without its class axis, or shares of classes, in the
+    shape of the output: these only where the loss has an axis of classes.
     """
     if output.ndim < 2:
         return None

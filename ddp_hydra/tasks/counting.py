@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,8 @@ _ROWS: dict[Any, Any] = {
     nn.MultiLabelMarginLoss: F.multilabel_margin_loss,
     nn.MultiLabelSoftMarginLoss: F.multilabel_soft_margin_loss,
 }
+_OF_TORCH = (*_CLASSES, *_ELEMENTS, *_ROWS)
+"""Losses whose arguments are known. A subclass may take these for a loss of its own."""
 _WEIGHTED_MEANS = (F.l1_loss, F.mse_loss, F.smooth_l1_loss, F.huber_loss)
 """Functions that divide by the sum of their `weight`, which is one of elements."""
 
@@ -48,6 +50,7 @@ class Counting:
     Attributes:
         ignore: the target that doesn't count.
         summed: the loss is a sum, not a mean.
+        name: of the criterion, for messages.
         key: of the config, whose keys are the criterion's arguments; "task" where the task makes its criterion.
         note: says for the header by what it is weighed if what it is a mean over can't be told; else "".
 
@@ -68,14 +71,15 @@ class Counting:
         self.ignore = int(self._option("ignore_index", IGNORED))
         self.reduction = self._option("reduction", "mean")
         self.summed = self.reduction == "sum"
-        name = getattr(function, "__name__", type(function).__name__)
-        if self.reduction == "none" and (self.kind or not isinstance(function, tuple(_modules()))):
+        self.name = name = getattr(function, "__name__", type(function).__name__)
+        is_clear = self.kind or not isinstance(function, _OF_TORCH)
+        if self.reduction == "none" and is_clear:
             raise ConfigError(f"reduction=none of {name} gives a loss for each sample: give mean or sum")
         smoothing, weight = self._option("label_smoothing", 0.0), self.weight
         if weight is not None and smoothing and not self.summed and bool((weight == 0).any()):
             raise ConfigError(f"{name} with a class of weight 0 has no mean over a batch of it: give label_smoothing=0")
         how = "as a sum, by its reduction" if self.summed else "by samples"
-        is_known = self.kind or (self.summed and not isinstance(function, tuple(_modules())))
+        is_known = self.kind or (self.summed and is_clear)
         self.note = "" if is_known else f"{name} {how}; a method n(prediction, target) of it may say otherwise"
 
     def _option(self, name: str, default: Any) -> Any:
@@ -95,11 +99,7 @@ class Counting:
         return getattr(self.criterion, "class_axis", 1 if of_torch else None)
 
     def loss(self, prediction: Tensor, target: Tensor) -> Tensor:
-        """Return the loss of a batch.
-
-        Raises:
-            ConfigError: the criterion of torch can't take these targets; it says how they have to be.
-        """
+        """Return the loss of a batch; say how targets have to be that a criterion of torch can't take."""
         try:
             found: Tensor = self.whole(prediction, target)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -112,9 +112,7 @@ class Counting:
         """Return what is wrong with targets that the criterion has refused, and what to type; "" if it isn't known."""
         if not isinstance(prediction, Tensor) or not isinstance(target, Tensor) or prediction.ndim < 2:
             return ""
-        name = getattr(self.criterion, "__name__", type(self.criterion).__name__)
-        given = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (target, prediction))
-        found = "{} is given targets of {} and outputs of {}".format(name, *given)
+        found = f"{self.name} is given targets of {shape_of(target)} and outputs of {shape_of(prediction)}"
         if self.kind == "elements" and target.shape != prediction.shape:
             is_column = target.numel() == prediction.numel()
             how = ", so let the data set return y.unsqueeze(-1)" if is_column else ""
@@ -197,14 +195,16 @@ def update_counted(metric: Any, scores: Tensor, target: Tensor, ignore: int) -> 
     metric.update(scores[counted][places], target[counted][places])
 
 
+def shape_of(part: Any) -> str:
+    """Return the shape and type of a tensor, for messages; the type alone of something else."""
+    if not isinstance(part, Tensor):
+        return f"of {type(part).__name__}"
+    return f"{tuple(part.shape)} {str(part.dtype).removeprefix('torch.')}"
+
+
 def takes_class_numbers(criterion: Any) -> bool:
     """Return whether the targets of a criterion are the numbers of classes, which its own forward may change."""
     return callable(criterion) and Counting(criterion).kind == "classes"
-
-
-def _modules() -> Iterator[type]:
-    """Yield torch's losses that are known. A subclass may take their arguments for a loss of its own."""
-    yield from (*_CLASSES, *_ELEMENTS, *_ROWS)
 
 
 def _kind(criterion: Any, options: dict[str, Any]) -> str:

@@ -41,18 +41,14 @@ def _by_name(model: Any) -> str:
 
 
 def _answers(batch: Mapping[str, Any], start_logits: Any) -> int | Tensor | None:
-    """Return the number of answers that count of a batch without labels; None where the batch tells nothing.
-
-    Raises:
-        ConfigError: other starts count than ends: the loss is the mean of two means.
-    """
+    """Return the number of answers that count of a batch without labels; None where the batch tells nothing."""
     if isinstance(masked := batch.get("bool_masked_pos"), Tensor):
         return masked.sum()
     starts, ends = batch.get("start_positions"), batch.get("end_positions")
     if not (isinstance(starts, Tensor) and isinstance(ends, Tensor) and isinstance(start_logits, Tensor)):
         return None
     first, last = (int((positions < start_logits.shape[1]).sum()) for positions in (starts, ends))
-    if first != last:
+    if first != last:  # the loss is the mean of two means
         raise ConfigError(
             f"{first} of the start_positions of a batch are in its texts, but {last} of the end_positions: set both to "
             "0, or both to the length of the text, where the answer is cut off"
@@ -243,11 +239,7 @@ def bare(model: Any) -> Any:
 
 
 def called(model: Any, batch: Any) -> Any:
-    """Call a model with a batch: by keywords, by position, or with the batch itself.
-
-    Raises:
-        ConfigError: the model can't take a column of the batch, as its error tells.
-    """
+    """Call a model with a batch: by keywords, by position, or with the batch itself."""
     if isinstance(batch, Mapping):
         try:
             return model(**batch)
@@ -259,13 +251,7 @@ def called(model: Any, batch: Any) -> Any:
 
 
 def refused_column(error: str, model: str, batch: Mapping[str, Any]) -> str:
-    """Return which column of a batch a model can't take, and what to type; "" if its error doesn't tell.
-
-    Args:
-        error: text of the model's error.
-        model: name of its class.
-        batch: that it was given.
-    """
+    """Return which column of a batch a model can't take, and what to type; "" if its error doesn't tell."""
     name = unknown[1] if (unknown := _UNKNOWN.search(error)) else ""
     if name in batch:
         return (

@@ -69,11 +69,10 @@ def parallel(cfg: DictConfig, world: World = ALONE) -> Parallel:
 
 def inference_parallel(cfg: DictConfig, world: World) -> Parallel:
     # For a model that is not trained: as one copy, which is sharded where it was in the training.
-    kind = get_object(cfg.parallel["_target_"])
-    sharded: Parallel | None = None
-    if world.group is not None and getattr(kind, "shards", False):
-        sharded = make(without(cfg.parallel, [key for key in ("replicas",) if key in cfg.parallel]), world)
-    return sharded or Parallel(world)
+    if world.group is None or not getattr(get_object(cfg.parallel["_target_"]), "shards", False):
+        return Parallel(world)
+    sharded: Parallel = make(without(cfg.parallel, {"replicas"} & cfg.parallel.keys()), world)
+    return sharded
 
 
 def makes_cuda_graphs(cfg: DictConfig, device: torch.device) -> bool:
@@ -90,7 +89,9 @@ def check_taken(cfg: DictConfig) -> None:
     """Refuse a loss or a mix that is asked for, and that the task doesn't take."""
     target, said = str(cfg.task["_target_"]), []
     taken, name = init_parameters(target), target.rpartition(".")[2]
-    for group, argument, asked in (("loss", "criterion", asked_of_loss(cfg)), ("mix", "mix", asked_of_mix(cfg))):
+    mix = OmegaConf.select(cfg, "mix._target_")
+    asked_of_mix = {} if mix is None else {"_target_": mix}
+    for group, argument, asked in (("loss", "criterion", asked_of_loss(cfg)), ("mix", "mix", asked_of_mix)):
         if argument in taken and argument not in cfg.task:
             continue
         # Keys of the task and the model may refer to the group or a key of it: task.criterion=${loss}.
@@ -124,11 +125,6 @@ def asked_of_loss(cfg: DictConfig) -> dict[str, Any]:
     usual = {name: one.default for name, one in inspect.signature(CrossEntropy).parameters.items()}
     usual["_target_"] = f"{CrossEntropy.__module__}.{CrossEntropy.__name__}"
     return {str(key): value for key, value in loss.items() if "_target_" in loss and value != usual.get(str(key))}
-
-
-def asked_of_mix(cfg: DictConfig) -> dict[str, Any]:
-    target = OmegaConf.select(cfg, "mix._target_")
-    return {} if target is None else {"_target_": target}
 
 
 def task(cfg: DictConfig, data: Any, device: torch.device) -> Task:
@@ -281,13 +277,12 @@ def with_float8(model: nn.Module, cfg: DictConfig, device: torch.device) -> nn.M
             "trainer.precision=fp8 needs torchao, which is not on this worker: type `pip install torchao` there, or "
             f"{instead}"
         )
-    convert: Any = get_object("torchao.float8.convert_to_float8_training")
-    converted: nn.Module = convert(model, module_filter_fn=_takes_float8)
+
+    def takes_float8(layer: Any, name: str) -> bool:
+        return isinstance(layer, nn.Linear) and layer.in_features % 16 == 0 == layer.out_features % 16
+
+    converted: nn.Module = get_object("torchao.float8.convert_to_float8_training")(model, module_filter_fn=takes_float8)
     return converted
-
-
-def _takes_float8(layer: Any, name: str) -> bool:
-    return isinstance(layer, nn.Linear) and layer.in_features % 16 == 0 == layer.out_features % 16
 
 
 def scaler(cfg: DictConfig, device: torch.device) -> torch.amp.GradScaler:

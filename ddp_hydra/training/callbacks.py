@@ -207,20 +207,15 @@ class MetricNames:
         self.of_user: set[str] = set()
 
     def take(self, names: Iterable[str]) -> None:
-        """Note names that the user's code logs.
-
-        Raises:
-            ConfigError: one is the run's own.
-        """
+        """Note names that the user's code logs; refuse one of the run's own."""
         given = set(map(str, names))
         self._refuse(name for name in given if name.startswith(RESERVED) or name in OWN or name in self.of_run)
         self.of_user |= given
 
     def add(self, names: Iterable[str]) -> None:
-        """Note names that the run logs, or will log. Some of a validation are known only once there was one.
+        """Note names that the run logs, or will log; refuse one that the user's code has logged before.
 
-        Raises:
-            ConfigError: the user's code has logged one before.
+        Some of a validation are known only once there was one.
         """
         self.of_run.update(names)
         self._refuse(self.of_run & self.of_user)
@@ -245,11 +240,7 @@ class Callbacks:
         self.started = {name for name, one in self.callbacks.items() if type(one).on_start is Callback.on_start}
 
     def call(self, event: str, view: RunView) -> None:
-        """Call the method of all callbacks for an event: start, step, validation, checkpoint or end.
-
-        Raises:
-            ConfigError: a callback has changed the training without `changes_training`.
-        """
+        """Call the method of all callbacks for an event; refuse changes of the training without `changes_training`."""
         for name, callback in self.callbacks.items():
             modes = [(module, module.training) for module in self.state.model.modules()]
             before = self._fingerprint()

@@ -22,27 +22,27 @@ class GradientNorms:
     Args:
         named: gradients with the names of their parameters.
         loss: returns the loss of the step, on this rank.
-
-    Attributes:
-        sparse: whether some gradients are sparse tensors.
+        over_ranks: makes the norms of whole gradients of the norms of this rank's shares. A collective.
     """
 
     @torch.no_grad()
-    def __init__(self, named: Iterable[tuple[str, Tensor]], loss: Callable[[], float] = float) -> None:
+    def __init__(
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        loss: Callable[[], float] = float,
+        over_ranks: Callable[[Tensor], Tensor] = lambda norms: norms,
+    ) -> None:
         named = list(named)
         self.names, gradients = [name for name, _ in named], [gradient for _, gradient in named]
         kinds = {(gradient.layout, gradient.dtype) for gradient in gradients}
-        self.sparse, self._loss = any(layout != torch.strided for layout, _ in kinds), loss
+        self.sparse, self.loss = any(layout != torch.strided for layout, _ in kinds), loss
         if self.sparse or torch.float16 in {dtype for _, dtype in kinds}:
             gradients = list(map(_dense, gradients))
         norms = torch._foreach_norm(gradients) if gradients else [torch.zeros(())]
         if len(kinds) > 1 and len({norm.dtype for norm in norms}) > 1:
             norms = [norm.double() for norm in norms]
-        self.norms = self.over_ranks(torch.stack(norms))
+        self.norms = over_ranks(torch.stack(norms))
         self._on_cpu = begin_copy(self.norms)
-
-    def over_ranks(self, norms: Tensor) -> Tensor:
-        return norms
 
     @functools.cached_property
     def total_norm(self) -> Tensor:
@@ -57,10 +57,6 @@ class GradientNorms:
         if math.isfinite(norms.sum()):
             return []
         return [name for name, good in zip(self.names, norms.isfinite().tolist(), strict=True) if not good]
-
-    @property
-    def loss(self) -> float:
-        return self._loss()
 
 
 def _dense(gradient: Tensor) -> Tensor:

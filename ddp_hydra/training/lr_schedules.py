@@ -1,8 +1,7 @@
 """Learning-rate schedules with warm-up, as factors of the optimizer's own rate.
 
-Each takes the optimizer whose rate it sets, the steps of the run, `total_steps`, and of an epoch, `epoch_steps`.
-All but `one_cycle` have as options `warmup_steps` and `warmup_epochs`, which together are the length of the warm-up, a
-linear rise at the beginning; and `by`: with "epoch", the rate stays the same within an epoch.
+Each takes the optimizer whose rate it sets, the steps of the run, `total_steps`, and of an epoch, `epoch_steps`;
+conf/scheduler describes the options.
 
 A step is one of the global batch that the run began with, see `ScheduleProgress`. After a resume with
 another global batch, the steps done need not be a whole number, and the rate follows the same curve.
@@ -21,11 +20,7 @@ from ddp_hydra.training.state import Position, each
 
 
 class FactorLR:
-    """Sets the learning rate by the steps done, which need not be a whole number, as torch's schedulers do.
-
-    Args:
-        factor: steps done -> factor of the optimizer's own rate.
-    """
+    """Sets the rate to a factor of the optimizer's own, by the steps done, which need not be a whole number."""
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float]) -> None:
         self.optimizer, self.factor = optimizer, factor
@@ -61,22 +56,14 @@ def constant(optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, **opt
 def linear(
     optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, min_factor: float = 0.0, **options: Any
 ) -> FactorLR:
-    """Fall in a straight line.
-
-    Args:
-        min_factor: factor at the last step.
-    """
+    """Fall in a straight line."""
     return _schedule(optimizer, lambda _, share: 1 - (1 - min_factor) * share, total_steps, epoch_steps, **options)
 
 
 def cosine(
     optimizer: Optimizer, total_steps: int, epoch_steps: int = 1, min_factor: float = 0.0, **options: Any
 ) -> FactorLR:
-    """Fall along half a cosine (Loshchilov and Hutter, 2017, without restarts).
-
-    Args:
-        min_factor: factor at the last step.
-    """
+    """Fall along half a cosine (Loshchilov and Hutter, 2017, without restarts)."""
     return _schedule(
         optimizer, lambda _, share: _half_cosine(1.0, min_factor, share), total_steps, epoch_steps, **options
     )
@@ -90,12 +77,7 @@ def step(
     gamma: float = 0.1,
     **options: Any,
 ) -> FactorLR:
-    """Multiply by `gamma` at each milestone.
-
-    Args:
-        milestones: fractions of the run, 0 to 1.
-        gamma: the factor.
-    """
+    """Multiply by `gamma` at each milestone, a share of the run."""
     limits = [_share("milestones", milestone) * total_steps for milestone in milestones]
 
     def factor(step: float, share: float) -> float:
@@ -115,11 +97,6 @@ def one_cycle(
     """Rise along half a cosine and fall along another (Smith and Topin, 2018); the momentum stays the same.
 
     The optimizer's own rate is the highest.
-
-    Args:
-        rise: share of the run in which the rate rises, 0..1.
-        first_factor: factor at the first step.
-        min_factor: factor at the last step.
     """
     _share("rise", rise)
 

@@ -20,13 +20,7 @@ Shapes = tuple[tuple[str, torch.Size], ...]
 
 
 class Count(NamedTuple):
-    """The sums of one batch.
-
-    Args:
-        shapes: of the sums on the device.
-        sums: (elements of all shapes,) float64, on the device.
-        numbers: name -> sum, of those that are known without the device.
-    """
+    """The sums of one batch: those on the device, one after the other in float64, and those known without it."""
 
     shapes: Shapes
     sums: Tensor
@@ -49,10 +43,7 @@ def count(step: Step, size: int, update: str = "") -> Count:
     on_device = {name: part.detach() for name, part in sums.items() if isinstance(part, Tensor)}
     numbers = {name: float(part) for name, part in sums.items() if not isinstance(part, Tensor)}
     shapes = tuple((name, part.shape) for name, part in on_device.items())
-    parts = [part.double() for part in on_device.values()]
-    if any(part.ndim for part in parts):
-        return Count(shapes, torch.cat([part.reshape(-1) for part in parts]), numbers)
-    return Count(shapes, torch.stack(parts), numbers)
+    return Count(shapes, torch.cat([part.double().reshape(-1) for part in on_device.values()]), numbers)
 
 
 def computed(task: Task, sums: Mapping[str, Tensor]) -> dict[str, float]:
@@ -139,8 +130,8 @@ class EpochMeans:
     All ranks hold the same sums, so a checkpoint saves them once, and a resume may have another number of ranks.
 
     Attributes:
-        sums: name -> sum over the epoch under way, float64 on the CPU.
-        last: name -> mean over the last whole epoch; {} before its end.
+        sums: over the epoch under way, float64 on the CPU.
+        last: means over the last whole epoch; {} before its end.
     """
 
     def __init__(self, task: Task) -> None:

@@ -29,7 +29,7 @@ class NonFiniteStep:
 
     Args:
         bad_rank: the first rank that found it.
-        loss: of the step, on this rank.
+        loss: on this rank.
         gradients: names of the parameters whose gradient is not finite; empty if the loss is not finite.
         steps_ago: 0 for the step under way, 1 for the one before it.
     """
@@ -47,7 +47,6 @@ class NonFiniteHandler:
         policy: "abort" raises. "skip" leaves the step's update out. "rollback" first goes back to the last
             checkpoint, in case the weights had gone wrong before; if the step fails again, its update is left out.
         max_steps: the most steps that may fail.
-        state: of the run.
 
     Attributes:
         steps: the steps that failed.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -54,8 +54,7 @@ class UpdateBuilder:
 
     def first(self, progress: ScheduleProgress, unfrozen: Sequence[Stage]) -> dict[str, Update]:
         # A collective.
-        cfg = self.cfg
-        model = self.parallel.model
+        cfg, model = self.cfg, self.parallel.model
         parts = {name: self.task.part(model, name) if name else model for name in self.names}
         loss = trained_loss(self.task)
         optimizers = {name: optimizer(cfg, part, self.global_batch, name, loss) for name, part in parts.items()}
@@ -79,7 +78,7 @@ class UpdateBuilder:
         trainer = self.cfg.trainer
         parts = {name: self.parallel.build_part(trainer, self.task, name) for name in given}
         trained = {name: {one: None for _, one in part.trained(given[name][0])} for name, part in parts.items()}
-        keys = {name: "optimizer" if "_target_" in self.cfg.optimizer else f"optimizer.{name}" for name in given}
+        keys = {name: of_update(self.cfg.optimizer, name, "optimizer")._get_full_key(None) for name in given}
         for name, part in parts.items():
             check_sparse(part.part, given[name][0], keys[name])
         may_be_late = self.device.type == "cuda" and trainer.on_nonfinite != "skip" and len(parts) == 1
@@ -126,7 +125,8 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
     for part, optimizer in parts:
         first = optimizer.param_groups[0]
         rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
-        for group in parameter_groups.groups_of(part, fresh, cfg.trainer.decay_all):
+        own = [parameter for parameter in part.parameters() if parameter in fresh]
+        for group in parameter_groups.grouped(own, cfg.trainer.decay_all):
             optimizer.add_param_group({"lr": rate, **group})
 
 
@@ -145,7 +145,7 @@ def optimizer(
 ) -> torch.optim.Optimizer:
     # A function that has an argument `model`, and `loss` for a loss with parameters, makes parameter groups of its own.
     node = of_update(cfg.optimizer, update, "optimizer")
-    node = without(node, RATE_KEYS & node.keys())
+    node = without(node, [key for key in RATE_KEYS if key in node])
     names = weights.names(model, loss)
     if makes_groups(node["_target_"]):
         own = {"model": model, **({"loss": loss} if "loss" in parameters(node["_target_"]) else {})}
@@ -153,9 +153,7 @@ def optimizer(
         check_groups(built, str(node["_target_"]), names)
     else:
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
-        sparse = bool(sparse_weights(model))
-        key = "optimizer" if "_target_" in cfg.optimizer else f"optimizer.{update}"
-        built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse, key))
+        built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse_weights(model)))
     if global_batch:
         for group in built.param_groups:
             group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
@@ -165,7 +163,7 @@ def optimizer(
     return built
 
 
-RATE_KEYS = {"lr_rule": None, "lr_reference_batch": None}.keys()
+RATE_KEYS = ("lr_rule", "lr_reference_batch")
 """Keys of the group `optimizer` that are no arguments of a `_target_`."""
 
 
@@ -194,11 +192,10 @@ def check_groups(optimizer: torch.optim.Optimizer, target: str, names: Mapping[n
         group["params"] = [one for one in group["params"] if one.requires_grad]
 
 
-def fused(
-    node: DictConfig, given: Sequence[nn.Parameter], sparse: bool = False, key: str = "optimizer"
-) -> dict[str, bool]:
+def fused(node: DictConfig, given: Sequence[nn.Parameter], sparse: Collection[Tensor] = ()) -> dict[str, bool]:
     # Torch's own default there, `foreach`, is slower (docs/gpu.md). Parameters of other types or devices than `fused`
     # takes are left to it, and so is what the config says itself.
+    key = node._get_full_key(None)
     if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
         raise ConfigError(
             f"{key}.fused=true takes parameters of floating-point types, and the model has some of "
@@ -233,11 +230,9 @@ def schedule(
     if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
         known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
     built = _with_optimizer(node, known)
-    if isinstance(
-        built, ReduceLROnPlateau
-    ):  # as all other schedules do: a resume tells the first rate from a reduced one
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
+    for group in optimizer.param_groups if isinstance(built, ReduceLROnPlateau) else ():
+        # As all other schedules do: a resume tells the first rate from a reduced one.
+        group.setdefault("initial_lr", group["lr"])
     check_schedule(built, str(node["_target_"]))
     return built
 

@@ -13,6 +13,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from ddp_hydra.training.plain_state import begin_copy
 from ddp_hydra.training.train_step import sparse_weights
 
 
+@dataclass(eq=False)
 class Update:
     """An update of a part of the model. It counts only if its loss and its gradients are finite on all ranks.
 
@@ -36,7 +38,6 @@ class Update:
 
     Args:
         name: of the part; "" for the whole model.
-        scaler: scales the loss of fp16; disabled for other precisions.
         others: parameters that other updates train, and this one does not.
         late: check the gradients of a step together with the next step's loss. Then the loop need not wait for the
             backward pass of a GPU, but the weights have taken up the gradients by then.
@@ -48,25 +49,21 @@ class Update:
         grad_norm: norm of the last step's gradients before clipping; None without clipping.
     """
 
-    def __init__(
-        self,
-        name: str,
-        part: PartStep,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any,
-        scaler: torch.amp.GradScaler,
-        weighing: Weighing,
-        clip_norm: float | None = None,
-        others: Sequence[nn.Parameter] = (),
-        late: bool = False,
-        in_place: bool = False,
-        key: str = "optimizer",
-    ) -> None:
-        self.name, self.part, self.optimizer, self.scheduler, self.scaler = name, part, optimizer, scheduler, scaler
-        self.weighing, self.consensus = weighing, weighing.consensus
-        self.clip_norm, self.others, self.late, self.in_place = clip_norm, others, late, in_place
-        self.key = key
-        self.trained = part.trained(optimizer)
+    name: str
+    part: PartStep
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    scaler: torch.amp.GradScaler
+    weighing: Weighing
+    clip_norm: float | None = None
+    others: Sequence[nn.Parameter] = ()
+    late: bool = False
+    in_place: bool = False
+    key: str = "optimizer"
+
+    def __post_init__(self) -> None:
+        self.consensus = self.weighing.consensus
+        self.trained = self.part.trained(self.optimizer)
         self.unchecked: GradientNorms | None = None
         self.gradients: GradientNorms | None = None
         self.is_unscaled = False
@@ -112,7 +109,7 @@ class Update:
         self.part.sends_buffers &= decision.changed
         loss = self.weighing.unweighed(losses)
         if before is not None and (names := before.nonfinite_names()):
-            return NonFiniteStep(0, before.loss, names, steps_ago=1)
+            return NonFiniteStep(0, before.loss(), names, steps_ago=1)
         if decision.bad_rank is not None:
             return NonFiniteStep(decision.bad_rank, loss())
         if self.part.needs_even:
@@ -130,7 +127,7 @@ class Update:
         bad_rank = 0 if names else None
         if not self.part.same_gradients:
             bad_rank = self.consensus.decide(good=not names).bad_rank
-        return None if bad_rank is None else NonFiniteStep(bad_rank, self.gradients.loss, names)
+        return None if bad_rank is None else NonFiniteStep(bad_rank, self.gradients.loss(), names)
 
     def rescale(self, factor: float) -> None:
         if factor == 1:

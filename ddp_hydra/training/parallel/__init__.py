@@ -41,9 +41,6 @@ class Parallel:
     (`build_part`). A kind of its own overrides `wrap` for steps that replicate the model. Where a rank does not have
     the whole model, it also overrides `build`, `build_average`, and what turns the state into shares and back.
 
-    Args:
-        world: of this rank.
-
     Attributes:
         model: not wrapped.
         channels_last: its convolutions have the channels last.
@@ -55,8 +52,14 @@ class Parallel:
     """Ranks have shares of the model's tensors, where they have a group."""
     blocks: Sequence[str] | None = None
     """Classes of modules that `trainer.compile=block` compiles; None: what the model repeats."""
+    one_rank_name = ""
+    """Name in the config of a kind for one rank; "": it takes several."""
 
     def __init__(self, world: World = ALONE) -> None:
+        if self.one_rank_name and world.size > 1:
+            raise ConfigError(
+                f"parallel={self.one_rank_name} is for one rank, but this job has {world.size}: give dispatch.ranks=1"
+            )
         self.world, self.channels_last = world, False
         self.parts: dict[str, PartStep] = {}
 
@@ -69,12 +72,8 @@ class Parallel:
         # The model computes in the run's precision by itself, without autocast.
         return False
 
-    @property
-    def model_name(self) -> str:
-        return type(self.model).__name__
-
     def adopt(self, model: nn.Module) -> Parallel:
-        self.model = model
+        self.model, self.model_name = model, type(model).__name__
         self.at_first = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         return self
 
@@ -139,11 +138,10 @@ class Parallel:
     def broadcast_rest(self, task: Task) -> None:
         # A collective. Wrappers send what a step trains; other parts of the model, and the task's own models, begin
         # alike.
-        if self.world.size > 1:
-            modules = [self.model, *(part for part in vars(task).values() if isinstance(part, nn.Module))]
-            sent = {id(one) for part in self.parts.values() for one in weights.tensors_of(part.step)}
-            others = (one for module in modules for one in weights.tensors_of(module) if id(one) not in sent)
-            weights.broadcast(others, self.world)
+        modules = [self.model, *(part for part in vars(task).values() if isinstance(part, nn.Module))]
+        sent = {id(one) for part in self.parts.values() for one in weights.tensors_of(part.step)}
+        others = (one for module in modules for one in weights.tensors_of(module) if id(one) not in sent)
+        weights.broadcast(others, self.world)
 
     # -- what walks the model ----------------------------------------------------------------------------------
 
@@ -210,21 +208,13 @@ class Parallel:
         # The same of an optimizer's state, by numbers of parameters.
         return state
 
-    def _refuse_several_ranks(self, name: str) -> None:
-        if self.world.size > 1:
-            raise ConfigError(
-                f"parallel={name} is for one rank, but this job has {self.world.size}: give dispatch.ranks=1"
-            )
-
 
 class PartStep:
     """A training step among its ranks: called with a micro-batch, it returns what the task makes of it.
 
     Args:
-        step: the training step.
-        wrapped: the module that is called instead of it; None: itself.
+        wrapped: the module that is called instead of the step; None: the step.
         uses_all: each step has to give all trained parameters a gradient.
-        world: of this rank.
 
     Attributes:
         part: what the step trains: the model, or a part of it.

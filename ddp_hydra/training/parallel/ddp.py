@@ -26,22 +26,7 @@ HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
 class DDP(Parallel):
     """Wraps a training step in DistributedDataParallel. The only rank of a job needs no wrapper.
 
-    Args:
-        world: of this rank.
-        bucket_cap_mb: MiB of gradients that travel together.
-        static_graph: the model uses the same parameters in each step, in the same order.
-        gradient_as_bucket_view: gradients lie in the buckets, and are not copied there.
-        find_unused_parameters: the model does not use all of its parameters in each step.
-        comm_hook: how gradients travel. "none": by the backend, unchanged. "shared": through memory that ranks on the
-            CPUs of one host share. "auto": "shared" where that is possible, else "none". "fp16", "bf16": in half as
-            many bytes. "powersgd": as products of thin matrices (Vogels et al., 2019). "post_local_sgd": within each
-            host only; the weights are averaged over all ranks now and then (Lin et al., 2020).
-        powersgd_rank: width of those matrices.
-        start_step: first steps in which powersgd does not compress, and post_local_sgd averages over all ranks.
-        average_every_steps: steps between two averages of the weights by post_local_sgd.
-        sync_batchnorm: BatchNorm normalises over the batches of all ranks (GPUs only).
-        batchnorm: statistics of BatchNorm. "broadcast": before each step, all ranks take the statistics of rank 0.
-            "average": each rank keeps its own, and their mean is evaluated and saved.
+    conf/parallel/ddp.yaml describes the arguments.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or that the device does not support.
@@ -94,7 +79,8 @@ class DDP(Parallel):
             wrapped.broadcast_buffers = False  # after DDP has sent rank 0's statistics to all
         if self.uses_all:
             prebuild_buckets(wrapped, world)
-        part = DDPStep(step, wrapped, self.uses_all, world, self.own_statistics)
+        part = DDPStep(step, wrapped, self.uses_all, world)
+        part.own_statistics = self.own_statistics
         part.exchange_by(*self.hook)
         return part
 
@@ -103,29 +89,18 @@ class DDPStep(PartStep):
     """A training step in DistributedDataParallel.
 
     Attributes:
-        shared: averages the gradients in memory that all ranks share; None: another way.
         averager: averages the weights now and then; None: the gradients are the same on all ranks.
-        compression: the state of a hook that keeps errors; None for none.
+        compression: the state of a hook that keeps errors.
         own_statistics: each rank has BatchNorm statistics of its own.
         hook_s: seconds that the backward pass has waited in a hook.
     """
 
     wrapped: DistributedDataParallel
-
-    def __init__(
-        self,
-        step: TrainStep,
-        wrapped: DistributedDataParallel,
-        uses_all: bool = False,
-        world: World = ALONE,
-        own_statistics: bool = False,
-    ) -> None:
-        super().__init__(step, wrapped, uses_all, world)
-        self.own_statistics = own_statistics
-        self.shared: SharedGradients | None = None
-        self.averager: Any = None
-        self.compression: Any = None
-        self.hook_s = 0.0
+    shared: SharedGradients | None = None
+    averager: Any = None
+    compression: Any = None
+    own_statistics = False
+    hook_s = 0.0
 
     def sync_gradients(self, enabled: bool) -> AbstractContextManager[Any]:
         return super().sync_gradients(enabled) if enabled else self.wrapped.no_sync()
@@ -181,7 +156,10 @@ class DDPStep(PartStep):
         return self.hook_s if self.shared is None else self.shared.held_s
 
     def exchange_s(self) -> float:
-        return exchange_s(self.wrapped)
+        times = self.wrapped._get_ddp_logging_data()
+        if "backward_comm_time" not in times:
+            return math.nan
+        return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
 
     def after_step(self) -> None:
         if self.averager is not None:
@@ -199,13 +177,6 @@ class DDPStep(PartStep):
                 weights.average(model.parameters(), self.world)
             if self.own_statistics:
                 weights.average(weights.statistics(model), self.world)
-
-
-def exchange_s(wrapped: DistributedDataParallel) -> float:
-    times = wrapped._get_ddp_logging_data()
-    if "backward_comm_time" not in times:
-        return math.nan
-    return max(0, times["backward_comm_time"] - times["backward_compute_comm_overlap_time"]) / NS_PER_S
 
 
 def _one_bucket_at_a_time(hook: Callable[[Any, Any], Any], part: DDPStep) -> Callable[[Any, Any], Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.nn.parallel import DataParallel
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.parallel import Parallel, PartStep
 from ddp_hydra.training.train_step import TrainStep
 
@@ -17,9 +16,7 @@ class DP(Parallel):
         ConfigError: there are several ranks, or the task trains parts of the model, which it calls by their names.
     """
 
-    def __init__(self, world: World = ALONE) -> None:
-        super().__init__(world)
-        self._refuse_several_ranks("dp")
+    one_rank_name = "dp"
 
     def wrap(self, step: TrainStep) -> PartStep:
         if step.update:

@@ -65,18 +65,7 @@ CONVERT = (
 class FSDP2(Parallel):
     """Shards a model over the ranks by torch's `fully_shard`. A process without a group has the whole model.
 
-    Args:
-        world: of this rank.
-        replicas: copies of the model; each is sharded over as many ranks as are left for it (HSDP).
-        blocks: classes of modules whose parameters are gathered together, one module after the other; null: those that
-            the model names in `_no_split_modules`, or repeats in a Sequential or ModuleList.
-        min_params: without `blocks`, modules outside of them with at least this number of parameters are gathered by
-            themselves, too; null: together.
-        reshard_after_forward: free the parameters of a block after its forward pass, and gather them again for its
-            backward pass; a number: keep them sharded over that many ranks meanwhile.
-        cpu_offload: keep shares in the host's memory (GPUs only).
-        fn: "module.function" that is called with the model and its mesh before they are sharded; null: none. Parameters
-            that it makes DTensors over the mesh stay as they are.
+    conf/parallel/fsdp2.yaml describes the arguments.
 
     Raises:
         ConfigError: an argument has a value that is not allowed, or the model, task or precision can't be sharded.
@@ -131,7 +120,8 @@ class FSDP2(Parallel):
         whole = dict(model.named_parameters()) if sends and self.world.rank == 0 else {}
         self.make, self.trainer, self.device, self.mesh = make, trainer, device, self._mesh(device)
         self.cpu_mesh = self.mesh if device.type == "cpu" else self._mesh(torch.device("cpu"))
-        self.adopt(self._shard_modules(model, is_trained))
+        name = type(model).__name__
+        self.adopt(self._shard_modules(model, is_trained)).model_name = name  # torch puts a class of its own in front
         if load is None and not (sends or has_all(saved, self.model)):
             weights.read_rows(self.model)
         if sends:
@@ -182,9 +172,8 @@ class FSDP2(Parallel):
             # DTensor's exchanges and the vote can't be under way in one group of gloo.
             own: Any = dist.new_group(backend="gloo" if device.type == "cpu" else None)
             return DeviceMesh.from_group(own, device.type, mesh_dim_names=("shard",))
-        if self.replicas == 1:
-            return init_device_mesh(device.type, (shards,), mesh_dim_names=("shard",))
-        return init_device_mesh(device.type, (self.replicas, shards), mesh_dim_names=("replicate", "shard"))
+        axes = {"shard": shards} if self.replicas == 1 else {"replicate": self.replicas, "shard": shards}
+        return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
     def _shard_modules(self, model: nn.Module, is_trained: bool = True) -> nn.Module:
         # The order of torchtitan: activation checkpointing, compile, shard, from the inner modules to the outer ones.
@@ -232,11 +221,6 @@ class FSDP2(Parallel):
     @property
     def casts_to_bf16(self) -> bool:
         return self.is_sharded and self.trainer.precision in ("bf16", "fp8")
-
-    @property
-    def model_name(self) -> str:
-        kind = type(self.model)  # torch has put a class of its own in front
-        return (kind.__mro__[2] if self.is_sharded else kind).__name__
 
     def rebind(self, world: World) -> None:
         raise ConfigError(f"{KIND}: a rank has a share of the model only, so it can't go on in another world")
@@ -395,41 +379,8 @@ def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
     return made
 
 
-class ShardedNorms(GradientNorms):
-    """The norms of gradients that are sharded: the same on all ranks. See `GradientNorms`.
-
-    Args:
-        named, loss: see there.
-        group: the ranks that share one copy of the model.
-        copies: number of these ranks that have the same gradient, of each gradient.
-    """
-
-    def __init__(
-        self,
-        named: Sequence[tuple[str, Tensor]],
-        loss: Callable[[], float],
-        group: dist.ProcessGroup,
-        copies: list[int],
-    ) -> None:
-        self.group, self.copies = group, copies
-        super().__init__(named, loss)
-
-    def over_ranks(self, norms: Tensor) -> Tensor:
-        # A collective.
-        squares = norms.double() ** 2
-        if self.copies and max(self.copies) > 1:
-            squares /= torch.tensor(self.copies, device=squares.device)
-        dist.all_reduce(squares, group=self.group)
-        return squares.sqrt().to(norms.dtype)
-
-
 class ShardedStep(PartStep):
     """A training step whose model is sharded.
-
-    Args:
-        step: the training step.
-        mesh: the ranks that share the model.
-        world: of this rank.
 
     Attributes:
         sent: buffers as all ranks had them last, with their versions.
@@ -442,25 +393,24 @@ class ShardedStep(PartStep):
         self.group = mesh.get_group("shard")
         self.sends_buffers = self.is_last = True
         self.sent: list[tuple[Tensor, int]] = []
-        self.n_forward = 0
-        self.part.register_forward_pre_hook(self._count)
+        self.part.register_forward_pre_hook(self._note_call)
         step.constant = self._empty_loss
 
-    def _count(self, *_: Any) -> None:
-        self.n_forward += 1
+    def _note_call(self, *_: Any) -> None:
+        self.was_called = True
 
     def __call__(self, batch: Any) -> Any:
         if self.sends_buffers:
             weights.broadcast_buffers(self.part, self.world)
             self.sent = self._versions()
-        before = self.n_forward
+        self.was_called = False
         try:
             result = self.wrapped(batch)
         except RuntimeError as error:
-            if self.n_forward > before or MIXED not in str(error):
+            if self.was_called or MIXED not in str(error):
                 raise
             raise ConfigError(CALLED) from error
-        if self.n_forward == before:
+        if not self.was_called:
             raise ConfigError(CALLED)
         self.sends_buffers = self.is_last
         return result
@@ -520,4 +470,12 @@ class ShardedStep(PartStep):
         shared: list[Any] = [gradient for _, gradient in super().gradients(trained)]
         size = dist.get_world_size(self.group)  # parallel.fn may leave a gradient whole
         copies = [1 if any(part.is_shard() for part in one.placements) else size for one in shared]
-        return ShardedNorms(self.gradients(trained), loss, self.group, copies)
+
+        def over_ranks(norms: Tensor) -> Tensor:
+            squares = norms.double() ** 2
+            if max(copies, default=1) > 1:
+                squares /= torch.tensor(copies, device=squares.device)
+            dist.all_reduce(squares, group=self.group)
+            return squares.sqrt().to(norms.dtype)
+
+        return GradientNorms(self.gradients(trained), loss, over_ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.parallel import Parallel
 
 
@@ -13,6 +12,4 @@ class Unwrapped(Parallel):
         ConfigError: there are several ranks.
     """
 
-    def __init__(self, world: World = ALONE) -> None:
-        super().__init__(world)
-        self._refuse_several_ranks("none")
+    one_rank_name = "none"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from functools import partial
@@ -60,10 +60,6 @@ def unfreeze(model: nn.Module, frozen: Sequence[str], patterns: Sequence[str]) -
     return fresh
 
 
-def groups_of(part: nn.Module, fresh: set[nn.Parameter], decay_all: bool) -> list[dict[str, Any]]:
-    return grouped([parameter for parameter in part.parameters() if parameter in fresh], decay_all)
-
-
 def frozen_norms(model: nn.Module) -> list[nn.Module]:
     norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     return [
@@ -77,9 +73,9 @@ def train_mode(model: nn.Module, frozen_norms: Iterable[nn.Module]) -> None:
         layer.eval()
 
 
-def parameters(given: Iterable[nn.Parameter], decay_all: bool) -> list[dict[str, Any]] | Iterator[nn.Parameter]:
+def parameters(given: Iterable[nn.Parameter], decay_all: bool) -> list[dict[str, Any]] | list[nn.Parameter]:
     trained = [parameter for parameter in given if parameter.requires_grad]
-    return iter(trained) if decay_all else grouped(trained, decay_all)
+    return trained if decay_all else grouped(trained, decay_all)
 
 
 def grouped(trained: Sequence[nn.Parameter], decay_all: bool) -> list[dict[str, Any]]:

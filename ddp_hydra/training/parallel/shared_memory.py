@@ -31,13 +31,7 @@ MS = 1000
 
 
 class HostBarrier:
-    """Lets ranks wait for each other.
-
-    Args:
-        to: a descriptor for each other rank, to write to it.
-        of: a descriptor for each other rank, to read from it.
-        timeout_s: how long to wait for a rank.
-    """
+    """Lets ranks wait for each other: each writes to descriptors of the others, and reads from its own."""
 
     def __init__(self, to: Mapping[int, int], of: Mapping[int, int], timeout_s: float) -> None:
         self.to, self.of, self.timeout_s = dict(to), dict(of), timeout_s
@@ -94,11 +88,7 @@ def opened(pid: int, fd: int, inode: int) -> int | None:
 
 
 class ZeroGradients(nn.Module):
-    """Gives every parameter of a model a gradient of zero, the last parameter first.
-
-    Args:
-        model: the model.
-    """
+    """Gives every parameter of a model a gradient of zero, the last parameter first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -135,10 +125,8 @@ class SharedGradients:
     """The state of a DDP communication hook.
 
     Args:
-        world: of these ranks.
         memory: (2, ranks, bytes) uint8, shared by all ranks: two halves, each with a row for each rank's numbers and
             gradients; see `bytes_of_numbers`.
-        barrier: of these ranks.
 
     Attributes:
         is_weighed: the gradients of the last backward pass were multiplied by the factor of `send_along`.

@@ -58,7 +58,7 @@ def left_out(module: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def broadcast(tensors: Iterable[Tensor], world: World) -> None:
     # A collective. Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
-    for tensor in tensors:
+    for tensor in tensors if world.size > 1 else ():
         if can_be_sent(tensor):
             world.send_from_rank_0(tensor)
         elif tensor.layout is torch.strided and not overlaps(tensor):
@@ -69,8 +69,7 @@ def broadcast(tensors: Iterable[Tensor], world: World) -> None:
 
 def broadcast_buffers(model: nn.Module, world: World) -> None:
     # A collective.
-    if world.size > 1:
-        broadcast(model.buffers(), world)
+    broadcast(model.buffers(), world)
 
 
 def statistics(model: nn.Module) -> Iterator[Tensor]:
@@ -119,10 +118,8 @@ def devices(model: nn.Module) -> list[torch.device]:
 
 def lay_out(model: nn.Module, channels_last: bool | None) -> bool:
     # It returns whether channels are last now. By default, they are where there are convolutions of images.
-    is_last = channels_last
-    if is_last is None:
-        is_last = any(isinstance(module, nn.Conv2d) for module in model.modules())
-    if is_last:
+    has_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    if is_last := has_images if channels_last is None else channels_last:
         model.to(memory_format=torch.channels_last)
     return is_last
 
@@ -218,11 +215,7 @@ def read_rows(model: nn.Module) -> None:
 
 
 class BufferCopy:
-    """A copy of the buffers of a model, which can be put back.
-
-    Args:
-        model: the model.
-    """
+    """A copy of the buffers of a model, which can be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         self.pairs = [(buffer, buffer.clone()) for buffer in model.buffers()]
@@ -322,12 +315,11 @@ class Ema:
     """An exponential moving average, which warms up (Polyak and Juditsky, 1992).
 
     Args:
-        model: its weights and buffers are averaged.
-        average: a model to keep the average in; None: a copy.
         decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
+        average: a model to keep the average in; None: a copy.
 
     Attributes:
-        model: the average, a copy of the model.
+        model: the average.
         steps: number of updates. It is not a tensor as in `torch.optim.swa_utils.AveragedModel`, because reading one
             from a GPU waits for the GPU.
         with_extra_state: modules of the average, by name, whose `get_extra_state` is taken from the model at each step.

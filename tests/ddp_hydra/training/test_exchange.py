@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hydra.tasks import Task
 from ddp_hydra.training.monitor import ExchangeTime
 from ddp_hydra.training.parallel import PartStep
-from ddp_hydra.training.parallel.ddp import exchange_s
+from ddp_hydra.training.parallel.ddp import DDPStep
 from ddp_hydra.training.train_step import TrainStep
 
 
@@ -35,6 +35,10 @@ class Timed(DistributedDataParallel):
             "backward_comm_time": int(1e9 * exchange_s),
             "backward_compute_comm_overlap_time": int(1e9 * hidden_s),
         }
+
+
+def exchange_s(module: DistributedDataParallel) -> float:
+    return DDPStep.exchange_s(SimpleNamespace(wrapped=module))  # type: ignore[arg-type]
 
 
 def parts_of(*modules: DistributedDataParallel, held_s: float = 0.0) -> Any:
