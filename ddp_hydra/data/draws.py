@@ -98,8 +98,8 @@ class Indices(list[int]):
     def part(self, begin: int, end: int) -> Indices:
         return self.of(self[begin:end], self.positions[begin:end])
 
-    def of(self, indices: Iterable[int], positions: Sequence[int] | None = None) -> Indices:
-        return Indices(indices, self.epoch, self.positions if positions is None else positions, self.seed)
+    def of(self, indices: Iterable[int], positions: Sequence[int]) -> Indices:
+        return Indices(indices, self.epoch, positions, self.seed)
 
     def seed_sample(self, place: int) -> None:
         seed_by(self.seed, self.epoch, self.positions[place])

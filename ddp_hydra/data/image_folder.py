@@ -75,10 +75,7 @@ class S3ImageFolder(StoredImages):
         self.prefix, self.labelled = _clean(prefix), labelled
         self._owns_server = False
         self._embedded_on: str | None = None
-        if bucket is None:
-            self._store: Store = self._embedded()
-        else:
-            self._store = self.access.bucket(bucket)
+        self._store = self._embedded() if bucket is None else self.access.bucket(bucket)
         try:
             try:
                 listing = list_images_once(self._store, self.prefix, listing_max_age_s, self.labelled)
