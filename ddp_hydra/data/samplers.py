@@ -316,12 +316,7 @@ class Weighted(Sampler):
 
 
 class Repeated:
-    """Repeats the first batches of the first epoch of another sampler; its epochs are as long as the other's.
-
-    Args:
-        sampler: the other sampler.
-        batches: how many batches are repeated.
-    """
+    """Repeats the first batches of the first epoch of another sampler; its epochs are as long as the other's."""
 
     def __init__(self, sampler: Any, batches: int) -> None:
         self.sampler, self.first = sampler, batches

@@ -29,15 +29,7 @@ MOST_FILES = 100
 
 
 class Region(NamedTuple):
-    """Addresses at which a file is mapped.
-
-    Args:
-        begin: the first address.
-        end: the address behind the last.
-        offset: the place of the first address in the file.
-        inode: of the file.
-        path: of the file.
-    """
+    """Addresses, from `begin` to before `end`, at which a file is mapped from its byte `offset` on."""
 
     begin: int
     end: int
