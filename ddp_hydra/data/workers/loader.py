@@ -115,8 +115,7 @@ class Workers:
         # memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
         affordable = max(1, int(memory_mb * 2**20 // max(1, batch_bytes)))
         self.data, self.number = data, min(data.number, affordable)
-        self.helper = helper.acquire()
-        self.context = HelperContext(self.helper, data.files)
+        self.context = HelperContext(helper.current(), data.files)
         self.requests = _Requests()
         dataset: Any = WorkerSet(data.pickled, not data.thread_safe, self.number)
         requests: Any = self.requests
@@ -166,7 +165,6 @@ class Workers:
         self.loader = None
         if iterator is not None:
             iterator._shutdown_workers()
-        helper.release(self.helper)
 
 
 class _Requests:
