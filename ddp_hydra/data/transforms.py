@@ -226,7 +226,6 @@ def _random_box(
 
 
 def _range(name: str, bounds: Sequence[float], at_most: float) -> tuple[float, float]:
-    low, high = (*bounds, *(math.nan, math.nan))[:2]
-    if len(bounds) != 2 or not 0 < low <= high <= at_most:
+    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= at_most:
         raise ValueError(f"{name} is {list(bounds)}, and must be two rising numbers above 0: data.{name}=[0.8,1.0]")
-    return low, high
+    return bounds[0], bounds[1]

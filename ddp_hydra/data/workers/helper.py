@@ -172,17 +172,13 @@ def open_files() -> set[int]:
 
 
 def _serve_alone(requests: socket.socket) -> NoReturn:
-    def work() -> int:
-        keep = requests.fileno()
-        os.closerange(3, keep)
-        os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else 2**20)
-        serve(requests)
-        return 0
-
-    forked.run_and_exit(work)
+    keep = requests.fileno()
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else 2**20)
+    forked.run_and_exit(partial(serve, requests))
 
 
-def serve(requests: socket.socket) -> None:
+def serve(requests: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they go to the whole group; the rank decides
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -193,6 +189,7 @@ def serve(requests: socket.socket) -> None:
             for fd in fds:
                 os.close(fd)
             requests.sendall(_ANSWER.pack(answer))
+    return 0
 
 
 def _exit_code(pid: int) -> int:
@@ -233,10 +230,9 @@ def _work(prepared: dict[str, Any], process: bytes, fds: list[int]) -> int:
     return 0
 
 
-def main() -> None:
+def main() -> NoReturn:
     # Import torch, and serve: the program that `current` starts.
     requests = socket.socket(fileno=int(sys.argv[1]))
     import torch.utils.data  # noqa: F401
 
-    serve(requests)
-    os._exit(0)
+    forked.run_and_exit(partial(serve, requests))

@@ -35,17 +35,16 @@ class SharedBatch:
         placed: list[tuple[int, Tensor]] = []
         self.size, self.fd = 0, -1
 
-        def place(tensor: Tensor) -> tuple[Any, ...]:
-            dense = tensor if torch.empty_like(tensor).stride() == tensor.stride() else tensor.contiguous()
+        def place_if_plain(part: Any) -> tuple[Any, ...] | None:
+            if type(part) is not Tensor or part.layout != torch.strided or part.is_quantized or part.requires_grad:
+                return None
+            if part.device.type != "cpu":
+                return None
+            dense = part if torch.empty_like(part).stride() == part.stride() else part.contiguous()
             begin = -(-self.size // ALIGNED) * ALIGNED
             self.size = begin + dense.nbytes
             placed.append((begin, dense))
             return begin, dense.dtype, tuple(dense.shape), dense.stride()
-
-        def place_if_plain(part: Any) -> tuple[Any, ...] | None:
-            if type(part) is not Tensor or part.layout != torch.strided or part.is_quantized or part.requires_grad:
-                return None
-            return place(part) if part.device.type == "cpu" else None
 
         structure = io.BytesIO()
         pickler = pickle.Pickler(structure, pickle.HIGHEST_PROTOCOL)
