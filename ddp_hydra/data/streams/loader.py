@@ -50,7 +50,7 @@ class StreamSampler:
             )
         self.agree = agree or (lambda: self.heard(self.counts()))
         self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()  # the loader measures how long
-        self.ahead: Lookahead[Any] | None = None  # between epochs
+        self.ahead: Lookahead[Any] | None = None  # None between epochs
         self.epoch = 0
         self.reached = self.known = 0  # the steps up to here are taken up; all ranks have those up to here
         self.end: int | None = None
