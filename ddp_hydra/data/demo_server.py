@@ -29,6 +29,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+from PIL import Image
 
 from ddp_hydra.storage import Bucket
 
@@ -187,9 +188,7 @@ def _free_ports(count: int) -> list[int]:
 
 BUCKET = "digits"
 IMAGE_SIZE = 32
-_NEEDED = {"obstore": "obstore", "sklearn": "scikit-learn", "PIL": "Pillow"}
 _START_TIMEOUT_S = 60
-_OR_A_BUCKET = "or give a bucket or folder with data.bucket=..."
 _PUTS = 16  # at the same time
 
 
@@ -220,13 +219,13 @@ def release() -> None:
 
 
 def _start() -> Seaweed:
-    packages = [package for name, package in _NEEDED.items() if importlib.util.find_spec(name) is None]
-    if packages:
+    lacking = missing()
+    if importlib.util.find_spec("sklearn") is None:
+        lacking = 'scikit-learn: type `pip install "ddp-hydra[demo]"`'
+    if lacking is not None:
         raise ModuleNotFoundError(
-            f'the embedded digits need {", ".join(packages)}: type `pip install "ddp-hydra[demo]"`, {_OR_A_BUCKET}'
+            f"the embedded digits need {lacking}, or give a bucket or folder with data.bucket=..."
         )
-    if lacking := missing():
-        raise ModuleNotFoundError(f"the embedded digits need {lacking}, {_OR_A_BUCKET}")
     store = Seaweed(BUCKET)
     atexit.register(store.stop)
     try:
@@ -244,8 +243,6 @@ def _start() -> Seaweed:
 
 def digits() -> Iterator[tuple[str, bytes]]:
     # Yields: The key ("train/<digit>/<number>.png" or "val/...") and the PNG file.
-    from PIL import Image
-
     # scikit-learn's own reader would import all of scikit-learn, which takes longer than the rest of the start.
     spec = importlib.util.find_spec("sklearn")
     assert spec is not None

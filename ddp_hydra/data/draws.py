@@ -20,9 +20,7 @@ _MASK = 2**64 - 1
 
 
 def seed_all(seed: int) -> None:
-    torch.default_generator.manual_seed(
-        seed % 2**64
-    )  # torch.manual_seed looks for devices, which takes 200 times as long
+    torch.default_generator.manual_seed(seed % 2**64)  # torch.manual_seed looks for devices: 200 times as long
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
@@ -76,13 +74,9 @@ def tell_epoch(data: Any, epoch: int, seed: int | None) -> None:
 
 
 class Indices(list[int]):
-    """The indices of a batch, with the place of each sample.
+    """The indices of a batch, with the epoch, and the positions of the samples in its order, over all ranks.
 
-    Args:
-        indices: of the samples.
-        epoch: of the training; `EVALUATION` for any other pass.
-        positions: of the samples in the order of the epoch, over all ranks; None: their indices.
-        seed: of the run.
+    Without positions, a sample's index is its position.
     """
 
     def __init__(
@@ -98,8 +92,8 @@ class Indices(list[int]):
     def part(self, begin: int, end: int) -> Indices:
         return self.of(self[begin:end], self.positions[begin:end])
 
-    def of(self, indices: Iterable[int], positions: Sequence[int] | None = None) -> Indices:
-        return Indices(indices, self.epoch, self.positions if positions is None else positions, self.seed)
+    def of(self, indices: Iterable[int], positions: Sequence[int]) -> Indices:
+        return Indices(indices, self.epoch, positions, self.seed)
 
     def seed_sample(self, place: int) -> None:
         seed_by(self.seed, self.epoch, self.positions[place])

@@ -75,10 +75,7 @@ class S3ImageFolder(StoredImages):
         self.prefix, self.labelled = _clean(prefix), labelled
         self._owns_server = False
         self._embedded_on: str | None = None
-        if bucket is None:
-            self._store: Store = self._embedded()
-        else:
-            self._store = self.access.bucket(bucket)
+        self._store = self._embedded() if bucket is None else self.access.bucket(bucket)
         try:
             try:
                 listing = list_images_once(self._store, self.prefix, listing_max_age_s, self.labelled)
@@ -111,8 +108,7 @@ class S3ImageFolder(StoredImages):
 
     def _label(self, classes_from: str | None, max_age_s: float) -> None:
         if not self.labelled:
-            self.classes, self.class_to_idx = [], {}
-            self.targets = np.full(len(self._keys), -1, np.int32)
+            self.classes, self.targets = [], np.full(len(self._keys), -1, np.int32)
             return
         folders = [class_of(key, self.prefix) for key in self._keys]
         origin = self.prefix if classes_from is None else _clean(classes_from)
@@ -121,7 +117,6 @@ class S3ImageFolder(StoredImages):
         if origin == self.prefix:
             self._check_classes(known)
         self.classes = sorted(known)
-        self.class_to_idx = {name: index for index, name in enumerate(self.classes)}
         # macOS writes ü as u and two dots, other systems as one character: both are one name.
         number_of = {unicodedata.normalize("NFC", name): index for name, index in self.class_to_idx.items()}
         number_of |= self.class_to_idx

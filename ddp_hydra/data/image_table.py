@@ -68,16 +68,13 @@ class ImageTable(StoredImages):
         if label_column is not None:
             columns["label_column"] = label_column
         paths, *rest = read_columns(self.access, table, columns)
-        _check_slashes(paths, table)
         self._paths = StringArray(paths)
         self._root = _folder_of(table) if root is None else root or "."
         self._is_stored = is_remote(table) or is_remote(self._root)
         self._root_store, self._prefix = self.access.open_folder(self._root)
-        if self._is_stored:
-            _check_files(paths, table, self._root, self._prefix)
+        self._check_paths(paths)
         if label_column is None:
-            self.classes, self.class_to_idx = [], {}
-            self.targets = np.full(len(paths), -1, np.int32)
+            self.classes, self.targets = [], np.full(len(paths), -1, np.int32)
             return
         (labels,) = rest
         named = labels
@@ -86,12 +83,25 @@ class ImageTable(StoredImages):
         origin = bare_url(classes_from or table)
         _check_labels(named, origin, label_column)
         self.classes = sorted(set(named), key=_numbers_by_value)
-        self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
         if unknown := sorted(set(labels) - set(self.classes)):
             raise ValueError(
                 f"{self.where()} has labels that {origin} lacks: {', '.join(unknown[:10])}; check data.table=..."
             )
         self.targets = np.fromiter((self.class_to_idx[label] for label in labels), np.int32, len(labels))
+
+    def _check_paths(self, paths: Sequence[str]) -> None:
+        for row, path in enumerate(paths, start=1):
+            if "\\" in path:
+                wrong = f"has a path of Windows, {path}: write paths with slashes"
+            elif self._is_stored and not is_remote(path) and _key(self._prefix, path).startswith("../"):
+                begin = f"paths begin at {bare_url(self._root)}"
+                wrong = f"names {path}, and {begin}: write a path that does not lead out of the store"
+            elif self._is_stored and path.startswith("file:"):
+                begin = f"paths begin at {bare_url(self._root)}"
+                wrong = f"names {path}, a file of this machine, and {begin}: write a path below it"
+            else:
+                continue
+            raise ValueError(f"{self.where()}: row {row} {wrong}")
 
     def where(self) -> str:
         return bare_url(self.table)
@@ -154,30 +164,9 @@ def _number(label: str) -> Decimal | None:
     return number if math.isfinite(float(label)) else None
 
 
-def _check_slashes(paths: Sequence[str], table: str) -> None:
-    if (row := next((row for row, path in enumerate(paths) if "\\" in path), None)) is not None:
-        raise ValueError(
-            f"{bare_url(table)}: row {row + 1} has a path of Windows, {paths[row]}: write paths with slashes"
-        )
-
-
 def _key(prefix: str, path: str) -> str:
     key = f"{prefix.rstrip('/')}/{path.lstrip('/')}".lstrip("/")
     return posixpath.normpath(key) if ".." in key.split("/") else key
-
-
-def _check_files(paths: Sequence[str], table: str, root: str, prefix: str) -> None:
-    for row, path in enumerate(paths, start=1):
-        if not is_remote(path) and _key(prefix, path).startswith("../"):
-            raise ValueError(
-                f"{bare_url(table)}: row {row} names {path}, and paths begin at {bare_url(root)}: write a path that "
-                "does not lead out of the store"
-            )
-        if path.startswith("file:"):
-            raise ValueError(
-                f"{bare_url(table)}: row {row} names {path}, a file of this machine, and paths begin at "
-                f"{bare_url(root)}: write a path below it"
-            )
 
 
 def _read_csv(content: Any, table: str, columns: Mapping[str, str]) -> list[list[str]]:

@@ -36,59 +36,36 @@ PROBES = 2
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples that a rank computes at once: a step's batch, or a part of it.
+    """The samples that a rank computes at once: a step's batch, or a part of it."""
 
-    Args:
-        batch: as the data set makes it: a tensor, a tuple, a dict …, on the device.
-        size: number of samples.
-        share: of the step's samples on this rank, 0..1.
-        last: it is the step's last micro-batch.
-    """
-
-    batch: Any
-    size: int
-    share: float
-    last: bool
+    batch: Any  # as the data set makes it, on the device
+    size: int  # samples
+    share: float  # of the step's samples on this rank, 0..1
+    last: bool  # it is the step's last micro-batch
 
 
 @dataclass(eq=False)
 class Loader:
-    """Turns batches of indices into batches on a device.
-
-    Args:
-        dataset: a map-style data set; `training/build_data.py` lists its optional methods.
-        device: where batches go.
-        channels_last: memory layout of 4-d tensors.
-        prefetch: number of batches made in threads while the model trains, if the data set is thread-safe; 0 makes each
-            when it is asked for.
-        memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
-        progress: called after each sample and each batch, from any thread.
-        seed: of what the data set draws from the global generators.
-        warn: gets a sentence if the workers can't do without this process.
-
-    Attributes:
-        in_threads: threads make the batches of this data set. Any other data set is read by one thread, which trains,
-            and the global generators are seeded for each of its samples.
-        waited_s: seconds that the loop has waited for batches.
-    """
+    """Turns batches of indices of a map-style data set into batches on a device."""
 
     dataset: Any
     device: torch.device
-    channels_last: bool = False
-    prefetch: int = 3
-    memory_mb: float = 256
-    progress: Callable[[], None] = lambda: None
-    seed: int = 0
-    warn: Callable[[str], None] = print
+    channels_last: bool = False  # memory layout of 4-d tensors
+    prefetch: int = 3  # batches made in threads while the model trains; 0: each is made when it is asked for
+    memory_mb: float = 256  # MiB that batches made ahead may take; one is made ahead in any case
+    progress: Callable[[], None] = lambda: None  # called after each sample and each batch, from any thread
+    seed: int = 0  # of what the data set draws from the global generators
+    warn: Callable[[str], None] = print  # gets a sentence if workers can't make the batches
 
     def __post_init__(self) -> None:
+        # Any other data set is read by the thread that trains; each of its samples has the global generators seeded.
         self.in_threads = is_thread_safe(self.dataset)
         self.uses_workers = isinstance(self.dataset, InWorkers)
         self.source = self.dataset.dataset if self.uses_workers else self.dataset
         self.workers: Workers | None = None
         self.prepare = getattr(self.dataset, "prepare", lambda batch: batch)
         self.n_samples, self.has_grown = self._length(), False
-        self.waited_s = 0.0
+        self.waited_s = 0.0  # that the loop has waited for batches
         self._made_in_s = self._quickest_s = math.inf
         self.probes = 0
 
@@ -123,9 +100,11 @@ class Loader:
         if hasattr(self.dataset, "expect"):
             wanted = list(wanted)
             self.dataset.expect(list(chain.from_iterable(wanted)))
-        on_demand = (self.wait(partial(self.make, indices)) for indices in wanted)
-        for batch in self.ahead(wanted) if self.prefetch and self.in_threads else on_demand:
-            yield self.placed(batch)
+        calls = (partial(self.make, indices) for indices in wanted)
+        threads = self.prefetch if self.in_threads else 0
+        with Lookahead(calls, threads, depth_of=self.affordable, here=lambda: self._made_in_s < QUICK_S) as made:
+            while self.wait(partial(made.wait_for, 1)):
+                yield self.placed(made.take())
 
     def placed(self, batch: Any) -> Any:
         return laid_out(self.prepare(to_device(batch, self.device)), self.channels_last)
@@ -149,12 +128,6 @@ class Loader:
         for pieces in ahead:
             yield micro_batches_of(pieces, loaded)
         next(loaded, None)  # at its end it closes the threads
-
-    def ahead(self, batches: Iterable[Indices]) -> Iterator[Any]:
-        calls = (partial(self.make, indices) for indices in batches)
-        with Lookahead(calls, self.prefetch, depth_of=self.affordable, here=lambda: self._made_in_s < QUICK_S) as made:
-            while self.wait(partial(made.wait_for, 1)):
-                yield made.take()
 
     def by_workers(self, batches: Iterable[Indices]) -> Iterator[Any]:
         # Have workers make the batches. The first ones are made here: they say how large and how quick they are.

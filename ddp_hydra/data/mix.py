@@ -159,7 +159,8 @@ class Mix(ConcatDataset):
                 )
             if isinstance(one, Mix):
                 raise ConfigError(f"data.sets.{name} is a mixture: name its sets here")
-        tokenizers = {getattr(one, "tokenizer", None) for one in built.values() if _is_tokenized(one)}
+        of_text = [one for one in built.values() if type(one).__module__.startswith("ddp_hydra.finetune.")]
+        tokenizers = {getattr(one, "tokenizer", None) for one in of_text}
         if len(tokenizers) > 1:
             raise ConfigError(f"the sets {', '.join(built)} have tokens of several tokenizers: give one to all of them")
         super().__init__(list(built.values()))
@@ -180,10 +181,6 @@ class Mix(ConcatDataset):
             about = f" ({one.described()})" if callable(getattr(one, "described", None)) else ""
             parts.append(f"{name} {count / n:.1%}, {count:,} of {len(one):,}{about}")
         return f"an epoch of {n:,}: {'; '.join(parts)}"
-
-
-def _is_tokenized(data: Any) -> bool:
-    return type(data).__module__.startswith("ddp_hydra.finetune.")
 
 
 def _built(name: str, given: Any, part: str) -> Any:

@@ -28,26 +28,13 @@ def is_leftover(path: str) -> bool:
 
 
 def class_of(key: str, prefix: str) -> str:
-    """Return the class of a file: the first folder below the prefix, as torchvision's ImageFolder has it; "": none.
-
-    Args:
-        key: of the file, below the prefix.
-        prefix: a folder, without a slash at its end; "": the whole store.
-    """
+    """Return the class of a file: the first folder below the prefix, as torchvision's ImageFolder has it; "": none."""
     inside = len(prefix) + 1 if prefix else 0
     return key[inside : max(inside, key.find("/", inside))]
 
 
 def check(holdout: float, split: str) -> None:
-    """Check the arguments of a split.
-
-    Args:
-        holdout: share of the distinct names that is kept for validation, 0..1.
-        split: "train" or "val".
-
-    Raises:
-        ValueError: an argument is out of its range.
-    """
+    """Refuse a share of the distinct names that is no share, and a split that is neither "train" nor "val"."""
     if not 0 <= holdout < 1:
         raise ValueError(f"holdout is {holdout}, and is a share from 0 to below 1: type data.holdout=0.1")
     if split not in ("train", "val"):
@@ -64,19 +51,7 @@ def is_of(name: str, holdout: float, split: str) -> bool:
 def check_range(
     name: str, value: float, low: float, high: float = math.inf, *, example: float, above: bool = False
 ) -> None:
-    """Refuse a value that is out of its range.
-
-    Args:
-        name: of the key below `data`.
-        value: what was given.
-        low: the smallest value.
-        high: the largest value.
-        example: a value to type.
-        above: the value must be above `low`.
-
-    Raises:
-        ValueError: it is out of its range.
-    """
+    """Refuse a value of the key data.<name> that is below `low`, or at it where it must be above, or above `high`."""
     if not low <= value <= high or (above and value == low):
         span = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
         raise ValueError(f"{name} is {value}, and must be {span}: type data.{name}={example}")

@@ -228,16 +228,11 @@ class Chunked(Interleaved):
 
     def streams(self, epoch: int) -> list[np.ndarray]:
         """Return the indices of each stream: its share of the shards."""
-        random = self.random(epoch)
+        order: Any = self.random(epoch).permutation if self.shuffle else np.arange
         starts = np.cumsum(self._lengths) - self._lengths
-        shards = random.permutation(len(starts)) if self.shuffle else np.arange(len(starts))
-        n_streams = min(self.interleave, len(starts))
-        streams: list[list[np.ndarray]] = [[] for _ in range(n_streams)]
-        for turn, shard in enumerate(shards):
-            length = self._lengths[shard]
-            inside = random.permutation(length) if self.shuffle else np.arange(length)
-            streams[turn % n_streams].append(starts[shard] + inside)
-        return [np.concatenate(stream) for stream in streams]
+        shards = [starts[shard] + order(self._lengths[shard]) for shard in order(len(starts))]
+        n_streams = min(self.interleave, len(shards))
+        return [np.concatenate(shards[stream::n_streams]) for stream in range(n_streams)]
 
 
 @dataclass(kw_only=True)
@@ -316,12 +311,7 @@ class Weighted(Sampler):
 
 
 class Repeated:
-    """Repeats the first batches of the first epoch of another sampler; its epochs are as long as the other's.
-
-    Args:
-        sampler: the other sampler.
-        batches: how many batches are repeated.
-    """
+    """Repeats the first batches of the first epoch of another sampler; its epochs are as long as the other's."""
 
     def __init__(self, sampler: Any, batches: int) -> None:
         self.sampler, self.first = sampler, batches

@@ -36,27 +36,16 @@ cv2.setNumThreads(1)  # it computes in the calling thread
 
 @dataclass(frozen=True)
 class CropParams:
-    """The parameters of the transform of one image.
-
-    Args:
-        top: of the crop, in pixels of the image.
-        left: of the crop.
-        height: of the crop.
-        width: of the crop.
-        flip: mirror it.
-        shift: pixels by which it is moved down and to the right, over black.
-        color: how its colors change.
-        erased: (top, left, height, width) of the part that becomes mean grey, in pixels of the result.
-    """
+    """The parameters of the transform of one image: its crop, in pixels, and what is done with that."""
 
     top: float
     left: float
     height: float
     width: float
     flip: bool = False
-    shift: tuple[int, int] = (0, 0)
+    shift: tuple[int, int] = (0, 0)  # pixels by which it is moved down and to the right, over black
     color: ColorParams | None = None
-    erased: tuple[int, int, int, int] | None = None
+    erased: tuple[int, int, int, int] | None = None  # (top, left, height, width) of what becomes grey, in the result
 
 
 class _Transform(ABC):
@@ -72,16 +61,7 @@ class _Transform(ABC):
         """Draw the parameters for an image of `height` and `width` pixels."""
 
     def of_jpeg(self, data: Any, header: JpegHeader, rng: random.Random) -> Tensor:
-        """Decode a JPEG no larger than necessary, and transform it.
-
-        Args:
-            data: the file, with the buffer protocol.
-            header: of the file.
-            rng: of the sample.
-
-        Raises:
-            ValueError: the file is damaged.
-        """
+        """Decode a JPEG no larger than necessary, and transform it."""
         params = self.draw(header.height, header.width, rng)
         needed = self.size / min(params.height, params.width)
         pixels = decode_jpeg(data, header, needed, exact=self.smooth)
@@ -135,11 +115,9 @@ class EvalTransform(_Transform):
     thread_safe = True
 
     def __init__(self, size: int, center_crop: float = 1.0, smooth: bool = True) -> None:
-        self.smooth = smooth
         check_range("image_size", size, 1, example=32)
-        self.size = size
         check_range("center_crop", center_crop, 0, 1, example=0.875, above=True)
-        self.center_crop = center_crop
+        self.size, self.center_crop, self.smooth = size, center_crop, smooth
 
     def draw(self, height: int, width: int, rng: random.Random) -> CropParams:
         """Return the centre; `rng` is not used."""
@@ -186,9 +164,8 @@ class TrainTransform(_Transform):
         fill: Sequence[float] = (0.485, 0.456, 0.406),
         smooth: bool = False,
     ) -> None:
-        self.smooth = smooth
         check_range("image_size", size, 1, example=32)
-        self.size = size
+        self.size, self.smooth = size, smooth
         self.scale = _range("crop_scale", scale, at_most=1.0)
         self.ratio = _range("crop_ratio", ratio, at_most=math.inf)
         check_range("flip", flip, 0, 1, example=0.5)
@@ -249,7 +226,6 @@ def _random_box(
 
 
 def _range(name: str, bounds: Sequence[float], at_most: float) -> tuple[float, float]:
-    low, high = (*bounds, *(math.nan, math.nan))[:2]
-    if len(bounds) != 2 or not 0 < low <= high <= at_most:
+    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1] <= at_most:
         raise ValueError(f"{name} is {list(bounds)}, and must be two rising numbers above 0: data.{name}=[0.8,1.0]")
-    return low, high
+    return bounds[0], bounds[1]

@@ -11,6 +11,7 @@ import inspect
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, SupportsInt
 
@@ -107,10 +108,11 @@ class View(Dataset):
     Args:
         wrapper: of torch, or the user's.
         parts: the data sets inside.
-        others: names of its attributes that mean something else there than to the training loop.
+        others: its attributes that are not asked: they mean something else there than to the training loop; of torch's
+            wrappers, `__getitems__` calls the data set's as it was built.
     """
 
-    def __init__(self, wrapper: Any, parts: Sequence[Any], others: Sequence[str] = ()) -> None:
+    def __init__(self, wrapper: Any, parts: Sequence[Any], others: Sequence[str] = ("__getitems__",)) -> None:
         self.wrapper, self.parts, self.others = wrapper, list(parts), tuple(others)
         self.thread_safe = "collate" not in vars(wrapper) and all(map(is_thread_safe, parts))
 
@@ -124,12 +126,9 @@ class View(Dataset):
     def __getattr__(self, name: str) -> Any:
         if name in ("wrapper", "parts", "others", "preparing"):  # while it is unpickled
             raise AttributeError(name)
-        if name not in self.others and hasattr(self.wrapper, name) and not self._reads_itself(name):
+        if name not in self.others and hasattr(self.wrapper, name):
             return getattr(self.wrapper, name)
         return self._inside(name)
-
-    def _reads_itself(self, name: str) -> bool:
-        return name == "__getitems__"  # of torch's wrappers, which calls the data set's as it was built
 
     def _find(self, index: int) -> tuple[int, int]:
         raise NotImplementedError
@@ -141,12 +140,14 @@ class View(Dataset):
         if offering and name == "expect":
             return self._expect
         if offering and len(offering) == len(self.parts):
+            if name == "__getitems__":
+                return self._read
             if name in ("sample_id", "error_of"):
-                return lambda index: self._ask(name, index)
+                return partial(self._ask, name)
             if name in _MADE_BY:
                 return getattr(self.parts[0], name)
-            if name in ("__getitems__", "targets", "shard_lengths", "mixture"):
-                return getattr(self, f"_{name.strip('_')}")()
+            if name in ("targets", "shard_lengths", "mixture"):
+                return getattr(self, f"_{name}")()
             first, *others = [getattr(part, name) for part in self.parts]
             if name in _SAME and all(_equal(first, other) for other in others):
                 return first
@@ -181,23 +182,22 @@ class View(Dataset):
             if hasattr(part, "expect"):
                 part.expect(wanted)
 
-    def _getitems(self) -> Callable[[Sequence[int]], list[Any]]:
-        def read(indices: Sequence[int]) -> Any:
-            found = [self._find(index) for index in indices]
-            places: defaultdict[int, list[int]] = defaultdict(list)
-            for place, (part, _) in enumerate(found):
-                places[part].append(place)
+    def _read(self, indices: Sequence[int]) -> Any:
+        found = [self._find(index) for index in indices]
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for place, (part, _) in enumerate(found):
+            places[part].append(place)
+        samples: list[Any] = [None] * len(found)
+        for part, own in places.items():
+            wanted = [found[place][1] for place in own]
+            if isinstance(indices, Indices):
+                wanted = indices.of(wanted, [indices.positions[place] for place in own])
+            read = self.parts[part].__getitems__(wanted)
             if len(places) == 1:
-                (part,) = places
-                return self.parts[part].__getitems__(_within(indices, [within for _, within in found]))
-            samples: list[Any] = [None] * len(found)
-            for part, own in places.items():
-                wanted = _within(indices, [found[place][1] for place in own], own)
-                for place, sample in zip(own, self.parts[part].__getitems__(wanted), strict=True):
-                    samples[place] = sample
-            return samples
-
-        return read
+                return read  # it may be made in place
+            for place, sample in zip(own, read, strict=True):
+                samples[place] = sample
+        return samples
 
 
 class SubsetView(View):
@@ -271,9 +271,7 @@ class LoaderView(View, IterableDataset):
 
     def _inside(self, name: str) -> Any:
         is_changed = self.wrapper.collate_fn is not default_convert
-        counts = (
-            () if self.wrapper.num_workers else ("stats", *_COUNTED)
-        )  # what the copies in its workers count is lost
+        counts = () if self.wrapper.num_workers else ("stats", *_COUNTED)  # what copies in its workers count is lost
         if name in (*_SAME, *(() if is_changed else _MADE_BY), *counts, "close"):
             return getattr(self.parts[0], name)
         raise AttributeError(f"DataLoader has no {name}")
@@ -286,15 +284,12 @@ class UserView(View):
         super().__init__(wrapper, parts, others)
         self.thread_safe = is_thread_safe(wrapper)
         preparing = [part for part in self.parts if hasattr(part, "prepare")]
-        self.preparing: Any = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
+        self.preparing = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
         _refuse_hidden_weights(wrapper, self.parts)
         _refuse_hidden(wrapper, self.parts, ("collate",) if self.preparing is not None else _MADE_BY)
 
     def __getitem__(self, index: int) -> Any:
         return self.wrapper[index]
-
-    def _reads_itself(self, name: str) -> bool:
-        return False
 
     def _inside(self, name: str) -> Any:
         if name == "prepare" and self.preparing is not None:
@@ -394,12 +389,6 @@ def _recipe(part: Any, name: str) -> tuple[Any, ...]:
     method = getattr(part, name)
     numbers = tuple((key, value) for key in ("mean", "std") if isinstance(value := getattr(part, key, None), tuple))
     return getattr(method, "__func__", method), *numbers
-
-
-def _within(indices: Sequence[int], wanted: list[int], places: list[int] | None = None) -> Any:
-    if not isinstance(indices, Indices):
-        return wanted
-    return indices.of(wanted, None if places is None else [indices.positions[place] for place in places])
 
 
 def _equal(a: Any, b: Any) -> bool:

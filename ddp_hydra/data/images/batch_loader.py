@@ -41,12 +41,9 @@ _OF_A_FILE = (errno.EACCES, errno.EPERM, errno.ELOOP)
 
 
 def is_of_sample(error: Exception, works: bool) -> bool:
-    """Return whether an error is that of one sample, not of a store that may not be read, or not any more.
-
-    Args:
-        works: whether another sample could be read.
-    """
-    if isinstance(error, StaleCredentialsError):
+    # Return whether an error is that of one sample, not of a store that may not be read, or not any more.
+    # works: another sample could be read.
+    if isinstance(error, (StaleCredentialsError, TooManyBadSamplesError)):
         return False
     if isinstance(error, OSError) and error.errno in _OF_A_FILE:
         return True
@@ -77,43 +74,38 @@ class BadSamples(ProcessLocal):
     Attributes:
         reasons: {name: what is wrong}.
         counts: {name of a shard: how many samples it has}.
-        count: how many samples are bad.
     """
 
     def __init__(self, images: Any) -> None:
         self.images = images
         self.reasons: dict[str, str] = {}
         self.counts: dict[str, int] = {}
-        self.count = 0
-        self._ends: dict[int, int] = {}  # of each bad sample: the index of the next one
-        self._lost: list[tuple[int, int]] = []
+        self._next: dict[int, int] = {}  # of each bad sample: the index that follows it, or its lost shard
         self._begin_process_state()
 
     def _set_process_state(self) -> None:
         self._lock = threading.Lock()
 
+    @property
+    def count(self) -> int:
+        return len(self._next)
+
     def next_after(self, index: int) -> int | None:
-        # Return the index that follows a bad sample or its lost shard; None if the sample is not known to be bad.
-        for first, end in self._lost:
-            if first <= index < end:
-                return end % len(self.images)
-        return self._ends.get(index)
+        # None: the sample is not known to be bad.
+        return self._next.get(index)
 
     def add(self, index: int, name: str, error: Exception) -> None:
-        with self._lock:
-            if self.next_after(index) is not None:
-                return  # another thread has noted it
-            if isinstance(error, LostSamples):
-                # In this order, as they are read without the lock: a bad sample's reason and count are there with it.
-                self.counts[error.name] = error.count
-                self.reasons[error.name] = str(error)
-                self._lost.append((error.first, error.first + error.count))
-                self.count += error.count
-            else:
-                self.reasons[name] = str(error)
-                self._ends[index] = (index + 1) % len(self.images)
-                self.count += 1
         n_samples, max_fraction = len(self.images), self.images.max_bad_fraction
+        with self._lock:
+            if index in self._next:
+                return  # another thread has noted it
+            lost = range(index, index + 1)
+            if isinstance(error, LostSamples):
+                name, lost = error.name, range(error.first, error.first + error.count)
+                self.counts[name] = error.count
+            # They are read without the lock, so a bad sample's reason and count are there before it.
+            self.reasons[name] = str(error)
+            self._next.update(dict.fromkeys(lost, lost.stop % n_samples))
         if self.count > max_fraction * n_samples:
             advice = self.images.advice_on_missing() if isinstance(error, FileNotFoundError) else ""
             where = f" of {self.images.where()}"
@@ -149,21 +141,13 @@ class MemoryBudget:
 
 @dataclass
 class _Request:
-    """A sample that is being loaded.
+    """A sample that is being loaded."""
 
-    Args:
-        place: its place in the batch.
-        index: of the sample that is tried: the requested one, or one that replaces it.
-        rng: seed of its random transforms.
-        row: where its image goes; None: into a tensor of its own.
-        tried: how many samples were tried before it and found bad.
-    """
-
-    place: int
-    index: int
-    rng: str
-    row: Tensor | None
-    tried: int = 0
+    place: int  # in the batch
+    index: int  # of the requested sample, or of one that replaces it
+    rng: str  # seed of its random transforms
+    row: Tensor | None  # where its image goes; None: into a tensor of its own
+    tried: int = 0  # samples that were tried before it and found bad
 
 
 class BatchLoader:
@@ -261,13 +245,10 @@ class Cache:
 
     Every epoch reads each sample once, in a new order. A cache that drops its oldest values would almost never hit;
     this one hits as often as its share of the data.
-
-    Args:
-        budget: bytes.
     """
 
-    def __init__(self, budget: int) -> None:
-        self._left = budget
+    def __init__(self, n_bytes: int) -> None:
+        self._left = n_bytes
         self._values: dict[Any, Any] = {}
         self._lock = threading.Lock()
 

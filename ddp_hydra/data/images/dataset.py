@@ -94,9 +94,9 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
     labelled = True
 
     def __post_init__(self) -> None:
-        for name, value in {"threads": self.threads, "decoders": self.decoders}.items():
-            if value is not None:
-                check_range(name, value, 1, example=16)
+        check_range("threads", self.threads, 1, example=16)
+        if self.decoders is not None:
+            check_range("decoders", self.decoders, 1, example=16)
         check_range("max_bad_fraction", self.max_bad_fraction, 0, 1, example=0.01)
         self.transform = adapted(self.transform)
         self.mean, self.std = tuple(self.mean), tuple(self.std)
@@ -115,14 +115,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     @abstractmethod
     def fetch(self, index: int) -> Any:
-        """Return the file of a sample, with the buffer protocol.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-            PermissionError: it may not be read.
-            ConnectionError: the store is not reachable.
-            ValueError: it is damaged.
-        """
+        """Return the file of a sample, with the buffer protocol; ValueError: it is damaged."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -161,6 +154,10 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
     def bad_counts(self) -> dict[str, int]:
         return self._bad.counts
 
+    @cached_property
+    def class_to_idx(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.classes)}
+
     def __len__(self) -> int:
         return len(self.targets)
 
@@ -168,48 +165,38 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Fetch, decode and transform a batch.
-
-        Args:
-            indices: of the samples.
-
-        Returns:
-            The image, uint8 (3, height, width), and the class number of each, or what the transforms make of them.
-
-        Raises:
-            IndexError: there is no such sample.
-            ValueError: too many images are bad.
-            PermissionError: the store has stopped accepting the credentials.
-            ConnectionError: the store is not reachable any more.
-        """
-        wanted = indices
-        indices = [range(len(self))[index] for index in indices]
+        """Return the image, uint8 (3, height, width), and the class number of each, or what transforms make of them."""
         self.count(samples=len(indices))
-        # Only these transforms say the size of their images in advance.
-        says_size = self.transforms_in_threads and hasattr(self.transform, "of_jpeg")
-        size = getattr(self.transform, "size", None) if says_size else None
-        samples = self._get_loader().load(indices, self._epoch, size)
-        return samples if self.transforms_in_threads else self._transformed_here(wanted, samples)
+        if not self.transforms_in_threads:
+            return self._transformed_here(indices)
+        says_size = hasattr(self.transform, "of_jpeg")  # only the built-in transforms do, in advance
+        return self._load(indices, getattr(self.transform, "size", None) if says_size else None)
+
+    def _load(self, indices: Sequence[int], size: int | None = None) -> list[Any]:
+        return self._get_loader().load([range(len(self))[index] for index in indices], self._epoch, size)
 
     @property
     def transforms_in_threads(self) -> bool:
         return all(one is None or is_thread_safe(one) for one in (self.transform, self.target_transform))
 
-    def _transformed_here(self, wanted: Sequence[int], samples: list[Any]) -> list[tuple[Any, Any]]:
-        of_run = isinstance(wanted, Indices)
+    def _transformed_here(self, wanted: Sequence[int]) -> list[tuple[Any, Any]]:
         indices = wanted if isinstance(wanted, Indices) else placed(Indices(wanted, self._epoch), self.seed)
-        done = []
-        with nullcontext() if of_run else StateGuard():
-            for place, ((image, rng), target) in enumerate(samples):
-                indices.seed_sample(place)
-                try:
-                    target = target if self.target_transform is None else self.target_transform(target)
-                    done.append((self._transformed(image, rng), target))
-                except Exception as error:
-                    index = self.good_from(range(len(self))[indices[place]])
-                    self.note_bad(index, error, 1)
-                    done += self.__getitems__(indices.of([index], [indices.positions[place]]))
-        return done
+        samples = self._load(indices)
+        with nullcontext() if indices is wanted else StateGuard():
+            return [self._transformed_sample(indices, place, sample) for place, sample in enumerate(samples)]
+
+    def _transformed_sample(self, indices: Indices, place: int, sample: Any) -> tuple[Any, Any]:
+        index, in_a_row = range(len(self))[indices[place]], 0
+        while True:
+            (image, rng), target = sample
+            indices.seed_sample(place)
+            try:
+                target = target if self.target_transform is None else self.target_transform(target)
+                return self._transformed(image, rng), target
+            except Exception as error:
+                in_a_row += 1
+                self.note_bad(self.good_from(index), error, in_a_row)
+            (sample,) = self._load([index])
 
     def collate(self, samples: list[tuple[Any, Any]]) -> Any:
         """Make a batch of the samples that `__getitems__` returned, without a copy if possible."""
@@ -232,12 +219,9 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         # Raises `error` itself, if it is not the sample's own.
         if not is_of_sample(error, self._works):
             raise error
-        bad = self._bad
-        if bad.count >= len(self):
-            raise error
-        bad.add(index, self.name(index), error)
+        self._bad.add(index, self.name(index), error)
         if in_a_row >= MOST_IN_A_ROW:
-            some = examples(bad.reasons)
+            some = examples(self._bad.reasons)
             raise TooManyBadSamplesError(f"{in_a_row} images in a row of {self.where()} can't be read: {some}")
 
     def cached(self, index: int) -> Any:
@@ -251,9 +235,9 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def make_image(self, index: int, data: Any, rng: random.Random) -> Any:
         # data: its file, or its image from memory. One of them is kept in memory while that has space.
-        of_jpeg = getattr(self.transform, "of_jpeg", None)
+        of_jpeg: Any = getattr(self.transform, "of_jpeg", None)
         header = None if of_jpeg is None or isinstance(data, Tensor) else read_jpeg_header(data)
-        if of_jpeg is None or header is None or header.height * header.width * 3 <= _SMALL_IMAGE:
+        if header is None or header.height * header.width * 3 <= _SMALL_IMAGE:
             return self._transformed(self.decoded(index, data), rng)
         self._works = True
         image = of_jpeg(data, header, rng)
@@ -277,11 +261,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
     # For the training loop
 
     def share(self, processes: int) -> None:
-        """Take an equal part of threads and memory, before anything is read.
-
-        Args:
-            processes: that make batches of this data set for one rank.
-        """
+        """Take an equal part of threads and memory: so many processes make batches of this data set for one rank."""
         self.threads = -(-self.threads // processes)
         spare = processes if processes > 1 else 0  # a core of each process for what it does besides decoding
         self.decoders = max(1, (self.decoders or cores_per_rank() - spare) // processes)
@@ -294,19 +274,14 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         self._epoch = epoch
 
     def prepare(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """Normalise a collated batch on its device.
+        """Normalise a collated batch on its device; images stay in their memory format.
 
-        Args:
-            batch: images uint8 (batch, 3, height, width), in any memory format, and classes (batch,). A transform may
-                have made several images of each, in a tuple, a list or a dict.
-
-        Returns:
-            Images float32 of the same shape and memory format, and the classes. Images that the transform has made
-            floats of are left as they are.
+        A transform may have made several images of each, in a tuple, a list or a dict, or floats, which stay as they
+        are.
         """
         images, targets = batch
         if isinstance(images, Tensor) and images.dtype == torch.uint8 and images.ndim == 4:
-            return normalise(images, self.mean, self.std), targets
+            return normalise(images, self.mean, self.std), targets  # with all strides, also of a single image
         return mapped(self._normalised, images), targets
 
     def _normalised(self, images: Tensor) -> Tensor:
@@ -332,12 +307,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         return f"{str(dtype).removeprefix('torch.')}, as their transform makes them" if dtype is not None else ""
 
     def stats(self) -> dict[str, float]:
-        """Return what reading has cost this process so far.
-
-        Returns:
-            samples: images made; bytes: read from the store; requests; retries; cache_hits and cache_misses;
-            bad_samples; fetch_s and decode_s: seconds, over all threads.
-        """
+        """Return what reading has cost this process so far; fetch_s and decode_s: seconds, over all threads."""
         counts = {name: self._counters.totals[name] for name in (*_COUNTS, "fetch_s", "decode_s")}
         traffic = {name: getattr(self.traffic, name) for name in ("requests", "retries", "bytes")}
         return counts | traffic | {"bad_samples": self._bad.count}

@@ -38,19 +38,12 @@ in one direction than in the other, it would become coarser than the decoded pix
 
 @dataclass(frozen=True)
 class JpegHeader:
-    """The header of a JPEG.
-
-    Args:
-        height: of the upright image, pixels.
-        width: of the upright image, pixels.
-        orientation: of EXIF, 1..8; 1: the pixels are stored upright.
-        sampling: chroma sampling, e.g. "420".
-    """
+    """The header of a JPEG; height and width are those of the upright image."""
 
     height: int
     width: int
-    orientation: int = 1
-    sampling: str = ""
+    orientation: int = 1  # of EXIF, 1..8; 1: the pixels are stored upright
+    sampling: str = ""  # of the chroma, as "420"
 
 
 def read_jpeg_header(data: Any) -> JpegHeader | None:
@@ -70,20 +63,9 @@ def read_jpeg_header(data: Any) -> JpegHeader | None:
 
 
 def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: bool = True) -> np.ndarray:
-    """Decode a JPEG, at a smaller size if that is enough.
-
-    Args:
-        data: the file, with the buffer protocol.
-        header: of the file.
-        at_least: share of its height and width that is needed; the result has 1, 1/2, 1/4 or 1/8 of them.
-        exact: return the pixels that Pillow would; otherwise nearly these, a tenth faster.
-
-    Returns:
-        uint8 (height, width, 3), RGB.
-
-    Raises:
-        ValueError: the file is damaged, or the image too large.
-    """
+    # Return the pixels, uint8 (height, width, 3).
+    # at_least: share of height and width that is needed; the result has 1, 1/2, 1/4 or 1/8 of them.
+    # exact: return the pixels that Pillow would; otherwise nearly these, a tenth faster.
     most = _EXACT_SHRINKS.get(header.sampling, 8) if exact else 8
     shrink = next(shrink for shrink in _SHRINKS if shrink == 1 or (at_least * shrink <= 1 and shrink <= most))
     height, width = (header.width, header.height) if header.orientation >= 5 else (header.height, header.width)
@@ -100,23 +82,10 @@ def decode_jpeg(data: Any, header: JpegHeader, at_least: float = 1.0, exact: boo
 
 
 def decode(data: Any) -> Tensor:
-    """Decode an image file of any usual format; the content says which, not the name.
+    """Decode an image file of any usual format, which its content says: uint8 (3, height, width), channels last.
 
     Grey, palette, CMYK and 16-bit images become RGB. Transparency is dropped. The first frame of an animation is used.
-    A photo is rotated upright as its EXIF says.
-
-    In images of 16 or 32 bit integers the values 0 to 65535 become 0 to 255, by their upper 8 bits. Pillow's convert()
-    would clip them at 255, and nearly all pixels would be white. 32 bits are treated as 16 because instruments and
-    Pillow store 16 bits in them; larger values become white. Floating-point values are taken as 0 to 255.
-
-    Args:
-        data: the file, with the buffer protocol.
-
-    Returns:
-        uint8 (3, height, width), RGB, channels last in memory.
-
-    Raises:
-        ValueError: the file is not an image, is damaged, or is too large.
+    A photo is rotated upright as its EXIF says. ValueError: the file is not an image, is damaged, or is too large.
     """
     header = read_jpeg_header(data)
     pixels = decode_jpeg(data, header) if header else _decode_any(data)
@@ -176,6 +145,9 @@ def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _sixteen_to_eight_bits(image: Image.Image) -> Image.Image:
+    # Pillow's convert() would clip integers of 16 or 32 bits at 255, and nearly all pixels would be white: 0 to 65535
+    # become 0 to 255. Instruments and Pillow store 16 bits in 32, too; larger values become white. Floating-point
+    # values are taken as 0 to 255.
     if not image.mode.startswith("I"):
         return image
     return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
@@ -193,18 +165,12 @@ class ColorParams:
 
     All four are linear in the colors, and contrast also needs the image's mean. So they are one matrix and one offset,
     and the result is clipped once. The hue is rotated in YIQ, as NVIDIA's DALI does.
-
-    Args:
-        brightness: factor.
-        contrast: factor of the distance from the image's mean grey.
-        saturation: factor of the distance from grey.
-        hue: rotation, as a share of the circle.
     """
 
-    brightness: float
-    contrast: float
-    saturation: float
-    hue: float
+    brightness: float  # factor
+    contrast: float  # factor of the distance from the image's mean grey
+    saturation: float  # factor of the distance from grey
+    hue: float  # rotation, as a share of the circle
 
     def apply(self, image: Tensor) -> Tensor:
         pixels = image.permute(1, 2, 0).reshape(-1, 3).float()
@@ -222,24 +188,13 @@ class ColorParams:
 
 
 class Jitter:
-    """Draws color changes.
-
-    Args:
-        brightness: largest change of the factor 1, 0..1.
-        contrast: largest change of the factor 1, 0..1.
-        saturation: largest change of the factor 1, 0..1.
-        hue: largest rotation to either side, as a share of the circle, 0..0.5.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
+    """Draws color changes; its arguments are the largest ones, as of `TrainTransform`."""
 
     def __init__(self, brightness: float, contrast: float, saturation: float, hue: float) -> None:
-        self.factors = (brightness, contrast, saturation)
-        self.hue = hue
-        given = {"brightness": brightness, "contrast": contrast, "saturation": saturation, "hue": hue}
-        for name, value in given.items():
-            check_range(name, value, 0, 0.5 if name == "hue" else 1, example=0.1)
+        self.factors, self.hue = (brightness, contrast, saturation), hue
+        for name, value in zip(("brightness", "contrast", "saturation"), self.factors, strict=True):
+            check_range(name, value, 0, 1, example=0.1)
+        check_range("hue", hue, 0, 0.5, example=0.1)
 
     def __bool__(self) -> bool:
         return any(self.factors) or bool(self.hue)
@@ -251,8 +206,6 @@ class Jitter:
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
     # images: uint8 (batch, 3, height, width), in any memory format.
-    # mean: (3,), 0..1.
-    # std: (3,), 0..1.
     # Returns: float32 of the same shape and memory format.
     width = images.shape[-1]
     rows = images.permute(0, 2, 3, 1)

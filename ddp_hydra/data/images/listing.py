@@ -10,7 +10,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -56,17 +56,11 @@ class StringArray:
 
 @dataclass
 class Listing:
-    """The images under a prefix.
+    """The images under a prefix."""
 
-    Args:
-        keys: the keys of the images in the order of torchvision's ImageFolder: by class, by folder, by file.
-        sizes: int64 (images,), bytes.
-        others: how many other objects there are, by extension; "hidden": what `is_leftover` tells.
-    """
-
-    keys: StringArray
-    sizes: np.ndarray
-    others: Counter[str] = field(default_factory=Counter)
+    keys: StringArray  # in the order of torchvision's ImageFolder: by class, by folder, by file
+    sizes: np.ndarray  # int64 (images,), bytes
+    others: Counter[str]  # other objects by extension; "hidden": what `is_leftover` tells
 
 
 def kinds_of(others: Counter[str]) -> str:

@@ -37,10 +37,6 @@ class StreamSampler:
         batch_size: samples per rank and step.
         n_samples: samples of all ranks in an epoch: it ends there at the latest; None: where the data ends.
         agree: exchanges the counts of all ranks now; a collective. None: there is one rank.
-
-    Attributes:
-        wait: calls a function that waits for data; the loader measures how long.
-        ahead: the steps that are read ahead; None between epochs.
     """
 
     def __init__(
@@ -53,8 +49,8 @@ class StreamSampler:
                 f"data.n_samples={n_samples} is less than a global batch of {self.global_batch}: lower data.batch_size"
             )
         self.agree = agree or (lambda: self.heard(self.counts()))
-        self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()
-        self.ahead: Lookahead[Any] | None = None
+        self.wait: Callable[[Callable[[], Any]], Any] = lambda waiting: waiting()  # the loader measures how long
+        self.ahead: Lookahead[Any] | None = None  # None between epochs
         self.epoch = 0
         self.reached = self.known = 0  # the steps up to here are taken up; all ranks have those up to here
         self.end: int | None = None
@@ -107,16 +103,17 @@ class StreamSampler:
 
     def refuse_empty(self, position: int) -> None:
         # Refuse an epoch that ends where it begins: the next one would, too.
-        if position == 0 and self.end == 0 and self.epoch:
+        if position or self.end != 0:
+            return
+        if self.epoch:
             raise DataError(
                 f"no full batch in epoch {self.epoch + 1}, and some before: let __iter__ begin a new pass each time"
             )
-        if position == 0 and self.end == 0:
-            raise DataError(
-                f"the data set ends before all {self.part.world_size} ranks have data.batch_size={self.batch_size} "
-                f"samples, so no step is left ({self.part.how.partition(';')[0]}): give a smaller data.batch_size, "
-                "fewer ranks, or data.shard_by=samples"
-            )
+        raise DataError(
+            f"the data set ends before all {self.part.world_size} ranks have data.batch_size={self.batch_size} "
+            f"samples, so no step is left ({self.part.how.partition(';')[0]}): give a smaller data.batch_size, fewer "
+            "ranks, or data.shard_by=samples"
+        )
 
     # -- the other ranks ---------------------------------------------------------------------------------------
 
@@ -204,16 +201,10 @@ class StepBatches:
 
 @dataclass(eq=False)
 class StreamLoader(Loader):
-    """Turns the samples of an iterable data set into batches on a device.
+    """Turns the samples of an iterable data set into batches on a device."""
 
-    Args:
-        dataset: the iterable data set; it and the others are arguments of `Loader`.
-        way: how the ranks share the data set, see `split`.
-        gather: gathers a value from all ranks; None for a single rank.
-    """
-
-    way: str | None = None
-    gather: Callable[[Any], list[Any]] | None = None
+    way: str | None = None  # how the ranks share the data set, see `split`
+    gather: Callable[[Any], list[Any]] | None = None  # gathers a value from all ranks; None: there is one
 
     def _length(self) -> int:
         return 0  # a stream ends where it ends

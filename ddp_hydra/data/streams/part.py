@@ -41,41 +41,23 @@ _SHUFFLE_ARGUMENTS = ("bufsize", "initial", "rng", "seed", "handler")
 
 @dataclass
 class Part:
-    """One rank's part of an iterable data set.
-
-    Args:
-        dataset: gives the samples of an epoch each time that it is iterated over.
-        rank: this rank.
-        world_size: number of ranks.
-        dealt: `dataset` gives the samples of all ranks, and each rank takes its share of them; otherwise it gives this
-            rank's samples only.
-        is_global: all ranks together read one sequence, whatever their number.
-        by_state: use the `state_dict` of the data set to resume; otherwise read again what was read before.
-        how: how it is split and resumed, for a person to read.
-        progress: called after each sample that is read.
-        seed: seed the global generators by it and by the number of each sample; None: do not.
-        training: the epochs draw differently; otherwise each pass draws the same.
-
-    Attributes:
-        n_read: samples that were read since `open`, also those that were left out.
-        first: summaries of the first of them.
-    """
+    """One rank's part of an iterable data set."""
 
     dataset: Iterable[Any]
     rank: int = 0
     world_size: int = 1
-    dealt: bool = True
-    is_global: bool = True
-    by_state: bool = False
-    how: str = ""
-    progress: Callable[[], None] = lambda: None
-    seed: int | None = None
-    training: bool = True
-    stopped: bool = field(default=False, init=False)
-    n_read: int = field(default=0, init=False)
-    first: list[Any] = field(default_factory=list, init=False)
+    dealt: bool = True  # the data set gives the samples of all ranks, and each takes its share; else this rank's only
+    is_global: bool = True  # all ranks together read one sequence, whatever their number
+    by_state: bool = False  # resume by the data set's `state_dict`; else read again what was read before
+    how: str = ""  # how it is split and resumed, for a person to read
+    progress: Callable[[], None] = lambda: None  # called after each sample that is read
+    seed: int | None = None  # the global generators are seeded by it and the number of each sample; None: they are not
+    training: bool = True  # the epochs draw differently; else each pass draws the same
 
     def __post_init__(self) -> None:
+        self.stopped = False
+        self.n_read = 0  # samples that were read since `open`, also those that were left out
+        self.first: list[Any] = []  # summaries of the first of them
         # Number of shares that `dataset` gives, and the index of this rank's.
         self.shares, self.share = (self.world_size, self.rank) if self.dealt else (1, 0)
         self.samples: Iterator[Any] = iter(())

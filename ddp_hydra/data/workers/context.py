@@ -80,10 +80,9 @@ class Queue(_SocketPair):
         return unpacked(*receive(self.reader))
 
     def cancel_join_thread(self) -> None:
-        """Do nothing: nobody waits for the thread."""
+        """Do nothing: nobody waits for the thread, and the descriptors are closed with this object."""
 
-    def close(self) -> None:
-        """Do nothing: the descriptors are closed with this object."""
+    close = cancel_join_thread
 
 
 class Event(_SocketPair):
@@ -97,7 +96,7 @@ class Event(_SocketPair):
 
 
 class WorkerProcess:
-    """A process that the helper forks, with the methods of multiprocessing's; it has `files` under the same numbers."""
+    """A process that the helper forks, with the methods of multiprocessing's."""
 
     def __init__(self, helper: Helper, files: Sequence[int], target: Callable[..., Any], args: Sequence[Any]) -> None:
         self.helper, self.files, self.work = helper, list(files), (target, args)
@@ -132,20 +131,12 @@ class WorkerProcess:
 
 
 class HelperContext(context.BaseContext):
-    """Starts processes by a helper.
-
-    Args:
-        forked_from: the helper.
-        files: descriptors that the processes have, too, under the same numbers.
-
-    Attributes:
-        started: the processes that were started.
-    """
+    """Starts processes by a helper; they have `files` under the same numbers."""
 
     _name = "helper"
 
-    def __init__(self, forked_from: Helper, files: Sequence[int] = ()) -> None:
-        self.helper, self.files = forked_from, files
+    def __init__(self, helper: Helper, files: Sequence[int]) -> None:
+        self.helper, self.files = helper, files
         self.started: list[WorkerProcess] = []
         # Each batch that comes back is an open file until it is dropped.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

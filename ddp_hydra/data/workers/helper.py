@@ -101,13 +101,10 @@ def _anonymous_file() -> int:
 
 
 class Helper:
-    """The helper, as the process sees it that has taken it."""
+    """The helper, as the process sees it that has taken it. It ends with this process."""
 
-    def __init__(self, requests: socket.socket, pid: int) -> None:
-        self.requests, self.pid = requests, pid
-        self.owner = os.getpid()
-        self.asking = threading.Lock()
-        self.users = 0
+    def __init__(self, requests: socket.socket) -> None:
+        self.requests, self.owner, self.asking = requests, os.getpid(), threading.Lock()
 
     def fork(self, work: Any, files: list[int]) -> int:
         # files: descriptors that the process has, too, under the same numbers.
@@ -133,11 +130,6 @@ class Helper:
             raise ConnectionError("the process that starts the workers of this rank has ended (killed, or no memory)")
         return int(_ANSWER.unpack(answer)[0])
 
-    def close(self) -> None:
-        self.requests.close()
-        with contextlib.suppress(ChildProcessError):  # the user's code has waited for all children
-            os.waitpid(self.pid, 0)
-
 
 def take_helper() -> None:
     # Fork the helper of this process: call this before there are threads, a process group or a GPU.
@@ -145,15 +137,13 @@ def take_helper() -> None:
     ours, theirs = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):  # what waits there would be printed by the workers, too
         stream.flush()
-    pid = os.fork()
-    if pid == 0:
+    if os.fork() == 0:
         _serve_alone(theirs)
     theirs.close()
-    _current = Helper(ours, pid)
-    _current.users = 1  # it stays as long as this process
+    _current = Helper(ours)
 
 
-def acquire() -> Helper:
+def current() -> Helper:
     # Return the helper of this process; without one, start a program that imports torch, which takes seconds.
     global _current
     with _lock:
@@ -163,19 +153,9 @@ def acquire() -> Helper:
                 command = [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())]
                 path = os.pathsep.join(filter(None, sys.path))
                 program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
-            _current = Helper(ours, program.pid)
-            program.returncode = 0  # `close` waits for it
-        _current.users += 1
+            program.returncode = 0  # nobody waits for it
+            _current = Helper(ours)
         return _current
-
-
-def release(helper: Helper) -> None:
-    global _current
-    with _lock:
-        helper.users -= 1
-        if not helper.users:
-            helper.close()
-            _current = None
 
 
 def open_files() -> set[int]:
@@ -192,17 +172,13 @@ def open_files() -> set[int]:
 
 
 def _serve_alone(requests: socket.socket) -> NoReturn:
-    def work() -> int:
-        keep = requests.fileno()
-        os.closerange(3, keep)
-        os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else 2**20)
-        serve(requests)
-        return 0
-
-    forked.run_and_exit(work)
+    keep = requests.fileno()
+    os.closerange(3, keep)
+    os.closerange(keep + 1, os.sysconf("SC_OPEN_MAX") if sys.platform != "linux" else 2**20)
+    forked.run_and_exit(partial(serve, requests))
 
 
-def serve(requests: socket.socket) -> None:
+def serve(requests: socket.socket) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they go to the whole group; the rank decides
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(EOFError, ConnectionError):
@@ -213,6 +189,7 @@ def serve(requests: socket.socket) -> None:
             for fd in fds:
                 os.close(fd)
             requests.sendall(_ANSWER.pack(answer))
+    return 0
 
 
 def _exit_code(pid: int) -> int:
@@ -253,10 +230,9 @@ def _work(prepared: dict[str, Any], process: bytes, fds: list[int]) -> int:
     return 0
 
 
-def main() -> None:
-    # Import torch, and serve: the program that `acquire` starts.
+def main() -> NoReturn:
+    # Import torch, and serve: the program that `current` starts.
     requests = socket.socket(fileno=int(sys.argv[1]))
     import torch.utils.data  # noqa: F401
 
-    serve(requests)
-    os._exit(0)
+    forked.run_and_exit(partial(serve, requests))

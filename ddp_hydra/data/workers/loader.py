@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.threads import cores_per_rank, is_thread_safe
 from ddp_hydra.data.workers import helper, mapped
 from ddp_hydra.data.workers.context import HELPER_LOST, HelperContext
-from ddp_hydra.data.workers.worker import Request, Result, WorkerSet, as_it_is, begin
+from ddp_hydra.data.workers.worker import Request, Result, WorkerSet, begin
 from ddp_hydra.errors import ConfigError
 
 CORES = 4
@@ -44,9 +45,6 @@ class InWorkers:
         number: of workers.
         asked: the config says the number; else a data set whose batches take no time has none.
         files: descriptors of files that the data set has open; its copies have them under the same numbers.
-
-    Attributes:
-        pickled: the data set.
     """
 
     def __init__(self, data: Any, number: int, asked: bool, files: Collection[int] = ()) -> None:
@@ -111,30 +109,22 @@ class UnpicklableInWorker(Exception):
 
 
 class Workers:
-    """The DataLoader of a data set. Its workers live until it is closed.
-
-    Args:
-        data: the data set.
-        batch_bytes: size of a batch.
-        memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
-        to_gpu: batches go to a GPU: they come in pinned memory.
-    """
+    """The DataLoader of a data set. Its workers live until it is closed."""
 
     def __init__(self, data: InWorkers, batch_bytes: int, memory_mb: float, to_gpu: bool) -> None:
+        # memory_mb: MiB that batches made ahead may take; one is made ahead in any case.
         affordable = max(1, int(memory_mb * 2**20 // max(1, batch_bytes)))
         self.data, self.number = data, min(data.number, affordable)
-        self.helper = helper.acquire()
-        self.context = HelperContext(self.helper, data.files)
+        self.context = HelperContext(helper.current(), data.files)
         self.requests = _Requests()
         dataset: Any = WorkerSet(data.pickled, not data.thread_safe, self.number)
         requests: Any = self.requests
-        collate: Any = as_it_is
         self.loader: DataLoader[Any] | None = DataLoader(
             dataset,
-            batch_sampler=requests,
+            batch_size=None,
+            sampler=requests,
             num_workers=self.number,
             prefetch_factor=min(AHEAD, affordable // self.number),
-            collate_fn=collate,
             pin_memory=to_gpu,
             multiprocessing_context=self.context,
             worker_init_fn=begin,
@@ -143,9 +133,7 @@ class Workers:
         )
 
     def load(self, batches: Iterable[Indices], pending: deque[Indices]) -> Iterator[Any]:
-        if hasattr(self.data.dataset, "expect"):
-            batches = list(batches)
-        self.requests.begin(batches, pending, self.number, hasattr(self.data.dataset, "expect"))
+        self.requests.batches = self._asked_for(batches, pending)
         try:
             assert self.loader is not None
             results: Iterator[Result] = iter(self.loader)
@@ -161,6 +149,15 @@ class Workers:
                 raise _gone(codes[0]) from None
             raise error
 
+    def _asked_for(self, batches: Iterable[Indices], pending: deque[Indices]) -> Iterator[Request]:
+        expected: list[Indices] = []
+        if hasattr(self.data.dataset, "expect"):
+            batches = expected = list(batches)
+        for number, indices in enumerate(batches):
+            pending.append(indices)
+            own = expected[number :: self.number] if number < self.number else []  # of a worker that gets its first one
+            yield Request(indices, list(chain.from_iterable(own)) if own else None)
+
     def close(self) -> None:
         if self.loader is None:
             return
@@ -168,26 +165,12 @@ class Workers:
         self.loader = None
         if iterator is not None:
             iterator._shutdown_workers()
-        helper.release(self.helper)
 
 
 class _Requests:
-    """The batch sampler of the DataLoader: each pass asks for other batches."""
+    """The sampler of the DataLoader: each pass asks for other batches."""
 
-    def __init__(self) -> None:
-        self.batches: Iterator[Request] = iter(())
-
-    def begin(self, batches: Iterable[Indices], pending: deque[Indices], workers: int, expected: bool) -> None:
-        def requests() -> Iterator[Request]:
-            for number, indices in enumerate(batches):
-                pending.append(indices)
-                expect = None
-                if expected and number < workers:
-                    assert isinstance(batches, list)
-                    expect = [index for own in batches[number::workers] for index in own]
-                yield Request(indices, expect)
-
-        self.batches = requests()
+    batches: Iterator[Request]
 
     def __iter__(self) -> Iterator[Request]:
         return self.batches

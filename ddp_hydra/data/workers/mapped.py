@@ -29,29 +29,13 @@ MOST_FILES = 100
 
 
 class Region(NamedTuple):
-    """Addresses at which a file is mapped.
-
-    Args:
-        begin: the first address.
-        end: the address behind the last.
-        offset: the place of the first address in the file.
-        inode: of the file.
-        path: of the file.
-    """
+    """Addresses, from `begin` to before `end`, at which a file is mapped from its byte `offset` on."""
 
     begin: int
     end: int
     offset: int
     inode: int
     path: str
-
-    def n_bytes_of_file(self) -> int:
-        # 0: the file is no more.
-        with contextlib.suppress(OSError):
-            found = Path(self.path).stat()
-            if stat.S_ISREG(found.st_mode) and found.st_ino == self.inode:
-                return found.st_size
-        return 0
 
 
 def regions() -> list[Region]:
@@ -75,11 +59,15 @@ def regions() -> list[Region]:
 class MappedFile:
     """A file that a worker maps once for all that lies in it."""
 
-    def __init__(self, path: str, inode: int, n_bytes: int) -> None:
-        self.made_of = path, inode, n_bytes
+    def __init__(self, path: str, inode: int) -> None:
+        self.path, self.inode, self.n_bytes = path, inode, 0  # 0: the file is no more
+        with contextlib.suppress(OSError):
+            found = Path(path).stat()
+            if stat.S_ISREG(found.st_mode) and found.st_ino == inode:
+                self.n_bytes = found.st_size
 
     def __reduce__(self) -> Any:
-        return file_mapped, self.made_of
+        return file_mapped, (self.path, self.inode, self.n_bytes)
 
 
 def file_mapped(path: str, inode: int, n_bytes: int) -> np.memmap:
@@ -96,8 +84,8 @@ class _DataPickler(cloudpickle.Pickler):
         super().__init__(file)
         self.regions = regions()
         self.begins = [region.begin for region in self.regions]
-        self.files: dict[str, MappedFile] = {}
-        self.sizes: dict[Region, int] = {}
+        self.files: dict[tuple[str, int], MappedFile] = {}
+        self.used: set[Region] = set()
 
     def reducer_override(self, obj: Any) -> Any:
         made = None
@@ -140,15 +128,15 @@ class _DataPickler(cloudpickle.Pickler):
         if number < 0 or begin >= self.regions[number].end:
             return None
         region = self.regions[number]
-        if region not in self.sizes:
-            self.sizes[region] = region.n_bytes_of_file()
-        place = begin - region.begin + region.offset
-        if end > region.end or place + end - begin > self.sizes[region]:
+        key, place = (region.path, region.inode), begin - region.begin + region.offset
+        if key not in self.files:
+            if len(self.files) == MOST_FILES:
+                return None
+            self.files[key] = MappedFile(*key)
+        if end > region.end or place + end - begin > self.files[key].n_bytes:
             return None
-        if region.path not in self.files and len(self.files) < MOST_FILES:
-            self.files[region.path] = MappedFile(region.path, region.inode, self.sizes[region])
-        file = self.files.get(region.path)
-        return None if file is None else (file, place)
+        self.used.add(region)
+        return self.files[key], place
 
 
 def pickled(data: Any) -> bytes:
@@ -156,7 +144,7 @@ def pickled(data: Any) -> bytes:
         pickler = _DataPickler(file)
         pickler.dump(data)
         # What pickling itself has made may lie where a file was mapped before.
-        is_right = not pickler.sizes or pickler.sizes.keys() <= set(regions())
+        is_right = not pickler.used or pickler.used <= set(regions())
         return file.getvalue() if is_right else cloudpickle.dumps(data)
 
 

@@ -10,7 +10,7 @@ import pickle
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import tblib
 import torch
@@ -35,17 +35,16 @@ class SharedBatch:
         placed: list[tuple[int, Tensor]] = []
         self.size, self.fd = 0, -1
 
-        def place(tensor: Tensor) -> tuple[Any, ...]:
-            dense = tensor if torch.empty_like(tensor).stride() == tensor.stride() else tensor.contiguous()
+        def place_if_plain(part: Any) -> tuple[Any, ...] | None:
+            if type(part) is not Tensor or part.layout != torch.strided or part.is_quantized or part.requires_grad:
+                return None
+            if part.device.type != "cpu":
+                return None
+            dense = part if torch.empty_like(part).stride() == part.stride() else part.contiguous()
             begin = -(-self.size // ALIGNED) * ALIGNED
             self.size = begin + dense.nbytes
             placed.append((begin, dense))
             return begin, dense.dtype, tuple(dense.shape), dense.stride()
-
-        def place_if_plain(part: Any) -> tuple[Any, ...] | None:
-            if type(part) is not Tensor or part.layout != torch.strided or part.is_quantized or part.requires_grad:
-                return None
-            return place(part) if part.device.type == "cpu" else None
 
         structure = io.BytesIO()
         pickler = pickle.Pickler(structure, pickle.HIGHEST_PROTOCOL)
@@ -79,10 +78,6 @@ class SharedBatch:
             self.fd = -1
 
 
-def pinned(batch: SharedBatch) -> Any:
-    return pin(batch.open())
-
-
 def _view(memory: Any, begin: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> Tensor:
     # Return a dense tensor that lies in memory, `begin` bytes behind its start.
     n = math.prod(shape)
@@ -90,42 +85,27 @@ def _view(memory: Any, begin: int, dtype: torch.dtype, shape: tuple[int, ...], s
     return flat.as_strided(shape, stride)
 
 
-@dataclass(frozen=True)
-class Request:
-    """A batch that a worker is to make.
-
-    Args:
-        indices: of its samples, with their places.
-        expect: indices of all samples that the worker will read in this pass, in order; None: as it was told.
-    """
+class Request(NamedTuple):
+    """A batch that a worker is to make."""
 
     indices: Indices
-    expect: list[int] | None = None
+    expect: list[int] | None  # all samples that the worker will read in this pass, in order; None: as it was told
 
 
 @dataclass
 class Result:
-    """What comes back.
+    """What comes back."""
 
-    Args:
-        batch: the batch; None if there is none.
-        worker: the number of the worker.
-        report: what its copy of the data set has learned.
-        error: pickled; b"" for none.
-        frames: the traceback of the error, as plain values.
-        refused: why the data set can't be unpickled; "" if it can.
-    """
-
-    batch: Any
+    batch: Any = None
     worker: int = 0
-    report: Mapping[str, Any] = field(default_factory=dict)
-    error: bytes = b""
-    frames: Mapping[str, Any] | None = None
-    refused: str = ""
+    report: Mapping[str, Any] = field(default_factory=dict)  # what the worker's copy of the data set has learned
+    error: bytes = b""  # pickled
+    frames: Mapping[str, Any] | None = None  # the traceback of the error, as plain values
+    refused: str = ""  # why the data set can't be unpickled
 
     def pin_memory(self) -> Result:
         if isinstance(self.batch, SharedBatch):
-            self.batch = pinned(self.batch)
+            self.batch = pin(self.batch.open())
         return self
 
     def opened(self) -> Any:
@@ -144,22 +124,22 @@ class WorkerSet:
         self.epoch: int | None = None
         self.told = 0  # bad samples
 
-    def __getitems__(self, request: Request) -> Result:
+    def __getitem__(self, request: Request) -> Result:
+        info: Any = get_worker_info()
         if self.dataset is None:
             try:
                 self.dataset = pickle.loads(self.pickled)  # noqa: S301  from the process that started this one
                 self.pickled = b""
             except Exception as error:
-                return Result(None, refused=f"{type(error).__name__}: {error}")
-            if (info := get_worker_info()) is not None:  # the user's code may ask it for the data set
-                object.__setattr__(info, "dataset", unwrapped(self.dataset))
+                return Result(refused=f"{type(error).__name__}: {error}")
+            object.__setattr__(info, "dataset", unwrapped(self.dataset))  # the user's code may ask it for the data set
             if hasattr(self.dataset, "share"):
                 self.dataset.share(self.workers)
         try:
-            return Result(SharedBatch(self._make(request)), _number(), self._report(request.indices))
+            return Result(SharedBatch(self._make(request)), info.id, self._report(request.indices))
         except BaseException as error:
             frames = tblib.Traceback(error.__traceback__).to_dict()
-            return Result(None, _number(), error=_packed(error), frames=frames)
+            return Result(worker=info.id, error=_packed(error), frames=frames)
 
     def _make(self, request: Request) -> Any:
         epoch = request.indices.epoch
@@ -189,15 +169,6 @@ def begin(number: int) -> None:
     # Prepare a worker: what signals a whole rank asks of it is the rank's to decide.
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_IGN)
-
-
-def as_it_is(result: Result) -> Result:
-    return result
-
-
-def _number() -> int:
-    info = get_worker_info()
-    return info.id if info else 0
 
 
 def _packed(error: BaseException) -> bytes:

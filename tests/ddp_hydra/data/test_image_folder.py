@@ -252,8 +252,6 @@ def test_a_given_endpoint_wins_over_the_environment_and_over_a_proxy(folder, s3,
             r"'localhost:9000'.*data\.endpoint_url=http://",
         ),
         ({"bucket": None}, r"no bucket is given.*data\.bucket="),
-        ({"bucket": "pets", "threads": 0}, r"data\.threads="),
-        ({"bucket": "pets", "max_bad_fraction": 2}, r"data\.max_bad_fraction="),
     ],
 )
 def test_a_value_that_cannot_be_is_refused(folder, arguments, typed):

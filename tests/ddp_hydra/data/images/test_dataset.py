@@ -266,6 +266,24 @@ def test_a_transform_that_exits_is_no_batch_that_never_comes(stored):
             data.__getitems__([0, 1, 2])
 
 
+@pytest.mark.medium
+def test_a_transform_that_takes_no_image_of_many_is_told():
+    def refuses(image):
+        raise ValueError("the image is too small")
+
+    class Large(Stored):
+        def fetch(self, index: int) -> bytes:
+            return FILES[index % len(FILES)]
+
+        n_bytes = ImageDataset.n_bytes
+
+    data = Large(transform=refuses, max_bad_fraction=0.01)
+    data.targets = np.zeros(200_000, np.int32)
+    with pytest.raises(ValueError, match=r"100 images in a row of memory can't be read: image 0 \(the image is too"):
+        data.__getitems__([0])
+    data.close()
+
+
 @pytest.mark.parametrize("transform", [two_views, in_a_dict])
 def test_a_transform_may_return_several_tensors(transform):
     data = Stored(transform=transform)

@@ -51,10 +51,11 @@ pytestmark = pytest.mark.medium
 
 @pytest.fixture(scope="module", autouse=True)
 def one_helper():
-    """One helper for all tests of this module, as importing torch takes seconds."""
-    held = helper.acquire()
+    """One helper for all tests of this module, as importing torch takes seconds; it ends with them."""
+    helper.current()
     yield
-    helper.release(held)
+    helper.current().requests.close()
+    helper._current = None
 
 
 @pytest.fixture
@@ -245,6 +246,7 @@ def test_workers_whose_helper_is_killed_are_told_apart(monkeypatch, loader):
     parent.kill()
     with pytest.raises(ConnectionError, match=r"has ended with the process that starts them; somebody has killed that"):
         list(loaded)
+    one.workers.context.helper.requests.close()
 
 
 @pytest.mark.slow
