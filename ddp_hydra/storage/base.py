@@ -109,6 +109,12 @@ def bare_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+def check_key(key: str, where: object = "its store") -> None:
+    """Refuse a key that would lead out of its store: a ValueError."""
+    if key.startswith("/") or ".." in key.split("/"):
+        raise ValueError(f"{key!r} leads out of {where}: give paths below it, without '..'")
+
+
 def cause(full: str) -> str:
     """Return " (why)" from the depths of the client's error, or nothing."""
     if "InvalidCertificate" in full:
