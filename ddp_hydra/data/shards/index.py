@@ -8,7 +8,6 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Annotated, Any, Literal, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert, field
 from msgspec.structs import replace
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from ddp_hydra.checked import Count, prepare
 from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.fsspec_store import is_known
+from ddp_hydra.storage.urls import local_path
 
 T = TypeVar("T")
 KIND: Literal["wids-shard-index-v1"] = "wids-shard-index-v1"
@@ -95,12 +95,6 @@ def read_index(
         base: the folder or URL of the shards; None: as above.
         dataset: read only the sub-dataset of this name; None: read all.
         access: how URLs are read.
-
-    Raises:
-        ValueError: the file is not such an index, or names what it may not name.
-        FileNotFoundError: there is no such file.
-        PermissionError: it may not be read.
-        ConnectionError: its host is not reachable.
     """
     access = access or Access(setting="data.index")
     if isinstance(index, str):
@@ -233,13 +227,9 @@ class _Folder(Struct, frozen=True):
 
 
 def absolute(url: str) -> str:
-    """Return a path or a file:// URL as an absolute path, and any other URL unchanged.
-
-    Raises:
-        ValueError: URLs of this kind can't be read.
-    """
+    """Return a path or a file:// URL as an absolute path, and any other URL unchanged, if it can be read."""
     if url.startswith("file:"):
-        return os.path.normpath(unquote(urlsplit(url).path))
+        return str(local_path(url))
     if not (scheme := _scheme(url)):
         return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 (Path keeps "..")
     if scheme not in SCHEMES and not is_known(scheme):
