@@ -240,8 +240,7 @@ class ShardCache(ProcessLocal):
             if part is not None:
                 self._download(part, number, background=False)
                 return part, True
-            if self._closed:
-                raise _ClosedError
+            self._check_open()
             time.sleep(_POLL_S)
 
     def _download(self, part: int, number: int, background: bool) -> None:
@@ -271,8 +270,11 @@ class ShardCache(ProcessLocal):
 
     def _note_piece(self, piece: Any) -> None:
         self._counters.add(bytes=len(piece))
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed:
-            raise _ClosedError
+            raise RuntimeError("the shard cache was closed while a shard was being fetched")
 
     def _reserve(self, part: int, n_bytes: int, background: bool) -> None:
         folder = self._folder()
@@ -289,8 +291,7 @@ class ShardCache(ProcessLocal):
                 return
             if background:
                 raise _NoSpaceError
-            if self._closed:
-                raise _ClosedError
+            self._check_open()
             waited_s = time.monotonic() - started
             if waited_s > WAIT_S:
                 raise OSError(
@@ -342,13 +343,6 @@ class ShardCache(ProcessLocal):
 
 class _NoSpaceError(Exception):
     """There is no space for a shard that is fetched in the background."""
-
-
-class _ClosedError(RuntimeError):
-    """The cache was closed."""
-
-    def __init__(self) -> None:
-        super().__init__("the shard cache was closed while a shard was being fetched")
 
 
 def _in_gib(n_bytes: int) -> int:

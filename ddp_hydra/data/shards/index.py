@@ -141,7 +141,7 @@ def _shards(
     source: str,
     folder: _Folder | None,
     names: tuple[str, ...] = (),
-    above: tuple[str, ...] = (),
+    depth: int = 0,
 ) -> Iterator[tuple[tuple[str, ...], Shard]]:
     """Yield each shard, together with the names of the data sets that it belongs to, outermost first."""
     folder = folder or _Folder.of(source).within(dataset.base)
@@ -152,16 +152,16 @@ def _shards(
     for number, inner in enumerate(dataset.datasets or ()):
         if inner.source_url is not None:
             nested = _Folder.of(source).join(inner.source_url)
-            if len(above) >= DEEPEST:
+            if depth >= DEEPEST:
                 raise ValueError(
                     f"the index {bare_url(source)} leads back, or too deep, to {bare_url(nested)} (deepest: {DEEPEST})"
                 )
             file = _load(access, nested)
             file.name = inner.name or file.name
             base = None if inner.base is None else _Folder(folder.join(inner.base).rstrip("/"), not is_remote(nested))
-            yield from _shards(access, file, nested, base, names, (*above, source))
+            yield from _shards(access, file, nested, base, names, depth + 1)
         elif inner.shardlist is not None or inner.datasets is not None:
-            yield from _shards(access, inner, source, folder.within(inner.base), names, above)
+            yield from _shards(access, inner, source, folder.within(inner.base), names, depth)
         else:
             where = f"data set {number} of the index {bare_url(source)}"
             raise ValueError(f"{where} has neither a shardlist nor a source_url")

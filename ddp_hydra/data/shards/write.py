@@ -56,14 +56,6 @@ def write_shards(
 
     Returns:
         The index.
-
-    Raises:
-        ValueError: an argument is out of its range, or an image has a class that `classes_from` does not have.
-        FileNotFoundError: there is no such folder, or it has no images in class folders.
-        FileExistsError: `out` has an index already.
-        PermissionError: a bucket refuses access.
-        ConnectionError: a bucket is not reachable.
-        OSError: `source` can't be read, or `out` can't be written.
     """
     if shard_mb <= 0:
         raise ValueError(f"shard-mb is {shard_mb:g}, and must be above 0: type --shard-mb 128")
@@ -122,11 +114,6 @@ def write_index(
 
     Returns:
         The index.
-
-    Raises:
-        ValueError: a tar file is damaged or has no samples, or `out` is a folder.
-        FileNotFoundError: there is no such file.
-        OSError: a file can't be read or written.
     """
     access = access or Access(setting="TAR")
     target = Path(absolute(out))
