@@ -171,22 +171,17 @@ class WidsShards(ProcessLocal, Dataset):
         return number, index - (self._ends[number] - self.shard_lengths[number])
 
     def _open(self, number: int, inner: int) -> OpenShard:
+        # Open a shard to read a sample, and note that this one is read.
         shard = self._cache.open(number)
-        self._note_read(number, inner)
-        return shard
-
-    def _note_read(self, number: int, inner: int) -> None:
         index = self._ends[number] - self.shard_lengths[number] + inner
-        if not self._unread or not self._unread[index]:
-            return
-        with self._lock:
-            if not self._unread[index]:
-                return
-            self._unread[index] = 0
-            self._left[number] -= 1
-            ends = not self._left[number]
-        if ends:
-            self._cache.note_done(number)
+        if self._unread and self._unread[index]:
+            with self._lock:
+                is_first, self._unread[index] = self._unread[index], 0
+                self._left[number] -= is_first
+                ends = is_first and not self._left[number]
+            if ends:
+                self._cache.note_done(number)
+        return shard
 
 
 def field_of(fields: dict[str, memoryview], extensions: Collection[str]) -> memoryview | None:
