@@ -277,11 +277,7 @@ def is_known(scheme: str) -> bool:
 
 
 def check_installed(scheme: str) -> None:
-    """Check that fsspec's package for a scheme is installed.
-
-    Raises:
-        ModuleNotFoundError: it is not.
-    """
+    """Raise ModuleNotFoundError if fsspec's package for a scheme is not installed."""
     from fsspec import get_filesystem_class
 
     try:

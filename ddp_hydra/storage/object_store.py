@@ -196,11 +196,7 @@ class ObjectStore(Store):
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield the key and the size in bytes of each object below a folder; see `Store`.
 
-        The key of a folder's marker comes without its last slash, and size 0.
-
-        Raises:
-            ValueError: a key that is not a path.
-            Exception: as `Store.objects`.
+        The key of a folder's marker comes without its last slash, and size 0. A key that is not a path is a ValueError.
         """
         last: Object | None = None
         pages: Iterator[list[Object]] | None = None
@@ -372,16 +368,8 @@ class WebServer(ObjectStore):
 def download(url: str, timeout_s: float) -> bytes:
     """Return the content of a file on a web server.
 
-    It needs no obstore, and takes answers that do not say how long they are, which obstore refuses.
-
-    Args:
-        url: starts with http:// or https://.
-        timeout_s: how long the connection may stay silent.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        PermissionError: the file may not be read.
-        ConnectionError: the server is not reachable, or out of order.
+    It needs no obstore, and takes answers that do not say how long they are, which obstore refuses. Errors are those of
+    `Store.get`.
     """
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (the callers give web URLs only)

@@ -87,11 +87,7 @@ class BucketAddress:
 
 
 def check_name(name: str, setting: str | None) -> None:
-    """Check the name of a bucket; `setting` is the config key that names it.
-
-    Raises:
-        ValueError: it can't be one.
-    """
+    """Refuse what can't be the name of a bucket; `setting` is the config key that names it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
         raise ValueError(
             f"{name!r} is not the name of a bucket (3 to 63 letters, digits, .-) or a path: check {setting}=..."

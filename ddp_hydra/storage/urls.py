@@ -69,10 +69,6 @@ class Access:
 
         Args:
             url: s3://bucket/key, gs:// or az:// as well, http(s)://host/path, file:///path, a path, or a URL of fsspec.
-
-        Raises:
-            ValueError: a URL of another kind.
-            ModuleNotFoundError: fsspec's package for this scheme is not installed.
         """
         parts = urlsplit(url)
         if "://" in url and parts.scheme not in ("file", "http", "https"):
@@ -127,10 +123,6 @@ def root_of(name: str, setting: str = "data.bucket") -> str:
         name: of a bucket, with s3://, gs:// or az:// in front or without; a local folder, whose path has a slash or
             begins with a dot or "~"; file:///folder; or a URL of fsspec.
         setting: the config key that holds it, for messages.
-
-    Raises:
-        ValueError: it is none of them.
-        ModuleNotFoundError: fsspec's package for this scheme is not installed.
     """
     if "\\" in name:
         raise ValueError(f"{name!r} has backslashes: write the path of a folder with slashes, {setting}=...")

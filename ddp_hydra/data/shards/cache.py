@@ -56,9 +56,6 @@ class ShardCache(ProcessLocal):
         held: {number: open shard}.
         counts: downloads, bytes, cache_hits (the shard was on the disk when it was opened), cache_misses, waited_s
             (time spent on opening shards).
-
-    Raises:
-        ValueError: an argument is out of its range.
     """
 
     def __init__(

@@ -70,9 +70,6 @@ class ShardFolder:
         path: the folder; it is made if it is missing. If others may write to it, a folder in it is used, see
             `private_folder`.
         budget_bytes: the most that all shards in it may take.
-
-    Raises:
-        OSError: it can't be made.
     """
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
