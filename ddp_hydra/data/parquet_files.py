@@ -128,8 +128,10 @@ def _find(access: Access, url: str) -> list[PartFile]:
             return [_file(access, path)]
     if path.endswith((".csv", ".csv.gz")):
         raise ValueError(f"{bare_url(url)} is not a Parquet file: type {_conversion(url)}")
-    if not url.startswith(("http://", "https://")) and any(letter in path for letter in "*?["):
-        return _by_pattern(access, path)
+    wildcard = None if url.startswith(("http://", "https://")) else re.search(r"[*?[]", path)
+    if wildcard:
+        base, slash, _ = path[: wildcard.start()].rpartition("/")
+        return _in_folder(access, base or slash or ".", path[len(base + slash) :])
     if path != url or not path.lower().endswith(SUFFIXES):
         return _in_folder(access, path)
     try:
@@ -189,13 +191,6 @@ def _is_left(inside: str) -> bool:
     # Return whether a file is no part of the data: hidden, or with an underscore in front as Spark's own files.
     own = any(part.startswith("_") and "=" not in part for part in inside.split("/"))
     return own or is_leftover(inside)
-
-
-def _by_pattern(access: Access, url: str) -> list[PartFile]:
-    parts = url.split("/")
-    first = next(n for n, part in enumerate(parts) if any(letter in part for letter in "*?["))
-    base = "/".join(parts[:first]) or ("/" if url.startswith("/") else ".")
-    return _in_folder(access, base, "/".join(parts[first:]))
 
 
 def _folders_of(inside: str) -> dict[str, str | None]:

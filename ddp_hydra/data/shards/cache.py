@@ -24,6 +24,7 @@ from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, chec
 from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.base import Counters, ProcessLocal
 from ddp_hydra.storage.files import user_cache
+from ddp_hydra.storage.retry import FULL
 
 GIB = 2**30
 WAIT_S = 60.0
@@ -259,7 +260,7 @@ class ShardCache(ProcessLocal):
             folder.publish(part, name)
         except BaseException as error:
             folder.abandon(part, name)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise OSError(
                     f"{folder.path} on {socket.gethostname()} became full: free it, or type data.cache_dir=..."
                 ) from None

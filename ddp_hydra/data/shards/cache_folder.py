@@ -17,6 +17,7 @@ import psutil
 
 from ddp_hydra.data.shards.tar_index import TarMembers
 from ddp_hydra.storage.files import flocked, private_folder
+from ddp_hydra.storage.retry import FULL
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
 """Only files with such names are ever removed from the folder."""
@@ -115,7 +116,7 @@ class ShardFolder:
             try:
                 _allocate(part, n_bytes)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno in FULL:
                     return "the disk is full"
                 raise
             return None

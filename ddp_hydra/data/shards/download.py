@@ -16,11 +16,10 @@ from typing import Any
 from ddp_hydra.data.shards.index import Shard
 from ddp_hydra.data.threads import Lookahead
 from ddp_hydra.storage import Store, bare_url
-from ddp_hydra.storage.base import RangesIgnoredError
+from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 2**20
 CONNECTIONS = 4
 """How many pieces of a shard are fetched at a time."""
 _UNPACKED_BYTES = 4 * 2**20

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import io
 import itertools
@@ -199,7 +198,7 @@ def _named(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) and error.filename is None:
+        if error.errno and error.filename is None:
             error.filename = str(folder)
         raise
 
