@@ -21,6 +21,7 @@ from fsspec.utils import glob_translate
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.errors import DataError
 from ddp_hydra.storage import Access, Store, bare_url, is_remote
+from ddp_hydra.storage.urls import local_path
 
 with contextlib.suppress(ImportError):  # `open_files` says what to install
     import pyarrow.compute
@@ -120,8 +121,8 @@ def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
 
 def _find(access: Access, url: str) -> list[PartFile]:
     path = url.rstrip("/")
-    if not is_remote(url) and "://" not in url:
-        local = Path(url).expanduser()
+    if not is_remote(url):
+        local = local_path(url)
         if local.is_dir():
             return _in_folder(access, path or "/")
         if local.is_file() and not url.endswith((".csv", ".csv.gz")):
@@ -158,8 +159,6 @@ def _conversion(url: str) -> str:
 
 def _file(access: Access, url: str) -> PartFile:
     store, key = access.open(url)
-    if not is_remote(url) and Path(url.removeprefix("file://")).is_dir():
-        raise IsADirectoryError(url)
     return PartFile(bare_url(url), store, key, store.size(key))
 
 
