@@ -49,11 +49,7 @@ class FileInbox:
         self._kept_bytes = 0
 
     def receive(self, record: Record) -> None:
-        """Take a record; what ranks print is logged.
-
-        Raises:
-            RecordError: a file cannot be written.
-        """
+        """Take a record; what ranks print is logged."""
         file = record.data
         if isinstance(file, Log):
             log.info("rank %d: %s", record.rank, printable(file.text).rstrip("\n"))
@@ -76,12 +72,7 @@ class FileInbox:
             self._kept_bytes += more
 
     def deliver(self, folder: str, target: Path) -> None:
-        """Move the files of a handler to a folder, and write further ones there.
-
-        Args:
-            folder: in which the handler's files travel.
-            target: made if it is missing.
-        """
+        """Move the files of a handler, which travel in `folder`, to a target folder, and write further ones there."""
         with self._lock:
             with writing(target):
                 target.mkdir(parents=True, exist_ok=True)
