@@ -9,7 +9,7 @@ import contextlib
 import io
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +21,7 @@ from fsspec.utils import glob_translate
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.errors import DataError
 from ddp_hydra.storage import Access, Store, bare_url, is_remote
+from ddp_hydra.storage.urls import local_path
 
 with contextlib.suppress(ImportError):  # `open_files` says what to install
     import pyarrow.compute
@@ -44,14 +45,16 @@ def is_damage(error: Exception) -> bool:
 class PartFile:
     """A Parquet file; it can be pickled, and is opened when it is needed.
 
-    `partition`: column -> value, which the folders around the file give to all its rows: scalars of pyarrow.
+    `inside` is its path below the folder that was given. `partition`: column -> value, which the folders around the
+    file give to all its rows: scalars of pyarrow.
     """
 
     name: str
     store: Store
     key: str
     size: int
-    partition: Mapping[str, Any]
+    inside: str = ""
+    partition: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
     def file(self) -> Any:
@@ -98,38 +101,38 @@ def need_pyarrow() -> None:
 
 def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
     need_pyarrow()
-    opened = []
+    opened: list[PartFile] = []
     for url in map(str, urls):
         found = _find(access, url)
-        values = _typed([_folders_of(inside) for _, _, _, _, inside in found])
-        for (name, store, key, size, _), partition in zip(found, values, strict=True):
-            part = PartFile(name, store, key, size, partition)
+        partitions = _typed([_folders_of(part.inside) for part in found])
+        for part, partition in zip(found, partitions, strict=True):
+            part.partition = partition
             try:
                 part.file  # noqa: B018  opens it
             except Exception as error:
                 if not is_damage(error):
                     raise
-                raise ValueError(f"{name} can't be read as a Parquet file ({error}): check data.files=...") from None
-            opened.append(part)
+                raise ValueError(
+                    f"{part.name} can't be read as a Parquet file ({error}): check data.files=..."
+                ) from None
+        opened += found
     return opened
 
 
-Found = tuple[str, Store, str, int, str]
-"""A file: its name for messages, its store, key and size, and its path below the folder that was given."""
-
-
-def _find(access: Access, url: str) -> list[Found]:
+def _find(access: Access, url: str) -> list[PartFile]:
     path = url.rstrip("/")
-    if not is_remote(url) and "://" not in url:
-        local = Path(url).expanduser()
+    if not is_remote(url):
+        local = local_path(url)
         if local.is_dir():
             return _in_folder(access, path or "/")
         if local.is_file() and not url.endswith((".csv", ".csv.gz")):
             return [_file(access, path)]
     if path.endswith((".csv", ".csv.gz")):
         raise ValueError(f"{bare_url(url)} is not a Parquet file: type {_conversion(url)}")
-    if not url.startswith(("http://", "https://")) and any(letter in path for letter in "*?["):
-        return _by_pattern(access, path)
+    wildcard = None if url.startswith(("http://", "https://")) else re.search(r"[*?[]", path)
+    if wildcard:
+        base, slash, _ = path[: wildcard.start()].rpartition("/")
+        return _in_folder(access, base or slash or ".", path[len(base + slash) :])
     if path != url or not path.lower().endswith(SUFFIXES):
         return _in_folder(access, path)
     try:
@@ -154,14 +157,12 @@ def _conversion(url: str) -> str:
     return f'python -c "from pyarrow import csv, parquet; {convert}", and give {name} in its place'
 
 
-def _file(access: Access, url: str) -> Found:
+def _file(access: Access, url: str) -> PartFile:
     store, key = access.open(url)
-    if not is_remote(url) and Path(url.removeprefix("file://")).is_dir():
-        raise IsADirectoryError(url)
-    return bare_url(url), store, key, store.size(key), ""
+    return PartFile(bare_url(url), store, key, store.size(key))
 
 
-def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Found]:
+def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[PartFile]:
     store, prefix = access.open_folder(url)
     wanted = None if pattern is None else re.compile(glob_translate(pattern))
     found = []
@@ -178,7 +179,7 @@ def _in_folder(access: Access, url: str, pattern: str | None = None) -> list[Fou
             continue
         around = (inside[: cut.start()] for cut in re.finditer("/|$", inside))  # a folder may match, too
         if wanted is None or any(map(wanted.match, around)):
-            found.append((f"{bare_url(url).rstrip('/')}/{inside}", store, key, size, inside))
+            found.append(PartFile(f"{bare_url(url).rstrip('/')}/{inside}", store, key, size, inside))
     if not found:
         where = bare_url(url) if pattern is None else f"no file matches {bare_url(url)}/{pattern}: it"
         raise FileNotFoundError(f"{where} holds no file that ends with .parquet or .pq: check data.files=...")
@@ -189,13 +190,6 @@ def _is_left(inside: str) -> bool:
     # Return whether a file is no part of the data: hidden, or with an underscore in front as Spark's own files.
     own = any(part.startswith("_") and "=" not in part for part in inside.split("/"))
     return own or is_leftover(inside)
-
-
-def _by_pattern(access: Access, url: str) -> list[Found]:
-    parts = url.split("/")
-    first = next(n for n, part in enumerate(parts) if any(letter in part for letter in "*?["))
-    base = "/".join(parts[:first]) or ("/" if url.startswith("/") else ".")
-    return _in_folder(access, base, "/".join(parts[first:]))
 
 
 def _folders_of(inside: str) -> dict[str, str | None]:
@@ -361,22 +355,18 @@ def targets(column: Any, name: str, whole: bool, where: str, first_row: int) -> 
     return np.asarray(column.cast(pyarrow.int64(), safe=False).to_numpy(zero_copy_only=False))
 
 
-def range_of(file: PartFile, column: str, groups: Sequence[int]) -> list[int]:
-    # Row groups without statistics are read.
-    found: list[int] = []
-    for group in groups:
-        chunks = file.file.metadata.row_group(group)
-        # The field y of a struct a has the path of a column a.y, and the name y.
-        names = [file.file.schema.column(place).name for place in range(chunks.num_columns)]
-        stored = map(chunks.column, [place for place, name in enumerate(names) if name == column])
-        known = next((one.statistics for one in stored if one.path_in_schema == column), None)
-        if known is not None and known.has_min_max:
-            found += [int(known.min), int(known.max)]
-        else:
-            both = pyarrow.compute.min_max(_plain(file.read(group, [column]).column(column).combine_chunks()))
-            found += [int(value) for value in both.as_py().values() if value is not None]
-    if found and max(found) > _LARGEST:
-        raise ValueError(
-            f"{file.name}: the target {column} has {max(found)}, and the largest one is {_LARGEST} (int64)"
-        )
+def range_of(column: str, part: PartFile, group: int) -> list[int]:
+    # Return the smallest and the largest number in a row group, which is read if it has no statistics; [] for none.
+    chunks = part.file.metadata.row_group(group)
+    # The field y of a struct a has the path of a column a.y, and the name y.
+    names = [part.file.schema.column(place).name for place in range(chunks.num_columns)]
+    stored = map(chunks.column, [place for place, name in enumerate(names) if name == column])
+    known = next((one.statistics for one in stored if one.path_in_schema == column), None)
+    if known is not None and known.has_min_max:
+        found = [int(known.min), int(known.max)]
+    else:
+        both = pyarrow.compute.min_max(_plain(part.read(group, [column]).column(column).combine_chunks()))
+        found = [int(value) for value in both.as_py().values() if value is not None]
+    if found and found[1] > _LARGEST:
+        raise ValueError(f"{part.name}: the target {column} has {found[1]}, and the largest one is {_LARGEST} (int64)")
     return found

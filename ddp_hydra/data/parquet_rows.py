@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -83,7 +83,10 @@ class ParquetRows(ProcessLocal):
         self._ends = list(accumulate(self.shard_lengths))
         self.feature_widths = tuple(parquet_files.width_of(parts[0], column) for column in self.features)
         self._whole = self.target is not None and all(parquet_files.is_whole(part.types[self.target]) for part in parts)
-        self._range = self._range_of_target(parts) if self._whole else None
+        self._range: tuple[int, int] | None = None
+        if self._whole:
+            ranges = [parquet_files.range_of(str(self.target), part, group) for part, group, _ in self._groups]
+            self._range = min(chain(*ranges), default=0), max(chain(*ranges), default=0)
         self.num_classes = self._range[1] + 1 if self._range is not None and self._range[1] >= 0 else None
         self._begin_process_state()
 
@@ -208,13 +211,6 @@ class ParquetRows(ProcessLocal):
                 self._groups.append((part, group, row))
                 self.shard_lengths.append(length)
             row += length
-
-    def _range_of_target(self, parts: Sequence[PartFile]) -> tuple[int, int]:
-        found: list[int] = []
-        for part in parts:
-            groups = [group for other, group, _ in self._groups if other is part]
-            found += parquet_files.range_of(part, str(self.target), groups)
-        return min(found, default=0), max(found, default=0)
 
     def _read(self, group: int) -> tuple[np.ndarray, np.ndarray | None]:
         with self._lock:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_hydra.data.images.batch_loader import LostSamples
+from ddp_hydra.data.images.batch_loader import LostSamples, is_of_sample
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
-from ddp_hydra.data.shards.cache import GIB, ClosedShardError, ShardCache
+from ddp_hydra.data.shards.cache import GIB, ShardCache
 from ddp_hydra.data.shards.index import Index, read_index
 from ddp_hydra.data.shards.tar_index import OpenShard, missing_field, not_a_class
 from ddp_hydra.storage import Access, bare_url
-from ddp_hydra.storage.base import ProcessLocal, StaleCredentialsError
+from ddp_hydra.storage.base import ProcessLocal
 
 
 class WidsShards(ProcessLocal, Dataset):
@@ -171,34 +171,22 @@ class WidsShards(ProcessLocal, Dataset):
         return number, index - (self._ends[number] - self.shard_lengths[number])
 
     def _open(self, number: int, inner: int) -> OpenShard:
+        # Open a shard to read a sample, and note that this one is read.
         shard = self._cache.open(number)
-        self._note_read(number, inner)
-        return shard
-
-    def _note_read(self, number: int, inner: int) -> None:
         index = self._ends[number] - self.shard_lengths[number] + inner
-        if not self._unread or not self._unread[index]:
-            return
-        with self._lock:
-            if not self._unread[index]:
-                return
-            self._unread[index] = 0
-            self._left[number] -= 1
-            ends = not self._left[number]
-        if ends:
-            self._cache.note_done(number)
+        if self._unread and self._unread[index]:
+            with self._lock:
+                is_first, self._unread[index] = self._unread[index], 0
+                self._left[number] -= is_first
+                ends = is_first and not self._left[number]
+            if ends:
+                self._cache.note_done(number)
+        return shard
 
 
 def field_of(fields: dict[str, memoryview], extensions: Collection[str]) -> memoryview | None:
-    """Return the field whose extension is one of `extensions`, or else the one whose last extension is; None: none.
-
-    Args:
-        fields: of a sample.
-        extensions: in lower case, e.g. ".jpg".
-
-    Raises:
-        ValueError: none is one of them, and the last extension of several is: .left.png and .right.png.
-    """
+    # Return the field whose extension is one of `extensions`, e.g. ".jpg", or else the one whose last extension is.
+    # Several such fields, as .left.png and .right.png, are an error.
     for extension, content in fields.items():
         if extension in extensions:
             return content
@@ -297,8 +285,7 @@ class WidsImages(StoredImages):
         try:
             return self.shards.fields(index)
         except (ValueError, FileNotFoundError, PermissionError) as error:
-            of_shard = self._works or not isinstance(error, PermissionError) or isinstance(error, ClosedShardError)
-            if isinstance(error, StaleCredentialsError) or not of_shard:
+            if not is_of_sample(error, self._works):
                 raise
             number, inner = self.shards.find(index)
             shard = self.shards.shards[number]

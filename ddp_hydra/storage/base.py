@@ -94,28 +94,11 @@ class Counters(ProcessLocal):
 
 
 class TransferCounters(Counters):
-    """Counts answered requests, retries, and bytes."""
+    """Counts answered requests, retries (requests that were made again), and bytes that were read."""
 
-    def read(self, n_bytes: int) -> None:
-        """Count an answer, and its bytes."""
-        with self._lock:
-            self.totals["requests"] += 1
-            self.totals["bytes"] += n_bytes
-
-    @property
-    def requests(self) -> int:
-        """Requests that were answered."""
-        return int(self.totals["requests"])
-
-    @property
-    def retries(self) -> int:
-        """Requests that were made again."""
-        return int(self.totals["retries"])
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that were read."""
-        return int(self.totals["bytes"])
+    requests = property(lambda self: int(self.totals["requests"]))
+    retries = property(lambda self: int(self.totals["retries"]))
+    bytes = property(lambda self: int(self.totals["bytes"]))
 
 
 def bare_url(url: str) -> str:
@@ -124,6 +107,12 @@ def bare_url(url: str) -> str:
         return re.sub(r"//([^/@:]*):[^/@]*@", r"//\1@", url)
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
+
+
+def check_key(key: str, where: object = "its store") -> None:
+    """Refuse a key that would lead out of its store: a ValueError."""
+    if key.startswith("/") or ".." in key.split("/"):
+        raise ValueError(f"{key!r} leads out of {where}: give paths below it, without '..'")
 
 
 def cause(full: str) -> str:
@@ -201,7 +190,7 @@ class Store(ProcessLocal):
 
     def _read(self, request: Callable[..., Any], key: str, *arguments: Any) -> Any:
         content = self._request(request, key, key, *arguments)
-        self.traffic.read(len(content))
+        self.traffic.add(requests=1, bytes=len(content))
         return content if self.setting is not None else bytes(content)
 
     def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
@@ -289,7 +278,19 @@ class Store(ProcessLocal):
         closing, self._closing = self._closing, threading.Event()
         closing.set()
 
-    # -- what a subclass knows: `client` is what `_open` returns ---------------------------------------------------
+    # -- what a subclass knows -------------------------------------------------------------------------------------
+
+    # The first argument is the client: what `_open` returns. Then come those of the method without an underscore.
+    _get: Callable[[Any, str, int | None], Any]
+    _get_range: Callable[[Any, str, int, int], Any]
+    _size: Callable[[Any, str], int]
+    _folders: Callable[[Any, str], list[str]]
+    _put: Callable[[Any, str, Any], None]
+    _delete: Callable[[Any, str], None]
+    _etag: Callable[[Any, str], str]
+
+    def _put_if(self, client: Any, key: str, content: bytes, etag: str | None) -> str:
+        raise NotImplementedError
 
     def _open(self) -> Any:
         """Return the client's store."""
@@ -297,30 +298,6 @@ class Store(ProcessLocal):
     def _explain(self, error: Exception, key: str | None) -> Exception:
         """Turn an error of the client, which is none of ours, into a builtin one that says what to type."""
         return error
-
-    def _get(self, client: Any, key: str, size: int | None) -> Any:
-        raise NotImplementedError
-
-    def _get_range(self, client: Any, key: str, start: int, end: int) -> Any:
-        raise NotImplementedError
-
-    def _size(self, client: Any, key: str) -> int:
-        raise NotImplementedError
-
-    def _folders(self, client: Any, prefix: str) -> list[str]:
-        raise NotImplementedError
-
-    def _put(self, client: Any, key: str, content: Any) -> None:
-        raise NotImplementedError
-
-    def _put_if(self, client: Any, key: str, content: bytes, etag: str | None) -> str:
-        raise NotImplementedError
-
-    def _delete(self, client: Any, key: str) -> None:
-        raise NotImplementedError
-
-    def _etag(self, client: Any, key: str) -> str:
-        raise NotImplementedError
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -385,10 +362,7 @@ class Store(ProcessLocal):
         )
 
     def _client(self) -> Any:
-        client = self._opened
-        if client is None:
-            with self._opening:
-                if self._opened is None:
-                    self._opened = self._open()
-                client = self._opened
-        return client
+        with self._opening:
+            if self._opened is None:
+                self._opened = self._open()
+            return self._opened

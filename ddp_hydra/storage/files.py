@@ -1,4 +1,7 @@
-"""Writes files atomically, never outside of the run directory, with errors that name the file; finds user caches."""
+"""Writes files atomically, never outside of the run directory; finds user caches.
+
+What cannot be written raises a RecordError that names the file.
+"""
 
 from __future__ import annotations
 
@@ -53,11 +56,7 @@ def passing(error: BaseException) -> OSError | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into a sentence that names `path`.
-
-    Raises:
-        RecordError: the block could not write.
-    """
+    """Turn an OSError of the block into a sentence that names `path`."""
     try:
         yield
     except ConnectionError:  # of a store that is read meanwhile
@@ -68,15 +67,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def open_run_dir(run_dir: str | Path, n_bytes: int = 0) -> Path:
-    """Make a run directory if it is missing, and return it.
-
-    Args:
-        run_dir: the folder.
-        n_bytes: the disk must have room for a file of this size.
-
-    Raises:
-        RecordError: it cannot be made, or not be written.
-    """
+    """Make a run directory if it is missing, write a file of `n_bytes` there as a trial, and return the directory."""
     folder = Path(run_dir)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,9 +84,6 @@ def new_folder(folder: Path) -> Iterator[None]:
     """Make a folder, if it is missing, for the files that the block writes.
 
     If the block fails, the folders that were made are removed, as far as they are empty.
-
-    Raises:
-        RecordError: the folder cannot be made, or not be written.
     """
     missing = [one for one in (folder, *folder.parents) if not os.path.lexists(one)]
     try:
@@ -109,11 +97,7 @@ def new_folder(folder: Path) -> Iterator[None]:
 
 
 def prepared_path(run_dir: Path, path: PurePosixPath | str) -> Path:
-    """Return the path of a file in a run directory, and make its folders.
-
-    Raises:
-        RecordError: a folder on the way is a symbolic link, a file, or cannot be made.
-    """
+    """Return the path of a file in a run directory, and make its folders: none may be a symbolic link."""
     parts = PurePosixPath(path).parts
     folder = run_dir
     for part in parts[:-1]:
@@ -168,11 +152,7 @@ def replacing(target: Path, *, durable: bool = True, part: Path | None = None) -
 
 
 def write_atomic(target: Path, content: bytes, *, durable: bool = True) -> None:
-    """Replace the file `target` by `content`, whole or not at all; see `replacing`.
-
-    Raises:
-        RecordError: the content cannot be written; the old file is unchanged.
-    """
+    """Replace the file `target` by `content`, whole or not at all; see `replacing`."""
     with writing(target), replacing(target, durable=durable) as part:
         part.write_bytes(content)
 
@@ -245,14 +225,9 @@ def sync(path: Path) -> None:
 
 
 class NotingFile:
-    """A file that is written from its begin to its end, and that notes why a write failed: torch does not say it.
+    """A file that is written from its begin to its end.
 
-    Args:
-        file: where to write.
-
-    Attributes:
-        error: the first error of a write.
-        sha256: of what was written.
+    It notes the sum of what was written, and the first error of a write: torch does not say it.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -293,11 +268,7 @@ class AppendFile:
         self._torn: int | None = None  # the size to go back to
 
     def append(self, piece: bytes) -> None:
-        """Add one piece, or nothing.
-
-        Raises:
-            RecordError: the piece cannot be written; a part of it was removed again.
-        """
+        """Add one piece, or nothing: what was written of it is removed again."""
         with writing(self.path):
             if self._handle is None:
                 self._handle = self._open()

@@ -9,10 +9,10 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
-from ddp_hydra.storage.base import StaleCredentialsError, Store, TemporaryError
+from ddp_hydra.storage.base import StaleCredentialsError, Store, TemporaryError, check_key
 from ddp_hydra.storage.s3 import BucketAddress, explain_s3fs
 
 OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"))
@@ -28,23 +28,6 @@ _NO_FILE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 _STATUSES = ("status", "status_code", "code")
 """What clients call the HTTP status in their errors."""
 _REFUSED = re.compile("auth|credential|denied|forbidden|permission", re.IGNORECASE)
-
-
-class FileSystem(NamedTuple):
-    """A file system of fsspec, and what stands before each key in its own paths."""
-
-    fs: Any
-    inside: str
-
-    def path(self, key: str) -> str:
-        """Return the file system's own path of a key, whose characters are taken as they are; "": of the whole.
-
-        Raises:
-            ValueError: the key would lead out of the URL.
-        """
-        if key.startswith("/") or ".." in key.split("/"):
-            raise ValueError(f"{key!r} leads out of its store: give paths below it, without '..'")
-        return f"{self.inside}{key}" if key else self.inside.rstrip("/") or self.inside
 
 
 class FsspecStore(Store):
@@ -78,6 +61,7 @@ class FsspecStore(Store):
         self.url = f"{self.scheme}://{place.rstrip('/')}"
         self.options = dict(options or {})
         self.setting, self.bucket = setting, bucket
+        self._inside = ""  # what stands before each key in the file system's own paths; `_open` knows it
         check_installed(self.scheme)
         super().__init__(**retrying)
 
@@ -85,89 +69,101 @@ class FsspecStore(Store):
         super()._set_process_state()
         self._pid = os.getpid()
         self._of_threads = threading.local()
-        self._taken: FileSystem | None = None
+        self._taken: Any = None
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield key and size in bytes of each file below a folder: of all of them, or an error; see `Store`."""
-        yield from self._request(lambda at: self._listed(at, prefix), None, first=True)
+        yield from self._request(lambda fs: self._listed(fs, prefix), None, first=True)
 
-    def _listed(self, at: FileSystem, prefix: str) -> list[tuple[str, int]]:
-        found = self._list(at, prefix)
+    def _listed(self, fs: Any, prefix: str) -> list[tuple[str, int]]:
+        found = self._list(fs, prefix)
         # s3fs takes an error document, and a lost page, for the end: two answers must agree.
-        if self.bucket and self._list(at, prefix) != found:
+        if self.bucket and self._list(fs, prefix) != found:
             raise TemporaryError(f"{self.url} lists its objects differently each time: try again later")
         if self.bucket and not found:
-            self._check_answers(at, prefix)
+            self._check_answers(fs, prefix)
         return found
 
-    def _list(self, at: FileSystem, prefix: str) -> list[tuple[str, int]]:
-        top, inside = at.path(prefix).strip("/"), len(at.inside.lstrip("/"))
-        named = ((info["name"].strip("/"), int(info["size"] or 0)) for info in self._files(at, prefix))
+    def _list(self, fs: Any, prefix: str) -> list[tuple[str, int]]:
+        top, inside = self._path(prefix).strip("/"), len(self._inside.lstrip("/"))
+        named = ((info["name"].strip("/"), int(info["size"] or 0)) for info in self._files(fs, prefix))
         return [(name[inside:], size) for name, size in named if name != top]
 
-    def _files(self, at: FileSystem, prefix: str) -> Iterator[Mapping[str, Any]]:
-        at.fs.invalidate_cache()
+    def _files(self, fs: Any, prefix: str) -> Iterator[Mapping[str, Any]]:
+        fs.invalidate_cache()
         if self.bucket:  # s3fs lists all folders at once, and raises what goes wrong
-            yield from at.fs.find(at.path(prefix), detail=True).values()
+            yield from fs.find(self._path(prefix), detail=True).values()
             return
-        pending = [at.path(prefix)]
+        pending = [self._path(prefix)]
         try:
             while pending:
                 # fsspec's `find` and `walk` would leave out what they can't read.
                 folder = pending.pop()
-                for info in at.fs.ls(folder, detail=True):
+                for info in fs.ls(folder, detail=True):
                     if info["type"] != "directory":
                         yield info
                     elif info["name"].strip("/") != folder.strip("/"):
                         pending.append(info["name"])
         except FileNotFoundError:
-            if not prefix or not at.fs.exists(at.path("")):
+            if not prefix or not fs.exists(self._path("")):
                 raise
 
-    def _get(self, at: FileSystem, key: str, size: int | None) -> bytes:
-        content: bytes = at.fs.cat_file(at.path(key))
-        if size is not None and len(content) != size and self._size(at, key) != len(content):
+    def _get(self, fs: Any, key: str, size: int | None) -> bytes:
+        content: bytes = fs.cat_file(self._path(key))
+        if size is not None and len(content) != size and self._size(fs, key) != len(content):
             raise self._wrong_body(key, len(content), size)
         return content
 
-    def _get_range(self, at: FileSystem, key: str, start: int, end: int) -> bytes:
-        content: bytes = at.fs.cat_file(at.path(key), start=start, end=end) if end > start else b""
+    def _get_range(self, fs: Any, key: str, start: int, end: int) -> bytes:
+        content: bytes = fs.cat_file(self._path(key), start=start, end=end) if end > start else b""
         if len(content) != end - start:
             raise self._wrong_body(key, len(content), end - start)
         return content
 
-    def _size(self, at: FileSystem, key: str) -> int:
-        return int(_info(at, key)["size"])
+    def _size(self, fs: Any, key: str) -> int:
+        return int(self._info(fs, key)["size"])
 
-    def _folders(self, at: FileSystem, prefix: str) -> list[str]:
-        at.fs.invalidate_cache()
-        top = at.path(prefix)
+    def _folders(self, fs: Any, prefix: str) -> list[str]:
+        fs.invalidate_cache()
+        top = self._path(prefix)
         try:
-            found = at.fs.ls(top, detail=True)
+            found = fs.ls(top, detail=True)
         except FileNotFoundError:
             return []
         paths = (info["name"].strip("/") for info in found if info["type"] == "directory")
         return sorted(path.rpartition("/")[2] for path in paths if path != top.strip("/"))
 
-    def _put(self, at: FileSystem, key: str, content: Any) -> None:
+    def _put(self, fs: Any, key: str, content: Any) -> None:
         write = _write if self.scheme in OBJECT_STORES else _replace
         try:
-            write(at.fs, at.path(key), content)
+            write(fs, self._path(key), content)
         except NotImplementedError:
             raise PermissionError(f"fsspec only reads {self.scheme}://") from None
 
-    def _delete(self, at: FileSystem, key: str) -> None:
-        at.fs.rm_file(at.path(key))
+    def _delete(self, fs: Any, key: str) -> None:
+        fs.rm_file(self._path(key))
 
-    def _etag(self, at: FileSystem, key: str) -> str:
-        info = _info(at, key)
+    def _etag(self, fs: Any, key: str) -> str:
+        info = self._info(fs, key)
         return f"{next((info[name] for name in _CHANGED if info.get(name)), '')}-{info['size']}"
 
-    def _client(self) -> FileSystem:
+    def _info(self, fs: Any, key: str) -> Mapping[str, Any]:
+        fs.invalidate_cache()
+        found: Mapping[str, Any] = fs.info(self._path(key))
+        if found["type"] == "directory":
+            raise IsADirectoryError(key)
+        return found
+
+    def _path(self, key: str) -> str:
+        """Return the file system's own path of a key, whose characters are taken as they are; "": of the whole."""
+        check_key(key)
+        return f"{self._inside}{key}" if key else self._inside.rstrip("/") or self._inside
+
+    def _client(self) -> Any:
         if self._pid != os.getpid():  # this process was forked
             self._set_process_state()
-        opened: FileSystem = super()._client()
-        if opened.fs.async_impl:
+        opened = super()._client()
+        if opened.async_impl:
             return opened
         # Most other file systems have one connection, which one thread may use.
         mine = getattr(self._of_threads, "opened", None)
@@ -177,7 +173,7 @@ class FsspecStore(Store):
             self._of_threads.opened = mine = (opened, opened if is_free else self._open())
         return mine[1]
 
-    def _open(self) -> FileSystem:
+    def _open(self) -> Any:
         from fsspec import config
         from fsspec.core import url_to_fs
 
@@ -190,7 +186,8 @@ class FsspecStore(Store):
             raise ValueError(f"{client} can't open {self.public_url()}: {error}; check {self._typed()}") from None
         if self.bucket:
             fs.retries = 1
-        return FileSystem(fs, path[:-1])
+        self._inside = path[:-1]
+        return fs
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
         if isinstance(error, RuntimeError | ImportError | TypeError | ValueError):
@@ -213,14 +210,6 @@ class FsspecStore(Store):
 
     def _typed(self) -> str:
         return f"{self.setting}=... and data.storage_options" if self.setting else "the URL"
-
-
-def _info(at: FileSystem, key: str) -> Mapping[str, Any]:
-    at.fs.invalidate_cache()
-    found: Mapping[str, Any] = at.fs.info(at.path(key))
-    if found["type"] == "directory":
-        raise IsADirectoryError(key)
-    return found
 
 
 def _write(fs: Any, path: str, content: Any) -> None:
@@ -288,11 +277,7 @@ def is_known(scheme: str) -> bool:
 
 
 def check_installed(scheme: str) -> None:
-    """Check that fsspec's package for a scheme is installed.
-
-    Raises:
-        ModuleNotFoundError: it is not.
-    """
+    """Raise ModuleNotFoundError if fsspec's package for a scheme is not installed."""
     from fsspec import get_filesystem_class
 
     try:

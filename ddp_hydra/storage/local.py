@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.storage.base import ObjectChangedError, Store, TemporaryError, TransferCounters
+from ddp_hydra.storage.base import ObjectChangedError, Store, TemporaryError, TransferCounters, check_key
 from ddp_hydra.storage.files import flocked, passing, replacing
 
 LOCK = ".lock"
@@ -147,13 +147,8 @@ class LocalFolder(Store):
         return f"{found.st_ino}-{found.st_mtime_ns}-{found.st_size}"
 
     def path(self, key: str) -> Path:
-        """Return where a file is.
-
-        Raises:
-            ValueError: the key would lead out of the folder.
-        """
-        if key.startswith("/") or ".." in key.split("/"):
-            raise ValueError(f"{key!r} leads out of {self.folder}: give paths below it, without '..'")
+        """Return where a file is."""
+        check_key(key, self.folder)
         return self.folder / key
 
 

@@ -72,9 +72,8 @@ class CheckpointEntry(Struct, kw_only=True):
         """Return a sum over all parts: of a single one, its sha256."""
         if len(self.parts) == 1:
             return self.parts[0].sha256
-        return hashlib.sha256(
-            "\n".join(sorted(f"{part.name} {part.sha256}" for part in self.parts)).encode()
-        ).hexdigest()
+        lines = sorted(f"{part.name} {part.sha256}" for part in self.parts)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 Entries = dict[str, CheckpointEntry]
@@ -123,11 +122,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Entries:
-    """Return the entries of a checkpoints folder by name, oldest first; none without a manifest.
-
-    Raises:
-        CheckpointError: the manifest cannot be read.
-    """
+    """Return the entries of a checkpoints folder by name, oldest first; none without a manifest."""
     path = folder / NAME
     try:
         return decode_manifest(path.read_bytes()).checkpoints
@@ -140,11 +135,7 @@ def read_manifest(folder: Path) -> Entries:
 
 
 def decode_manifest(content: bytes) -> Manifest:
-    """Read a manifest.
-
-    Raises:
-        ValueError: it is none, or of another format.
-    """
+    """Read a manifest; raise ValueError if it is none, or of another format."""
     try:
         if (number := msgspec.json.decode(content, type=_Format).format) != FORMAT:
             raise ValueError(f"it has format {number}, and this version of ddp_hydra reads format {FORMAT}")
@@ -198,9 +189,6 @@ def find_checkpoint(path: str | Path, which: str = "last") -> Path:
     Args:
         path: a run directory, its `checkpoints` folder, or a checkpoint.
         which: the one to take of a run directory, "last" or "best".
-
-    Raises:
-        CheckpointError: there is none, or it is damaged. The message says what was found and what to use.
     """
     given = Path(path)
     if given.is_symlink() and not given.exists():

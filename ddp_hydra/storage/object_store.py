@@ -31,23 +31,11 @@ from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError, Store, Tempo
 
 _THREADS = 32
 _used = False
+"""Whether this process has used a client, which does not work in its forks."""
 _forked = False
+"""Whether this process is such a fork."""
 _starting = threading.Lock()
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def note_use() -> None:
-    """Note that this process has used a client that does not work in its forks.
-
-    Raises:
-        RuntimeError: this is such a fork.
-    """
-    global _used
-    if _forked:
-        raise RuntimeError(
-            "a store was used in a process that then forked this one: write in that one, or start processes by 'spawn'"
-        )
-    _used = True
 
 
 def _note_fork() -> None:
@@ -55,8 +43,7 @@ def _note_fork() -> None:
     _forked = _used
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
+os.register_at_fork(after_in_child=_note_fork)
 
 
 def by_reader(method: Method) -> Method:
@@ -100,7 +87,7 @@ class Reader:
                     if error is not None:
                         raise error
                     if isinstance(value, bytes):
-                        store.traffic.read(len(value))
+                        store.traffic.add(requests=1, bytes=len(value))
                     yield value
             except (EOFError, BrokenPipeError, ConnectionResetError):
                 raise ConnectionError(
@@ -168,7 +155,7 @@ class ObjectStore(Store):
         if _forked:
             return self._get_in_fork(key, size)
         content = self._request(self._get, key, key, size)
-        self.traffic.read(len(content))
+        self.traffic.add(requests=1, bytes=len(content))
         return content if self.setting is not None else bytes(content)
 
     @by_reader
@@ -209,11 +196,7 @@ class ObjectStore(Store):
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         """Yield the key and the size in bytes of each object below a folder; see `Store`.
 
-        The key of a folder's marker comes without its last slash, and size 0.
-
-        Raises:
-            ValueError: a key that is not a path.
-            Exception: as `Store.objects`.
+        The key of a folder's marker comes without its last slash, and size 0. A key that is not a path is a ValueError.
         """
         last: Object | None = None
         pages: Iterator[list[Object]] | None = None
@@ -316,9 +299,15 @@ class ObjectStore(Store):
         raise NotImplementedError
 
     def _client(self) -> Any:
-        client = self._opened
-        if client is None or _forked:
-            note_use()
+        global _used
+        if _forked:
+            raise RuntimeError(
+                "a store was used in a process that then forked this one: write in that one, or start processes by "
+                "'spawn'"
+            )
+        client = self._opened  # another thread may forget it
+        if client is None:
+            _used = True
             client = super()._client()
         return client
 
@@ -379,16 +368,8 @@ class WebServer(ObjectStore):
 def download(url: str, timeout_s: float) -> bytes:
     """Return the content of a file on a web server.
 
-    It needs no obstore, and takes answers that do not say how long they are, which obstore refuses.
-
-    Args:
-        url: starts with http:// or https://.
-        timeout_s: how long the connection may stay silent.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        PermissionError: the file may not be read.
-        ConnectionError: the server is not reachable, or out of order.
+    It needs no obstore, and takes answers that do not say how long they are, which obstore refuses. Errors are those of
+    `Store.get`.
     """
     try:
         with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (the callers give web URLs only)

@@ -30,7 +30,6 @@ class Backoff:
         longest_pause_s: the longest wait.
 
     Attributes:
-        deadline: when to stop trying, on the monotonic clock.
         tries: how many tries were made.
     """
 
@@ -38,7 +37,7 @@ class Backoff:
         self, timeout_s: float, sleep: Callable[[float], bool | None] = time.sleep, longest_pause_s: float = 5.0
     ) -> None:
         self._begin = time.monotonic()
-        self.deadline = self._begin + timeout_s
+        self._deadline = self._begin + timeout_s
         self.tries = 1
         self._sleep = sleep
         self._pause_s = FIRST_PAUSE_S
@@ -51,7 +50,7 @@ class Backoff:
 
     def wait(self) -> bool:
         """Wait before the next try, and return True. Return False if there shall be no other try."""
-        left_s = self.deadline - time.monotonic()
+        left_s = self._deadline - time.monotonic()
         # Unequal pauses keep many processes from coming back all at once.
         pause_s = min(left_s, self._pause_s * random.uniform(0.5, 1.0))  # noqa: S311
         if left_s <= 0 or self._sleep(pause_s):
@@ -85,9 +84,6 @@ def retry_while_full(
         retry_s: how long to retry.
         warn: gets a sentence when the waiting begins, and one when it is over.
         pause: called between two tries, with seconds.
-
-    Raises:
-        DiskFull: there was no space in time.
     """
     backoff = None
     while True:

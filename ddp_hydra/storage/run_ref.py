@@ -5,7 +5,6 @@ Checkpoints in a store are downloaded, and removed, here; `writers/checkpoint_mi
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from collections.abc import Iterator
@@ -44,21 +43,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunRef:
-    """A run, as a user names it.
-
-    Args:
-        place: path or URL of what is named; of a run directory that only points to its results, their URL.
-    """
+    """A run, as a user names it."""
 
     place: str
+    """Path or URL of what is named."""
 
     @classmethod
     def named(cls, given: str | Path) -> RunRef:
-        """Read what a user has typed; of a run directory that only points to its results, return these.
-
-        Raises:
-            ConfigError: it is neither a path nor a URL that is known.
-        """
+        """Read what a user has typed; of a run directory that only points to its results, return these."""
         own = cls.own(given)
         if not own.is_stored:
             pointer = Path(own.place) / POINTER
@@ -73,11 +65,7 @@ class RunRef:
 
     @classmethod
     def own(cls, given: str | Path) -> RunRef:
-        """Read what a user has typed, also where it is a run directory that only points to its results.
-
-        Raises:
-            ConfigError: it is neither a path nor a URL that is known.
-        """
+        """Read what a user has typed, also where it is a run directory that only points to its results."""
         return cls(plain_path(str(given)))
 
     @property
@@ -107,15 +95,9 @@ class RunRef:
         return open_folder(place, timeout_s)
 
     def read(self, name: str, timeout_s: float = 60.0) -> bytes:
-        """Return the content of a small file of the run.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ConnectionError: the store does not answer.
-        """
+        """Return the content of a small file of the run."""
         if self.is_stored:
-            content: bytes = self.store(timeout_s).get(name)
-            return content
+            return self.store(timeout_s).get(name)
         return (Path(self.folder) / name).read_bytes()
 
     def checkpoint(self, which: str, download: Path, retry_s: float = 60.0) -> Path:
@@ -125,10 +107,6 @@ class RunRef:
             which: the checkpoint of a run, "best" or "last".
             download: the folder for a download; made if it is missing.
             retry_s: how long to retry while the store does not answer.
-
-        Raises:
-            CheckpointError: there is no run, or no complete checkpoint.
-            ConfigError: `which` is neither.
         """
         if which not in ("best", "last"):
             raise ConfigError(f"which={which}: give best or last")
@@ -164,14 +142,6 @@ def fetch_checkpoint(url: str, folder: Path, which: str = "last", *, retry_s: fl
         folder: where to put it; made if it is missing. A whole file that is there already is not downloaded again.
         which: the last one or the best one.
         retry_s: how long to retry while the store does not answer.
-
-    Returns:
-        The checkpoint; its name begins with its step, e.g. step-000100-0123456789ab.pt.
-
-    Raises:
-        CheckpointError: there is none, all are damaged, or the store does not answer.
-        ConfigError: the URL, the bucket or the credentials are not good.
-        RecordError: the folder cannot be written.
     """
     with _answering(url, retry_s) as remote:
         return _fetch(remote, folder, which)
@@ -207,11 +177,7 @@ def _fetch(remote: Store, folder: Path, which: str) -> Path:
 
 
 def _read_manifest(remote: Store) -> Manifest:
-    """Return the manifest of a run in a store.
-
-    Raises:
-        CheckpointError: there is none, or it is not a manifest.
-    """
+    """Return the manifest of a run in a store; raise CheckpointError if there is none."""
     try:
         return decode_manifest(remote.get(f"{FOLDER}/{NAME}"))
     except FileNotFoundError:
@@ -227,12 +193,7 @@ class _Damaged(Exception):
 
 
 def _download(remote: Store, key: str, wanted: CheckpointPart, target: Path) -> None:
-    """Download a part of a checkpoint to `target`, unless it is there already.
-
-    Raises:
-        _Damaged: it is not what the manifest says, `wanted`.
-    """
-    size, sha256 = wanted.size, wanted.sha256
+    """Download a part of a checkpoint to `target`, unless it is there already, and compare it with the manifest's."""
     if difference(target, wanted) is None:
         return
     with writing(target):
@@ -240,20 +201,17 @@ def _download(remote: Store, key: str, wanted: CheckpointPart, target: Path) -> 
     found = remote.size_or_none(key)
     if found is None:
         raise _Damaged("it is missing")
-    if found != size:
-        raise _Damaged(f"it has {found} bytes, the manifest says {size}")
-    digest = hashlib.sha256()
+    if found != wanted.size:
+        raise _Damaged(f"it has {found} bytes, the manifest says {wanted.size}")
     with writing(target), replacing(target) as part:
         try:
             with part.open("wb") as file:
-                for start in range(0, size, PIECE_BYTES):
-                    piece = remote.get_range(key, start, min(size, start + PIECE_BYTES))
-                    digest.update(piece)
-                    file.write(piece)
+                for start in range(0, found, PIECE_BYTES):
+                    file.write(remote.get_range(key, start, min(found, start + PIECE_BYTES)))
         except FileNotFoundError:
             raise _Damaged("it is missing") from None
-        if digest.hexdigest() != sha256:
-            raise _Damaged(f"its sha256 is {digest.hexdigest()[:12]}…, the manifest says {sha256[:12]}…")
+        if reason := difference(part, wanted):
+            raise _Damaged(reason)
 
 
 def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_s: float = 60.0) -> None:
@@ -267,10 +225,6 @@ def remove_checkpoints(url: str, reason: str, own: Entries | None = None, retry_
         own: entries of the run's own manifest; the checkpoints of other runs in the same folder stay. None: all that
             are there are its own.
         retry_s: how long to ask again while the store does not answer.
-
-    Raises:
-        CheckpointError: there are none, or the store did not answer in time.
-        ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
     """
     with _answering(url, retry_s) as remote:
         entries = _read_manifest(remote).checkpoints
@@ -295,11 +249,7 @@ def remove_checkpoint(remote: Store, name: str) -> None:
 
 @contextmanager
 def _answering(url: str, retry_s: float) -> Iterator[Store]:
-    """Open the folder of a run, whose URL, or the URL of whose checkpoints, is given.
-
-    Raises:
-        CheckpointError: the store did not answer in time.
-    """
+    """Open the folder of a run, whose URL, or the URL of whose checkpoints, is given; tell how long it was tried."""
     try:
         yield open_folder(RunRef.own(url).folder, retry_timeout_s=retry_s)
     except ConnectionError as error:

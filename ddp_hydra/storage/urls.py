@@ -69,10 +69,6 @@ class Access:
 
         Args:
             url: s3://bucket/key, gs:// or az:// as well, http(s)://host/path, file:///path, a path, or a URL of fsspec.
-
-        Raises:
-            ValueError: a URL of another kind.
-            ModuleNotFoundError: fsspec's package for this scheme is not installed.
         """
         parts = urlsplit(url)
         if "://" in url and parts.scheme not in ("file", "http", "https"):
@@ -86,11 +82,7 @@ class Access:
         return self._store(f"file://{path.parent}"), path.name
 
     def open_folder(self, url: str) -> tuple[Store, str]:
-        """Return the store of a folder, and its prefix there; for a local folder, a store of the folder itself and "".
-
-        Args:
-            url: as `open`.
-        """
+        """Return the store of a folder, and its prefix there: of a local folder, a store of its own and ""."""
         if is_remote(url):
             return self.open(url)
         return self._store(f"file://{local_path(url)}"), ""
@@ -100,9 +92,7 @@ class Access:
         return self._store(root_of(name, self.setting))
 
     def _store(self, root: str) -> Store:
-        if root not in self._stores:
-            self._stores[root] = self._connect(root)
-        return self._stores[root]
+        return self._stores.get(root) or self._stores.setdefault(root, self._connect(root))
 
     def _connect(self, root: str) -> Store:
         if root.startswith("file://"):
@@ -133,10 +123,6 @@ def root_of(name: str, setting: str = "data.bucket") -> str:
         name: of a bucket, with s3://, gs:// or az:// in front or without; a local folder, whose path has a slash or
             begins with a dot or "~"; file:///folder; or a URL of fsspec.
         setting: the config key that holds it, for messages.
-
-    Raises:
-        ValueError: it is none of them.
-        ModuleNotFoundError: fsspec's package for this scheme is not installed.
     """
     if "\\" in name:
         raise ValueError(f"{name!r} has backslashes: write the path of a folder with slashes, {setting}=...")
@@ -172,13 +158,9 @@ def is_remote(url: str) -> bool:
 
 
 def local_path(url: str) -> Path:
-    """Return the absolute path of a file:// URL or a path.
-
-    Raises:
-        ValueError: the URL names another host, or a relative path.
-    """
+    """Return the absolute path of a file:// URL of this machine, or of a path."""
     if not url.startswith("file:"):
-        return Path(url).expanduser().absolute()
+        return Path(os.path.expanduser(url)).absolute()  # noqa: PTH111 (Path raises where there is no such user)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         path = f"{parts.netloc}{parts.path}"
@@ -202,11 +184,7 @@ def is_url(text: str) -> bool:
 
 
 def plain_path(text: str) -> str:
-    """Return the path of a file:// URL; return any other text unchanged.
-
-    Raises:
-        ConfigError: it names another host, or no absolute path.
-    """
+    """Return the path of a file:// URL of this machine; return any other text unchanged."""
     if not text.startswith("file://"):
         return text
     try:
@@ -222,9 +200,6 @@ def open_folder(url: str, timeout_s: float = 60.0, retry_timeout_s: float = 0.0)
         url: "s3://bucket/folder", "sftp://user@host/folder", "file:///shared/folder" or "/shared/folder".
         timeout_s: how long a bucket's connection may stay silent.
         retry_timeout_s: how long to retry a request; 0: the caller does so.
-
-    Raises:
-        ConfigError: it is none of them, or obstore or fsspec's package is not installed.
     """
     path = plain_path(url)
     if Path(path).is_absolute():
@@ -262,9 +237,6 @@ def address(root: str, run_dir: Path) -> str:
     Args:
         root: `results.root`.
         run_dir: of the client.
-
-    Raises:
-        ConfigError: the root is a relative path, which may differ between hosts.
     """
     root = plain_path(root).rstrip("/")
     if not is_url(root) and not Path(root).is_absolute():

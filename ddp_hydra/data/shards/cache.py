@@ -24,6 +24,7 @@ from ddp_hydra.data.shards.tar_index import OpenShard, TarMembers, checked, chec
 from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.base import Counters, ProcessLocal
 from ddp_hydra.storage.files import user_cache
+from ddp_hydra.storage.retry import FULL
 
 GIB = 2**30
 WAIT_S = 60.0
@@ -31,10 +32,6 @@ WAIT_S = 60.0
 _POLL_S = 0.02
 _ASK_AFTER_S = 0.5
 """After waiting this long for space, all processes are asked to close all shards: those in use can be opened again."""
-
-
-class ClosedShardError(PermissionError):
-    """A shard on a disk may not be read; that a store refuses one may be for its credentials, and so for all."""
 
 
 class ShardCache(ProcessLocal):
@@ -56,9 +53,6 @@ class ShardCache(ProcessLocal):
         held: {number: open shard}.
         counts: downloads, bytes, cache_hits (the shard was on the disk when it was opened), cache_misses, waited_s
             (time spent on opening shards).
-
-    Raises:
-        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -130,7 +124,9 @@ class ShardCache(ProcessLocal):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             if isinstance(error, PermissionError):
-                raise ClosedShardError(f"{path} on {socket.gethostname()}: {error.strerror}") from None
+                closed = PermissionError(f"{path} on {socket.gethostname()}: {error.strerror}")
+                closed.errno = error.errno  # as it is of this file alone: a store may refuse all
+                raise closed from None
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
             raise FileNotFoundError(
@@ -240,8 +236,7 @@ class ShardCache(ProcessLocal):
             if part is not None:
                 self._download(part, number, background=False)
                 return part, True
-            if self._closed:
-                raise _ClosedError
+            self._check_open()
             time.sleep(_POLL_S)
 
     def _download(self, part: int, number: int, background: bool) -> None:
@@ -263,7 +258,7 @@ class ShardCache(ProcessLocal):
             folder.publish(part, name)
         except BaseException as error:
             folder.abandon(part, name)
-            if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if isinstance(error, OSError) and error.errno in FULL:
                 raise OSError(
                     f"{folder.path} on {socket.gethostname()} became full: free it, or type data.cache_dir=..."
                 ) from None
@@ -271,8 +266,11 @@ class ShardCache(ProcessLocal):
 
     def _note_piece(self, piece: Any) -> None:
         self._counters.add(bytes=len(piece))
+        self._check_open()
+
+    def _check_open(self) -> None:
         if self._closed:
-            raise _ClosedError
+            raise RuntimeError("the shard cache was closed while a shard was being fetched")
 
     def _reserve(self, part: int, n_bytes: int, background: bool) -> None:
         folder = self._folder()
@@ -289,8 +287,7 @@ class ShardCache(ProcessLocal):
                 return
             if background:
                 raise _NoSpaceError
-            if self._closed:
-                raise _ClosedError
+            self._check_open()
             waited_s = time.monotonic() - started
             if waited_s > WAIT_S:
                 raise OSError(
@@ -342,13 +339,6 @@ class ShardCache(ProcessLocal):
 
 class _NoSpaceError(Exception):
     """There is no space for a shard that is fetched in the background."""
-
-
-class _ClosedError(RuntimeError):
-    """The cache was closed."""
-
-    def __init__(self) -> None:
-        super().__init__("the shard cache was closed while a shard was being fetched")
 
 
 def _in_gib(n_bytes: int) -> int:

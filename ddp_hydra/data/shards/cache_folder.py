@@ -17,6 +17,7 @@ import psutil
 
 from ddp_hydra.data.shards.tar_index import TarMembers
 from ddp_hydra.storage.files import flocked, private_folder
+from ddp_hydra.storage.retry import FULL
 
 _OURS = re.compile(r"[0-9a-f]{32}-[\w.-]*\.tar(?P<kind>|\.npz|(\.npz\..*)?\.part)", re.ASCII)
 """Only files with such names are ever removed from the folder."""
@@ -70,9 +71,6 @@ class ShardFolder:
         path: the folder; it is made if it is missing. If others may write to it, a folder in it is used, see
             `private_folder`.
         budget_bytes: the most that all shards in it may take.
-
-    Raises:
-        OSError: it can't be made.
     """
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
@@ -118,7 +116,7 @@ class ShardFolder:
             try:
                 _allocate(part, n_bytes)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                if error.errno in FULL:
                     return "the disk is full"
                 raise
             return None

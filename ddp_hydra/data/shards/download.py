@@ -16,11 +16,10 @@ from typing import Any
 from ddp_hydra.data.shards.index import Shard
 from ddp_hydra.data.threads import Lookahead
 from ddp_hydra.storage import Store, bare_url
-from ddp_hydra.storage.base import RangesIgnoredError
+from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError
 
 _LOG = logging.getLogger(__name__)
 
-PIECE_BYTES = 8 * 2**20
 CONNECTIONS = 4
 """How many pieces of a shard are fetched at a time."""
 _UNPACKED_BYTES = 4 * 2**20
@@ -33,9 +32,9 @@ def is_packed(url: str) -> bool:
 def download(
     shard: Shard, store: Store, key: str, file: int, reserve: Callable[[int], None], on_piece: Callable[[Any], object]
 ) -> int:
+    # Return how many bytes were fetched.
     # reserve: called with the size that the file will have, before it grows; raises if there is no space.
     # on_piece: called with each piece, in order; may raise to stop.
-    # Returns: How many bytes were fetched.
     size = store.size(key)
     if shard.size is not None and size != shard.size:
         raise ValueError(f"{bare_url(shard.url)} has {size:,} bytes, and the index says {shard.size:,}")
@@ -84,9 +83,7 @@ def _pieces(store: Store, key: str, size: int, url: str) -> Iterator[Any]:
             return
         except RangesIgnoredError:
             pass
-    for piece in store.stream(key, size, done):
-        yield piece
-        done += len(piece)
+    yield from store.stream(key, size, done)
     if store.ranges:
         store.ranges = False
         _LOG.warning(

@@ -8,7 +8,6 @@ import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Annotated, Any, Literal, TypeVar
-from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta, Struct, ValidationError, convert, field
 from msgspec.structs import replace
@@ -16,6 +15,7 @@ from msgspec.structs import replace
 from ddp_hydra.checked import Count, prepare
 from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.fsspec_store import is_known
+from ddp_hydra.storage.urls import local_path
 
 T = TypeVar("T")
 KIND: Literal["wids-shard-index-v1"] = "wids-shard-index-v1"
@@ -95,12 +95,6 @@ def read_index(
         base: the folder or URL of the shards; None: as above.
         dataset: read only the sub-dataset of this name; None: read all.
         access: how URLs are read.
-
-    Raises:
-        ValueError: the file is not such an index, or names what it may not name.
-        FileNotFoundError: there is no such file.
-        PermissionError: it may not be read.
-        ConnectionError: its host is not reachable.
     """
     access = access or Access(setting="data.index")
     if isinstance(index, str):
@@ -147,7 +141,7 @@ def _shards(
     source: str,
     folder: _Folder | None,
     names: tuple[str, ...] = (),
-    above: tuple[str, ...] = (),
+    depth: int = 0,
 ) -> Iterator[tuple[tuple[str, ...], Shard]]:
     """Yield each shard, together with the names of the data sets that it belongs to, outermost first."""
     folder = folder or _Folder.of(source).within(dataset.base)
@@ -158,16 +152,16 @@ def _shards(
     for number, inner in enumerate(dataset.datasets or ()):
         if inner.source_url is not None:
             nested = _Folder.of(source).join(inner.source_url)
-            if len(above) >= DEEPEST:
+            if depth >= DEEPEST:
                 raise ValueError(
                     f"the index {bare_url(source)} leads back, or too deep, to {bare_url(nested)} (deepest: {DEEPEST})"
                 )
             file = _load(access, nested)
             file.name = inner.name or file.name
             base = None if inner.base is None else _Folder(folder.join(inner.base).rstrip("/"), not is_remote(nested))
-            yield from _shards(access, file, nested, base, names, (*above, source))
+            yield from _shards(access, file, nested, base, names, depth + 1)
         elif inner.shardlist is not None or inner.datasets is not None:
-            yield from _shards(access, inner, source, folder.within(inner.base), names, above)
+            yield from _shards(access, inner, source, folder.within(inner.base), names, depth)
         else:
             where = f"data set {number} of the index {bare_url(source)}"
             raise ValueError(f"{where} has neither a shardlist nor a source_url")
@@ -233,15 +227,10 @@ class _Folder(Struct, frozen=True):
 
 
 def absolute(url: str) -> str:
-    """Return a path or a file:// URL as an absolute path, and any other URL unchanged.
-
-    Raises:
-        ValueError: URLs of this kind can't be read.
-    """
-    if url.startswith("file:"):
-        return os.path.normpath(unquote(urlsplit(url).path))
-    if not (scheme := _scheme(url)):
-        return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 (Path keeps "..")
+    """Return a path or a file:// URL as an absolute path, and any other URL unchanged, if it can be read."""
+    scheme = _scheme(url)
+    if scheme in ("", "file"):
+        return os.path.normpath(local_path(url))
     if scheme not in SCHEMES and not is_known(scheme):
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"{url!r} can't be read: give a path, or a URL that starts with {known}")

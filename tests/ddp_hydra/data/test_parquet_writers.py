@@ -102,6 +102,8 @@ def test_leftovers_are_not_read(tmp_path):
         (tmp_path / "x.parquet" / name).write_bytes(b"no table")
     for place in ("x.parquet", "x.parquet/", "*", "x.*/*.parquet", "**/*.parquet", "**"):
         assert len(ParquetRows(str(tmp_path / place) + ("/" if place.endswith("/") else ""), "y")) == 1, place
+    spaced = (tmp_path / "x.parquet").rename(tmp_path / "x y.parquet")
+    assert len(ParquetRows(spaced.as_uri(), "y")) == 1
 
 
 def test_patterns_lists_and_names(tmp_path):

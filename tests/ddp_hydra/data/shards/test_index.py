@@ -205,6 +205,7 @@ def test_a_local_index_may_lead_out_of_its_folder(write, tmp_path):
         ),
         ({"wids_version": 1, "shardlist": [shard("FILE:///a.tar")]}, "'FILE:///a.tar' can't be read: .* s3://, http"),
         ({"wids_version": 1, "shardlist": [shard("pipe:cat a.tar")]}, "'pipe:cat a.tar' can't be read"),
+        ({"wids_version": 1, "shardlist": [shard("file://host/a.tar")]}, "'file://host/a.tar' is no URL of a file"),
         ({"wids_version": 1, "base": 3, "shardlist": [shard()]}, r"at `\$.base`"),
         ({"wids_version": 1, "name": [], "shardlist": [shard()]}, r"at `\$.name`"),
         ({"wids_version": 1, "datasets": ["x"]}, r"at `\$.datasets\[0\]`"),
