@@ -154,8 +154,7 @@ class SharedStatus:
         self.memory[_DIE] = 1
 
     def close(self) -> None:
-        if isinstance(self.memory, mmap.mmap):
-            self.memory.close()
+        self.memory.close()
 
 
 _here = SharedStatus(bytearray(_SIZE))
