@@ -78,7 +78,7 @@ def run(
     restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
     with _one_at_a_time, tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:
         if settings.threads:
-            process.set_threads(settings.threads, 1)
+            process.set_threads(settings.threads)
         results.connect(DirectSender(on_record, Path(folder)), 0, attempt, settings.retry_s)
         fault_injection.install(0, attempt, {})
         heartbeat.connect(None)
