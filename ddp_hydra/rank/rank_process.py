@@ -185,12 +185,12 @@ class RankProcess:
         return local
 
     def interface(self) -> str | None:
-        if self.job.settings.interface:
-            environment.address_of(self.job.settings.interface)  # raises, with the known interfaces, if it is unknown
-            return self.job.settings.interface
         # An address that is not of this machine leads here through a port mapping.
-        host = self.spec.host
-        return environment.interface_of(host) or environment.interface_towards(self.worker.scheduler.addr)
+        return (
+            self.job.settings.interface
+            or environment.interface_of(self.spec.host)
+            or environment.interface_towards(self.worker.scheduler.addr)
+        )
 
     def share(self) -> device_leases.Share:
         spec, seen = self.spec, environment.gpu_identities(os.environ)
