@@ -465,14 +465,14 @@ class Attempt:
 
     # -- events --------------------------------------------------------------------------------------------
 
-    def handle_next(self, timeout_s: float) -> bool:
+    def handle_next(self, timeout_s: float) -> None:
         try:
             event = self.events.get(timeout=timeout_s)
         except queue.Empty:
-            return False
+            return
         if event is None:  # a record could not be read: check at once
             self.checked_at = 0.0
-            return True
+            return
         _, message = event
         if isinstance(message, bytes):
             for line in message.split(b"\n"):
@@ -484,7 +484,6 @@ class Attempt:
             if message["action"] == "remove-worker" or not self.save_before_end(address):
                 left = PLANNED if address in self.leaving else LEFT
                 self.lose_worker(address, left.format(worker=address))
-        return True
 
     def save_before_end(self, worker: str) -> bool:
         """Have the ranks save before a worker is retired, to go on in another attempt; return whether they can."""

@@ -131,11 +131,10 @@ class WorkerClient:
 
     def drop(self, record: Record) -> None:
         """Remove a file that nobody wants from its rank's outbox; the rank may be waiting for that."""
-        rank, file = record.rank, record.data
-        assert isinstance(file, File)
-        if self.specs[rank].worker not in self.lost:
+        assert isinstance(record.data, File)
+        if self.specs[record.rank].worker not in self.lost:
             with contextlib.suppress(OSError):  # lost just now
-                drop(self.source(rank, file), file, partial(self.call_outbox, rank))
+                self.call_outbox(record.rank, outbox.remove, str(record.data.source))
 
     def returned(self, rank: int, value: File) -> Any:
         if value.inline is not None:
@@ -200,14 +199,6 @@ def _is_seen(target: Path, is_there: Callable[[bytes], bool]) -> bool:
     nonce = secrets.token_bytes(32)
     target.write_bytes(nonce)
     return is_there(nonce)
-
-
-def drop(source: Path, file: File, call: Callable[..., Any]) -> None:
-    """Remove a file from a rank's outbox; arguments: see `fetch`."""
-    if _is_here(source, file.size):
-        source.unlink(missing_ok=True)
-    else:
-        call(outbox.remove, source.name)
 
 
 def _is_here(source: Path, size: int) -> bool:
