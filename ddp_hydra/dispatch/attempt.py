@@ -58,8 +58,7 @@ class RecordQueue:
     """Has records read in order, once it is started; stops at the first that cannot be read.
 
     Attributes:
-        error: that `on_record` raised.
-        failed: the record for which it did.
+        error: that `on_record` raised for the record `failed`.
         busy: the record that is being read, and since when.
     """
 
@@ -125,9 +124,7 @@ class Attempt:
     """One start of a gang, as the client sees it.
 
     Args:
-        client: of the Dask cluster.
         job: what the workers are sent, without the call.
-        interrupts: says whether the user wants to end.
         read: called with this attempt and each record that is not for it, on another thread.
         stop: asks a gang that runs in the background to end.
         on_give_up: called when the user ends the job at once.

@@ -43,11 +43,7 @@ again, and both tasks would run its ranks."""
 
 
 class WorkerClient:
-    """Sends messages and files to the ranks of an attempt, and fetches their files.
-
-    Attributes:
-        futures: the Dask tasks that run the ranks, by their workers' addresses.
-    """
+    """Sends messages and files to the ranks of an attempt, and fetches their files."""
 
     def __init__(self, client: Client, job: JobSpec) -> None:
         self.client, self.gang, self.name, self.number = client, job.gang, job.topic, job.attempt
@@ -56,7 +52,7 @@ class WorkerClient:
         self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in self.specs}
         self.settings = job.settings
         self.caller = WorkerCaller(client)
-        self.futures: dict[str, Future] = {}
+        self.futures: dict[str, Future] = {}  # the tasks that run the ranks, by their workers' addresses
         self.lost: set[str] = set()
         self.is_cut_off = False
 

@@ -84,12 +84,7 @@ class Fault:
 
 @dataclass
 class FaultInjector:
-    """Triggers the faults of this rank.
-
-    Args:
-        pids: process ids of this rank's "worker" and "nanny".
-        faults: of the job, without those that were triggered.
-    """
+    """Triggers the faults of this rank; `pids` are of its "worker" and "nanny"."""
 
     rank: int = 0
     attempt: int = 0

@@ -81,13 +81,10 @@ class ForkServer:
     """Forks ranks on request, until the last connection has ended and nobody wants to find it warm.
 
     Args:
-        listener: the socket on which it listens, at `address`.
         start_anew: starts this program again, with the same socket.
 
     Attributes:
-        spares: forks for the next ranks.
-        spares_after: they are forked no sooner, by the monotonic clock.
-        keep_warm_s: how long it stays after its last connection.
+        spares_after: spares are forked no sooner, by the monotonic clock.
         is_retired: it leaves as soon as nobody uses it.
     """
 

@@ -48,7 +48,6 @@ def main(title: str, control_fd: int, shared_status_fd: int) -> int:
     """Run one rank; called in the process that the fork server forked for it.
 
     Args:
-        title: of the process, as `ps` shows it.
         control_fd: socket to the worker's task: records go out; launches, each with a rendezvous, come in.
         shared_status_fd: the page of memory in which this rank writes where it is.
     """
@@ -78,12 +77,7 @@ def main(title: str, control_fd: int, shared_status_fd: int) -> int:
 
 
 class Worlds:
-    """The worlds of a process, one after the other.
-
-    Args:
-        control: socket to the worker's task.
-        shared_status: of this rank.
-    """
+    """The worlds of a process, one after the other."""
 
     launch: RankLaunch
 

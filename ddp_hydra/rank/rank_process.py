@@ -60,8 +60,6 @@ class RankContext:
     """What the ranks of one worker share.
 
     Args:
-        worker: the Dask worker.
-        job: of its ranks, and of other workers'.
         is_cancelled: returns whether the client is gone, or gave up.
 
     Attributes:

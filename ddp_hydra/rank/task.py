@@ -97,12 +97,7 @@ def not_started(error: Exception, what: str = "could not be started") -> End:
 
 
 class WorkerTask(RankContext):
-    """Serves the ranks of one worker, in one attempt, until all have ended.
-
-    Attributes:
-        ranks: the ranks that have not ended, by number.
-        is_closing: the worker is shut down.
-    """
+    """Serves the ranks of one worker, in one attempt, until all have ended: `ranks` has those that have not."""
 
     def __init__(self, worker: Worker, job: JobSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> None:
         super().__init__(worker, job, is_cancelled)

@@ -37,12 +37,7 @@ MEMORY = "ddp_hydra-run_dir"
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """This process among the launcher's processes.
-
-    Args:
-        rank, local_rank: its number, and its number on this host.
-        world_size, local_world_size: number of processes, and on this host.
-    """
+    """This process among the launcher's processes."""
 
     rank: int
     local_rank: int
@@ -252,7 +247,6 @@ def remember(run_dir: str, hosts: int = 0) -> None:
     """Note the run directory on each host, for the case that torchrun starts all again.
 
     Args:
-        run_dir: of the job.
         hosts: how many the job began with; 0 for what is noted, or for all that are there.
     """
     place = find_place()

@@ -206,11 +206,9 @@ def joined(
     """Join a world and its process group; leave them after the block.
 
     Args:
-        store: where the ranks meet.
         backend: gloo, nccl, or auto: see `choose_backend`.
         timeout_s: of collectives, also of other groups that are made inside the block.
         makes_group: whether to make the process group; otherwise the code inside the block does.
-        generation, kept: see `World`.
     """
     timeout = timedelta(seconds=timeout_s)
     with default_timeout(timeout):
