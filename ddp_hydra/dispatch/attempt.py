@@ -161,8 +161,7 @@ class Attempt:
         self.checked_at = 0.0
         self.slow_record: Record | None = None
         self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
-        wake_up = lambda: self.events.put(None)  # noqa: E731
-        self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, wake_up)
+        self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, lambda: self.events.put(None))
 
     def run(self, call: bytes, is_script: bool = False) -> list[Any]:
         """Run a pickled call on each rank, and read all records; return the ranks' values, in order of rank."""

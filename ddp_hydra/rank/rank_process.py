@@ -192,11 +192,10 @@ class RankProcess:
 
     def share(self) -> device_leases.Share:
         spec, seen = self.spec, environment.gpu_identities(os.environ)
-        wanted = environment.preferred_gpu(spec)
         if environment.is_placed():
             seen = seen[:1]
         share = self.stack.enter_context(
-            device_leases.acquire(self.job.gang, spec.local_world_size, self.cores(), seen, wanted)
+            device_leases.acquire(self.job.gang, spec.local_world_size, self.cores(), seen, spec.local_rank)
         )
         if share.others_on_gpu and share.position is not None:
             self.relay.log_sentence(
