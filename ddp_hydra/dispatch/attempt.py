@@ -283,7 +283,7 @@ class Attempt:
 
     def stop(self, finish_checkpoint: bool = False) -> None:
         self.is_stopping = True
-        self.workers.stop(self.rank_states.running, finish_checkpoint)
+        self.workers.send({"stop": True, "finish_checkpoint": finish_checkpoint}, self.rank_states.running)
 
     def drain(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         while not self.rank_states.is_over and not enough() and time.monotonic() < until:

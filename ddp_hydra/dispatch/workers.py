@@ -71,9 +71,6 @@ class WorkerClient:
     def finish(self, ranks: Iterable[int], reason: str) -> None:
         self.send({"finish": heartbeat.REASONS.index(reason)}, ranks)
 
-    def stop(self, ranks: Iterable[int], finish_checkpoint: bool = False) -> None:
-        self.send({"stop": True, "finish_checkpoint": finish_checkpoint}, ranks)
-
     def send(self, message: inbox.Message, ranks: Iterable[int]) -> None:
         """Send a message to the workers of some ranks, all at once; the workers' other ranks get it, too."""
         workers = dict.fromkeys(self.specs[rank].worker for rank in ranks)

@@ -29,15 +29,7 @@ from ddp_hydra import results
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus, file_in_memory
-from ddp_hydra.rank import (
-    dask_preload,
-    device_leases,
-    environment,
-    fork_client,
-    inbox,
-    outbox,
-    spec,
-)
+from ddp_hydra.rank import dask_preload, device_leases, environment, fork_client, inbox, outbox, spec
 from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
 from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
 from ddp_hydra.record import Beat, End, Preempted, Stack, Up
