@@ -61,7 +61,7 @@ class Fault:
     step: Count = 0
     at: str = "forward"
     attempt: Annotated[int, Meta(ge=-1)] = 0
-    seconds: float = 5.0
+    seconds: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
 
     @classmethod
     def parse(cls, text: str) -> Fault:

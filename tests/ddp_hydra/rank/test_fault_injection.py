@@ -56,7 +56,7 @@ def test_a_fault_is_read_as_it_is_typed(text, fault):
     [
         "", "?", "kil", "kill,", "kill,rank", "kill,rank=", "kill,rank=one", "kill,step=1.5", "kill,who=1",
         "kill,rank=-1", "kill,step=-1", "kill,attempt=-2", "kill,at=lunch", "kill,at=join", "kill,at=end",
-        "slow,seconds=x", "kill;rank=1",
+        "slow,seconds=x", "slow,seconds=-1", "slow,seconds=inf", "kill;rank=1",
     ],
 )  # fmt: skip
 def test_what_is_no_fault_is_refused_with_what_is_allowed(text):
