@@ -60,11 +60,7 @@ def file_in_memory(name: str) -> int:
 
 
 class SharedStatus:
-    """Reads and writes the page of memory that a rank and its worker's task share.
-
-    Args:
-        memory: at least `_SIZE` bytes.
-    """
+    """Reads and writes the page of memory that a rank and its worker's task share: at least `_SIZE` bytes."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -154,8 +150,7 @@ class SharedStatus:
         self.memory[_DIE] = 1
 
     def close(self) -> None:
-        if isinstance(self.memory, mmap.mmap):
-            self.memory.close()
+        self.memory.close()
 
 
 _here = SharedStatus(bytearray(_SIZE))
@@ -179,12 +174,7 @@ def on_phase(hook: Callable[[str, int], None]) -> None:
 
 
 def at(phase: str, step: int) -> None:
-    """Set this rank's phase and step.
-
-    Args:
-        phase: one of `PHASES`.
-        step: step that the rank works on, counted from 1.
-    """
+    """Set this rank's phase, one of `PHASES`, and the step that it works on, counted from 1."""
     _here.enter(phase, step)
     for hook in _hooks:
         hook(phase, step)

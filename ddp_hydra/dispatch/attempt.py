@@ -58,8 +58,7 @@ class RecordQueue:
     """Has records read in order, once it is started; stops at the first that cannot be read.
 
     Attributes:
-        error: that `on_record` raised.
-        failed: the record for which it did.
+        error: that `on_record` raised for the record `failed`.
         busy: the record that is being read, and since when.
     """
 
@@ -125,9 +124,7 @@ class Attempt:
     """One start of a gang, as the client sees it.
 
     Args:
-        client: of the Dask cluster.
         job: what the workers are sent, without the call.
-        interrupts: says whether the user wants to end.
         read: called with this attempt and each record that is not for it, on another thread.
         stop: asks a gang that runs in the background to end.
         on_give_up: called when the user ends the job at once.
@@ -164,8 +161,7 @@ class Attempt:
         self.checked_at = 0.0
         self.slow_record: Record | None = None
         self.unacknowledged = dict.fromkeys(range(len(self.specs)), 0)
-        wake_up = lambda: self.events.put(None)  # noqa: E731
-        self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, wake_up)
+        self.records = RecordQueue(lambda record: read(self, record), self.acknowledge, lambda: self.events.put(None))
 
     def run(self, call: bytes, is_script: bool = False) -> list[Any]:
         """Run a pickled call on each rank, and read all records; return the ranks' values, in order of rank."""
@@ -287,7 +283,7 @@ class Attempt:
 
     def stop(self, finish_checkpoint: bool = False) -> None:
         self.is_stopping = True
-        self.workers.stop(self.rank_states.running, finish_checkpoint)
+        self.workers.send({"stop": True, "finish_checkpoint": finish_checkpoint}, self.rank_states.running)
 
     def drain(self, until: float, enough: Callable[[], bool] = lambda: False) -> None:
         while not self.rank_states.is_over and not enough() and time.monotonic() < until:
@@ -465,14 +461,14 @@ class Attempt:
 
     # -- events --------------------------------------------------------------------------------------------
 
-    def handle_next(self, timeout_s: float) -> bool:
+    def handle_next(self, timeout_s: float) -> None:
         try:
             event = self.events.get(timeout=timeout_s)
         except queue.Empty:
-            return False
+            return
         if event is None:  # a record could not be read: check at once
             self.checked_at = 0.0
-            return True
+            return
         _, message = event
         if isinstance(message, bytes):
             for line in message.split(b"\n"):
@@ -484,7 +480,6 @@ class Attempt:
             if message["action"] == "remove-worker" or not self.save_before_end(address):
                 left = PLANNED if address in self.leaving else LEFT
                 self.lose_worker(address, left.format(worker=address))
-        return True
 
     def save_before_end(self, worker: str) -> bool:
         """Have the ranks save before a worker is retired, to go on in another attempt; return whether they can."""

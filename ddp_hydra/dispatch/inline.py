@@ -25,12 +25,7 @@ _one_at_a_time = threading.RLock()
 
 
 class DirectSender:
-    """Passes records directly to their reader.
-
-    Args:
-        on_record: called with each record, one at a time.
-        outbox: folder for files on their way.
-    """
+    """Passes records directly to their reader, one at a time."""
 
     def __init__(self, on_record: Callable[[Record], None], outbox: Path) -> None:
         self.on_record = on_record
@@ -57,12 +52,9 @@ def run(
 
     Args:
         fn: the function, or "module:name".
-        args: passed to it.
-        on_record: called with each record.
         settings: threads (0 leaves their number as it is), backend, timeout_s and retry_s.
         notice: returns the text that is printed when the user wants to end; "" for none.
         attempt: number of this start, in its records.
-        kwargs: passed to the function.
     """
     with held_back():
         from unittest import mock
@@ -78,7 +70,7 @@ def run(
     restored = mock.patch.dict(os.environ), mock.patch.object(sys, "excepthook", sys.excepthook)
     with _one_at_a_time, tempfile.TemporaryDirectory(prefix="ddp_hydra-") as folder, restored[0], restored[1]:
         if settings.threads:
-            process.set_threads(settings.threads, 1)
+            process.set_threads(settings.threads)
         results.connect(DirectSender(on_record, Path(folder)), 0, attempt, settings.retry_s)
         fault_injection.install(0, attempt, {})
         heartbeat.connect(None)

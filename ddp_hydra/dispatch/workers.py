@@ -43,11 +43,7 @@ again, and both tasks would run its ranks."""
 
 
 class WorkerClient:
-    """Sends messages and files to the ranks of an attempt, and fetches their files.
-
-    Attributes:
-        futures: the Dask tasks that run the ranks, by their workers' addresses.
-    """
+    """Sends messages and files to the ranks of an attempt, and fetches their files."""
 
     def __init__(self, client: Client, job: JobSpec) -> None:
         self.client, self.gang, self.name, self.number = client, job.gang, job.topic, job.attempt
@@ -56,7 +52,7 @@ class WorkerClient:
         self.folders = {spec.worker: workers.get(spec.worker, {}).get("local_directory", "") for spec in self.specs}
         self.settings = job.settings
         self.caller = WorkerCaller(client)
-        self.futures: dict[str, Future] = {}
+        self.futures: dict[str, Future] = {}  # the tasks that run the ranks, by their workers' addresses
         self.lost: set[str] = set()
         self.is_cut_off = False
 
@@ -74,9 +70,6 @@ class WorkerClient:
 
     def finish(self, ranks: Iterable[int], reason: str) -> None:
         self.send({"finish": heartbeat.REASONS.index(reason)}, ranks)
-
-    def stop(self, ranks: Iterable[int], finish_checkpoint: bool = False) -> None:
-        self.send({"stop": True, "finish_checkpoint": finish_checkpoint}, ranks)
 
     def send(self, message: inbox.Message, ranks: Iterable[int]) -> None:
         """Send a message to the workers of some ranks, all at once; the workers' other ranks get it, too."""
@@ -131,11 +124,10 @@ class WorkerClient:
 
     def drop(self, record: Record) -> None:
         """Remove a file that nobody wants from its rank's outbox; the rank may be waiting for that."""
-        rank, file = record.rank, record.data
-        assert isinstance(file, File)
-        if self.specs[rank].worker not in self.lost:
+        assert isinstance(record.data, File)
+        if self.specs[record.rank].worker not in self.lost:
             with contextlib.suppress(OSError):  # lost just now
-                drop(self.source(rank, file), file, partial(self.call_outbox, rank))
+                self.call_outbox(record.rank, outbox.remove, str(record.data.source))
 
     def returned(self, rank: int, value: File) -> Any:
         if value.inline is not None:
@@ -200,14 +192,6 @@ def _is_seen(target: Path, is_there: Callable[[bytes], bool]) -> bool:
     nonce = secrets.token_bytes(32)
     target.write_bytes(nonce)
     return is_there(nonce)
-
-
-def drop(source: Path, file: File, call: Callable[..., Any]) -> None:
-    """Remove a file from a rank's outbox; arguments: see `fetch`."""
-    if _is_here(source, file.size):
-        source.unlink(missing_ok=True)
-    else:
-        call(outbox.remove, source.name)
 
 
 def _is_here(source: Path, size: int) -> bool:

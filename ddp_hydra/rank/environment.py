@@ -46,7 +46,7 @@ def of_rank(
     Args:
         interface: by which the ranks reach each other.
         error_file: where torch's `record` writes the error of a script.
-        gpu: position of the rank's GPU among the visible ones; None for `preferred_gpu`.
+        gpu: position of the rank's GPU among the visible ones; None where there are none.
     """
     variables = without_dasks_limits(os.environ) | of_place(spec)
     variables |= {
@@ -61,7 +61,7 @@ def of_rank(
     if interface:
         variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         variables.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # without =, eth1 would also mean eth10
-    own = preferred_gpu(spec) if gpu is None else gpu
+    own = spec.local_rank if gpu is None else gpu
     # A script takes the GPU of its local rank.
     return variables | own_gpu_first(variables, own if job.makes_group else own - spec.local_rank)
 
@@ -81,12 +81,8 @@ def of_place(spec: RankSpec) -> dict[str, str]:
     }
 
 
-def preferred_gpu(spec: RankSpec) -> int:
-    """Return the position of the GPU that a rank takes if all are free; dask-cuda puts each worker's own first."""
-    return 0 if is_placed() else spec.local_rank
-
-
 def is_placed() -> bool:
+    """Return whether dask-cuda runs this worker: it puts each worker's own GPU first."""
     return "dask_cuda" in sys.modules
 
 

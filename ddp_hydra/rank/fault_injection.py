@@ -61,7 +61,7 @@ class Fault:
     step: Count = 0
     at: str = "forward"
     attempt: Annotated[int, Meta(ge=-1)] = 0
-    seconds: float = 5.0
+    seconds: Annotated[float, Meta(ge=0, le=1e9)] = 5.0
 
     @classmethod
     def parse(cls, text: str) -> Fault:
@@ -84,12 +84,7 @@ class Fault:
 
 @dataclass
 class FaultInjector:
-    """Triggers the faults of this rank.
-
-    Args:
-        pids: process ids of this rank's "worker" and "nanny".
-        faults: of the job, without those that were triggered.
-    """
+    """Triggers the faults of this rank; `pids` are of its "worker" and "nanny"."""
 
     rank: int = 0
     attempt: int = 0
@@ -117,16 +112,16 @@ class FaultInjector:
             case "segv":
                 ctypes.string_at(0)
             case "hang":
-                _sleep(1e9)
+                time.sleep(1e9)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
             case "slow":
-                _sleep(fault.seconds)
+                time.sleep(fault.seconds)
             case "worker":
                 self._signal("worker", signal.SIGKILL)
                 # This rank is stopped when that is noticed; on a loaded machine, it would meanwhile pass the next
                 # fault's step.
-                _sleep(10)
+                time.sleep(10)
             case "nanny":
                 self._signal("nanny", signal.SIGKILL)
             case "term":
@@ -185,12 +180,6 @@ def activate(texts: Iterable[str]) -> FaultInjector:
 
 def write(step: int) -> None:
     _here("write", step)
-
-
-def _sleep(seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while (left := end - time.monotonic()) > 0:
-        time.sleep(min(left, 3600))
 
 
 class InterruptWriter:

@@ -41,11 +41,11 @@ def connect() -> socket.socket:
     with locked(address.parent) as folder:
         short = short_path(address, folder)
         try:
-            return _connect(short)
+            return connect_to(short)
         except (FileNotFoundError, ConnectionRefusedError):
             address.unlink(missing_ok=True)
             _start(address, short)
-            return _connect(short)
+            return connect_to(short)
 
 
 _held: socket.socket | None = None
@@ -82,7 +82,7 @@ def ask(address: Path, question: str) -> dict[str, Any] | None:
         return None
     with locked(address.parent) as folder:
         try:
-            connection = _connect(short_path(address, folder))
+            connection = connect_to(short_path(address, folder))
         except (FileNotFoundError, ConnectionRefusedError):
             return None
     with connection:
@@ -163,7 +163,7 @@ def short_path(address: Path, folder: int) -> str:
     return f"/proc/self/fd/{folder}/{address.name}"
 
 
-def _connect(address: str) -> socket.socket:
+def connect_to(address: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.connect(address)

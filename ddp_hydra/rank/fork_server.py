@@ -81,13 +81,10 @@ class ForkServer:
     """Forks ranks on request, until the last connection has ended and nobody wants to find it warm.
 
     Args:
-        listener: the socket on which it listens, at `address`.
         start_anew: starts this program again, with the same socket.
 
     Attributes:
-        spares: forks for the next ranks.
-        spares_after: they are forked no sooner, by the monotonic clock.
-        keep_warm_s: how long it stays after its last connection.
+        spares_after: spares are forked no sooner, by the monotonic clock.
         is_retired: it leaves as soon as nobody uses it.
     """
 
@@ -97,7 +94,7 @@ class ForkServer:
         self.start_anew = start_anew
         self.inode = address.stat().st_ino
         # Its first caller has the folder's lock until it is connected; without one, that process was killed.
-        self.keep_warm_s = self.stay_s = 0.0
+        self.keep_warm_s = 0.0
         self.is_retired = self.has_served = False
         self.begin_waiting()
         self.begun = time.monotonic()
@@ -172,7 +169,7 @@ class ForkServer:
         poll = select.poll()  # select.select takes no descriptor from 1024 on
         poll.register(self.listener, select.POLLIN)
         is_wanted = bool(poll.poll(0))
-        if is_wanted and self.is_idle and not self.is_current():
+        if is_wanted and self.is_idle and self.has_served and not are_current(self.loaded):
             self.spares.end()
             self.start_anew()
         try:
@@ -276,7 +273,7 @@ class ForkServer:
         self.selector.unregister(caller.connection)
         caller.close()
         if not caller.only_asks:  # it may have been the last one
-            self.idle_since, self.stay_s, self.has_served = time.monotonic(), self.keep_warm_s, True
+            self.idle_since, self.has_served = time.monotonic(), True
 
     def status(self) -> dict[str, Any]:
         is_used = any(not caller.only_asks for caller in self.callers.values())
@@ -320,7 +317,7 @@ class ForkServer:
 
     @property
     def remaining_s(self) -> float:
-        return 0.0 if self.is_retired else max(0.0, self.idle_since + self.stay_s - time.monotonic())
+        return 0.0 if self.is_retired else max(0.0, self.idle_since + self.keep_warm_s - time.monotonic())
 
     @property
     def is_time_over(self) -> bool:
@@ -332,9 +329,6 @@ class ForkServer:
             return self.address.stat().st_ino == self.inode
         except OSError:
             return False
-
-    def is_current(self) -> bool:
-        return not self.has_served or are_current(self.loaded)
 
 
 def preload(look: Callable[[], object]) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from distributed import Worker, WorkerPlugin
 
-from ddp_hydra.rank import inbox, outbox
+from ddp_hydra.rank import outbox
 
 Message = Mapping[str, Any]
 Key = tuple[str, str]
@@ -156,12 +156,12 @@ class PreemptionPlugin(WorkerPlugin):
         stream = worker.batched_stream
         if stream is not None and not stream.closed():
             deadline = time.monotonic() + GRACE_S
-            tasks = inbox.send_to_worker(worker.address, {"preempted": True})
-            while tasks and time.monotonic() < deadline and (inbox.has_any(tasks) or outbox.has_files(worker)):
+            tasks = send_to_worker(worker.address, {"preempted": True})
+            while tasks and time.monotonic() < deadline and (has_any(tasks) or outbox.has_files(worker)):
                 await asyncio.sleep(0.05)
             if tasks:
                 await _wait_until_sent(stream, until=time.monotonic() + SEND_S)
-        inbox.send_to_worker(worker.address, {"stop": True})  # Dask would wait half a minute for their tasks
+        send_to_worker(worker.address, {"stop": True})  # Dask would wait half a minute for their tasks
 
 
 async def _wait_until_sent(stream: Any, until: float) -> None:

@@ -105,13 +105,7 @@ class LazyDynamo:
 
 
 class StandIn(ModuleType):
-    """Answers a few calls instead of a module, and gives way for anything else.
-
-    Args:
-        name: of the module.
-        owner: imports it.
-        attributes: what it answers with.
-    """
+    """Answers a few calls instead of a module, with `attributes`, and gives way for anything else."""
 
     def __init__(self, name: str, owner: LazyDynamo, **attributes: Any) -> None:
         super().__init__(name)

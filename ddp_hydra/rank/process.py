@@ -48,7 +48,6 @@ def main(title: str, control_fd: int, shared_status_fd: int) -> int:
     """Run one rank; called in the process that the fork server forked for it.
 
     Args:
-        title: of the process, as `ps` shows it.
         control_fd: socket to the worker's task: records go out; launches, each with a rendezvous, come in.
         shared_status_fd: the page of memory in which this rank writes where it is.
     """
@@ -78,12 +77,7 @@ def main(title: str, control_fd: int, shared_status_fd: int) -> int:
 
 
 class Worlds:
-    """The worlds of a process, one after the other.
-
-    Args:
-        control: socket to the worker's task.
-        shared_status: of this rank.
-    """
+    """The worlds of a process, one after the other."""
 
     launch: RankLaunch
 
@@ -130,7 +124,7 @@ class Worlds:
 
     def perform(self) -> Any:
         job, spec, settings = self.launch.job, self.launch.spec, self.launch.job.settings
-        set_threads(settings.threads, spec.local_world_size)
+        set_threads(settings.threads)
         host, port = self.hear()["rendezvous"]
         store = meet(spec.rank, host, port, settings.timeout_s, self.fds.pop(0) if spec.rank == 0 else None)
         place = store, spec.rank, spec.world_size, spec.local_world_size, settings.backend, settings.timeout_s
@@ -225,10 +219,7 @@ def as_main(function: Callable[..., Any]) -> Iterator[None]:
         sys.modules["__main__"] = before
 
 
-def set_threads(threads: int, local_world_size: int) -> None:
-    """Set the number of CPU threads; 0 for this rank's share of the host's cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = threads or max(1, cores // local_world_size)
+def set_threads(threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
 

@@ -29,15 +29,7 @@ from ddp_hydra import results
 from ddp_hydra.config.project import Project
 from ddp_hydra.errors import Failure, describe_exit
 from ddp_hydra.heartbeat import REASONS, SAVE_S, UNREADY, SharedStatus, file_in_memory
-from ddp_hydra.rank import (
-    dask_preload,
-    device_leases,
-    environment,
-    fork_client,
-    inbox,
-    outbox,
-    spec,
-)
+from ddp_hydra.rank import dask_preload, device_leases, environment, fork_client, inbox, outbox, spec
 from ddp_hydra.rank.record_relay import RecordRelay, RecordSender
 from ddp_hydra.rank.spec import JobSpec, RankLaunch, RankSpec
 from ddp_hydra.record import Beat, End, Preempted, Stack, Up
@@ -60,8 +52,6 @@ class RankContext:
     """What the ranks of one worker share.
 
     Args:
-        worker: the Dask worker.
-        job: of its ranks, and of other workers'.
         is_cancelled: returns whether the client is gone, or gave up.
 
     Attributes:
@@ -185,20 +175,19 @@ class RankProcess:
         return local
 
     def interface(self) -> str | None:
-        if self.job.settings.interface:
-            environment.address_of(self.job.settings.interface)  # raises, with the known interfaces, if it is unknown
-            return self.job.settings.interface
         # An address that is not of this machine leads here through a port mapping.
-        host = self.spec.host
-        return environment.interface_of(host) or environment.interface_towards(self.worker.scheduler.addr)
+        return (
+            self.job.settings.interface
+            or environment.interface_of(self.spec.host)
+            or environment.interface_towards(self.worker.scheduler.addr)
+        )
 
     def share(self) -> device_leases.Share:
         spec, seen = self.spec, environment.gpu_identities(os.environ)
-        wanted = environment.preferred_gpu(spec)
         if environment.is_placed():
             seen = seen[:1]
         share = self.stack.enter_context(
-            device_leases.acquire(self.job.gang, spec.local_world_size, self.cores(), seen, wanted)
+            device_leases.acquire(self.job.gang, spec.local_world_size, self.cores(), seen, spec.local_rank)
         )
         if share.others_on_gpu and share.position is not None:
             self.relay.log_sentence(

@@ -35,7 +35,6 @@ class SpareForks:
 
     Attributes:
         connections: process id -> the socket on which the fork waits.
-        wanted: how many to keep.
     """
 
     def __init__(
@@ -161,8 +160,6 @@ class Caller:
     Attributes:
         pid: of the rank; None before it starts and after it has ended.
         partial_line: the beginning of a line whose end has not come yet.
-        fds: descriptors for the rank.
-        has_requested: it has requested its rank.
         only_asks: it has asked for the status, or for the end.
         was_ended: the rank got a signal that ends a process while it ran.
     """

@@ -87,22 +87,17 @@ def _is_cancelled(worker: Worker, key: Any) -> bool:
     return task is None or task.state in ("cancelled", "released")
 
 
-def not_started(error: Exception, what: str = "could not be started") -> End:
+def not_started(error: Exception) -> End:
     if isinstance(error, Stopped):
         return End(stopped=True)
-    if isinstance(error, (ConfigError, DiskFull)):  # another attempt would fail in the same way
-        return End(failure=Failure("start", message=f"{what}: {error}", time_s=time.time(), mistake=True))
-    message = f"{what}: {type(error).__name__}: {error}"  # no file descriptors, a full disk, no torch
-    return End(failure=Failure("start", message=message, traceback=traceback.format_exc(), time_s=time.time()))
+    mistake = isinstance(error, (ConfigError, DiskFull))  # another attempt would fail in the same way
+    message = f"could not be started: {'' if mistake else f'{type(error).__name__}: '}{error}"
+    trace = "" if mistake else traceback.format_exc()  # no file descriptors, a full disk, no torch
+    return End(failure=Failure("start", message=message, traceback=trace, time_s=time.time(), mistake=mistake))
 
 
 class WorkerTask(RankContext):
-    """Serves the ranks of one worker, in one attempt, until all have ended.
-
-    Attributes:
-        ranks: the ranks that have not ended, by number.
-        is_closing: the worker is shut down.
-    """
+    """Serves the ranks of one worker, in one attempt, until all have ended: `ranks` has those that have not."""
 
     def __init__(self, worker: Worker, job: JobSpec, box: inbox.Inbox, is_cancelled: Callable[[], bool]) -> None:
         super().__init__(worker, job, is_cancelled)

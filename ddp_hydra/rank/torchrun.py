@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fork_client
-from ddp_hydra.rank.processes import RANK_PID, die_with_parent, user_of
+from ddp_hydra.rank.processes import RANK_PID, die_with_parent
 
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 MEET_S = 60.0
@@ -37,12 +37,7 @@ MEMORY = "ddp_hydra-run_dir"
 
 @dataclass(frozen=True)
 class ProcessPlace:
-    """This process among the launcher's processes.
-
-    Args:
-        rank, local_rank: its number, and its number on this host.
-        world_size, local_world_size: number of processes, and on this host.
-    """
+    """This process among the launcher's processes."""
 
     rank: int
     local_rank: int
@@ -96,7 +91,7 @@ def end_with_first(place: ProcessPlace) -> NoReturn:
         try:
             connection = connect(place.socket)
             break
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             if time.monotonic() > until or os.getppid() != parent:
                 print(  # noqa: T201
                     f"ddp_hydra: RANK {place.rank} found no process of LOCAL_RANK 0 on this host ({error}): start both "
@@ -113,17 +108,11 @@ def end_with_first(place: ProcessPlace) -> NoReturn:
 
 
 def connect(path: Path) -> socket.socket:
-    folder, connection = os.open(path.parent, os.O_RDONLY), socket.socket(socket.AF_UNIX)
+    folder = os.open(path.parent, os.O_RDONLY)
     try:
-        connection.connect(fork_client.short_path(path, folder))
-        if user_of(connection) not in (None, os.getuid()):
-            raise PermissionError(f"{path} belongs to somebody else")
-    except BaseException:
-        connection.close()
-        raise
+        return fork_client.connect_to(fork_client.short_path(path, folder))
     finally:
         os.close(folder)
-    return connection
 
 
 @contextmanager
@@ -258,7 +247,6 @@ def remember(run_dir: str, hosts: int = 0) -> None:
     """Note the run directory on each host, for the case that torchrun starts all again.
 
     Args:
-        run_dir: of the job.
         hosts: how many the job began with; 0 for what is noted, or for all that are there.
     """
     place = find_place()

@@ -206,11 +206,9 @@ def joined(
     """Join a world and its process group; leave them after the block.
 
     Args:
-        store: where the ranks meet.
         backend: gloo, nccl, or auto: see `choose_backend`.
         timeout_s: of collectives, also of other groups that are made inside the block.
         makes_group: whether to make the process group; otherwise the code inside the block does.
-        generation, kept: see `World`.
     """
     timeout = timedelta(seconds=timeout_s)
     with default_timeout(timeout):
@@ -223,7 +221,7 @@ def joined(
             elif "nccl" in backend:
                 check_gpu_is_own(store, rank, size)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-            group, used = dist.group.WORLD, backend_in_use()
+            group, used = dist.group.WORLD, str(dist.get_backend_config())
             if size > 1:
                 cpu_group = group if "gloo" in used else dist.new_group(backend="gloo")
         store.add("ddp_hydra/joined", 1)
@@ -238,13 +236,6 @@ def joined(
         while rank == 0 and store.add("ddp_hydra/done", 0) < size:
             time.sleep(0.005)  # rank 0 serves the store, so it leaves last
         leave_process_group()
-
-
-def backend_in_use() -> str:
-    try:
-        return str(dist.get_backend_config())
-    except (AttributeError, RuntimeError, ValueError):
-        return str(dist.get_backend())
 
 
 def choose_backend(store: dist.Store, rank: int, world_size: int) -> str:

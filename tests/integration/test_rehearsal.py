@@ -50,7 +50,7 @@ def test_the_rehearsal_of_the_readme_comes_out_of_a_crash_a_lost_worker_and_a_ha
     assert (summary["status"], summary["restarts"], summary["failure"]) == ("done", 3, None)
     assert summary["steps_lost"] > 0
     assert "restart 3 of 5" in ended.stdout + ended.stderr
-    assert "in _sleep" in (run / "logs" / "rank-0.log").read_text()  # where it hung
+    assert "in trigger" in (run / "logs" / "rank-0.log").read_text()  # where it hung
     assert "most recent call first" in (run / "logs" / "rank-1.log").read_text()
     assert_same_weights(run, whole)
 

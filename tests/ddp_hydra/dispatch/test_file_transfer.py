@@ -42,9 +42,14 @@ def test_a_worker_of_another_user_on_this_host_is_asked_for_its_files(tmp_path):
     folder.mkdir()
     (folder / "1").write_bytes(b"abc")
     calls = []
+
+    def call(function: Any, *args: Any) -> bytes:
+        calls.append(function.__name__)
+        return b"abc"
+
     with closed(folder):
-        workers.drop(folder / "1", File("a", 3, ""), lambda *args: calls.append(args))
-    assert calls == [(outbox.remove, "1")]
+        workers.fetch(folder / "1", File("a", 3, ""), tmp_path / "got", call)
+    assert calls == ["read", "remove"]
     assert (folder / "1").exists()
 
 

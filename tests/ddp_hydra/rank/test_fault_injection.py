@@ -10,6 +10,7 @@ from ddp_hydra import heartbeat
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.fault_injection import KINDS, PLACES, Fault, FaultInjector
+from tests.support.clocks import set_time
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def killed(monkeypatch) -> list[tuple[int, int]]:
     """Signals that would have been sent, to whom."""
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
-    monkeypatch.setattr(fault_injection, "_sleep", lambda seconds: None)
+    set_time(monkeypatch, fault_injection, sleep=lambda seconds: None)
     return sent
 
 
@@ -55,7 +56,7 @@ def test_a_fault_is_read_as_it_is_typed(text, fault):
     [
         "", "?", "kil", "kill,", "kill,rank", "kill,rank=", "kill,rank=one", "kill,step=1.5", "kill,who=1",
         "kill,rank=-1", "kill,step=-1", "kill,attempt=-2", "kill,at=lunch", "kill,at=join", "kill,at=end",
-        "slow,seconds=x", "kill;rank=1",
+        "slow,seconds=x", "slow,seconds=-1", "slow,seconds=inf", "kill;rank=1",
     ],
 )  # fmt: skip
 def test_what_is_no_fault_is_refused_with_what_is_allowed(text):
@@ -128,7 +129,7 @@ def test_other_faults_do_what_they_say(monkeypatch):
         armed("raise,rank=1")("forward", 1)
     did = []
     monkeypatch.setattr(os, "_exit", did.append)
-    monkeypatch.setattr(fault_injection, "_sleep", did.append)
+    set_time(monkeypatch, fault_injection, sleep=did.append)
     monkeypatch.setattr(fault_injection.ctypes, "string_at", did.append)
     for text in ("exit,rank=1", "slow,rank=1,seconds=0.5", "hang,rank=1", "segv,rank=1"):
         armed(text)("forward", 1)

@@ -91,7 +91,7 @@ def test_ranks_look_for_their_gpu_only_where_nccl_may_come_into_play(monkeypatch
     monkeypatch.setattr(module, "choose_backend", lambda *args: asked.append("auto") or "gloo")
     monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module, "backend_in_use", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_backend_config", lambda: "gloo")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for backend in ("gloo", "auto", "nccl"):
         with joined(dist.HashStore(), 0, 1, 1, backend):

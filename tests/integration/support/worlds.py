@@ -95,6 +95,6 @@ class WorldGang:
         return [self.workers.returned(rank, end.value) for rank, end in enumerate(ends) if end.value is not None]
 
     def close(self) -> None:
-        self.workers.stop(range(len(self.workers.specs)))
+        self.workers.send({"stop": True}, range(len(self.workers.specs)))
         self.client.cancel([self.future], force=True)
         self.client.unsubscribe_topic(self.name)
