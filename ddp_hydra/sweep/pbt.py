@@ -42,8 +42,6 @@ class Interval:
     """All numbers from one to another: `interval(1e-4, 1e-1)`.
 
     Args:
-        low: the smallest.
-        high: the largest.
         is_log: draw them by their logarithm: `tag(log, interval(…))`.
         is_int: whole numbers only: `int(interval(…))`.
     """

@@ -95,15 +95,13 @@ class PlannedJob:
     """A job of the sweep.
 
     Args:
-        row: its row in the table of jobs.
-        overrides: all overrides of the job, with Hydra's own part.
+        overrides: with Hydra's own part.
         earlier: its row in an earlier run of the sweep, if it was there.
-        config: its config with Hydra's own part; empty until it is composed.
-        need: the cluster and the ranks that it needs.
+        config: with Hydra's own part; empty until it is composed.
         folder: its run directory.
         is_ours: whether its config is one of ours, so that the task dispatches a gang itself.
-        result: the result for Hydra's sweeper; None until it has ended.
-        spent_s: duration of the earlier runs that it resumes, in seconds.
+        result: for Hydra's sweeper.
+        spent_s: duration of the earlier runs that it resumes.
         priority: jobs with a higher one start first.
     """
 
@@ -241,12 +239,9 @@ PRELOAD = (
 
 @dataclass
 class JobOutcome:
-    """The end of a job.
+    """The end of a job: done, failed or interrupted, and why, in one line.
 
-    Args:
-        state: done, failed or interrupted.
-        result: Hydra's result; None if there is none, because the job was interrupted or could not start.
-        message: the reason why it did not end well, in one line.
+    Hydra has no result of one that was interrupted or could not start.
     """
 
     state: JobState

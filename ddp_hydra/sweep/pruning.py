@@ -90,7 +90,6 @@ class Pruning:
     Args:
         folder: of the sweep.
         keep: see `number_kept`.
-        objective: the metric that jobs are compared by.
         mirror: `results.mirror` of the sweep, in which each job has a folder; "" for none.
     """
 

@@ -141,16 +141,15 @@ class JobQueue:
 
     Args:
         folder: of the sweep.
-        loader: composes configs.
         config: as Hydra composed it without the swept overrides.
         own_need: what the tasks of other apps need.
         earlier: the rows of an earlier run of this sweep; None if this sweep does not resume one.
         retry_failed: whether jobs that failed in the earlier run are run again.
 
     Attributes:
-        jobs: the jobs, the highest priority first.
+        jobs: the highest priority first.
         owners: the number of the job that has a folder.
-        keys: the keys that some job gives.
+        keys: those that some job gives.
     """
 
     def __init__(
