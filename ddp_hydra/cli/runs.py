@@ -142,11 +142,11 @@ def rm(words: Sequence[str]) -> None:
 
 
 def du(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import disk, find
+    from ddp_hydra.runs import disk
 
     roots, rest = split(words)
     options: Any = parse_all(PrintOptions, rest, USAGE)
-    found = disk.usage(roots or [name for name in find.DEFAULT_ROOTS if Path(name).is_dir()])
+    found = disk.usage(roots)
     if options.json:
         for run, kinds in found.items():
             print(json.dumps({"run": run, **kinds, "total": sum(kinds.values())}))  # noqa: T201

@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -99,18 +99,19 @@ _MOST_DEPTH = 16
 _THREADS = 16
 
 
-def rows(roots: list[str]) -> list[RunRow]:
-    found: dict[str, RunRow] = {}
+def places(roots: Sequence[str], place_of: Callable[[str], str] = urls.plain_path) -> Iterator[str]:
+    """Yield the path or URL of each root, or of the folders in which commands make runs."""
     for root in roots or [name for name in DEFAULT_ROOTS if Path(name).is_dir()]:
-        place = urls.plain_path(root)
-        below: Iterable[RunRow]
-        if urls.is_url(place):
-            below = stored_rows(place)
-        elif Path(place).is_dir():
-            below = local_rows(place, Index(place))
-        else:
+        place = place_of(root)
+        if not urls.is_url(place) and not Path(place).is_dir():
             raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
-        for row in below:
+        yield place
+
+
+def rows(roots: Sequence[str]) -> list[RunRow]:
+    found: dict[str, RunRow] = {}
+    for place in places(roots):
+        for row in stored_rows(place) if urls.is_url(place) else local_rows(place, Index(place)):
             found.setdefault(row.run, row)
     return list(found.values())
 

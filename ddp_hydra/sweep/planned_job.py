@@ -265,11 +265,11 @@ def run_planned_job(
 ) -> JobOutcome:
     if scheduler is not None:
         connect.use_existing(scheduler)
-    if scheduler is not None and not planned.is_ours:
-        from ddp_hydra.sweep.other_apps import on_ranks
+        if not planned.is_ours:
+            from ddp_hydra.sweep.other_apps import on_ranks
 
-        assert planned.need.workers is not None
-        task = on_ranks(task, planned.need.workers, context)
+            assert planned.need.workers is not None
+            task = on_ranks(task, planned.need.workers, context)
     try:
         result = run_job(
             hydra_context=context,
