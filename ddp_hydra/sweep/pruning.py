@@ -131,8 +131,7 @@ class Pruning:
             return
         self.process = None
         said = f"the process that removes them ended ({process.describe_end()})"
-        results: dict[int, str | None] = dict.fromkeys(self.asked, said)
-        results |= process.messages[-1] if process.messages else {}
+        results: dict[int, str | None] = process.messages[-1] if process.messages else dict.fromkeys(self.asked, said)
         process.end()
         for row in rows:
             if why := results.get(row.number):

@@ -429,11 +429,9 @@ class Rungs(StopPolicy):
         ranks = [other for _, other in self._rung(number, level).ranked]
         place = ranks.index(number) + 1 if number in ranks else len(ranks) + 1
         quota = len(ranks) // self.reduction
-        return (
-            f"rung {level}: {reason}"
-            if reason and place > quota
-            else describe_standing(level, place, len(ranks), quota)
-        )
+        if reason and place > quota:
+            return f"rung {level}: {reason}"
+        return describe_standing(level, place, len(ranks), quota)
 
 
 def bracket_pattern(brackets: int, reduction: int) -> list[int]:

@@ -128,12 +128,7 @@ class RunsPlugin(base_plugin.TBPlugin):
 
 
 def roots_of(logdir: str | None, spec: str | None) -> dict[str, str]:
-    """Return the folders and URLs that TensorBoard shows, by the name that they have there.
-
-    Args:
-        logdir: of `--logdir`.
-        spec: of `--logdir_spec`, "name:folder,folder".
-    """
+    """Return the folders and URLs of `--logdir` or `--logdir_spec` ("name:folder,folder"), by their names there."""
     if logdir:
         return {"": str(Path(logdir).expanduser()) if "://" not in logdir else logdir}
     found = {}
