@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ddp_hydra.config.objective import direction_of
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs.describe import (
@@ -379,10 +380,8 @@ def ordered(rows: Sequence[RunRow], by: str) -> list[RunRow]:
 def _more_is_better(row: RunRow, metric: str) -> bool:
     if metric in (OBJECTIVE, row.objective) and row.maximize is not None:
         return row.maximize
-    from ddp_hydra.config import objective
-
     try:
-        return objective.direction_of(row.objective if metric == OBJECTIVE else metric) == "maximize"
+        return direction_of(row.objective if metric == OBJECTIVE else metric) == "maximize"
     except ConfigError:
         return True
 

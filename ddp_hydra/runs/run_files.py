@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -192,8 +193,6 @@ def is_run(names: set[str]) -> bool:
 
 
 def yaml_value(content: bytes) -> Any:
-    import yaml
-
     try:
         return yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if content else None  # noqa: S506
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
-from ddp_hydra.storage import files
+from ddp_hydra.storage import files, run_ref
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP, encode_manifest, read_manifest
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, score, typed
@@ -141,16 +141,14 @@ class Pruning:
 
     def _remove(self, row: JobRow) -> str | None:
         """Remove the checkpoints of a job; return why they stay, "" if they don't, None if there are none."""
-        from ddp_hydra.storage.run_ref import RunRef, remove_checkpoints
-
         run_dir = self.folder / row.folder
         mirror = typed(row).get("results.mirror", self.mirror).strip("'\"").rstrip("/")
         try:
-            is_stored = (results := RunRef.named(run_dir)) != RunRef.own(run_dir)  # of results.handler=cluster
-            if is_stored:
-                remove_checkpoints(results.place, self.reason)
+            results = run_ref.RunRef.named(run_dir)
+            if is_stored := results != run_ref.RunRef.own(run_dir):  # of results.handler=cluster
+                run_ref.remove_checkpoints(results.place, self.reason)
             elif mirror not in ("", "null") and (own := read_manifest(run_dir / FOLDER)):
-                remove_checkpoints(f"{mirror}/{row.number}", self.reason, own)
+                run_ref.remove_checkpoints(f"{mirror}/{row.number}", self.reason, own)
             return "" if remove(run_dir, self.reason) or is_stored else None
         except (DdpHydraError, OSError) as error:
             return str(error)
