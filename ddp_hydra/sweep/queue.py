@@ -147,6 +147,7 @@ class JobQueue:
         retry_failed: whether jobs that failed in the earlier run are run again.
 
     Attributes:
+        earlier: the rows of those jobs that nobody has asked for yet.
         jobs: the highest priority first.
         owners: the number of the job that has a folder.
         keys: those that some job gives.
