@@ -212,7 +212,8 @@ class JobQueue:
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""
         assert job.earlier is not None
-        job.row, job.folder = job.earlier, self.folder / job.earlier.folder
+        vars(job.row).update(vars(job.earlier))  # not another row: the tables may have this one already
+        job.folder = self.folder / job.row.folder
         self.owners[os.path.normpath(job.row.folder)] = job.row.number
         job.is_ours = planned_job.is_ours(self.config)
 

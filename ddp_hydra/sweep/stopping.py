@@ -164,7 +164,7 @@ class JobStopper:
             assert policy is not None
             self.policies[data] = self.policy_of[number] = policy
             policy.add(number, self._values(number), self._end_of(job))
-            if job.row is earlier or earlier is None or self.pauses:
+            if earlier is None or self.pauses or job not in self.queue.jobs:
                 continue
             if earlier.state == JobState.paused and earlier.value is not None:  # it had ended, but was not decided upon
                 self._take_from_queue(job)
