@@ -18,12 +18,15 @@ from rich.cells import cell_len
 
 from ddp_hydra.checked import finite_number
 from ddp_hydra.cli.commands import parse_all
+from ddp_hydra.config import project
 from ddp_hydra.config.hydra_compat import CONFIG_DIR
 from ddp_hydra.console.text import after, counted, duration, meant, printable, size_text
 from ddp_hydra.errors import ConfigError, Interrupted
+from ddp_hydra.runs import details, disk, find, run_files
 from ddp_hydra.runs.describe import RunRow
 from ddp_hydra.runs.details import Reproduction
 from ddp_hydra.runs.disk import KINDS
+from ddp_hydra.storage.run_ref import RunRef
 
 USAGE = """ddp-hydra runs ls [<folder or URL> ...] [status=done,failed] [tag=good] [model=resnet18] [data=digits]
     [since=2026-11-01|7d] ['val/accuracy>0.9' ...] [sort=when|duration|steps|status|folder|objective|<metric>]
@@ -70,8 +73,6 @@ def main(words: Sequence[str]) -> None:
 
 
 def ls(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import find
-
     roots, rest = split(words)
     compared = {word: found for word in rest if (found := find.comparison(word)) is not None}
     options = parse_all(ListOptions, [word for word in rest if word not in compared], USAGE)
@@ -96,25 +97,18 @@ def ls(words: Sequence[str]) -> None:
 
 
 def show(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import details, run_files
-
     runs, options = runs_and_options(words, PrintOptions, 1, "show")
     found = details.run_details(run_files.open_run(runs[0]))
     print(json.dumps(found, default=str) if options.json else details_text(found))  # noqa: T201
 
 
 def diff(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import details, run_files
-
     runs, options = runs_and_options(words, PrintOptions, 2, "diff")
     found = details.between(run_files.open_run(runs[0]), run_files.open_run(runs[1]))
     print(json.dumps(found, default=str) if options.json else diff_text(found))  # noqa: T201
 
 
 def rm(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import disk
-    from ddp_hydra.storage.run_ref import RunRef
-
     runs, rest = split(words)
     options: Any = parse_all(RemoveOptions, rest, USAGE)
     if not runs:
@@ -142,11 +136,9 @@ def rm(words: Sequence[str]) -> None:
 
 
 def du(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import disk, find
-
     roots, rest = split(words)
     options: Any = parse_all(PrintOptions, rest, USAGE)
-    found = disk.usage(roots or [name for name in find.DEFAULT_ROOTS if Path(name).is_dir()])
+    found = disk.usage(roots)
     if options.json:
         for run, kinds in found.items():
             print(json.dumps({"run": run, **kinds, "total": sum(kinds.values())}))  # noqa: T201
@@ -155,24 +147,18 @@ def du(words: Sequence[str]) -> None:
 
 
 def tag(words: Sequence[str]) -> None:
-    from ddp_hydra.runs import run_files
-    from ddp_hydra.runs.details import row
-
     changes = [word for word in words if word[:1] in ("+", "-")]
     runs, others = split([word for word in words if word not in changes])
     if others or len(runs) != 1:
         raise ConfigError(f"tag takes one run, +<tag> and -<tag>; usage:\n{USAGE}")
     files = run_files.open_run(runs[0])
-    found = row(files).tags
+    found = details.row(files).tags
     if changes:
         found = run_files.change_tags(files, found, changes)
     print(f"{shown(runs[0])}: {', '.join(map(shown, found)) or 'no tags'}")  # noqa: T201
 
 
 def reproduce(words: Sequence[str]) -> None:
-    from ddp_hydra.config import project
-    from ddp_hydra.runs import details, run_files
-
     runs, options = runs_and_options(words, ReproduceOptions, 1, "reproduce")
     again = details.reproduction(run_files.open_run(runs[0]))
     print(again_text(again), file=sys.stderr)  # noqa: T201

@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,30 +42,18 @@ class RunRow(Struct, array_like=True):
     Args:
         run: its path or URL.
         status: one of `STATUSES`.
-        started: when its newest process began, in seconds since 1970; None if not known.
-        wall_s: how long that process took, or takes so far, in seconds.
-        step: the last step.
-        total_steps: of the whole job.
-        epoch: of `step`.
-        epochs: of the whole job.
-        objective: the name of the metric that it goes by.
-        maximize: whether more of it is better.
-        value: its value for best.pt, or the last one: of a run that goes on, or has no best.pt.
+        started: when its newest process began, in seconds since 1970.
+        wall_s: how long that process took, or takes so far.
+        value: of the objective: its value for best.pt, or the last one: of a run that goes on, or has no best.pt.
         metrics: the last value of each metric.
-        model: the option of the group `model`.
-        data: the option of the group `data`.
-        tags: words to find it by.
-        overrides: as typed.
         project: sha256 of its code.
         message: why it failed.
-        stopped_early: why it is done before its last step; "" if it is not.
-        ranks: how many there are.
+        stopped_early: why it is done before its last step.
         restarts: how many attempts its newest process began after the first one.
-        attempts: of each attempt that failed, when it began and how long it took, in seconds, how it failed, on which
-            rank and in which step.
-        train_s: how long the last attempt has trained, in seconds.
-        wait_s: for how much of `train_s` a rank has waited for data, in seconds.
-        exchange_s: for how much of `train_s` a rank has waited for gradients of the others, in seconds.
+        attempts: those that failed.
+        train_s: how long the last attempt has trained.
+        wait_s: for how much of `train_s` a rank has waited for data.
+        exchange_s: for how much of `train_s` a rank has waited for gradients of the others.
     """
 
     run: str
@@ -149,10 +137,7 @@ def failed_attempts(found: Iterable[AttemptEntry]) -> list[dict[str, Any]]:
 
 
 def choices(content: bytes) -> dict[str, str]:
-    """Return the options of the groups, from a hydra.yaml.
-
-    Only these lines are read: parsing the whole file takes a hundred times as long.
-    """
+    """Return the options of the groups, from a hydra.yaml: parsing the whole file takes a hundred times as long."""
     _, _, rest = content.decode(errors="replace").partition("\n    choices:\n")
     found: dict[str, str] = {}
     for line in rest.splitlines():
@@ -226,24 +211,22 @@ def status_of(run_dir: Path) -> str:
     return local_status(str(run_dir), names, state.ended, state.status)
 
 
-def local_status(run_dir: str, names: Iterable[str], ended: str, status: Status | None) -> str:
-    names = set(names)
+def local_status(run_dir: str, names: Collection[str], ended: str, status: Status | None) -> str:
     if status is not None and status.scheduler is not None:  # a driver has written this folder, through a store
         return stored_status(ended, status)
-    held = is_locked(Path(run_dir)) if LOCK in names else False
+    has_lock = LOCK in names
+    held = is_locked(Path(run_dir)) if has_lock else False
     if held:
         return "running"
-    if ended == UNREADABLE:
+    if ended == UNREADABLE or (ended in ENDED and not (has_lock and _begun_since(run_dir))):
         return ended
-    if ended in ENDED and not (LOCK in names and _begun_since(run_dir)):
-        return ended
-    if LOCK in names:
+    if has_lock:
         return _without_word(Path(run_dir), held)
     if POINTER in names:
         return "detached"
     if status is not None and status.state in ENDED:
         return status.state
-    return "unknown" if names.isdisjoint({"status.json", "metrics.jsonl", "checkpoints"}) else "killed"
+    return "unknown" if {"status.json", "metrics.jsonl", "checkpoints"}.isdisjoint(names) else "killed"
 
 
 def _begun_since(run_dir: str) -> bool:
@@ -255,11 +238,7 @@ def _begun_since(run_dir: str) -> bool:
 
 
 def _without_word(run_dir: Path, held: bool | None) -> str:
-    """Return the status of a run that has left its lock and no summary.
-
-    Args:
-        held: False: nobody on this host holds the lock; None: the file system can't tell.
-    """
+    """Return the status of a run that has left its lock and no summary; `held`: see `is_locked`."""
     holder = LocalRunFiles(run_dir).read(LOCK).decode(errors="replace")
     if held is False and holder.endswith(f" on {socket.gethostname()}"):
         return "killed"

@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -16,7 +16,7 @@ from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.status import OWNER, FencedStore
 from ddp_hydra.job.remote.uploader import is_active
 from ddp_hydra.runs.describe import status_of
-from ddp_hydra.runs.find import SWEEP, SweepJobs, run_dirs, stored_runs
+from ddp_hydra.runs.find import SWEEP, SweepJobs, places, run_dirs, stored_runs
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles, is_run, reachable, yaml_value
 from ddp_hydra.storage import manifest, urls
 from ddp_hydra.storage.run_ref import RunRef
@@ -50,19 +50,15 @@ def by_kind(sizes: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def usage(roots: Iterable[str]) -> dict[str, dict[str, int]]:
+def usage(roots: Sequence[str]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
-    for root in roots:
-        ref = RunRef.named(root)
-        place = ref.place
-        if ref.is_stored:
+    for place in places(roots, lambda root: RunRef.named(root).place):
+        if urls.is_url(place):
             found |= {files.place: by_kind(files.sizes()) for files in stored_runs(place)}
-        elif Path(place).is_dir():
+        else:
             names = {name for name, _ in run_dirs(place)}
             seen: set[tuple[int, int]] = set()  # the jobs of a sweep share the file with their code
             found |= {name: by_kind(LocalRunFiles(name).sizes(without=names, seen=seen)) for name in sorted(names)}
-        else:
-            raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
     return found
 
 

@@ -10,7 +10,7 @@ import operator
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from ddp_hydra.config.objective import direction_of
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.remote.status import ENDED
 from ddp_hydra.runs.describe import (
@@ -99,18 +100,19 @@ _MOST_DEPTH = 16
 _THREADS = 16
 
 
-def rows(roots: list[str]) -> list[RunRow]:
-    found: dict[str, RunRow] = {}
+def places(roots: Sequence[str], place_of: Callable[[str], str] = urls.plain_path) -> Iterator[str]:
+    """Yield the path or URL of each root, or of the folders in which commands make runs."""
     for root in roots or [name for name in DEFAULT_ROOTS if Path(name).is_dir()]:
-        place = urls.plain_path(root)
-        below: Iterable[RunRow]
-        if urls.is_url(place):
-            below = stored_rows(place)
-        elif Path(place).is_dir():
-            below = local_rows(place, Index(place))
-        else:
+        place = place_of(root)
+        if not urls.is_url(place) and not Path(place).is_dir():
             raise ConfigError(f"{root}: there is no such folder: give one that holds runs, outputs, or a URL")
-        for row in below:
+        yield place
+
+
+def rows(roots: Sequence[str]) -> list[RunRow]:
+    found: dict[str, RunRow] = {}
+    for place in places(roots):
+        for row in stored_rows(place) if urls.is_url(place) else local_rows(place, Index(place)):
             found.setdefault(row.run, row)
     return list(found.values())
 
@@ -378,10 +380,8 @@ def ordered(rows: Sequence[RunRow], by: str) -> list[RunRow]:
 def _more_is_better(row: RunRow, metric: str) -> bool:
     if metric in (OBJECTIVE, row.objective) and row.maximize is not None:
         return row.maximize
-    from ddp_hydra.config import objective
-
     try:
-        return objective.direction_of(row.objective if metric == OBJECTIVE else metric) == "maximize"
+        return direction_of(row.objective if metric == OBJECTIVE else metric) == "maximize"
     except ConfigError:
         return True
 

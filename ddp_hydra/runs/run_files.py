@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -31,14 +32,7 @@ MOST_BYTES = 16 * 2**20
 
 
 class LocalRunFiles:
-    """The files of a run in a folder.
-
-    Args:
-        folder: the run directory.
-
-    Attributes:
-        place: its path.
-    """
+    """The files of a run in a folder; `place` is its path."""
 
     def __init__(self, folder: str | Path) -> None:
         self.place = str(folder)
@@ -125,17 +119,12 @@ def open_below(folder: str, name: str) -> int:
 
 
 class StoredRunFiles:
-    """The files of a run in a store.
+    """The files of a run in a store; `place` is its URL.
 
     Args:
         store: holds the run.
         folder: of the run in the store; "" for the store itself.
         listed: the size of each object, if they are listed already.
-
-    Attributes:
-        place: its URL.
-
-    Its methods raise ConfigError if the store does not answer or may not be read.
     """
 
     def __init__(self, store: Store, folder: str = "", listed: dict[str, int] | None = None) -> None:
@@ -204,8 +193,6 @@ def is_run(names: set[str]) -> bool:
 
 
 def yaml_value(content: bytes) -> Any:
-    import yaml
-
     try:
         return yaml.load(content, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if content else None  # noqa: S506
     except (yaml.YAMLError, ValueError, RecursionError):

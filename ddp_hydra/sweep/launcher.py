@@ -13,6 +13,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
 from ddp_hydra.console import signals
+from ddp_hydra.storage.files import new_folder, write_atomic
 
 if TYPE_CHECKING:
     from ddp_hydra.sweep.sweep import Sweep
@@ -46,7 +47,6 @@ class GangLauncher(Launcher):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Start the sweep, or resume an earlier one. Called by Hydra before the first batch."""
-        from ddp_hydra.storage.files import new_folder
         from ddp_hydra.sweep.planned_job import is_ours
         from ddp_hydra.sweep.queue import CachingConfigLoader
         from ddp_hydra.sweep.settings import SweepSettings, check_storage
@@ -92,7 +92,6 @@ class GangLauncher(Launcher):
     def _keep_words(self) -> None:
         """Write multirun.yaml, by which the sweep goes on, for sweepers that do not, such as Optuna's."""
         from ddp_hydra.config.redact import yaml_text
-        from ddp_hydra.storage.files import write_atomic
         from ddp_hydra.sweep.planned_job import is_ours
 
         self._hide_secrets()

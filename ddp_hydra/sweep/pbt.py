@@ -42,8 +42,6 @@ class Interval:
     """All numbers from one to another: `interval(1e-4, 1e-1)`.
 
     Args:
-        low: the smallest.
-        high: the largest.
         is_log: draw them by their logarithm: `tag(log, interval(…))`.
         is_int: whole numbers only: `int(interval(…))`.
     """
@@ -251,12 +249,8 @@ class PopulationSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
-        from ddp_hydra.config import redact
-
         fixed, space = self.read(arguments)
         folder = Path(str(self.config.hydra.sweep.dir)).absolute()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "multirun.yaml").write_text(redact.yaml_text(self.config), encoding="utf-8")
         members, maximize = first_generation(space, self.settings), bool(self.objective.maximize)
         returns: list[Sequence[JobReturn]] = []
         for generation in range(self.settings.generations):
@@ -300,15 +294,14 @@ class PopulationSweeper(Sweeper):
                 others = [word for word in fixed if not word.startswith("resume=")]
                 own.append(f"resume={text.quoted(os.path.relpath(self.folders[member.parent]))}")
             batch.append([*others, *own])
-        if isinstance(getattr(self.launcher, "labels", None), list):  # our launcher shows them in its tables
-            self.launcher.labels = [  # type: ignore[attr-defined]
-                {
-                    "generation": str(generation),
-                    "member": str(place),
-                    "parent": "" if member.parent is None else str(member.parent),
-                }
-                for place, member in enumerate(members)
-            ]
+        self.launcher.labels = [  # type: ignore[attr-defined]  # for the tables of our launcher
+            {
+                "generation": str(generation),
+                "member": str(place),
+                "parent": "" if member.parent is None else str(member.parent),
+            }
+            for place, member in enumerate(members)
+        ]
         self.validate_batch_is_legal(batch)
         results = self.launcher.launch(batch, initial_job_idx=generation * len(members))
         self.scores, self.folders = list(map(score_of, results)), list(map(folder_of, results))

@@ -95,15 +95,13 @@ class PlannedJob:
     """A job of the sweep.
 
     Args:
-        row: its row in the table of jobs.
-        overrides: all overrides of the job, with Hydra's own part.
+        overrides: with Hydra's own part.
         earlier: its row in an earlier run of the sweep, if it was there.
-        config: its config with Hydra's own part; empty until it is composed.
-        need: the cluster and the ranks that it needs.
+        config: with Hydra's own part; empty until it is composed.
         folder: its run directory.
         is_ours: whether its config is one of ours, so that the task dispatches a gang itself.
-        result: the result for Hydra's sweeper; None until it has ended.
-        spent_s: duration of the earlier runs that it resumes, in seconds.
+        result: for Hydra's sweeper.
+        spent_s: duration of the earlier runs that it resumes.
         priority: jobs with a higher one start first.
     """
 
@@ -241,12 +239,9 @@ PRELOAD = (
 
 @dataclass
 class JobOutcome:
-    """The end of a job.
+    """The end of a job: done, failed or interrupted, and why, in one line.
 
-    Args:
-        state: done, failed or interrupted.
-        result: Hydra's result; None if there is none, because the job was interrupted or could not start.
-        message: the reason why it did not end well, in one line.
+    Hydra has no result of one that was interrupted or could not start.
     """
 
     state: JobState
@@ -270,11 +265,11 @@ def run_planned_job(
 ) -> JobOutcome:
     if scheduler is not None:
         connect.use_existing(scheduler)
-    if scheduler is not None and not planned.is_ours:
-        from ddp_hydra.sweep.other_apps import on_ranks
+        if not planned.is_ours:
+            from ddp_hydra.sweep.other_apps import on_ranks
 
-        assert planned.need.workers is not None
-        task = on_ranks(task, planned.need.workers, context)
+            assert planned.need.workers is not None
+            task = on_ranks(task, planned.need.workers, context)
     try:
         result = run_job(
             hydra_context=context,

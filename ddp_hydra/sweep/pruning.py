@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ddp_hydra.errors import ConfigError, DdpHydraError
-from ddp_hydra.storage import files
+from ddp_hydra.storage import files, run_ref
 from ddp_hydra.storage.files import write_atomic, writing
 from ddp_hydra.storage.manifest import ALIASES, FOLDER, NAME, STEP, encode_manifest, read_manifest
 from ddp_hydra.sweep.rows import JobRow, JobState, SweepObjective, data_of, score, typed
@@ -90,7 +90,6 @@ class Pruning:
     Args:
         folder: of the sweep.
         keep: see `number_kept`.
-        objective: the metric that jobs are compared by.
         mirror: `results.mirror` of the sweep, in which each job has a folder; "" for none.
     """
 
@@ -132,8 +131,7 @@ class Pruning:
             return
         self.process = None
         said = f"the process that removes them ended ({process.describe_end()})"
-        results: dict[int, str | None] = dict.fromkeys(self.asked, said)
-        results |= process.messages[-1] if process.messages else {}
+        results: dict[int, str | None] = process.messages[-1] if process.messages else dict.fromkeys(self.asked, said)
         process.end()
         for row in rows:
             if why := results.get(row.number):
@@ -143,16 +141,14 @@ class Pruning:
 
     def _remove(self, row: JobRow) -> str | None:
         """Remove the checkpoints of a job; return why they stay, "" if they don't, None if there are none."""
-        from ddp_hydra.storage.run_ref import RunRef, remove_checkpoints
-
         run_dir = self.folder / row.folder
         mirror = typed(row).get("results.mirror", self.mirror).strip("'\"").rstrip("/")
         try:
-            is_stored = (results := RunRef.named(run_dir)) != RunRef.own(run_dir)  # of results.handler=cluster
-            if is_stored:
-                remove_checkpoints(results.place, self.reason)
+            results = run_ref.RunRef.named(run_dir)
+            if is_stored := results != run_ref.RunRef.own(run_dir):  # of results.handler=cluster
+                run_ref.remove_checkpoints(results.place, self.reason)
             elif mirror not in ("", "null") and (own := read_manifest(run_dir / FOLDER)):
-                remove_checkpoints(f"{mirror}/{row.number}", self.reason, own)
+                run_ref.remove_checkpoints(f"{mirror}/{row.number}", self.reason, own)
             return "" if remove(run_dir, self.reason) or is_stored else None
         except (DdpHydraError, OSError) as error:
             return str(error)

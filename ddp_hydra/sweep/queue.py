@@ -141,16 +141,16 @@ class JobQueue:
 
     Args:
         folder: of the sweep.
-        loader: composes configs.
         config: as Hydra composed it without the swept overrides.
         own_need: what the tasks of other apps need.
         earlier: the rows of an earlier run of this sweep; None if this sweep does not resume one.
         retry_failed: whether jobs that failed in the earlier run are run again.
 
     Attributes:
-        jobs: the jobs, the highest priority first.
+        earlier: the rows of those jobs that nobody has asked for yet.
+        jobs: the highest priority first.
         owners: the number of the job that has a folder.
-        keys: the keys that some job gives.
+        keys: those that some job gives.
     """
 
     def __init__(
@@ -212,7 +212,8 @@ class JobQueue:
     def keep_earlier(self, job: PlannedJob) -> None:
         """Let a job that need not run, and is not in the queue, keep the row of the earlier run of the sweep."""
         assert job.earlier is not None
-        job.row, job.folder = job.earlier, self.folder / job.earlier.folder
+        vars(job.row).update(vars(job.earlier))  # not another row: the tables may have this one already
+        job.folder = self.folder / job.row.folder
         self.owners[os.path.normpath(job.row.folder)] = job.row.number
         job.is_ours = planned_job.is_ours(self.config)
 

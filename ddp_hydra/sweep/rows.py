@@ -29,7 +29,7 @@ LINEAGE_KEYS = frozenset({"resume", "trainer.pause_after_validations"})
 
 
 class JobState(Enum):
-    """The states of a job."""
+    """What a job does, or how it has ended."""
 
     queued = "queued"
     running = "running"
@@ -50,19 +50,12 @@ class JobRow:
 
     Args:
         number: Hydra's `hydra.job.num`.
-        overrides: the job's own overrides, as typed, without secrets.
+        overrides: the job's own, as typed, without secrets.
         folder: its run directory, in the sweep's folder.
-        state: queued, running or how it ended.
-        objective: the last value of the metric that jobs are compared by; None while there is none.
-        best: its value for `best.pt`; None if there is none.
+        objective: the last value of the metric that jobs are compared by.
+        best: its value for `best.pt`.
         metrics: the last value of each metric.
-        step: the last reported step.
-        total_steps: of the whole job; None if not known.
-        epoch: the epoch of `step`.
-        epochs: of the whole job; None if not known.
-        workers: number of its workers; 0 while it waits for them.
-        wall_s: how long it has taken, in seconds.
-        eta_s: the estimated time until its end, in seconds; None if not known.
+        workers: 0 while it waits for them.
         message: why it failed, or where and why it was stopped, in one line.
         value: the return value of the task, if JSON can represent it.
         filled: from its config, the values of keys that only other jobs give.

@@ -49,14 +49,12 @@ STOP_S = 10.0
 
 @dataclass
 class RunningJob:
-    """A job that has started.
+    """A job that has started. Times are of the monotonic clock.
 
     Args:
-        planned: the job.
-        process: its process.
-        begun: when it got its workers, by the monotonic clock.
-        stop_reason: the reason why it alone was told to stop.
-        kill_at: when it is killed, by the monotonic clock.
+        begun: when it got its workers.
+        stop_reason: why it alone was told to stop.
+        kill_at: when it is killed.
     """
 
     planned: PlannedJob
@@ -101,12 +99,10 @@ class JobScheduler:
     One cluster is up at a time, so that no cluster slows down the jobs on another. Jobs that need another one wait.
 
     Args:
-        queue: the jobs that have not started.
         max_jobs: how many may run at once; None for as many as fit.
-        start_cluster: starts the cluster of a config.
 
     Attributes:
-        cluster: the cluster that is up, if any.
+        cluster: the one that is up, if any.
         running: the jobs that have started; the sweep adds and removes them.
     """
 
@@ -185,13 +181,11 @@ class ClusterProcess:
 
     Args:
         config: of the cluster, as YAML.
-        sweep: the sweep that workers are reserved for.
+        sweep: the name of the sweep that workers are reserved for.
         output: the file that gets the cluster's output.
 
     Attributes:
         scheduler: None until the cluster is up.
-        workers: number of workers.
-        is_gone: whether the process has ended.
     """
 
     def __init__(self, config: str, sweep: str, output: Path) -> None:
@@ -268,9 +262,6 @@ class ForkedProcess:
         work: called there with its end of the pipe; what it returns is the last message.
         output: the file that its output is appended to; None leaves the output on the terminal.
         watches_parent: it ends by itself when this process is gone; otherwise it is killed then.
-
-    Attributes:
-        messages: those received, the oldest first.
     """
 
     def __init__(

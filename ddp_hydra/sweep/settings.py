@@ -125,7 +125,6 @@ def stop_policy(given: Any, objective: SweepObjective, config: DictConfig, ranks
 
     Args:
         given: a rule by its name, a rule with options, a pruner of Optuna by `_target_`, or None.
-        objective: of the sweep.
         config: of the sweep, without the swept overrides.
         ranks: of the tasks of another app.
     """

@@ -28,7 +28,6 @@ class Trial:
     """A job as a policy knows it.
 
     Args:
-        number: of the job.
         values: of the objective, as it has reported them.
         end: "" while more may come, done, failed or stopped.
         is_complete: the last value is the result of the whole run, so nothing is left to stop.
@@ -57,14 +56,10 @@ class Verdict:
 
 
 class StopPolicy:
-    """Decides about the jobs of a sweep whose values can be compared: those with the same data.
-
-    Attributes:
-        pauses: jobs pause at their goals; otherwise they run until they are interrupted.
-        trials: the jobs, by number.
-    """
+    """Decides about the jobs of a sweep whose values can be compared: those with the same data."""
 
     pauses = False
+    """Whether jobs pause at their goals; otherwise they run until they are interrupted."""
 
     def __init__(self) -> None:
         self.trials: dict[int, Trial] = {}
@@ -311,13 +306,13 @@ def _last_number(values: Sequence[float]) -> float:
 
 @dataclass
 class Rung:
-    """The jobs of one rung.
+    """The jobs of one rung, by their numbers.
 
     Args:
-        goal: the report at which its jobs pause.
-        entrants: numbers of the jobs, in the order in which they entered.
+        goal: the report at which they pause.
+        entrants: in the order in which they entered.
         ranked: (-score, number) of the entrants whose results are in, the best first; always the first entrants.
-        promoted: the jobs that have entered the next rung.
+        promoted: those that have entered the next rung.
     """
 
     goal: int
@@ -335,7 +330,6 @@ class Rungs(StopPolicy):
     only, by induction from the first rung, which jobs enter by number.
 
     Args:
-        maximize: whether higher values are better.
         first: the report at which jobs pause first.
         reduction: one in `reduction` results of a rung goes on; the next rung lies `reduction` times as high.
         brackets: 1 for asha; more for hyperband: a bracket's first rung is `reduction` times as high as in the
@@ -435,11 +429,9 @@ class Rungs(StopPolicy):
         ranks = [other for _, other in self._rung(number, level).ranked]
         place = ranks.index(number) + 1 if number in ranks else len(ranks) + 1
         quota = len(ranks) // self.reduction
-        return (
-            f"rung {level}: {reason}"
-            if reason and place > quota
-            else describe_standing(level, place, len(ranks), quota)
-        )
+        if reason and place > quota:
+            return f"rung {level}: {reason}"
+        return describe_standing(level, place, len(ranks), quota)
 
 
 def bracket_pattern(brackets: int, reduction: int) -> list[int]:

@@ -43,8 +43,7 @@ class Report:
 
     Args:
         value: of the objective; NaN if it was not finite.
-        step: the step it was reported at; None if the app gives none.
-        epoch: of the step.
+        step: None if the app gives none.
         metrics: the last value of each metric up to here.
     """
 
@@ -61,12 +60,9 @@ class ReportFile:
     They are not counted twice.
 
     Args:
-        run_dir: the job's run directory.
-        metric: the objective's metric.
+        run_dir: of the job.
+        metric: of the objective.
         is_ours: the job's config is one of ours: then what it reports before its first step does not count.
-
-    Attributes:
-        reports: those read so far.
     """
 
     def __init__(self, run_dir: Path, metric: str, is_ours: bool = False) -> None:
@@ -125,12 +121,9 @@ class JobStopper:
         make_policy: returns the policy that decides about jobs with the same data; None: no job is stopped.
         queue: of the sweep; jobs that go on are put at its front.
         running: the jobs that have started.
-        objective: of the sweep.
 
     Attributes:
         state_at_end: of a job that has ended well, before anything is decided about it.
-        jobs: those that were taken over, by number.
-        reports: what they have reported, by number.
 
     Raises:
         ConfigError: the jobs pause by themselves, and the policy pauses them, too.
@@ -171,7 +164,7 @@ class JobStopper:
             assert policy is not None
             self.policies[data] = self.policy_of[number] = policy
             policy.add(number, self._values(number), self._end_of(job))
-            if job.row is earlier or earlier is None or self.pauses:
+            if earlier is None or self.pauses or job not in self.queue.jobs:
                 continue
             if earlier.state == JobState.paused and earlier.value is not None:  # it had ended, but was not decided upon
                 self._take_from_queue(job)

@@ -80,7 +80,6 @@ class Sweep:
         self.stopping = JobStopper(make_policy, self.queue, self.running, self.objective)
         self.files, self.table = SummaryFiles(folder, self.objective), LiveTable(self.objective)
         self.rows, self.batches = earlier or [], 0
-        self.left = {row.number for row in self.rows}
         for row in self.rows:
             if row.state == JobState.running:  # the earlier run was killed
                 row.state = JobState.interrupted
@@ -119,7 +118,6 @@ class Sweep:
                 summary_files.fill_row_from_folder(row, self.queue.keys, self.folder / row.folder)
         self.stopping.add(jobs)
         replaced = [id(job.earlier) for job in jobs]
-        self.left -= {job.row.number for job in jobs}
         self.rows = [row for row in self.rows if id(row) not in replaced] + [job.row for job in jobs]
         self.pruning.update(self.rows)
         with self.interrupts.caught(), self.interrupts.deferred():
@@ -263,8 +261,8 @@ class Sweep:
         """Name the interrupted jobs of an earlier run: a sweeper that draws jobs may not ask for one again."""
         if not self.batches or self.interrupts.wanted:
             return
-        for row in self.rows:
-            if row.state == JobState.interrupted and row.number in self.left:
+        for row in self.queue.earlier:
+            if row.state == JobState.interrupted:
                 folder = self.folder / row.folder
                 advice = f": go on with it by resume={shown_path(folder)}" if has_checkpoint(folder) else ""
                 log.warning("job %d was interrupted, and the sweeper did not ask for it again%s", row.number, advice)

@@ -41,10 +41,8 @@ class SeedSummary:
         values: the swept keys and values of the config, without the seed.
         jobs: the numbers of its jobs.
         n: how many of them count: they are done and have a finite objective.
-        mean: of these; None if there are none.
         sd: their sample standard deviation; None for fewer than two.
-        best: the best of these; None if there are none, or it is not known what is better.
-        worst: the worst, in the same way.
+        best: None if it is not known what is better.
     """
 
     values: dict[str, str]

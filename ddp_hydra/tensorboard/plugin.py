@@ -18,6 +18,8 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from ddp_hydra.errors import ConfigError
+
 if TYPE_CHECKING:
     from ddp_hydra.tensorboard.run_list import RunList
 
@@ -86,7 +88,6 @@ class RunsPlugin(base_plugin.TBPlugin):
             return looking
 
     def _look(self) -> None:
-        from ddp_hydra.errors import ConfigError
         from ddp_hydra.runs import find
         from ddp_hydra.storage import urls
 
@@ -128,12 +129,7 @@ class RunsPlugin(base_plugin.TBPlugin):
 
 
 def roots_of(logdir: str | None, spec: str | None) -> dict[str, str]:
-    """Return the folders and URLs that TensorBoard shows, by the name that they have there.
-
-    Args:
-        logdir: of `--logdir`.
-        spec: of `--logdir_spec`, "name:folder,folder".
-    """
+    """Return the folders and URLs of `--logdir` or `--logdir_spec` ("name:folder,folder"), by their names there."""
     if logdir:
         return {"": str(Path(logdir).expanduser()) if "://" not in logdir else logdir}
     found = {}
@@ -154,7 +150,6 @@ def _count(word: str) -> int:
 def _json_app(answer: Callable[[wrappers.Request], Mapping[str, Any]]) -> App:
     @wrappers.Request.application
     def app(request: wrappers.Request) -> wrappers.Response:
-        from ddp_hydra.errors import ConfigError
         from ddp_hydra.tensorboard.run_list import NoSuchRunError
 
         if request.method not in ("GET", "HEAD"):

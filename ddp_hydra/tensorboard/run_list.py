@@ -223,11 +223,10 @@ def shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def progress(files: RunFiles, objective: str) -> dict[str, Any]:
-    """Return when each attempt has logged, and the curve of the objective, from the end of metrics.jsonl.
+    """Return what the end of metrics.jsonl says.
 
-    Returns:
-        `logged`: for each attempt the times of its first and last line in seconds since 1970, and their steps;
-        `curve`: time, step and value for each line with the objective, thinned out.
+    `logged`: for each attempt the times and steps of its first and last line; `curve`: time, step and value for each
+    line with the objective, thinned out.
     """
     logged: dict[int, dict[str, Any]] = {}
     curve = []

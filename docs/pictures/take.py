@@ -126,7 +126,7 @@ def take_runs(tab: browser.Tab, url: str) -> None:
     tab.wait("page.querySelectorAll('tr[data-id]').length === 8")
     tab.listen(3)
     tab.open(f"{url}?again#ddp_hydra")  # the tab is in its place once TensorBoard knows that there are runs
-    tab.wait("!!page.querySelector('.runs .status[data-status=running]')")
+    tab.wait("!!page.querySelector('.runs .status[data-kind=running]')")
     tab.listen(4)
     tab.picture(HERE / "runs-table.png")
     rows = tab.run("[...page.querySelectorAll('tr[data-id]')].map((row) => [row.dataset.id, row.textContent])")

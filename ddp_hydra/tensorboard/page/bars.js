@@ -56,6 +56,13 @@ export function spanOf(rows, now) {
   return { from: null, length: Math.max(longest, 1e-3) };
 }
 
+/** Return the number of rows with each status, by its name. */
+export function statusCounts(rows) {
+  const counts = {};
+  for (const row of rows) counts[row.status] = (counts[row.status] || 0) + 1;
+  return Object.entries(counts).sort();
+}
+
 /** Return the bar of a run in the table, placed in the time that all rows share, or else as long as it took. */
 export function attemptsBar(row, now, span) {
   const bar = element("div", { class: "bar" });
@@ -73,7 +80,7 @@ export function addPieces(bar, pieces, from, length) {
   };
   for (const piece of pieces) {
     const title = `${piece.title}, ${when(piece.begin)}, ${duration(piece.end - piece.begin)}`;
-    place(element("span", { class: "piece", "data-kind": piece.kind, title }), piece.begin, piece.end);
+    place(element("span", { "data-kind": piece.kind, title }), piece.begin, piece.end);
   }
   for (const piece of pieces) {
     if (piece.kind === "lost") place(element("span", { class: "fault", title: piece.title }), piece.end);
@@ -99,7 +106,7 @@ export function timeShares(row) {
   return { parts: parts.filter(([, seconds]) => seconds > 0), wait: row.train_s ? row.wait_s / row.train_s : null };
 }
 
-export const PART_NAMES = {
+const PART_NAMES = {
   data: "waiting for data",
   compute: "compute",
   exchange: "waiting for gradients of other ranks",
@@ -111,17 +118,23 @@ export const PART_NAMES = {
 export function timeBar(row) {
   const { parts, wait } = timeShares(row);
   if (!parts.length) return wait === null ? "" : `data ${Math.round(100 * wait)} %`;
-  return shareBar(parts);
+  return shareBar(inWords(parts));
 }
 
-export function shareBar(parts) {
-  const bar = element("div", { class: "bar shares" });
+/** Return parts of the time with their words: [kind, seconds, words]. */
+export function inWords(parts) {
   const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
-  for (const [kind, seconds] of parts) {
-    const percent = Math.round((100 * seconds) / total);
-    const piece = element("span", { "data-part": kind, title: `${PART_NAMES[kind]}: ${duration(seconds)}, ${percent} %` });
-    piece.style.width = `${clamp((100 * seconds) / total)}%`;
-    bar.append(piece);
-  }
-  return bar;
+  const share = (seconds) => `${duration(seconds)}, ${Math.round((100 * seconds) / total)} %`;
+  return parts.map(([kind, seconds]) => [kind, seconds, `${PART_NAMES[kind]} ${share(seconds)}`]);
+}
+
+/** Return a bar with a piece for each of the parts: [kind, amount, title]. */
+export function shareBar(parts) {
+  const total = parts.reduce((sum, [, amount]) => sum + amount, 0);
+  const pieces = parts.map(([kind, amount, title]) => {
+    const piece = element("span", { "data-kind": kind, title });
+    piece.style.width = `${clamp((100 * amount) / total)}%`;
+    return piece;
+  });
+  return element("div", { class: "bar shares" }, ...pieces);
 }

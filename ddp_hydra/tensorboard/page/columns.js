@@ -1,6 +1,6 @@
 // The columns of the table: what each shows, and what it is sorted by.
 
-import { digits, duration, element, when } from "./dom.js";
+import { digits, duration, statusOf, when } from "./dom.js";
 import { attemptsBar, attemptTitle, endOf, spanOf, timeBar, timeShares } from "./bars.js";
 
 const MOST_KEYS = 12;
@@ -18,9 +18,9 @@ export function columnsFor(rows, metrics, now) {
   const keys = differing(rows);
   const span = spanOf(rows, now());
   const took = (row) => (row.status === "running" ? endOf(row, now()) - row.started : row.wall_s);
-  const columns = [
+  return [
     { ...text("name", "run", 230, (row) => row.name), cell: (row, table) => table.link(row) },
-    { ...text("status", "status", 90, (row) => row.status), cell: statusCell },
+    { ...text("status", "status", 90, (row) => row.status), cell: (row) => statusOf(row.status) },
     number("value", objective, 40 + 7 * objective.length, (row) => row.value),
     ...metrics.filter((name) => name !== objective).map((name) => number(`metric:${name}`, name, wide(name), (row) => row.metrics[name])),
     { ...number("progress", "steps", 100, (row) => row.step), text: steps },
@@ -43,7 +43,6 @@ export function columnsFor(rows, metrics, now) {
     text("data", "data", 100, (row) => row.data),
     text("tags", "tags", 120, (row) => row.tags.join(", ")),
   ];
-  return columns;
 }
 
 function wide(title) {
@@ -55,10 +54,6 @@ function causeOf(row) {
   if (row.stopped_early) return `stopped early: ${row.stopped_early}`;
   if (row.message || !row.attempts.length) return row.message;
   return row.attempts.map(attemptTitle).join("; ");
-}
-
-function statusCell(row) {
-  return element("span", { class: "status", "data-status": row.status }, row.status);
 }
 
 function steps(row) {

@@ -1,15 +1,13 @@
 // Two or more runs in columns: what differs between them.
 
-import { digits, element, replace } from "./dom.js";
+import { button, digits, element, line, replace, statusOf, titleOf } from "./dom.js";
 import { get } from "./server.js";
 
 const PARTS = [["choices", "groups"], ["config", "config"], ["metrics", "last metrics"]];
 
 export async function compareView(panel, ids, onClose, onOpen) {
-  const close = element("button", { type: "button", class: "close", "aria-label": "close" }, "✕");
-  close.addEventListener("click", onClose);
   const body = element("div");
-  replace(panel, element("div", { class: "title" }, element("h2", {}, `${ids.length} runs compared`), close), body);
+  replace(panel, titleOf(`${ids.length} runs compared`, "", onClose), body);
   try {
     const found = await get("diff", { id: ids });
     replace(body, tableOf(found, onOpen));
@@ -20,12 +18,9 @@ export async function compareView(panel, ids, onClose, onOpen) {
 
 function tableOf(found, onOpen) {
   const heads = found.names.map((name, place) => {
-    const link = element("button", { type: "button", class: "link" }, name);
-    link.addEventListener("click", () => onOpen(found.ids[place]));
-    return element("th", {}, link);
+    return element("th", {}, button(name, () => onOpen(found.ids[place]), { class: "link" }));
   });
-  const statuses = found.status.map((status) => element("td", {}, element("span", { class: "status", "data-status": status }, status)));
-  const lines = [element("tr", {}, element("th", {}, "status"), ...statuses)];
+  const lines = [line("status", found.status.map(statusOf))];
   if (found.code) lines.push(line("code", found.code.map((code) => code.slice(0, 16))));
   for (const [part, title] of PARTS) {
     const entries = Object.entries(found[part]);
@@ -37,8 +32,4 @@ function tableOf(found, onOpen) {
   }
   const head = element("thead", {}, element("tr", {}, element("th", {}, ""), ...heads));
   return element("table", { class: "facts diff" }, head, element("tbody", {}, ...lines));
-}
-
-function line(key, values) {
-  return element("tr", {}, element("th", {}, key), ...values.map((value) => element("td", {}, value)));
 }

@@ -2,18 +2,43 @@
 
 /** Return a new element. Children are elements or texts; a text never becomes markup. */
 export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children.filter((child) => child !== null && child !== undefined).map(childOf));
-  return made;
+  return filled(document.createElement(name), attributes, children);
 }
 
 /** Return a new element of an SVG picture. */
 export function picture(name, attributes = {}, ...children) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  return filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
+}
+
+function filled(made, attributes, children) {
   for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
+  replace(made, ...children);
   return made;
+}
+
+export function button(text, onClick, attributes = {}) {
+  const made = element("button", { type: "button", ...attributes }, text);
+  made.addEventListener("click", onClick);
+  return made;
+}
+
+export function statusOf(status) {
+  return element("span", { class: "status", "data-kind": status }, status);
+}
+
+/** Return a line of a table, with a heading in front of the texts. */
+export function line(heading, texts) {
+  return element("tr", {}, element("th", {}, heading), ...cells("td", texts));
+}
+
+export function cells(name, texts) {
+  return texts.map((text) => element(name, {}, text));
+}
+
+/** Return the title of the panel. */
+export function titleOf(name, status, onClose) {
+  const close = button("✕", onClose, { class: "close", "aria-label": "close" });
+  return element("div", { class: "title" }, element("h2", {}, name), status ? statusOf(status) : null, close);
 }
 
 export function replace(parent, ...children) {

@@ -8,7 +8,8 @@ import { RunsTable } from "./table.js";
 import { readState, writeState, onStateChange } from "./state.js";
 import { sweepsView } from "./sweeps.js";
 import { followTheme } from "./theme.js";
-import { counted, element, replace } from "./dom.js";
+import { statusCounts } from "./bars.js";
+import { button, counted, element, replace } from "./dom.js";
 import { columnsFor, extraMetrics } from "./columns.js";
 
 const PAUSE_MS = 3000;
@@ -37,8 +38,7 @@ class Page {
     });
     this.note = element("p", { class: "note", role: "status" });
     this.counts = element("div", { class: "counts" });
-    this.compare = element("button", { type: "button" }, "compare");
-    this.compare.addEventListener("click", () => this.go({ diff: [...this.picked], run: "" }));
+    this.compare = button("compare", () => this.go({ diff: [...this.picked], run: "" }));
     this.metrics = element("details", { class: "menu" });
     this.sweepsBox = element("details", { class: "sweeps", open: "" });
     this.table = new RunsTable({
@@ -46,7 +46,6 @@ class Page {
       onSort: (sort) => this.go({ sort }),
       onPick: (id, isPicked) => this.pick(id, isPicked),
       isPicked: (id) => this.picked.has(id),
-      now: () => this.now(),
     });
     this.panel = element("aside", { class: "panel", hidden: "" });
     document.addEventListener("keydown", (event) => {
@@ -134,13 +133,10 @@ class Page {
   }
 
   drawCounts(rows, all) {
-    const counts = new Map();
-    for (const row of rows) counts.set(row.status, (counts.get(row.status) || 0) + 1);
     const total = rows.length < all.length ? `${rows.length} of ${counted(all.length, "run")}` : counted(all.length, "run");
-    const chips = [...counts].sort().map(([status, count]) => {
-      const chip = element("button", { type: "button", class: "status", "data-status": status }, `${count} ${status}`);
-      chip.addEventListener("click", () => this.go({ filter: withStatus(this.state.filter, status) }));
-      return chip;
+    const chips = statusCounts(rows).map(([status, count]) => {
+      const choose = () => this.go({ filter: withStatus(this.state.filter, status) });
+      return button(`${count} ${status}`, choose, { class: "status", "data-kind": status });
     });
     replace(this.counts, element("span", { class: "total" }, total), ...chips);
   }

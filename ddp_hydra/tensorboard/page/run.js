@@ -1,7 +1,7 @@
 // One run: the cause of its failure, its time line, where its time went, its last metrics, and its logs.
 
-import { addPieces, PART_NAMES, piecesOf, shareBar, timeShares } from "./bars.js";
-import { bytes, digits, duration, element, replace, when } from "./dom.js";
+import { addPieces, inWords, piecesOf, shareBar, timeShares } from "./bars.js";
+import { bytes, cells, digits, duration, element, line, replace, titleOf, when } from "./dom.js";
 import { curveView } from "./curve.js";
 import { logView } from "./log.js";
 import { get } from "./server.js";
@@ -38,13 +38,6 @@ export async function runView(panel, id, isOther, onClose, now) {
   panel.scrollTop = isOther ? 0 : top;
 }
 
-function titleOf(name, status, onClose) {
-  const close = element("button", { type: "button", class: "close", "aria-label": "close" }, "✕");
-  close.addEventListener("click", onClose);
-  const badge = status ? element("span", { class: "status", "data-status": status }, status) : null;
-  return element("div", { class: "title" }, element("h2", {}, name), badge, close);
-}
-
 function section(title, content) {
   return content ? element("section", {}, element("h3", {}, title), content) : null;
 }
@@ -53,8 +46,7 @@ function section(title, content) {
 function pairs(entries) {
   const lines = entries.filter(([, value]) => value !== "" && value !== null);
   if (!lines.length) return null;
-  const rows = lines.map(([name, value]) => element("tr", {}, element("th", {}, name), element("td", {}, value)));
-  return element("table", { class: "facts" }, element("tbody", {}, ...rows));
+  return element("table", { class: "facts" }, element("tbody", {}, ...lines.map(([name, value]) => line(name, [value]))));
 }
 
 function failureOf(found) {
@@ -110,19 +102,17 @@ function timeLine(found, now) {
   const bar = element("div", { class: "bar large" });
   addPieces(bar, pieces, from, Math.max(to - from, 1e-3));
   const axis = element("div", { class: "axis" }, element("span", {}, when(from)), element("span", {}, when(to)));
-  const lines = found.attempts.map((attempt) => {
-    const cells = [digits(attempt.attempt), when(attempt.started), duration(attempt.wall_s), digits(attempt.world_size), digits(attempt.steps_done)];
+  const failed = found.attempts.map((attempt) => {
     const how = attempt.failure ? `${whereOf(attempt.failure)}: ${shortened(attempt.failure.message)}` : "failed";
-    return element("tr", {}, ...[...cells, how].map((text) => element("td", {}, text)));
+    return [digits(attempt.attempt), when(attempt.started), duration(attempt.wall_s), digits(attempt.world_size), digits(attempt.steps_done), how];
   });
-  const logged = found.logged.filter((one) => !found.attempts.some((attempt) => attempt.attempt === one.attempt));
-  for (const one of logged) {
-    const cells = [digits(one.attempt), when(one.first), duration(one.last - one.first), "", `${digits(one.from_step)} to ${digits(one.to_step)}`];
-    lines.push(element("tr", {}, ...[...cells, found.status].map((text) => element("td", {}, text))));
-  }
-  const heads = ["attempt", "began", "took", "ranks", "steps", "how it ended"].map((head) => element("th", {}, head));
-  const table = element("table", { class: "facts attempts" }, element("thead", {}, element("tr", {}, ...heads)), element("tbody", {}, ...lines));
-  return element("div", {}, bar, axis, table);
+  const logged = found.logged.filter((one) => !found.attempts.some((attempt) => attempt.attempt === one.attempt)).map((one) => {
+    const steps = `${digits(one.from_step)} to ${digits(one.to_step)}`;
+    return [digits(one.attempt), when(one.first), duration(one.last - one.first), "", steps, found.status];
+  });
+  const head = element("thead", {}, element("tr", {}, ...cells("th", ["attempt", "began", "took", "ranks", "steps", "how it ended"])));
+  const lines = [...failed, ...logged].map((texts) => element("tr", {}, ...cells("td", texts)));
+  return element("div", {}, bar, axis, element("table", { class: "facts attempts" }, head, element("tbody", {}, ...lines)));
 }
 
 function shortened(text) {
@@ -130,13 +120,9 @@ function shortened(text) {
 }
 
 function timeWent(found) {
-  const { parts } = timeShares(found);
+  const parts = inWords(timeShares(found).parts);
   if (!parts.length) return null;
-  const total = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
-  const legend = parts.map(([kind, seconds]) => {
-    const words = `${PART_NAMES[kind]} ${duration(seconds)}, ${Math.round((100 * seconds) / total)} %`;
-    return element("li", { "data-part": kind }, words);
-  });
+  const legend = parts.map(([kind, , words]) => element("li", { "data-kind": kind }, words));
   const { rank, times } = found.slowest;
   const slow = typeof times === "number" && times >= 1.15
     ? element("p", { class: "dim" }, `Rank ${digits(rank)} took ${times.toFixed(2)} times as long as the median rank; the others waited for it.`)

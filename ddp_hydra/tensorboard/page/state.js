@@ -17,35 +17,21 @@ function addressed() {
   return window;
 }
 
-function entries(target) {
-  return target.location.hash.slice(1).split("&").filter(Boolean).map((part) => part.split("="));
-}
-
-function decoded(text) {
-  try {
-    return decodeURIComponent(text);
-  } catch {
-    return "";
-  }
-}
-
 export function readState() {
   const state = { ...EMPTY };
-  for (const [key, value] of entries(addressed())) {
-    const name = decoded(key).slice(PREFIX.length);
-    if (!decoded(key).startsWith(PREFIX) || !(name in EMPTY) || value === undefined) continue;
-    const text = decoded(value);
-    state[name] = Array.isArray(EMPTY[name]) ? text.split(",").filter(Boolean) : text;
+  const found = new URLSearchParams(addressed().location.hash.slice(1));
+  for (const name of Object.keys(EMPTY)) {
+    const text = found.get(PREFIX + name);
+    if (text !== null) state[name] = Array.isArray(EMPTY[name]) ? text.split(",").filter(Boolean) : text;
   }
   return state;
 }
 
 /** Return the hash of a state; what others keep there stays. */
 function hashOf(state, target) {
-  const others = entries(target).filter(([key]) => !decoded(key).startsWith(PREFIX));
+  const parts = target.location.hash.slice(1).split("&").filter((part) => part && !part.startsWith(PREFIX));
   const own = Object.keys(EMPTY).filter((name) => String(state[name]) !== String(EMPTY[name]));
-  const parts = others.map((pair) => pair.join("="));
-  for (const name of own) parts.push(`${encodeURIComponent(PREFIX + name)}=${encodeURIComponent(String(state[name]))}`);
+  for (const name of own) parts.push(`${PREFIX}${name}=${encodeURIComponent(String(state[name]))}`);
   return `#${parts.join("&")}`;
 }
 

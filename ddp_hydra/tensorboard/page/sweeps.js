@@ -1,6 +1,7 @@
 // The sweeps above the table: how many jobs are in which state, and which is the best.
 
-import { counted, digits, element, replace, when } from "./dom.js";
+import { shareBar, statusCounts } from "./bars.js";
+import { button, counted, digits, element, replace, statusOf, when } from "./dom.js";
 
 const MOST = 200;
 
@@ -17,16 +18,11 @@ export function sweepsView(box, sweeps, rows, onFilter, onOpen) {
 }
 
 function line(name, sweep, rows, onFilter, onOpen) {
-  const link = element("button", { type: "button", class: "link", title: "show its jobs" }, name);
-  link.addEventListener("click", () => onFilter(filterOf(name)));
+  const link = button(name, () => onFilter(filterOf(name)), { class: "link", title: "show its jobs" });
   const best = bestOf(rows);
-  let shown = "";
-  if (best) {
-    shown = element("button", { type: "button", class: "link" }, `best ${best.objective} ${digits(best.value)}`);
-    shown.addEventListener("click", () => onOpen(best.id));
-  }
+  const shown = best ? button(`best ${best.objective} ${digits(best.value)}`, () => onOpen(best.id), { class: "link" }) : "";
   const started = when(Math.min(...rows.map((row) => row.started ?? Infinity)));
-  const state = sweep.running ? element("span", { class: "status", "data-status": "running" }, "running") : "";
+  const state = sweep.running ? statusOf("running") : "";
   return element("div", { class: "sweep" }, link, state, stateBar(sweep, rows), shown, element("span", { class: "dim" }, started));
 }
 
@@ -37,18 +33,11 @@ function filterOf(name) {
 
 /** Return a bar with a piece for each status of the jobs; those without a folder wait. */
 function stateBar(sweep, rows) {
-  const counts = new Map();
-  for (const row of rows) counts.set(row.status, (counts.get(row.status) || 0) + 1);
-  if (sweep.jobs > rows.length) counts.set("waiting", sweep.jobs - rows.length);
-  const total = Math.max(1, sweep.jobs, rows.length);
-  const bar = element("div", { class: "bar shares" });
-  for (const [status, count] of [...counts].sort()) {
-    const piece = element("span", { class: "piece", "data-kind": status, title: `${count} ${status}` });
-    piece.style.width = `${(100 * count) / total}%`;
-    bar.append(piece);
-  }
-  const words = [...counts].sort().map(([status, count]) => `${count} ${status}`).join(", ");
-  return element("span", { class: "states" }, bar, `${counted(Math.max(sweep.jobs, rows.length), "job")}: ${words}`);
+  const counts = statusCounts(rows);
+  if (sweep.jobs > rows.length) counts.push(["waiting", sweep.jobs - rows.length]);
+  const parts = counts.map(([status, count]) => [status, count, `${count} ${status}`]);
+  const words = parts.map(([, , text]) => text).join(", ");
+  return element("span", { class: "states" }, shareBar(parts), `${counted(Math.max(sweep.jobs, rows.length), "job")}: ${words}`);
 }
 
 /** Return the best job; null if they go by different metrics, or it is not known whether more is better. */

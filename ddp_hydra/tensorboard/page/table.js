@@ -1,13 +1,13 @@
 // The table of runs. Only rows that can be seen are in the document, so that thousands of runs are no burden.
 
-import { element, replace } from "./dom.js";
+import { button, element, replace } from "./dom.js";
 import { linkTo } from "./state.js";
 
 const ROW_PX = 28;
 const BEYOND = 10;
 
 export class RunsTable {
-  /** `hooks`: onOpen(id), onSort(sort), onPick(id, isPicked), isPicked(id), now(). */
+  /** `hooks`: onOpen(id), onSort(sort), onPick(id, isPicked), isPicked(id). */
   constructor(hooks) {
     this.hooks = hooks;
     this.rows = [];
@@ -43,9 +43,9 @@ export class RunsTable {
       const isSorted = column.key === by;
       const direction = this.sort.startsWith("-") ? "descending" : "ascending";
       const arrow = isSorted ? (direction === "ascending" ? " ▲" : " ▼") : "";
-      const button = element("button", { type: "button", title: column.hint || column.title }, column.title + arrow);
-      button.addEventListener("click", () => this.hooks.onSort(next(this.sort, column)));
-      const head = element("th", { "aria-sort": isSorted ? direction : "none", "data-key": column.key }, button);
+      const sort = () => this.hooks.onSort(next(this.sort, column));
+      const content = button(column.title + arrow, sort, { title: column.hint || column.title });
+      const head = element("th", { "aria-sort": isSorted ? direction : "none", "data-key": column.key }, content);
       head.classList.toggle("right", Boolean(column.isNumber));
       return head;
     });

@@ -237,6 +237,20 @@ class TestKilled:
         assert (job.row.state == JobState.stopped) == is_stopped
 
 
+    def test_a_job_that_is_stopped_before_it_goes_on_is_stopped_in_the_tables(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("ddp_hydra.sweep.stopping.saved_step", lambda run_dir: 10)
+        report(tmp_path / "1", 0.9, 0.8)
+        earlier = [JobRow(n, [f"lr={n}"], str(n), JobState.interrupted, 0.8, step=10) for n in range(2)]
+        sweep = Sweep(tmp_path, Median(False, trials=1), earlier)
+        first, waiting = sweep.add(2)
+        shown = waiting.row  # the tables of the sweep have it from now on
+        sweep.start(first)
+        report(first.folder, 0.5)
+        sweep.stopping.poll()
+        assert (shown.state, shown.objective, shown.epoch) == (JobState.stopped, 0.9, 1)
+        assert not sweep.queue
+
+
 NINE_EPOCHS = {"epochs": 9, "max_steps": None, "pause_after_validations": None}
 PAUSING = {**OURS, "trainer": NINE_EPOCHS}
 
@@ -324,7 +338,7 @@ def test_a_killed_sweep_goes_on_where_each_job_stands(tmp_path):
     jobs = sweep.add(0.3, 0.1, 0.2, 0.05)
     assert [job.row.state for job in jobs[:3]] == [JobState.paused] * 3
     assert [job.row.number for job in sweep.queue.jobs] == [3]
-    assert jobs[1].row is earlier[1]
+    assert jobs[1].row == earlier[1]
     assert sweep.run_next() == (3, 1)
     assert sweep.stopping.end_batch()
     assert sweep.run_next() == (1, 9)
