@@ -132,23 +132,14 @@ class FencedStore(Store):
     def get_range(self, key: str, start: int, end: int) -> Any:
         return self.store.get_range(key, start, end)
 
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
-        return self.store.stream(key, size, start)
-
     def size(self, key: str) -> int:
         return self.store.size(key)
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         return self.store.objects(prefix)
 
-    def folders(self, prefix: str = "") -> list[str]:
-        return self.store.folders(prefix)
-
     def etag(self, key: str) -> str | None:
         return self.store.etag(key)
-
-    def close(self) -> None:
-        self.store.close()
 
     def owner(self) -> str | None:
         """Return the tag of the owner's object, for `acquire`; None if there was no owner yet."""
@@ -222,7 +213,3 @@ class FencedStore(Store):
         with self._lock:
             self._tags.pop(key, None)
             self.store.delete(key)
-
-    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        self.check()
-        return self.store.put_if(key, content, etag)

@@ -253,10 +253,8 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
     prepared_path(run_dir, SUMMARY).write_bytes(content)
     for name in status.files:
         path = prepared_path(run_dir, check_path(name))
-        size = store.size_or_none(name) or 0
         with path.open("wb") as file:
-            for start in range(0, size, PIECE_BYTES):
-                file.write(store.get_range(name, start, min(size, start + PIECE_BYTES)))
+            file.writelines(store.stream(name, store.size_or_none(name) or 0))
     if entries := entries_in(store):
         prepared_path(run_dir, f"{FOLDER}/{NAME}").write_bytes(encode_manifest(entries))
     return bool(entries)
