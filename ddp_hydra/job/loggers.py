@@ -25,11 +25,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-import ddp_hydra
 from ddp_hydra.config import project
 from ddp_hydra.config import validate as config
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.run_dir import is_resumed
+from ddp_hydra.rank.environment import with_package
 from ddp_hydra.record import Record
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
@@ -98,7 +98,6 @@ class LoggerProcess:
         self.has_failed = self.has_refused = False
         self.away_since: float | None = None
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        path = [str(Path(ddp_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._connection, its_end = Pipe()
         with log_file.open("ab") as output, its_end:
             self.process = subprocess.Popen(
@@ -107,7 +106,7 @@ class LoggerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[its_end.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+                env=with_package(os.environ),
                 start_new_session=True,  # a Ctrl-C in the terminal is for the job
             )
         self._threads = [

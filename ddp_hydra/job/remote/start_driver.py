@@ -22,7 +22,6 @@ from typing import Any
 from distributed import fire_and_forget, get_worker, secede
 from distributed.protocol.pickle import dumps
 
-import ddp_hydra
 from ddp_hydra.cluster import scheduler_plugin
 from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.config.project import Project
@@ -30,7 +29,7 @@ from ddp_hydra.errors import ConfigError, RunFailed
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.uploader import is_lost
 from ddp_hydra.rank import outbox
-from ddp_hydra.rank.environment import without_dasks_limits
+from ddp_hydra.rank.environment import with_package, without_dasks_limits
 from ddp_hydra.rank.task import PickledCall
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.storage import urls
@@ -102,11 +101,9 @@ def _start(spec: DriverSpec, worker: Any) -> dict[str, Any]:
     except ConfigError as error:
         return {"error": str(error)}
     place = worker.scheduler.address, worker.security, str(Path(worker.local_directory).parent)
-    environment = without_dasks_limits(os.environ)
-    path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, "-m", "ddp_hydra.job.remote.driver"],
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+        env=with_package(without_dasks_limits(os.environ)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
