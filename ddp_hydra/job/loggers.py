@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from ddp_hydra.config import validate as config
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.run_dir import is_resumed
 from ddp_hydra.rank.environment import with_package
+from ddp_hydra.rank.processes import kill_group
 from ddp_hydra.record import Record
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
@@ -153,8 +153,7 @@ class LoggerProcess:
 
     def kill(self) -> None:
         if self.process.poll() != 0:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
             self.process.wait()
         self.buffer.put(None)
         for thread in self._threads:
