@@ -194,20 +194,6 @@ def saved_step(run_dir: Path) -> int | None:
     return next((entry.step or 0 for entry in readable_steps(run_dir / FOLDER).values()), None)
 
 
-def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
-    with contextlib.suppress(CheckpointError):
-        best = read_manifest(run_dir / FOLDER).get(BEST)
-        if best is not None and best.step is not None and (value := best.metrics.get(metric)) is not None:
-            return Best(best.step, value)
-    return None
-
-
-def saved_metrics(run_dir: Path, until: int | None = None) -> dict[str, float | None]:
-    """Return the metrics of the newest checkpoint of a run, of those until a step; {} if there are none."""
-    entries = readable_steps(run_dir / FOLDER).values()
-    return _metrics_of(next((entry for entry in entries if until is None or (entry.step or 0) <= until), None))
-
-
 def add_saved(summary: Summary, run_dir: Path, is_stored: bool) -> None:
     """Add to a summary what the run's checkpoints tell: the best one, and metrics that were not measured again.
 
@@ -217,11 +203,16 @@ def add_saved(summary: Summary, run_dir: Path, is_stored: bool) -> None:
         return
     # It may have gone on from an earlier checkpoint than its newest one.
     until = None if summary.from_step is None else max(summary.from_step, summary.steps or 0)
-    summary.metrics = {**saved_metrics(run_dir, until), **summary.metrics}
+    steps = readable_steps(run_dir / FOLDER).values()
+    newest = next((entry for entry in steps if until is None or (entry.step or 0) <= until), None)
+    summary.metrics = {**_metrics_of(newest), **summary.metrics}
     if summary.objective is None and (before := read_summary(run_dir)) is not None:
         summary.objective = before.objective
-    if summary.objective is not None:
-        summary.best = best_checkpoint(run_dir, summary.objective.metric)
+    with contextlib.suppress(CheckpointError):
+        best = read_manifest(run_dir / FOLDER).get(BEST)
+        value = best.metrics.get(summary.objective.metric) if best and summary.objective else None
+        if best and best.step is not None and value is not None:
+            summary.best = Best(best.step, value)
 
 
 def metrics_by_step(resume: str) -> dict[int, dict[str, float | None]]:

@@ -38,15 +38,13 @@ LOST_S = 20.0
 class DriverStatus(JobStatus):
     """Collects the status of a remote run. It is also a writer: it takes the records of the job.
 
-    `files` are the names of the uploaded files. `now` has a state: starting, running, ending, at last `LOST` or one of
-    `ENDED`.
+    `now` has a state: starting, running, ending, at last `LOST` or one of `ENDED`.
     """
 
     def __init__(self, scheduler: str, project: str, max_restarts: int = 0, **more: Any) -> None:
         version, now = ddp_hydra.__version__, time.time()
         fixed = {"ddp_hydra": version, "scheduler": scheduler, "project": project, "started": now, **more}
         super().__init__(Status(**fixed, max_restarts=max_restarts))
-        self.files: list[str] = []
         self._lock = threading.Lock()
         self._written: Status | None = None
         self._written_at = 0.0
@@ -61,7 +59,7 @@ class DriverStatus(JobStatus):
 
     def content(self) -> Status:
         with self._lock:
-            return replace(super().content(), files=self.files, start=self.start)
+            return replace(super().content(), start=self.start)
 
     def next_update(self) -> bytes | None:
         """Return the status to write now; None if it has not changed and no heartbeat is due."""

@@ -58,7 +58,7 @@ class Uploader(Mirror):
         super().__init__(folder, store)
         self.run_dir, self.place, self.status, self.on_stop = folder, store.url, status, on_stop
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
-        self._known = set(status.files)  # a driver that took the run over has more
+        self._known = set(status.now.files)  # a driver that took the run over has more
         self._is_stopping = False
         self._lock = threading.Lock()
 
@@ -98,7 +98,7 @@ class Uploader(Mirror):
         for name in self._known - {name for name, _ in self._files()}:
             self.store.delete(name)
             self._known.discard(name)
-        self.status.files = sorted(self._known)
+        self.status.now.files = sorted(self._known)
 
     def _write_status(self) -> None:
         if (content := self.status.next_update()) is not None:
@@ -139,7 +139,7 @@ class Uploader(Mirror):
                 self._uploaded[name] = state, time.monotonic() + state[0] / BYTES_PER_S
             if not self._uploaded.keys() <= self._known:
                 self._known |= self._uploaded.keys()
-                self.status.files = sorted(self._known)
+                self.status.now.files = sorted(self._known)
         if failure:
             raise ConnectionError(failure)
 
@@ -248,10 +248,10 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
         fields = {name: getattr(before, name) for name in ("objective", "metrics", "tags", "started", "project")}
         ended = Summary(status="failed", failure=attempts[-1].failure, steps=before.step, attempts=attempts, **fields)
         content = encode(ended, indent=2)
-    status.now.attempts, status.files = ended.attempts, before.files
+    status.now.attempts, status.now.files = ended.attempts, before.files
     # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.
     prepared_path(run_dir, SUMMARY).write_bytes(content)
-    for name in status.files:
+    for name in status.now.files:
         path = prepared_path(run_dir, check_path(name))
         with path.open("wb") as file:
             file.writelines(store.stream(name, store.size_or_none(name) or 0))
