@@ -185,12 +185,11 @@ def train(
             before = metrics_by_step(cfg.resume).get(result.steps, {})
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
-        is_paused = result.interrupted == "pause"
-        if result.interrupted and not is_paused:
+        if result.interrupted not in ("", "pause"):
             raise Interrupted(
                 f"{why_stopped(result.interrupted, result.steps)}: go on with {typed('resume', shown_dir)}"
             )
-        summary.status = "paused" if is_paused else "done"
+        summary.status = "paused" if result.interrupted else "done"
     print(closing_lines(summary, shown_dir))  # noqa: T201
     metric = config["objective"]["metric"]
     return result.metrics.get(metric, summary.metrics.get(metric))

@@ -425,12 +425,11 @@ class JsonLinesWriter:
             if all(stays):
                 return
             self._file.close()
-            first = stays.index(False)
             with replacing(self._path) as part:
                 shutil.copyfile(self._path, part)
-                os.truncate(part, begin + sum(map(len, lines[:first])))
+                os.truncate(part, begin)
                 with part.open("ab") as rest:
-                    rest.writelines(compress(lines[first:], stays[first:]))
+                    rest.writelines(compress(lines, stays))
 
     def close(self) -> None:
         self._file.close()

@@ -92,7 +92,8 @@ def started_driver(
     config = schema.resolved(cfg)
     packed = job_config.packed_project(cfg, config)
     url = urls.address(cfg.results.root, run_dir)
-    name, is_resumed = f"driver-{secrets.token_hex(6)}", _is_resumed(url, cfg.resume)
+    is_resumed = bool(cfg.resume) and RunRef.named(cfg.resume).store().url == RunRef.own(url).store().url
+    name = f"driver-{secrets.token_hex(6)}"
     with connect.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
@@ -111,7 +112,6 @@ def started_driver(
             logged=loggers.describe(cfg, run_dir, url),
             log_config=log_config,
             resume=_send_checkpoint(client, worker, name, cfg.resume),
-            goes_on=bool(connect.sweep()) or is_resumed,
             is_resumed=is_resumed,
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
             expected=connect.expected_workers(cfg.cluster),
@@ -159,10 +159,6 @@ def check(cfg: DictConfig) -> None:
     stays = cfg.cluster.get("keep") or connect.is_remote(cfg.cluster)
     if cfg.detach and (connect.is_local(cfg.cluster) or not stays):
         raise ConfigError("detach=true needs a cluster that stays: give cluster=remote cluster.address=tcp://host:8786")
-
-
-def _is_resumed(url: str, resume: str | None) -> bool:
-    return bool(resume) and RunRef.named(str(resume)).store().url == RunRef.own(url).store().url
 
 
 def _choose_worker(client: Any) -> str:

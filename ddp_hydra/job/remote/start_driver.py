@@ -56,7 +56,6 @@ class DriverSpec:
         client: the id of the command's client at the scheduler; None: the run goes on without the command.
         sweep: the sweep that workers are reserved for.
         resume: the checkpoint to resume from, as the worker finds it; "" for none.
-        goes_on: it may write where a run has left its results: it resumes that run, or is a job of a sweep.
         is_resumed: it resumes the run that has left its results there.
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
@@ -76,7 +75,6 @@ class DriverSpec:
     sweep: str
     logged: LoggedJob
     resume: str = ""
-    goes_on: bool = False
     is_resumed: bool = False
     max_restarts: int = 0
     is_restart: bool = False

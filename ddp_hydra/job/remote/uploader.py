@@ -160,7 +160,8 @@ def acquire_run(
 ) -> None:
     """Acquire the folder of a new run; `own_dir` gets the files of the run that is resumed there, if one is.
 
-    Then what Hydra has written for that run stays in the store until the new one begins to train.
+    Then what Hydra has written for that run stays in the store until the new one begins to train. With `goes_on`, it
+    may write where a run has left its results: it resumes that run, or is a job of a sweep.
     """
     owner = store.owner()
     if is_active(store):
