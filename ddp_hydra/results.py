@@ -407,12 +407,6 @@ def file_of(path: str, content: bytes) -> File:
 
 
 def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint | None = None) -> File:
-    """Let `write` create a file in the outbox.
-
-    Raises:
-        RecordError: `path` is not a relative path inside the run directory.
-        DiskFull: there was no space for it during the time that `connect` was given.
-    """
     check_path(path)
     source = _sender().outbox / f"{threading.get_ident()}-{time.monotonic_ns()}"
 

@@ -55,11 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordBuffer(queue.Queue[bytes | str | None]):
-    """Holds messages for one reader, up to a limit: beyond it the oldest are dropped. `put` never waits; None ends it.
-
-    Attributes:
-        dropped: how many messages were too many.
-    """
+    """Holds messages for one reader, up to a limit: beyond it the oldest are dropped. `put` never waits; None ends it."""
 
     def __init__(self, max_messages: int = MAX_RECORDS, max_bytes: int = MAX_BYTES) -> None:
         super().__init__()
@@ -133,11 +129,7 @@ class LoggerProcess:
         return self.process.returncode is not None
 
     def wait(self, until: float) -> str:
-        """Wait for the process until a time of the monotonic clock, and end it if it does not end by itself.
-
-        Returns:
-            Why records are missing at the service; "" if none is.
-        """
+        """Wait for the process until a time, and end it then; return why records are missing at the service."""
         try:
             is_late = not self.has_ended(until)
         finally:

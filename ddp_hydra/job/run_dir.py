@@ -59,14 +59,10 @@ class RunDirCallback(Callback):
 
 
 def refuse_other_run(run_dir: Path, resume: str | None, is_stored: bool = True) -> None:
-    """Refuse a run directory that holds the results of another run.
+    """Refuse a run directory that holds the results of another run than that which the new one goes on from.
 
-    A run that ended before it saved a checkpoint may start again in its folder.
-
-    Args:
-        run_dir: of the new run.
-        resume: the run or checkpoint that it goes on from.
-        is_stored: the results of the new run go to a store, where its driver looks for another run itself.
+    A run that ended before it saved a checkpoint may start again in its folder. `is_stored`: the results of the new run
+    go to a store, where its driver looks for another run itself.
     """
     summary = read_summary(run_dir)
     is_done = summary is not None and summary.status == "done"
@@ -92,10 +88,7 @@ def has_record(run_dir: Path) -> bool:
 def hold(run_dir: Path, files: Mapping[str, bytes]) -> None:
     """Hold files back until the job begins to train: those of an earlier run stay if it is refused before.
 
-    They are in memory, so a process that is killed leaves nothing of them.
-
-    Args:
-        files: their content by name, relative to the run directory.
+    They are in memory, by name relative to the run directory: a process that is killed leaves nothing of them.
     """
     _held.setdefault(run_dir.absolute(), {}).update(files)
 

@@ -86,9 +86,7 @@ async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
     """Start a driver, and wait until it answers. Runs on a worker, called by the client.
 
     It is no task: all slots may be taken by ranks. The driver outlives this worker, which Dask may restart at any time.
-
-    Returns:
-        `error`, a message; or `client`, the id of its client at the scheduler.
+    The answer has `error`, a message, or `client`, the id of its client at the scheduler.
     """
     return await asyncio.to_thread(_start, spec, dask_worker)
 

@@ -67,11 +67,7 @@ class Uploader(Mirror):
         return [self._upload, self._write_status, self.copy]
 
     def finish_run(self, retry_s: float, state: str, message: str) -> str:
-        """Upload all that is left; summary.json comes last, as the sign that everything is there.
-
-        Returns:
-            The reason why something is missing; "" if nothing is.
-        """
+        """Upload all that is left, summary.json as the last, and return why something is missing."""
         return self.finish(partial(self._finish_once, state, message), retry_s)
 
     def on_taken_over(self, error: TakenOver) -> None:
