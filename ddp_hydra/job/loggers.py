@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordBuffer(queue.Queue[bytes | str | None]):
-    """Holds messages for one reader, up to a limit: beyond it the oldest are dropped. `put` never waits; None ends it."""
+    """Holds messages for one reader, up to a limit; then the oldest are dropped. `put` never waits; None ends it."""
 
     def __init__(self, max_messages: int = MAX_RECORDS, max_bytes: int = MAX_BYTES) -> None:
         super().__init__()
