@@ -114,9 +114,8 @@ def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: flo
         attempt: number of the gang's attempt, from 0.
         retry_s: how long to wait for space when the disk of the outbox is full.
     """
-    _process.sender, _process.rank, _process.attempt, _process.retry_s = sender, rank, attempt, retry_s
-    _process.check_names = None
-    take_means()
+    global _process
+    _process = _Process(sender, rank, attempt, retry_s)
 
 
 def reserve(check_names: Callable[[Iterable[str]], None]) -> None:

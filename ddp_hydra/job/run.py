@@ -337,20 +337,16 @@ class Job:
         self.first_world_size = self.first_world_size or world_size
         if number == self.first_attempt:
             check_faults(self.cfg, self.cfg.faults, self.cfg.dispatch.ranks or world_size)
-        if number == self.first_attempt and world_size == self.first_world_size:
-            return Call(TRAIN, (config,), settings, files=self.files)
-        settings["first_ranks"] = self.first_world_size
-        if self.saved:
-            settings["first_save"] = None
-        return Call(TRAIN, (config,), settings, files=self.resume_files())
-
-    def resume_files(self) -> dict[str, Path]:
-        if self.saved:  # otherwise an earlier run has left the checkpoints in the run directory
-            try:
-                return {"resume": find_checkpoint(self.run_dir).absolute()}
-            except CheckpointError as error:
-                log.warning("from the beginning again: %s", error)
-        return self.files
+        files = self.files
+        if number != self.first_attempt or world_size != self.first_world_size:
+            settings["first_ranks"] = self.first_world_size
+            if self.saved:  # otherwise an earlier run has left the checkpoints in the run directory
+                settings["first_save"] = None
+                try:
+                    files = {"resume": find_checkpoint(self.run_dir).absolute()}
+                except CheckpointError as error:
+                    log.warning("from the beginning again: %s", error)
+        return Call(TRAIN, (config,), settings, files=files)
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.begun
@@ -384,7 +380,6 @@ class Job:
     def end_attempt(self, steps_done: int, ended: Sequence[AttemptEntry]) -> str:
         """Note the attempts that have ended; say where the next one begins."""
         self.ended = list(ended)
-        saved = saved_step(self.run_dir) if self.saved else None
-        begin = self.first_step if saved is None else saved
+        begin = (saved_step(self.run_dir) or 0) if self.saved else self.first_step
         again = max(0, steps_done - begin)
         return f", from step {begin}" + (f" ({again} step{'s' if again > 1 else ''} again)" if again else "")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -59,6 +58,7 @@ from ddp_hydra.storage.manifest import (
     same_as,
     step_name,
 )
+from ddp_hydra.storage.retry import FULL
 from ddp_hydra.writers.run_dir import json_object
 
 Fetch = Callable[[Record, Path], None]
@@ -137,7 +137,7 @@ class FileReceiver:
         try:
             self._fetch(record, part)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 error.filename = str(target)
                 raise cannot_write(target, error) from error
             raise RecordError(f"{name} ({file.size} bytes) cannot be fetched from its host: {error}") from error
