@@ -235,14 +235,15 @@ class Job:
         self.earlier_attempts = (read_summary(self.run_dir) or Summary(status="failed")).attempts
         self.first_world_size = 0
         self.first_step = 0
-        self.steps_before: list[int] = []  # done by the attempt before, in another process
+        self.steps_before = 0  # done by the attempt before, maybe in another process
+        last = self.earlier_attempts[-1].steps_done if self.earlier_attempts else 0
         self.ranks_before: int | None = None  # of a driver that was lost; 0: of none, but it outlives workers
         _, hosts, run_dir = torchrun.read_memory()
         if run_dir == str(self.run_dir.absolute()):  # torchrun may have started it before, with more hosts
-            self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
+            self.steps_before = last
             self.first_world_size = self.cfg.dispatch.ranks or hosts * int(ranks_per_worker(self.cfg))
         elif self.remote and self.remote.spec.is_restart:
-            self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
+            self.steps_before = last
             self.first_world_size = next(filter(None, (one.world_size for one in self.earlier_attempts)), 0)
             self.ranks_before = self.first_world_size
         elif self.remote and self.remote.spec.max_restarts:  # its scheduler may be another one than the command's
@@ -364,8 +365,7 @@ class Job:
         if self.remote:
             self.remote.status.attempts = self.status.attempts
         self.summary.from_step = begin = record.step or 0
-        if before := [attempt.steps_done for attempt in self.ended[-1:]] or self.steps_before:
-            self.summary.steps_lost += max(0, before[0] - begin)
+        self.summary.steps_lost += max(0, self.steps_before - begin)
         if not self.ended:
             self.first_step = begin
 
@@ -379,7 +379,7 @@ class Job:
 
     def end_attempt(self, steps_done: int, ended: Sequence[AttemptEntry]) -> str:
         """Note the attempts that have ended; say where the next one begins."""
-        self.ended = list(ended)
+        self.ended, self.steps_before = list(ended), steps_done
         begin = (saved_step(self.run_dir) or 0) if self.saved else self.first_step
         again = max(0, steps_done - begin)
         return f", from step {begin}" + (f" ({again} step{'s' if again > 1 else ''} again)" if again else "")
