@@ -379,12 +379,8 @@ def checkpoint(
 
     def write(target: Path) -> NotingFile:
         try:
-            with target.open("wb") as opened:
-                file = NotingFile(opened)
-                try:
-                    torch.save(dict(state), cast(IO[bytes], file))
-                except RuntimeError as error:
-                    raise file.error or error from None
+            with target.open("wb") as opened, NotingFile(opened).explained() as file:
+                torch.save(dict(state), cast(IO[bytes], file))
             torch.load(target, map_location="cpu", weights_only=True, mmap=True)
             return file
         except (pickle.PickleError, AttributeError, TypeError) as error:
