@@ -7,17 +7,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import Status, Summary
-from ddp_hydra.storage.files import cannot_write, passing
+from ddp_hydra.storage.files import cannot_write, open_run_dir, passing
 from ddp_hydra.storage.retry import Backoff
-
-if TYPE_CHECKING:
-    from ddp_hydra.writers.files import Fetch
+from ddp_hydra.writers.files import CheckpointWriter, Fetch, FileWriter, JsonLinesWriter, LogWriter
+from ddp_hydra.writers.run_dir import StatusWriter
 
 
 class Writer(Protocol):
@@ -155,9 +154,6 @@ def default_writers(
         mirror, retry_s, give_up: see `start_mirror`; None: no mirror.
         status: what status.json says from the beginning; it is kept up to date.
     """
-    from ddp_hydra.storage.files import open_run_dir
-    from ddp_hydra.writers.files import CheckpointWriter, FileWriter, JsonLinesWriter, LogWriter
-
     folder = open_run_dir(run_dir)
     writers: list[Writer] = [
         LogWriter(folder),
@@ -173,8 +169,6 @@ def default_writers(
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
         writers.append(TensorBoardWriter(folder))
-    from ddp_hydra.writers.run_dir import StatusWriter
-
     writers.append(StatusWriter(folder, status))
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter

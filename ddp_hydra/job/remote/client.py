@@ -39,7 +39,7 @@ from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.handler import ResultsHandler
-from ddp_hydra.writers.run_dir import STATUS, SUMMARY, json_object
+from ddp_hydra.writers.run_dir import STATUS, SUMMARY, StatusWriter, json_object
 
 START_S = 120.0
 """How long a driver may take to start."""
@@ -208,7 +208,6 @@ class Follower:
 
     def __init__(self, client: Any, driver: StartedDriver, messages: Messages, run_dir: Path, summary: Summary) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
-        from ddp_hydra.writers.run_dir import StatusWriter
 
         self.client, self.driver, self.messages = client, driver, messages
         self.run_dir, self.summary = run_dir, summary
