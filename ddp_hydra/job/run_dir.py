@@ -98,7 +98,6 @@ def is_held(run_dir: Path) -> bool:
 
 
 def write_held(run_dir: Path) -> None:
-    """Write the files that were held back, because the job begins to train."""
     for name, content in _held.get(run_dir.absolute(), {}).items():
         with contextlib.suppress(*([RecordError] if name == project.ARCHIVE else [])):  # no job fails for want of it
             write_atomic(prepared_path(run_dir, name), content, durable=False)

@@ -147,7 +147,6 @@ class Mirror:
         return None
 
     def is_behind(self) -> bool:
-        """Return whether the run's manifest has changed since all of it was copied."""
         try:
             return read_manifest(self.folder) != self._copied
         except CheckpointError:  # there is none, or one that can't be read
@@ -239,7 +238,6 @@ def start_mirror(
 
 
 def entries_in(store: Store) -> Entries:
-    """Return the entries of a store's manifest; {} if it has none."""
     try:
         return decode_manifest(store.get(f"{FOLDER}/{NAME}")).checkpoints
     except FileNotFoundError:

@@ -294,7 +294,6 @@ class JobStatus:
         return f"epoch {_of(self.now.epoch, self.now.epochs)}"
 
     def numbers(self, validation: bool = False, epoch: bool = False) -> str:
-        """Return what is `shown` in one line."""
         return "  ".join(self.shown(validation, epoch))
 
     def shown(self, validation: bool = False, epoch: bool = False) -> list[str]:

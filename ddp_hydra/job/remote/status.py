@@ -159,7 +159,6 @@ class FencedStore(Store):
             self._conditional = False
 
     def _refuses(self, etag: str | None, content: bytes) -> bool:
-        """Return whether the store refuses to write an object that hasn't this ETag any more."""
         try:
             self.store.put_if(OWNER, content, etag)
         except ObjectChangedError:

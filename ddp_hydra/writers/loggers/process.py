@@ -137,7 +137,6 @@ class Session:
             self.explain("warning", error)
 
     def repeat(self, call: Callable[[], Any]) -> Any:
-        """Call until the service answers."""
         backoff = Backoff(math.inf, longest_pause_s=LONGEST_WAIT_S)
         while True:
             try:
