@@ -59,7 +59,7 @@ class Sender(Protocol):
 
 
 class SocketSender:
-    """Sends records to the worker's task by a socket, and files through a folder on this host that the client empties."""
+    """Sends records to the worker's task by a socket, and files by a folder on this host that the client empties."""
 
     def __init__(self, control: socket.socket, outbox: Path) -> None:
         self.control = control
