@@ -100,17 +100,14 @@ class Histogram(Data, frozen=True):
 
     name: Name
     edges: list[Finite]
-    counts: Annotated[list[NonNegative], Meta(max_length=MOST_COUNTS)]
+    counts: list[NonNegative]
 
     def __post_init__(self) -> None:
-        if (
-            len(self.edges) != len(self.counts) + 1
-            or len(self.counts) > MOST_COUNTS
-            or sorted(self.edges) != self.edges
-        ):
+        n_edges, n_counts = len(self.edges), len(self.counts)
+        if n_edges != n_counts + 1 or n_counts > MOST_COUNTS or sorted(self.edges) != self.edges:
             raise RecordError(
-                f"histogram {self.name!r:.80} has {len(self.edges)} edges and {len(self.counts)} counts: give edges in "
-                f"rising order, one more than counts, and at most {MOST_COUNTS} counts"
+                f"histogram {self.name!r:.80} has {n_edges} edges and {n_counts} counts: give edges in rising order, "
+                f"one more than counts, and at most {MOST_COUNTS} counts"
             )
 
 

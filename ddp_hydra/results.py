@@ -59,12 +59,7 @@ class Sender(Protocol):
 
 
 class SocketSender:
-    """Sends records to the worker's task, and files through the outbox.
-
-    Args:
-        control: socket to the worker's task.
-        outbox: a folder on this host that the client empties.
-    """
+    """Sends records to the worker's task by a socket, and files by a folder on this host that the client empties."""
 
     def __init__(self, control: socket.socket, outbox: Path) -> None:
         self.control = control
@@ -114,9 +109,8 @@ def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: flo
         attempt: number of the gang's attempt, from 0.
         retry_s: how long to wait for space when the disk of the outbox is full.
     """
-    _process.sender, _process.rank, _process.attempt, _process.retry_s = sender, rank, attempt, retry_s
-    _process.check_names = None
-    take_means()
+    global _process
+    _process = _Process(sender, rank, attempt, retry_s)
 
 
 def reserve(check_names: Callable[[Iterable[str]], None]) -> None:
@@ -380,12 +374,8 @@ def checkpoint(
 
     def write(target: Path) -> NotingFile:
         try:
-            with target.open("wb") as opened:
-                file = NotingFile(opened)
-                try:
-                    torch.save(dict(state), cast(IO[bytes], file))
-                except RuntimeError as error:
-                    raise file.error or error from None
+            with target.open("wb") as opened, NotingFile(opened).explained() as file:
+                torch.save(dict(state), cast(IO[bytes], file))
             torch.load(target, map_location="cpu", weights_only=True, mmap=True)
             return file
         except (pickle.PickleError, AttributeError, TypeError) as error:
@@ -407,12 +397,6 @@ def file_of(path: str, content: bytes) -> File:
 
 
 def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint | None = None) -> File:
-    """Let `write` create a file in the outbox.
-
-    Raises:
-        RecordError: `path` is not a relative path inside the run directory.
-        DiskFull: there was no space for it during the time that `connect` was given.
-    """
     check_path(path)
     source = _sender().outbox / f"{threading.get_ident()}-{time.monotonic_ns()}"
 

@@ -152,7 +152,7 @@ def merge(parts: Parts, target: Path) -> list[str]:
 
     assert parts.samples is not None
     predictions.write(target, chunks, parts.samples)
-    parts.remove()
+    predictions.remove_parts_in(parts.folder)
     return columns
 
 

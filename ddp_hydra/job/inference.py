@@ -66,12 +66,10 @@ class InferenceJob:
 
     def run_here(self, fn: str, arguments: Any, receive: Any, packed: project.Project) -> list[Any]:
         project.make_importable(project.layers())
-        files = {"checkpoint": str(self.checkpoint)}
-
-        def on_record(record: Record) -> None:
-            receive(record, inline.fetch)
-
-        return inline.run(fn, arguments(), on_record=on_record, files=files, settings=gang_settings(self.cfg))
+        files, settings = {"checkpoint": str(self.checkpoint)}, gang_settings(self.cfg)
+        return inline.run(
+            fn, arguments(), on_record=lambda record: receive(record, inline.fetch), files=files, settings=settings
+        )
 
     def run_on_dask(self, fn: str, arguments: Any, receive: Any, packed: project.Project) -> list[Any]:
         with held_back():

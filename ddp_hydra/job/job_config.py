@@ -141,11 +141,9 @@ def gang_settings(cfg: DictConfig, **more: Any) -> GangSettings:
 def rank_log_config(hydra_cfg: Any = None) -> dict[str, Any]:
     """Return how ranks log, as `logging.config.dictConfig` takes it; {} where Hydra is to set up no logging.
 
-    Levels and format are those of `hydra.job_logging` and `hydra.verbose`. All goes to a rank's stderr, which is its
-    log: files of the command are not for several processes, or may be on another host.
-
-    Args:
-        hydra_cfg: Hydra's part of the job's config; None for that of the job that Hydra runs here, if it does.
+    Levels and format are those of `hydra.job_logging` and `hydra.verbose`, of the job that Hydra runs here if no part
+    of a config is given. All goes to a rank's stderr, which is its log: files of the command are not for several
+    processes, or may be on another host.
     """
     if hydra_cfg is None:
         hydra_cfg = HydraConfig.get() if HydraConfig.initialized() else OmegaConf.create({})

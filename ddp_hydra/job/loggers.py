@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -25,11 +24,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
-import ddp_hydra
 from ddp_hydra.config import project
 from ddp_hydra.config import validate as config
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.job.run_dir import is_resumed
+from ddp_hydra.rank.environment import with_package
+from ddp_hydra.rank.processes import kill_group
 from ddp_hydra.record import Record
 from ddp_hydra.storage.files import write_atomic
 from ddp_hydra.storage.run_ref import RunRef
@@ -55,11 +55,7 @@ log = logging.getLogger(__name__)
 
 
 class RecordBuffer(queue.Queue[bytes | str | None]):
-    """Holds messages for one reader, up to a limit: beyond it the oldest are dropped. `put` never waits; None ends it.
-
-    Attributes:
-        dropped: how many messages were too many.
-    """
+    """Holds messages for one reader, up to a limit; then the oldest are dropped. `put` never waits; None ends it."""
 
     def __init__(self, max_messages: int = MAX_RECORDS, max_bytes: int = MAX_BYTES) -> None:
         super().__init__()
@@ -98,7 +94,6 @@ class LoggerProcess:
         self.has_failed = self.has_refused = False
         self.away_since: float | None = None
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        path = [str(Path(ddp_hydra.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         self._connection, its_end = Pipe()
         with log_file.open("ab") as output, its_end:
             self.process = subprocess.Popen(
@@ -107,7 +102,7 @@ class LoggerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[its_end.fileno()],
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+                env=with_package(os.environ),
                 start_new_session=True,  # a Ctrl-C in the terminal is for the job
             )
         self._threads = [
@@ -134,11 +129,7 @@ class LoggerProcess:
         return self.process.returncode is not None
 
     def wait(self, until: float) -> str:
-        """Wait for the process until a time of the monotonic clock, and end it if it does not end by itself.
-
-        Returns:
-            Why records are missing at the service; "" if none is.
-        """
+        """Wait for the process until a time, and end it then; return why records are missing at the service."""
         try:
             is_late = not self.has_ended(until)
         finally:
@@ -154,8 +145,7 @@ class LoggerProcess:
 
     def kill(self) -> None:
         if self.process.poll() != 0:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
+            kill_group(self.process.pid)
             self.process.wait()
         self.buffer.put(None)
         for thread in self._threads:

@@ -63,7 +63,7 @@ class Parts:
         except ConfigError:
             if not overwrite:
                 raise
-            self.remove()
+            remove_parts_in(folder)
             found = None
         if found:
             self.samples, self.length = found.samples, found.rows
@@ -146,9 +146,6 @@ class Parts:
                 begin += size
             if begin != end:
                 raise RecordError(f"{self.path(part)} ends with row {begin} of {end}: remove it, and try again")
-
-    def remove(self) -> None:
-        remove_parts_in(self.folder)
 
 
 def check_folder(folder: Path, out: str | Path) -> None:

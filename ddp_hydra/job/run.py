@@ -185,12 +185,11 @@ def train(
             before = metrics_by_step(cfg.resume).get(result.steps, {})
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
         summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
-        is_paused = result.interrupted == "pause"
-        if result.interrupted and not is_paused:
+        if result.interrupted not in ("", "pause"):
             raise Interrupted(
                 f"{why_stopped(result.interrupted, result.steps)}: go on with {typed('resume', shown_dir)}"
             )
-        summary.status = "paused" if is_paused else "done"
+        summary.status = "paused" if result.interrupted else "done"
     print(closing_lines(summary, shown_dir))  # noqa: T201
     metric = config["objective"]["metric"]
     return result.metrics.get(metric, summary.metrics.get(metric))
@@ -236,14 +235,15 @@ class Job:
         self.earlier_attempts = (read_summary(self.run_dir) or Summary(status="failed")).attempts
         self.first_world_size = 0
         self.first_step = 0
-        self.steps_before: list[int] = []  # done by the attempt before, in another process
+        self.steps_before = 0  # done by the attempt before, maybe in another process
+        last = self.earlier_attempts[-1].steps_done if self.earlier_attempts else 0
         self.ranks_before: int | None = None  # of a driver that was lost; 0: of none, but it outlives workers
         _, hosts, run_dir = torchrun.read_memory()
         if run_dir == str(self.run_dir.absolute()):  # torchrun may have started it before, with more hosts
-            self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
+            self.steps_before = last
             self.first_world_size = self.cfg.dispatch.ranks or hosts * int(ranks_per_worker(self.cfg))
         elif self.remote and self.remote.spec.is_restart:
-            self.steps_before = [attempt.steps_done for attempt in self.earlier_attempts[-1:]]
+            self.steps_before = last
             self.first_world_size = next(filter(None, (one.world_size for one in self.earlier_attempts)), 0)
             self.ranks_before = self.first_world_size
         elif self.remote and self.remote.spec.max_restarts:  # its scheduler may be another one than the command's
@@ -338,20 +338,16 @@ class Job:
         self.first_world_size = self.first_world_size or world_size
         if number == self.first_attempt:
             check_faults(self.cfg, self.cfg.faults, self.cfg.dispatch.ranks or world_size)
-        if number == self.first_attempt and world_size == self.first_world_size:
-            return Call(TRAIN, (config,), settings, files=self.files)
-        settings["first_ranks"] = self.first_world_size
-        if self.saved:
-            settings["first_save"] = None
-        return Call(TRAIN, (config,), settings, files=self.resume_files())
-
-    def resume_files(self) -> dict[str, Path]:
-        if self.saved:  # otherwise an earlier run has left the checkpoints in the run directory
-            try:
-                return {"resume": find_checkpoint(self.run_dir).absolute()}
-            except CheckpointError as error:
-                log.warning("from the beginning again: %s", error)
-        return self.files
+        files = self.files
+        if number != self.first_attempt or world_size != self.first_world_size:
+            settings["first_ranks"] = self.first_world_size
+            if self.saved:  # otherwise an earlier run has left the checkpoints in the run directory
+                settings["first_save"] = None
+                try:
+                    files = {"resume": find_checkpoint(self.run_dir).absolute()}
+                except CheckpointError as error:
+                    log.warning("from the beginning again: %s", error)
+        return Call(TRAIN, (config,), settings, files=files)
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.begun
@@ -369,8 +365,7 @@ class Job:
         if self.remote:
             self.remote.status.attempts = self.status.attempts
         self.summary.from_step = begin = record.step or 0
-        if before := [attempt.steps_done for attempt in self.ended[-1:]] or self.steps_before:
-            self.summary.steps_lost += max(0, before[0] - begin)
+        self.summary.steps_lost += max(0, self.steps_before - begin)
         if not self.ended:
             self.first_step = begin
 
@@ -384,8 +379,7 @@ class Job:
 
     def end_attempt(self, steps_done: int, ended: Sequence[AttemptEntry]) -> str:
         """Note the attempts that have ended; say where the next one begins."""
-        self.ended = list(ended)
-        saved = saved_step(self.run_dir) if self.saved else None
-        begin = self.first_step if saved is None else saved
+        self.ended, self.steps_before = list(ended), steps_done
+        begin = (saved_step(self.run_dir) or 0) if self.saved else self.first_step
         again = max(0, steps_done - begin)
         return f", from step {begin}" + (f" ({again} step{'s' if again > 1 else ''} again)" if again else "")

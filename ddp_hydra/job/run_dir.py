@@ -59,14 +59,10 @@ class RunDirCallback(Callback):
 
 
 def refuse_other_run(run_dir: Path, resume: str | None, is_stored: bool = True) -> None:
-    """Refuse a run directory that holds the results of another run.
+    """Refuse a run directory that holds the results of another run than that which the new one goes on from.
 
-    A run that ended before it saved a checkpoint may start again in its folder.
-
-    Args:
-        run_dir: of the new run.
-        resume: the run or checkpoint that it goes on from.
-        is_stored: the results of the new run go to a store, where its driver looks for another run itself.
+    A run that ended before it saved a checkpoint may start again in its folder. `is_stored`: the results of the new run
+    go to a store, where its driver looks for another run itself.
     """
     summary = read_summary(run_dir)
     is_done = summary is not None and summary.status == "done"
@@ -92,10 +88,7 @@ def has_record(run_dir: Path) -> bool:
 def hold(run_dir: Path, files: Mapping[str, bytes]) -> None:
     """Hold files back until the job begins to train: those of an earlier run stay if it is refused before.
 
-    They are in memory, so a process that is killed leaves nothing of them.
-
-    Args:
-        files: their content by name, relative to the run directory.
+    They are in memory, by name relative to the run directory: a process that is killed leaves nothing of them.
     """
     _held.setdefault(run_dir.absolute(), {}).update(files)
 
@@ -105,7 +98,6 @@ def is_held(run_dir: Path) -> bool:
 
 
 def write_held(run_dir: Path) -> None:
-    """Write the files that were held back, because the job begins to train."""
     for name, content in _held.get(run_dir.absolute(), {}).items():
         with contextlib.suppress(*([RecordError] if name == project.ARCHIVE else [])):  # no job fails for want of it
             write_atomic(prepared_path(run_dir, name), content, durable=False)
@@ -194,20 +186,6 @@ def saved_step(run_dir: Path) -> int | None:
     return next((entry.step or 0 for entry in readable_steps(run_dir / FOLDER).values()), None)
 
 
-def best_checkpoint(run_dir: Path, metric: str) -> Best | None:
-    with contextlib.suppress(CheckpointError):
-        best = read_manifest(run_dir / FOLDER).get(BEST)
-        if best is not None and best.step is not None and (value := best.metrics.get(metric)) is not None:
-            return Best(best.step, value)
-    return None
-
-
-def saved_metrics(run_dir: Path, until: int | None = None) -> dict[str, float | None]:
-    """Return the metrics of the newest checkpoint of a run, of those until a step; {} if there are none."""
-    entries = readable_steps(run_dir / FOLDER).values()
-    return _metrics_of(next((entry for entry in entries if until is None or (entry.step or 0) <= until), None))
-
-
 def add_saved(summary: Summary, run_dir: Path, is_stored: bool) -> None:
     """Add to a summary what the run's checkpoints tell: the best one, and metrics that were not measured again.
 
@@ -217,11 +195,16 @@ def add_saved(summary: Summary, run_dir: Path, is_stored: bool) -> None:
         return
     # It may have gone on from an earlier checkpoint than its newest one.
     until = None if summary.from_step is None else max(summary.from_step, summary.steps or 0)
-    summary.metrics = {**saved_metrics(run_dir, until), **summary.metrics}
+    steps = readable_steps(run_dir / FOLDER).values()
+    newest = next((entry for entry in steps if until is None or (entry.step or 0) <= until), None)
+    summary.metrics = {**_metrics_of(newest), **summary.metrics}
     if summary.objective is None and (before := read_summary(run_dir)) is not None:
         summary.objective = before.objective
-    if summary.objective is not None:
-        summary.best = best_checkpoint(run_dir, summary.objective.metric)
+    with contextlib.suppress(CheckpointError):
+        best = read_manifest(run_dir / FOLDER).get(BEST)
+        value = best.metrics.get(summary.objective.metric) if best and summary.objective else None
+        if best and best.step is not None and value is not None:
+            summary.best = Best(best.step, value)
 
 
 def metrics_by_step(resume: str) -> dict[int, dict[str, float | None]]:

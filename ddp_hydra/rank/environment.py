@@ -155,9 +155,13 @@ NAMESPACES = ("cgroup", "ipc", "mnt", "net", "pid", "user")
 
 
 def of_server() -> dict[str, str]:
-    variables = ALLOCATOR | without_dasks_limits(os.environ)
+    return with_package(ALLOCATOR | without_dasks_limits(os.environ))
+
+
+def with_package(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a process that runs a module of this package."""
     path = [str(Path(ddp_hydra.__file__).parents[1]), *_python_path(variables)]
-    return variables | {"PYTHONPATH": os.pathsep.join(path)}
+    return {**variables, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def without_dasks_limits(variables: Mapping[str, str]) -> dict[str, str]:

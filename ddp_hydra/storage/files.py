@@ -245,6 +245,14 @@ class NotingFile:
             self.error = self.error or error
             raise
 
+    @contextmanager
+    def explained(self) -> Iterator[Self]:
+        """Raise why a write in the block failed, in place of what torch raises."""
+        try:
+            yield self
+        except Exception as error:
+            raise self.error or error from None
+
     def _write(self, data: Any) -> int:
         return self.file.write(data)
 

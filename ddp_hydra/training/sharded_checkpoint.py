@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import cache, partial
 from io import FileIO
 from pathlib import Path, PosixPath
-from typing import IO, Any, BinaryIO, Self, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 import torch.distributed as dist
@@ -148,13 +148,6 @@ class ReportingFile(NotingFile):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.file, name)
-
-    @contextmanager
-    def explained(self) -> Iterator[Self]:
-        try:
-            yield self
-        except Exception as error:
-            raise self.error or error from None
 
     def _write(self, data: Any) -> int:
         heartbeat.progress()

@@ -9,6 +9,5 @@
     loggers/           MLflow, W&B, ClearML, Aim or a user's own writer, each in a process of its own
     run_dir            the lock of a run directory, its summary.json, and its status.json while the job runs
 
-Nothing here imports torch, and nothing that a rank sent is unpickled. Only `default_writers` imports the writers, so
-that code which reads checkpoints does not load them.
+Nothing here imports torch, and nothing that a rank sent is unpickled.
 """

@@ -45,19 +45,10 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies the checkpoints of a run to a store, about once a second, in a thread. It is a writer.
+    """Copies the checkpoints of a run to its folder in a store, about once a second, in a thread. It is a writer.
 
     There, the manifest names checkpoints of other runs first. What fails is retried; a warning is logged if it goes on
-    failing, and when it works again. A subclass copies more.
-
-    Args:
-        run_dir: the run directory; another writer fills its `checkpoints`.
-        store: the run's folder in the store.
-        retry_s: how long copying may fail without a warning, and at the end without being given up.
-        give_up: an event that ends all waiting at once.
-
-    Attributes:
-        damaged: why a checkpoint cannot be copied, by its name in the store.
+    failing for `retry_s`, and when it works again. At the end, it is given up after `retry_s`. A subclass copies more.
     """
 
     what = "checkpoints"
@@ -67,7 +58,7 @@ class Mirror:
     ) -> None:
         self.folder, self.place, self.store, self.retry_s = run_dir / FOLDER, f"{store.url}/{FOLDER}", store, retry_s
         self.give_up = give_up or threading.Event()
-        self.damaged: dict[str, str] = {}
+        self.damaged: dict[str, str] = {}  # checkpoints by their names in the store, and why they cannot be copied
         self._own: set[str] = {name_in_store(name, entry) for name, entry in readable_steps(self.folder).items()}
         self._sent: set[str] = set()  # the part of `_own` that is known to be in the store
         self._copied: Entries | None = None
@@ -106,11 +97,7 @@ class Mirror:
             )
 
     def finish(self, work: Callable[[], None], retry_s: float) -> str:
-        """End the threads, then do a last work until it succeeds.
-
-        Returns:
-            The reason why it failed for `retry_s`, or for good; "" if it succeeded.
-        """
+        """End the threads, then do a last work until it succeeds; return why it failed for `retry_s`, or for good."""
         self._end.set()
         for thread in self._threads:
             thread.join()
@@ -160,7 +147,6 @@ class Mirror:
         return None
 
     def is_behind(self) -> bool:
-        """Return whether the run's manifest has changed since all of it was copied."""
         try:
             return read_manifest(self.folder) != self._copied
         except CheckpointError:  # there is none, or one that can't be read
@@ -218,13 +204,8 @@ class Mirror:
     def _save(self, local: Entries, keys: dict[str, str], before: Entries, there: set[str]) -> Entries:
         """Write the bucket's manifest: the checkpoints of other runs first, then this run's, the newest last.
 
-        Args:
-            keys: names of the local checkpoints, the newest first, with their names in the bucket.
-            before: entries of the bucket's manifest so far.
-            there: names of the checkpoints that are in the bucket.
-
-        Returns:
-            The new entries. None is left out for its age until the newest one is in the bucket.
+        None is left out for its age until the newest one is in the bucket. `keys` are the names of the local ones, the
+        newest first, with their names in the bucket; `there` are names of those that are in the bucket.
         """
         ours = {keys[name]: local[name] for name in local if keys.get(name) in there}
         left_out = self._own if next(iter(keys.values())) in there else set(keys.values())
@@ -243,14 +224,7 @@ class Mirror:
 def start_mirror(
     run_dir: Path, url: str, retry_s: float = 60.0, give_up: threading.Event | None = None, timeout_s: float = 60.0
 ) -> Mirror:
-    """Begin to copy the checkpoints of a run to a folder, "s3://bucket/folder". Training never waits for that.
-
-    Args:
-        timeout_s: timeout of one request.
-
-    Raises:
-        ConfigError: the URL, the bucket or the credentials are wrong, or obstore is not installed.
-    """
+    """Begin to copy the checkpoints of a run to a folder, "s3://bucket/folder". Training never waits for that."""
     ref = RunRef.own(url)
     if not ref.is_stored and Path(ref.folder).resolve() == run_dir.resolve():
         raise ConfigError(f"results.mirror={url} is the run directory itself: give another folder, or leave it out")
@@ -264,7 +238,6 @@ def start_mirror(
 
 
 def entries_in(store: Store) -> Entries:
-    """Return the entries of a store's manifest; {} if it has none."""
     try:
         return decode_manifest(store.get(f"{FOLDER}/{NAME}")).checkpoints
     except FileNotFoundError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.console.text import size_text
-from ddp_hydra.errors import ConfigError, DdpHydraError, RecordError
+from ddp_hydra.errors import DdpHydraError, RecordError
 from ddp_hydra.record import Checkpoint, File, Log, Metrics, Record, Start, check_path, check_submitted
 from ddp_hydra.results import finite
 from ddp_hydra.storage.files import (
@@ -59,6 +58,7 @@ from ddp_hydra.storage.manifest import (
     same_as,
     step_name,
 )
+from ddp_hydra.storage.retry import FULL
 from ddp_hydra.writers.run_dir import json_object
 
 Fetch = Callable[[Record, Path], None]
@@ -80,12 +80,7 @@ class FileReceiver:
         self._in_place = False
 
     def receive(self, record: Record, target: Path) -> None:
-        """Write a record's file to `target`, replacing an older file atomically; it is fetched once.
-
-        Raises:
-            RecordError: the content does not arrive, differs from what the record announces, or cannot be written. An
-                older file at `target` is unchanged then.
-        """
+        """Write a record's file to `target`, replacing an older file atomically, which stays if that fails."""
         file = record.data
         assert isinstance(file, File)
         name = f"file {file.path!r} of rank {record.rank}"
@@ -142,7 +137,7 @@ class FileReceiver:
         try:
             self._fetch(record, part)
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in FULL:
                 error.filename = str(target)
                 raise cannot_write(target, error) from error
             raise RecordError(f"{name} ({file.size} bytes) cannot be fetched from its host: {error}") from error
@@ -210,10 +205,6 @@ class _Save:
     announced: Checkpoint | None = None
     name: str = ""
 
-    @property
-    def is_complete(self) -> bool:
-        return self.announced is not None and self.parts.keys() == self.announced.parts.keys()
-
 
 class CheckpointWriter:
     """Keeps a run's checkpoints; a manifest that is there already is continued.
@@ -222,10 +213,6 @@ class CheckpointWriter:
         keep: newest checkpoints to keep, besides those that last.pt and best.pt name; None keeps all.
         keep_every: also keep the first checkpoint after each multiple of this number of steps.
         is_stored: the checkpoints are in a store, too; those that the manifest names need not be in the folder.
-
-    Raises:
-        ConfigError: `keep` is less than 1.
-        CheckpointError: the manifest that is there already cannot be read.
     """
 
     def __init__(
@@ -236,8 +223,6 @@ class CheckpointWriter:
         keep_every: int | None = None,
         is_stored: bool = False,
     ) -> None:
-        if keep is not None and keep < 1:
-            raise ConfigError(f"checkpoints to keep must be at least 1, or null for all; got {keep}")
         self._run_dir = run_dir
         self._receiver = FileReceiver(fetch)
         self._keep, self._keep_every = keep, keep_every
@@ -296,7 +281,7 @@ class CheckpointWriter:
                 raise RecordError(
                     f"rank {one.rank} sent {one.name!r} of step {checkpoint.step}, which is not to be a part of it"
                 )
-        if save.is_complete:
+        if save.parts.keys() == save.announced.parts.keys():
             parts = [save.parts[name] for name in sorted(save.parts)]
             self._place(save, parts, checkpoint.step)
             self._enter(save.name, parts, save.announced)
@@ -377,11 +362,7 @@ class CheckpointWriter:
 
 
 def _names(path: str, step: int, rank: int) -> tuple[str, str]:
-    """Return the name of a checkpoint, and of the part of it that a path names, which is "" if it is the only one.
-
-    Raises:
-        RecordError: the path is not the one for this step.
-    """
+    """Return the name of a checkpoint, and of the part of it that a path names, which is "" if it is the only one."""
     folder, name, part, *more = *check_path(path).parts, "", ""
     is_part = name == step_name(step, is_folder=True) and re.fullmatch(PART, part)
     if folder != FOLDER or any(more) or not (is_part or (name, part) == (step_name(step), "")):
@@ -444,12 +425,11 @@ class JsonLinesWriter:
             if all(stays):
                 return
             self._file.close()
-            first = stays.index(False)
             with replacing(self._path) as part:
                 shutil.copyfile(self._path, part)
-                os.truncate(part, begin + sum(map(len, lines[:first])))
+                os.truncate(part, begin)
                 with part.open("ab") as rest:
-                    rest.writelines(compress(lines[first:], stays[first:]))
+                    rest.writelines(compress(lines, stays))
 
     def close(self) -> None:
         self._file.close()

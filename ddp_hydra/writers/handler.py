@@ -7,17 +7,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
 
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Metrics, Record
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import Status, Summary
-from ddp_hydra.storage.files import cannot_write, passing
+from ddp_hydra.storage.files import cannot_write, open_run_dir, passing
 from ddp_hydra.storage.retry import Backoff
-
-if TYPE_CHECKING:
-    from ddp_hydra.writers.files import Fetch
+from ddp_hydra.writers.files import CheckpointWriter, Fetch, FileWriter, JsonLinesWriter, LogWriter
+from ddp_hydra.writers.run_dir import StatusWriter
 
 
 class Writer(Protocol):
@@ -37,7 +36,6 @@ class Writer(Protocol):
 
 
 LONGEST_PAUSE_S = 2.0
-_CANNOT = "cannot write "
 _ADVICE = {errno.ENOSPC: ": free some space there", errno.EDQUOT: ": free some of your quota there"}
 
 log = logging.getLogger(__name__)
@@ -46,14 +44,9 @@ log = logging.getLogger(__name__)
 class ResultsHandler:
     """Gives each record of a job to every writer, and notes in the summary what rank 0 logged last.
 
-    Call it from one thread. Leaving its `with` block closes all writers, also when one of them fails. An interrupt in
-    it also ends their waiting for a full disk or a bucket that does not answer.
-
-    Args:
-        writers: each gets every record, in this order.
-        retry_s: how long a write is retried while the disk is full or away; 0: not at all.
-        give_up: an event that ends all waiting at once; None: a new one.
-        summary: gets the steps, the samples and the metrics.
+    A write is retried for `retry_s` while the disk is full or away; `give_up` ends that at once. Call it from one
+    thread. Leaving its `with` block closes all writers, also when one of them fails. An interrupt in it also ends their
+    waiting for a full disk or a bucket that does not answer.
     """
 
     def __init__(
@@ -122,11 +115,12 @@ class ResultsHandler:
                 obstacle = passing(error)
                 if obstacle is None or self._is_spent:
                     raise
-                what = f"{_CANNOT}{obstacle.filename or type(writer).__name__}"
+                what = obstacle.filename or type(writer).__name__
                 if backoff is None:  # not made before: the first try may have copied for minutes
                     backoff = Backoff(self._retry_s, self.give_up.wait, LONGEST_PAUSE_S)
                     reason, advice = obstacle.strerror or str(obstacle), _ADVICE.get(obstacle.errno or 0, "")
-                    log.warning("%s: %s; trying again for up to %g s%s", what, reason.lower(), self._retry_s, advice)
+                    said = "cannot write %s: %s; trying again for up to %g s%s"
+                    log.warning(said, what, reason.lower(), self._retry_s, advice)
                 if not backoff.wait():
                     self._is_spent = True
                     if isinstance(error, OSError):
@@ -135,7 +129,7 @@ class ResultsHandler:
                         f"{error}; it was tried {backoff.tries} times in {backoff.elapsed_s:.0f} s"
                     ) from obstacle
         if backoff is not None:
-            log.warning("written, after %.0f s of retrying: %s", backoff.elapsed_s, what.removeprefix(_CANNOT))
+            log.warning("written, after %.0f s of retrying: %s", backoff.elapsed_s, what)
 
 
 def default_writers(
@@ -156,17 +150,10 @@ def default_writers(
 
     Args:
         fetch: copies files from the ranks' hosts; None if every file comes inline.
-        keep: newest step checkpoints to keep; None keeps all.
-        keep_every: also keep the first checkpoint after each multiple of this number of steps.
-        is_stored: the run's checkpoints are in a store, and the run directory may lack some of them.
-        mirror: folder to copy checkpoints to, "s3://bucket/folder"; None: none.
-        retry_s: how long to retry a failing bucket.
-        give_up: an event that ends all waiting for the bucket at once.
+        keep, keep_every, is_stored: see `CheckpointWriter`.
+        mirror, retry_s, give_up: see `start_mirror`; None: no mirror.
         status: what status.json says from the beginning; it is kept up to date.
     """
-    from ddp_hydra.storage.files import open_run_dir
-    from ddp_hydra.writers.files import CheckpointWriter, FileWriter, JsonLinesWriter, LogWriter
-
     folder = open_run_dir(run_dir)
     writers: list[Writer] = [
         LogWriter(folder),
@@ -182,8 +169,6 @@ def default_writers(
         from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
         writers.append(TensorBoardWriter(folder))
-    from ddp_hydra.writers.run_dir import StatusWriter
-
     writers.append(StatusWriter(folder, status))
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter

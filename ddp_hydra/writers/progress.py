@@ -34,11 +34,7 @@ class ProgressWriter:
     whose encoding lacks a character, ends the display, not the job. With `restarts`, it says where an attempt begins.
     """
 
-    def __init__(
-        self,
-        console: Console | None = None,
-        restarts: bool = False,
-    ) -> None:
+    def __init__(self, console: Console | None = None, restarts: bool = False) -> None:
         in_notebook = console is None and Console().is_jupyter and find_spec("ipywidgets") is not None
         # Lines are plain text in a notebook, too: rich would print each as a piece of HTML.
         self._console = console or StdoutConsole(force_jupyter=False)

@@ -22,7 +22,8 @@ from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RecordError
 from ddp_hydra.record import Metrics, Record, Start, Text
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import FailureEntry, Status, Summary, decode, encode
-from ddp_hydra.storage.files import replacing, write_atomic
+from ddp_hydra.storage.files import passing, replacing, write_atomic
+from ddp_hydra.storage.retry import FULL
 
 LOCK = ".lock"
 SUMMARY = "summary.json"
@@ -172,8 +173,8 @@ def cannot_be_written(run_dir: Path, error: OSError, elsewhere: str = _ELSEWHERE
 
 
 def is_full(error: BaseException) -> bool:
-    cause = error if isinstance(error, OSError) else error.__cause__
-    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+    cause = passing(error)
+    return cause is not None and cause.errno in FULL
 
 
 @contextmanager
@@ -293,7 +294,6 @@ class JobStatus:
         return f"epoch {_of(self.now.epoch, self.now.epochs)}"
 
     def numbers(self, validation: bool = False, epoch: bool = False) -> str:
-        """Return what is `shown` in one line."""
         return "  ".join(self.shown(validation, epoch))
 
     def shown(self, validation: bool = False, epoch: bool = False) -> list[str]:

@@ -39,7 +39,7 @@ from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.handler import ResultsHandler
-from ddp_hydra.writers.run_dir import STATUS, SUMMARY, json_object
+from ddp_hydra.writers.run_dir import STATUS, SUMMARY, StatusWriter, json_object
 
 START_S = 120.0
 """How long a driver may take to start."""
@@ -92,7 +92,8 @@ def started_driver(
     config = schema.resolved(cfg)
     packed = job_config.packed_project(cfg, config)
     url = urls.address(cfg.results.root, run_dir)
-    name, is_resumed = f"driver-{secrets.token_hex(6)}", _is_resumed(url, cfg.resume)
+    is_resumed = bool(cfg.resume) and RunRef.named(cfg.resume).store().url == RunRef.own(url).store().url
+    name = f"driver-{secrets.token_hex(6)}"
     with connect.connect(cfg.cluster, run_dir / "logs") as client:
         if messages is not None:
             client.subscribe_topic(name, lambda event: messages.put(event[1]))
@@ -111,7 +112,6 @@ def started_driver(
             logged=loggers.describe(cfg, run_dir, url),
             log_config=log_config,
             resume=_send_checkpoint(client, worker, name, cfg.resume),
-            goes_on=bool(connect.sweep()) or is_resumed,
             is_resumed=is_resumed,
             max_restarts=cfg.dispatch.max_restarts if cfg.detach else 0,
             expected=connect.expected_workers(cfg.cluster),
@@ -161,10 +161,6 @@ def check(cfg: DictConfig) -> None:
         raise ConfigError("detach=true needs a cluster that stays: give cluster=remote cluster.address=tcp://host:8786")
 
 
-def _is_resumed(url: str, resume: str | None) -> bool:
-    return bool(resume) and RunRef.named(str(resume)).store().url == RunRef.own(url).store().url
-
-
 def _choose_worker(client: Any) -> str:
     workers = workers_of(client)
     running = [address for address, worker in workers.items() if worker.get("status", "running") == "running"]
@@ -212,7 +208,6 @@ class Follower:
 
     def __init__(self, client: Any, driver: StartedDriver, messages: Messages, run_dir: Path, summary: Summary) -> None:
         from ddp_hydra.writers.progress import ProgressWriter
-        from ddp_hydra.writers.run_dir import StatusWriter
 
         self.client, self.driver, self.messages = client, driver, messages
         self.run_dir, self.summary = run_dir, summary

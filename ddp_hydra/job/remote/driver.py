@@ -87,7 +87,7 @@ def open_runner(spec: DriverSpec, scheduler: Scheduler, scratch_root: str) -> It
             runner.take_over()
         else:
             own_dir = runner.run_dir if spec.is_resumed else None
-            acquire_run(store, status, spec.hydra_files, spec.goes_on, own_dir)
+            acquire_run(store, status, spec.hydra_files, bool(spec.sweep) or spec.is_resumed, own_dir)
         yield runner
 
 

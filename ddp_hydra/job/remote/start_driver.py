@@ -22,7 +22,6 @@ from typing import Any
 from distributed import fire_and_forget, get_worker, secede
 from distributed.protocol.pickle import dumps
 
-import ddp_hydra
 from ddp_hydra.cluster import scheduler_plugin
 from ddp_hydra.cluster.connection import BySource
 from ddp_hydra.config.project import Project
@@ -30,7 +29,7 @@ from ddp_hydra.errors import ConfigError, RunFailed
 from ddp_hydra.job.loggers import LoggedJob
 from ddp_hydra.job.remote.uploader import is_lost
 from ddp_hydra.rank import outbox
-from ddp_hydra.rank.environment import without_dasks_limits
+from ddp_hydra.rank.environment import with_package, without_dasks_limits
 from ddp_hydra.rank.task import PickledCall
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.storage import urls
@@ -57,7 +56,6 @@ class DriverSpec:
         client: the id of the command's client at the scheduler; None: the run goes on without the command.
         sweep: the sweep that workers are reserved for.
         resume: the checkpoint to resume from, as the worker finds it; "" for none.
-        goes_on: it may write where a run has left its results: it resumes that run, or is a job of a sweep.
         is_resumed: it resumes the run that has left its results there.
         max_restarts: how many more drivers may follow, each when the one before is lost.
         is_restart: whether another driver has run this job before.
@@ -77,7 +75,6 @@ class DriverSpec:
     sweep: str
     logged: LoggedJob
     resume: str = ""
-    goes_on: bool = False
     is_resumed: bool = False
     max_restarts: int = 0
     is_restart: bool = False
@@ -89,9 +86,7 @@ async def start(spec: DriverSpec, dask_worker: Any = None) -> dict[str, Any]:
     """Start a driver, and wait until it answers. Runs on a worker, called by the client.
 
     It is no task: all slots may be taken by ranks. The driver outlives this worker, which Dask may restart at any time.
-
-    Returns:
-        `error`, a message; or `client`, the id of its client at the scheduler.
+    The answer has `error`, a message, or `client`, the id of its client at the scheduler.
     """
     return await asyncio.to_thread(_start, spec, dask_worker)
 
@@ -102,11 +97,9 @@ def _start(spec: DriverSpec, worker: Any) -> dict[str, Any]:
     except ConfigError as error:
         return {"error": str(error)}
     place = worker.scheduler.address, worker.security, str(Path(worker.local_directory).parent)
-    environment = without_dasks_limits(os.environ)
-    path = [str(Path(ddp_hydra.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     process = subprocess.Popen(
         [sys.executable, "-m", "ddp_hydra.job.remote.driver"],
-        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, path))},
+        env=with_package(without_dasks_limits(os.environ)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -38,15 +38,13 @@ LOST_S = 20.0
 class DriverStatus(JobStatus):
     """Collects the status of a remote run. It is also a writer: it takes the records of the job.
 
-    `files` are the names of the uploaded files. `now` has a state: starting, running, ending, at last `LOST` or one of
-    `ENDED`.
+    `now` has a state: starting, running, ending, at last `LOST` or one of `ENDED`.
     """
 
     def __init__(self, scheduler: str, project: str, max_restarts: int = 0, **more: Any) -> None:
         version, now = ddp_hydra.__version__, time.time()
         fixed = {"ddp_hydra": version, "scheduler": scheduler, "project": project, "started": now, **more}
         super().__init__(Status(**fixed, max_restarts=max_restarts))
-        self.files: list[str] = []
         self._lock = threading.Lock()
         self._written: Status | None = None
         self._written_at = 0.0
@@ -61,7 +59,7 @@ class DriverStatus(JobStatus):
 
     def content(self) -> Status:
         with self._lock:
-            return replace(super().content(), files=self.files, start=self.start)
+            return replace(super().content(), start=self.start)
 
     def next_update(self) -> bytes | None:
         """Return the status to write now; None if it has not changed and no heartbeat is due."""
@@ -132,23 +130,14 @@ class FencedStore(Store):
     def get_range(self, key: str, start: int, end: int) -> Any:
         return self.store.get_range(key, start, end)
 
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
-        return self.store.stream(key, size, start)
-
     def size(self, key: str) -> int:
         return self.store.size(key)
 
     def objects(self, prefix: str = "") -> Iterator[tuple[str, int]]:
         return self.store.objects(prefix)
 
-    def folders(self, prefix: str = "") -> list[str]:
-        return self.store.folders(prefix)
-
     def etag(self, key: str) -> str | None:
         return self.store.etag(key)
-
-    def close(self) -> None:
-        self.store.close()
 
     def owner(self) -> str | None:
         """Return the tag of the owner's object, for `acquire`; None if there was no owner yet."""
@@ -170,7 +159,6 @@ class FencedStore(Store):
             self._conditional = False
 
     def _refuses(self, etag: str | None, content: bytes) -> bool:
-        """Return whether the store refuses to write an object that hasn't this ETag any more."""
         try:
             self.store.put_if(OWNER, content, etag)
         except ObjectChangedError:
@@ -222,7 +210,3 @@ class FencedStore(Store):
         with self._lock:
             self._tags.pop(key, None)
             self.store.delete(key)
-
-    def put_if(self, key: str, content: bytes, etag: str | None) -> str:
-        self.check()
-        return self.store.put_if(key, content, etag)

@@ -58,7 +58,7 @@ class Uploader(Mirror):
         super().__init__(folder, store)
         self.run_dir, self.place, self.status, self.on_stop = folder, store.url, status, on_stop
         self._uploaded: dict[str, tuple[tuple[int, int], float]] = {}  # size and mtime, and when it is due again
-        self._known = set(status.files)  # a driver that took the run over has more
+        self._known = set(status.now.files)  # a driver that took the run over has more
         self._is_stopping = False
         self._lock = threading.Lock()
 
@@ -67,11 +67,7 @@ class Uploader(Mirror):
         return [self._upload, self._write_status, self.copy]
 
     def finish_run(self, retry_s: float, state: str, message: str) -> str:
-        """Upload all that is left; summary.json comes last, as the sign that everything is there.
-
-        Returns:
-            The reason why something is missing; "" if nothing is.
-        """
+        """Upload all that is left, summary.json as the last, and return why something is missing."""
         return self.finish(partial(self._finish_once, state, message), retry_s)
 
     def on_taken_over(self, error: TakenOver) -> None:
@@ -98,7 +94,7 @@ class Uploader(Mirror):
         for name in self._known - {name for name, _ in self._files()}:
             self.store.delete(name)
             self._known.discard(name)
-        self.status.files = sorted(self._known)
+        self.status.now.files = sorted(self._known)
 
     def _write_status(self) -> None:
         if (content := self.status.next_update()) is not None:
@@ -139,7 +135,7 @@ class Uploader(Mirror):
                 self._uploaded[name] = state, time.monotonic() + state[0] / BYTES_PER_S
             if not self._uploaded.keys() <= self._known:
                 self._known |= self._uploaded.keys()
-                self.status.files = sorted(self._known)
+                self.status.now.files = sorted(self._known)
         if failure:
             raise ConnectionError(failure)
 
@@ -160,7 +156,8 @@ def acquire_run(
 ) -> None:
     """Acquire the folder of a new run; `own_dir` gets the files of the run that is resumed there, if one is.
 
-    Then what Hydra has written for that run stays in the store until the new one begins to train.
+    Then what Hydra has written for that run stays in the store until the new one begins to train. With `goes_on`, it
+    may write where a run has left its results: it resumes that run, or is a job of a sweep.
     """
     owner = store.owner()
     if is_active(store):
@@ -248,15 +245,13 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
         fields = {name: getattr(before, name) for name in ("objective", "metrics", "tags", "started", "project")}
         ended = Summary(status="failed", failure=attempts[-1].failure, steps=before.step, attempts=attempts, **fields)
         content = encode(ended, indent=2)
-    status.now.attempts, status.files = ended.attempts, before.files
+    status.now.attempts, status.now.files = ended.attempts, before.files
     # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.
     prepared_path(run_dir, SUMMARY).write_bytes(content)
-    for name in status.files:
+    for name in status.now.files:
         path = prepared_path(run_dir, check_path(name))
-        size = store.size_or_none(name) or 0
         with path.open("wb") as file:
-            for start in range(0, size, PIECE_BYTES):
-                file.write(store.get_range(name, start, min(size, start + PIECE_BYTES)))
+            file.writelines(store.stream(name, store.size_or_none(name) or 0))
     if entries := entries_in(store):
         prepared_path(run_dir, f"{FOLDER}/{NAME}").write_bytes(encode_manifest(entries))
     return bool(entries)

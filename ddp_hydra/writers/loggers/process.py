@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import os
 import signal
 import sys
@@ -20,10 +21,11 @@ from typing import Any, TextIO
 from ddp_hydra.config import project, redact, targets
 from ddp_hydra.console.text import message_of, printable, shorten, traceback_of
 from ddp_hydra.record import Record
+from ddp_hydra.storage.retry import Backoff
 from ddp_hydra.writers.loggers import KILLED, Answer, Logger, Order, Refusal, ServiceRun
 
 FLUSH_S = 1.0
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
+LONGEST_WAIT_S = 10.0
 ORPHAN_POLL_S = 0.5
 
 
@@ -135,8 +137,7 @@ class Session:
             self.explain("warning", error)
 
     def repeat(self, call: Callable[[], Any]) -> Any:
-        """Call until the service answers."""
-        wait_s = FIRST_WAIT_S
+        backoff = Backoff(math.inf, longest_pause_s=LONGEST_WAIT_S)
         while True:
             try:
                 found = call()
@@ -153,8 +154,7 @@ class Session:
                     self.warned.discard("away")
                     self.answer(Answer("back"))
                 return found
-            time.sleep(wait_s)
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            backoff.wait()
 
     def explain(self, kind: str, error: Exception) -> None:
         """Write an error's traceback to the log, and answer with its message, once for each kind."""

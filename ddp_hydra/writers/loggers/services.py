@@ -92,7 +92,6 @@ class MlflowLogger(Logger):
             self.client.set_tag(self.id, "best_checkpoint", f"checkpoints/{path.name}")
 
     def end(self, status: str) -> None:
-        """End the run; MLflow has the same words in capitals."""
         self.client.set_terminated(self.id, status.upper())
 
     def is_refusal(self, error: Exception) -> bool:
@@ -253,7 +252,6 @@ class WandbLogger(Logger):
         self.run.log_artifact(artifact, aliases=["latest", f"step-{step}", *(["best"] if is_best else [])])
 
     def end(self, status: str) -> None:
-        """End the run; W&B knows finished and failed runs."""
         self.run.summary["ddp_hydra/status"] = status
         self.run.finish(exit_code=0 if status == FINISHED else 1)
 
@@ -319,7 +317,6 @@ class AimLogger(Logger):
         self.run.track(Image(picture(png)), name=name, step=step)
 
     def end(self, status: str) -> None:
-        """Close the run; how it ended is its parameter "status"."""
         self.run["status"] = status
         self.run.close()
 

@@ -216,5 +216,5 @@ def test_what_others_have_put_between_the_parts_stays(parts, tmp_path):
     fill(parts, tmp_path, "table")
     (parts.folder / "notes.txt").write_text("mine")
     predictions.check_folder(parts.folder, "out")
-    parts.remove()
+    predictions.remove_parts_in(parts.folder)
     assert [path.name for path in parts.folder.iterdir()] == ["notes.txt"]

@@ -26,10 +26,10 @@ from ddp_hydra.job.remote.start_driver import DriverSpec
 from ddp_hydra.job.remote.status import DriverStatus, FencedStore
 from ddp_hydra.job.remote.uploader import AlreadyEnded, is_lost
 from ddp_hydra.job.run import Job, RemoteContext
-from ddp_hydra.job.run_dir import best_checkpoint, saved_metrics
+from ddp_hydra.job.run_dir import add_saved
 from ddp_hydra.rank import outbox
 from ddp_hydra.record import Checkpoint, File, Metrics, Record, Start
-from ddp_hydra.run_state import AttemptEntry, Best, FailureEntry, Summary
+from ddp_hydra.run_state import AttemptEntry, Best, FailureEntry, Objective, Summary
 from ddp_hydra.storage import LocalFolder, urls
 from ddp_hydra.storage.files import scratch_folder
 from ddp_hydra.storage.manifest import CheckpointEntry, CheckpointPart, encode_manifest, name_in_store, read_manifest
@@ -87,7 +87,7 @@ def test_what_was_brought_before_comes_back_to_go_on_with(runner, spec):
     store.put("metrics.jsonl", b'{"step":1}\n')
     store.put("logs/rank-0.log", b"hello\n")
     before = DriverStatus("tcp://scheduler:8786", "abc")
-    before.files = ["logs/rank-0.log", "metrics.jsonl"]
+    before.now.files = ["logs/rank-0.log", "metrics.jsonl"]
     store.put("status.json", encode_status(before.content()))
     runner.take_over()
     assert (runner.run_dir / "metrics.jsonl").read_bytes() == b'{"step":1}\n'
@@ -236,8 +236,9 @@ def test_a_driver_goes_on_with_ranks_and_checkpoints_of_the_one_before(runner, s
     runner.store.put("status.json", encode_status(status.content()))
     runner.spec = replace(spec, is_restart=True)
     runner.take_over()
-    assert best_checkpoint(runner.run_dir, "val/accuracy") == Best(20, 0.9)
-    assert saved_metrics(runner.run_dir) == {"val/accuracy": 0.6, "val/loss": 1.0}
+    summary = Summary(status="failed", objective=Objective("val/accuracy", "maximize"))
+    add_saved(summary, runner.run_dir, is_stored=True)
+    assert (summary.best, summary.metrics) == (Best(20, 0.9), {"val/accuracy": 0.6, "val/loss": 1.0})
     remote = RemoteContext(runner.spec, [], runner.status.now)
     job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(status="failed"), remote, {})
     assert (job.ranks_before, job.first_world_size) == (2, 2)
