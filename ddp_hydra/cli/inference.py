@@ -213,7 +213,7 @@ def prepared_inference(
         cfg = checkpoint_config.changed(saved, changes, groups)
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
-    for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):
+    for secret in redact.hidden({"cluster": OmegaConf.to_container(cfg.cluster)}):
         raise ConfigError(f"{secret} looks like a secret, so the run does not keep it: give {secret}=<value>")
     return InferenceJob(
         on_ranks(cfg, any(group_of(word) in ("cluster", "dispatch") for word in words)),

@@ -38,14 +38,13 @@ logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage
 
 
 def register(name: str, node: Any) -> None:
-    """Make a schema or config known to Hydra, unless it is already: 1.4 warns about a second time.
+    """Make a schema known to Hydra, unless it is already: 1.4 warns about a second time.
 
     It is known already if this process took over the state of another one before it imported this.
     """
     store = ConfigStore.instance()
     if store.get_type(f"{name}.yaml") == ObjectType.NOT_FOUND:
-        group, _, last = name.rpartition("/")
-        store.store(last, node, group=group or None, provider="ddp_hydra")
+        store.store(name, node, provider="ddp_hydra")
 
 
 def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
@@ -61,8 +60,7 @@ def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:
 
 def typed_words(hydra_cfg: Any) -> list[str]:
     """Return the overrides of a job as they were typed: a config would resolve the interpolations in them."""
-    words = OmegaConf.to_container(hydra_cfg.overrides.task, resolve=False)
-    assert isinstance(words, list)
+    words: Any = OmegaConf.to_container(hydra_cfg.overrides.task)
     return [str(word) for word in words]
 
 

@@ -22,7 +22,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from ddp_hydra.config import hydra_compat, objective
+from ddp_hydra.config import hydra_compat, objective, redact
 from ddp_hydra.config.limits import AtLeast0, AtLeast1, NonNegativeSeconds, PositiveSeconds, described
 from ddp_hydra.errors import ConfigError
 
@@ -202,21 +202,18 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     """
     cfg = _without_validation_keys(cfg)
     try:
-        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+        container: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
         key = missing_key(error)
         or_none = ", or data.val=null for no validation" if key.startswith("data.val_") else ""
         raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
     except InterpolationResolutionError as error:
         key = str(error.full_key)
-        raw: Any = OmegaConf.to_container(cfg)
-        for part in key.split("."):
-            raw = raw.get(part) if isinstance(raw, dict) else None
+        raw = dict(redact.leaves(OmegaConf.to_container(cfg))).get(key)
         raise ConfigError(f"{key}={raw or ''}: {_why_unresolved(error)}") from None
-    assert isinstance(container, dict)
     if "objective" in cfg:
         container["objective"] = dict(zip(("metric", "direction"), objective.metric_and_direction(cfg), strict=True))
-    return {str(key): value for key, value in container.items()}
+    return dict(container)
 
 
 def _why_unresolved(error: InterpolationResolutionError) -> str:

@@ -26,7 +26,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from ddp_hydra.config import redact
-from ddp_hydra.config.checkpoint_config import as_typed, leaves
+from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import SCHEMAS, Config, allowed
 from ddp_hydra.console import text
@@ -51,7 +51,7 @@ def check_experiments(
         for option in _options(choices.get(group)):
             groups, content = read_option(repository, f"{group}/{option}", "_global_")
             chosen |= {key: (value, f"{group}={option}") for key, value in groups.items()}
-            own = dict(leaves(content))
+            own = dict(redact.leaves(content))
             values = {key: pair for key, pair in values.items() if not any(meet(key, other) for other in own)}
             values |= {key: (value, f"{group}={option}") for key, value in own.items()}
     lists = read_option(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
@@ -77,7 +77,7 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
         if key.partition(".")[0] in tops:
             with suppress(OmegaConfBaseException):  # a node that is text, as an interpolation is
                 OmegaConf.update(part, key, value, merge=True)
-    old, new = dict(leaves(before)), dict(leaves(OmegaConf.to_container(part, enum_to_str=True)))  # type: ignore[arg-type]
+    old, new = dict(redact.leaves(before)), dict(redact.leaves(OmegaConf.to_container(part, enum_to_str=True)))
     for key, (value, by) in values.items():
         if key in new and old.get(key) != new[key]:
             raise ConfigError(
@@ -290,7 +290,7 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         # a cluster's number may become a text: memory_limit=4GB
         if not name or group in SCHEMAS or group == "cluster" or not choices.get(group):
             continue
-        usual = dict(leaves(read_option(repository, f"{group}/{choices[group]}")[1])).get(name)
+        usual = dict(redact.leaves(read_option(repository, f"{group}/{choices[group]}")[1])).get(name)
         # Only the job knows what ${hydra:runtime.output_dir} and the like are.
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue

@@ -55,14 +55,13 @@ class Manager:
     def __init__(self, cfg: DictConfig, logs: Path | None = None) -> None:
         self.logs = logs
         try:
-            given = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+            given: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
         except MissingMandatoryValue as error:
             key = f"cluster.{str(error.full_key).removeprefix('cluster.')}"
             raise ClusterError(f"{key} is missing: give {key}=...") from None
-        assert isinstance(given, dict)
         ours = {key: given.pop(key, default) for key, default in OURS.items()}
         self.target = str(given.pop("_target_", "?"))
-        self.arguments = {str(key): value for key, value in given.items()}
+        self.arguments: dict[str, Any] = given
         self.n_workers: int | None = ours["n_workers"]
         self.wait_timeout_s, self.client_timeout_s = float(ours["wait_timeout_s"]), float(ours["client_timeout_s"])
         self.keep = bool(ours["keep"])
