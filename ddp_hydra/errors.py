@@ -193,15 +193,9 @@ class Failure(Struct, frozen=True):
 
     def of_rank(self, rank: int, host: str, attempt: int, step: int, phase: str) -> Failure:
         """Return it with the rank that sent it, and with short texts without control characters."""
-        traceback, output = (harmless(text, TRACE_CHARS) for text in (self.traceback, self.last_output))
-        message, place = harmless(self.message, 2 * MESSAGE_CHARS), harmless(self.place, TRACE_CHARS)
-        texts = {"traceback": traceback, "last_output": output, "message": message, "place": place}
+        longest = dict.fromkeys(("traceback", "last_output", "place"), TRACE_CHARS) | {"message": 2 * MESSAGE_CHARS}
+        texts = {name: printable(shorten(getattr(self, name), most)) for name, most in longest.items()}
         return replace(self, rank=rank, host=host, attempt=attempt, step=step, phase=phase, **texts)
-
-
-def harmless(text: str, most: int) -> str:
-    """Shorten a text from a rank, and remove its control characters."""
-    return printable(shorten(text, most))
 
 
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:

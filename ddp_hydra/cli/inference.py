@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.compose import compose, hydra_of, key_of, saved_yaml, with_faults, with_sources
@@ -231,6 +231,4 @@ def group_of(word: str) -> str:
 
 
 def saved_config(run: str) -> dict[str, Any] | None:
-    saved = saved_yaml(run, "config.yaml", DictConfig, follows=True)
-    found: Any = OmegaConf.to_container(saved) if saved else None
-    return {str(key): value for key, value in found.items()} if found else None
+    return saved_yaml(run, "config.yaml", dict, follows=True) or None

@@ -52,7 +52,8 @@ class Sources:
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
             if installed_here and target.startswith(FINETUNE):
-                check_extra("finetune", ("transformers", "peft"))
+                if lacking := [package for package in ("transformers", "peft") if not is_installed(package)]:
+                    raise ConfigError(f"it needs {' and '.join(lacking)}: type pip install 'ddp-hydra[finetune]'")
             if "/" in target:
                 raise ConfigError(f"a class is named with dots: give {target.replace('/', '.')}")
             if installed_here and not is_installed(parts[0]):
@@ -228,10 +229,6 @@ def check_folder(folder: Path) -> None:
         kind = "it holds an adapter: give its base model" if is_adapter else "it is no folder of a model"
         raise ConfigError(f"model.path={folder} has no config.json: {kind}")
 
-
-def check_extra(extra: str, packages: Sequence[str]) -> None:
-    if lacking := [package for package in packages if not is_installed(package)]:
-        raise ConfigError(f"it needs {' and '.join(lacking)}: type pip install 'ddp-hydra[{extra}]'")
 
 
 def is_installed(package: str) -> bool:

@@ -182,9 +182,7 @@ def quoted(value: str) -> str:
 
 
 def user_path(file: str) -> str | None:
-    if match := _PACKED.fullmatch(file):
-        return match[1]
-    if match := _STARTER.fullmatch(file):
+    if match := _PACKED.fullmatch(file) or _STARTER.fullmatch(file):
         return match[1]
     if file.startswith(_LIBRARY_FOLDERS) or _LIBRARY.match(file):
         return None
