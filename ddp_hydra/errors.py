@@ -199,15 +199,11 @@ class Failure(Struct, frozen=True):
 
 
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:
-    """Split failures into the first one and those that followed from it.
+    """Split failures, in the order in which they arrived, into the first one and those that followed from it.
 
     A crash goes before the "connection closed" of ranks that communicated with the dead one, even if the crash was
     reported later. Failures of one host are compared by its clock, others by their arrival: clocks of hosts differ.
-
-    Args:
-        failures: in the order in which they arrived.
     """
-    assert failures, "no failure to explain"
     order = sorted(failures, key=lambda failure: failure.is_symptom)
     on_host = [one for one in order if (one.host, one.is_symptom) == (order[0].host, order[0].is_symptom)]
     timed = [one for one in on_host if one.kind not in BY_CLIENT]
@@ -216,14 +212,11 @@ def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...
 
 
 def describe_exit(code: int, peak_rss: int = 0) -> tuple[FailureKind, str]:
-    """Describe the end of a process that sent no end record.
+    """Return kind and message of the failure of a process that sent no end record.
 
     Args:
         code: exit code, or minus the signal number.
         peak_rss: in bytes; shown for SIGKILL, which the kernel sends when memory runs out.
-
-    Returns:
-        Kind and message of the failure.
     """
     if code >= 0:
         return "exited", f"the process exited with code {code} before its work was done"

@@ -286,12 +286,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 
 
 def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) -> list[str]:
-    """Add the main config and the folders of configs of a run or sweep; those typed now have priority.
-
-    Args:
-        hydra_cfg: Hydra's part of the config that is saved there.
-        what: names the run or sweep in a message.
-    """
+    """Add the main config and the folders of configs of `what`, a run or sweep; those typed now have priority."""
     given, _ = get_args_parser().parse_known_args(arguments)
     options = {"--config-name": given.config_name, CONFIG_DIR: given.config_dir}
     typed = {name for name, value in options.items() if value is not None} | set(map(full_key_of, arguments))

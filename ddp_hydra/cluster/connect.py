@@ -70,14 +70,10 @@ def _manager_class(cfg: DictConfig) -> type[Manager]:
 
 @contextmanager
 def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
-    """Start a cluster, wait for its workers, and end it after the block; or use the existing one.
+    """Start a cluster, wait for its workers, and end it after the block; or use the existing one. Yield the client.
 
     Args:
-        cfg: `_target_` and its arguments; n_workers, wait_timeout_s, keep.
         logs: folder for the output of workers, where that does not come here.
-
-    Yields:
-        The `distributed.Client`.
     """
     with ExitStack() as stack:
         yield start(cfg, stack, logs=logs) if _existing is None else stack.enter_context(_existing.client())

@@ -21,9 +21,6 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def probe(packages: list[str], requirements: list[str], dask_worker: Any = None) -> dict[str, Any]:
     """Look up versions, missing requirements and the network. Runs on the worker, called by the client.
 
-    Args:
-        packages: names of packages whose versions are looked up.
-
     Returns:
         host, executable, versions ({name: version or None}, with "python"), missing ([[requirement, what is there]]),
         interfaces ({name: [addresses]}) and variables.
