@@ -129,7 +129,10 @@ def predict(
             of = f" of {parts.samples:,}" if parts.samples else ""
             so_far = f"{done:,}{of} samples are predicted: " if done or of else ""
             raise Interrupted(f"{error or 'interrupted'}; {so_far}the same command goes on") from None
-        columns = merge(parts, target)
+        assert parts.samples is not None
+        columns = list(next(parts.merged(), {}))
+        predictions.write(target, parts.merged, parts.samples)
+        parts.remove()
         return {**found, "out": str(out), "columns": columns}
 
 
@@ -141,19 +144,6 @@ def parts_kept(folder: Path) -> Iterator[None]:
         if folder.is_dir() and not (folder / PLAN).exists():
             predictions.remove_parts_in(folder)
 
-
-def merge(parts: Parts, target: Path) -> list[str]:
-    columns: list[str] = []
-
-    def chunks() -> Any:
-        for chunk in parts.merged():
-            columns[:] = columns or chunk
-            yield chunk
-
-    assert parts.samples is not None
-    predictions.write(target, chunks, parts.samples)
-    parts.remove()
-    return columns
 
 
 def plan(inference: InferenceJob, kind: str) -> dict[str, Any]:

@@ -41,10 +41,9 @@ class Local(Manager):
         """Start the cluster from a thread in which signals are blocked, so that only this process receives Ctrl-C."""
         from distributed.utils import LoopRunner
 
-        with held_back():  # otherwise one of Dask's threads starts it, and it receives signals
-            resource_tracker.ensure_running()
         runner = LoopRunner()
         with held_back():
+            resource_tracker.ensure_running()  # otherwise one of Dask's threads starts it, and it receives signals
             runner.start()
         self.arguments["loop"] = runner.loop
         if not self.arguments.get("processes", True):
