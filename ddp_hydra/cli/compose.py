@@ -298,7 +298,6 @@ def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) 
     return with_options_first([*(word for word in added if word not in gone), *arguments])
 
 
-
 def _with_whole_paths(word: str, folder: str) -> str:
     # A relative path is one in the folder where the run was typed.
     if not full_key_of(word).startswith(("data.", "model.path")):
@@ -376,7 +375,6 @@ def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
     if folder in ("", str(Path.cwd())) or error.missing_cfg_file not in options:  # else it was typed now
         return ""
     return f". The run that resume={resumed} continues was typed in {text.printable(folder)}: type the command there"
-
 
 
 def with_resumed_sweep(arguments: list[str]) -> list[str]:

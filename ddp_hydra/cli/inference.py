@@ -145,7 +145,6 @@ def parts_kept(folder: Path) -> Iterator[None]:
             predictions.remove_parts_in(folder)
 
 
-
 def plan(inference: InferenceJob, kind: str) -> dict[str, Any]:
     """Return what a prediction depends on; parts of others are not mixed with its own."""
     with state_file(inference.checkpoint).open("rb") as file:

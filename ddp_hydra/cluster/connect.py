@@ -63,7 +63,6 @@ def is_torchrun(cfg: DictConfig) -> bool:
     return _manager_class(cfg) is Torchrun
 
 
-
 def _manager_class(cfg: DictConfig) -> type[Manager]:
     return MANAGERS.get(str(cfg.get("_target_", "")).rpartition(".")[2], Manager)
 

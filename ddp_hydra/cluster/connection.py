@@ -76,7 +76,6 @@ def without_messages(logger_name: str, beginning: str) -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-
 def user_name() -> str:
     """Return the name of this user, for the name of a cluster or a sweep; the number where a container has no name."""
     try:

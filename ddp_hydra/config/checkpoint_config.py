@@ -166,4 +166,3 @@ def as_typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(getattr(value, "name", value))  # of an enum, its name
-

@@ -12,7 +12,6 @@ from typing import Any
 
 import hydra
 from hydra import utils
-
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import InstantiationException
@@ -34,7 +33,6 @@ CONFIG_DIR = "--config-dir"
 
 logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage().startswith("Error getting "))
 """Hydra logs each name that it doesn't find as what it was looked for first, also where the next look finds it."""
-
 
 
 def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:

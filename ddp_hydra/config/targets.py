@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-
 import functools
 import importlib.util
 import inspect
@@ -51,9 +50,9 @@ class Sources:
     def check_target(self, target: str, installed_here: bool) -> None:
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
-            if installed_here and target.startswith(FINETUNE):
-                if lacking := [package for package in ("transformers", "peft") if not is_installed(package)]:
-                    raise ConfigError(f"it needs {' and '.join(lacking)}: type pip install 'ddp-hydra[finetune]'")
+            needed = ("transformers", "peft") if installed_here and target.startswith(FINETUNE) else ()
+            if lacking := [package for package in needed if not is_installed(package)]:
+                raise ConfigError(f"it needs {' and '.join(lacking)}: type pip install 'ddp-hydra[finetune]'")
             if "/" in target:
                 raise ConfigError(f"a class is named with dots: give {target.replace('/', '.')}")
             if installed_here and not is_installed(parts[0]):
@@ -227,7 +226,6 @@ def check_folder(folder: Path) -> None:
         is_adapter = (folder / "adapter_config.json").is_file()
         kind = "it holds an adapter: give its base model" if is_adapter else "it is no folder of a model"
         raise ConfigError(f"model.path={folder} has no config.json: {kind}")
-
 
 
 def is_installed(package: str) -> bool:

@@ -19,7 +19,6 @@ from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ClusterError
 
-
 EXTRAS = {
     "asyncssh": "ssh",
     "dask_cuda": "gpu",

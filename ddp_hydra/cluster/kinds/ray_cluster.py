@@ -217,7 +217,6 @@ class DaskProcess:
             time.sleep(POLL_S)
         return self.found
 
-
     def _end_with_child(self) -> None:
         import ray
 

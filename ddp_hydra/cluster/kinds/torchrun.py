@@ -65,7 +65,6 @@ class Torchrun(Local):
             self.secure()
         self.arguments["host"] = self.arguments.get("host") or (own_address() if place.hosts > 1 else "127.0.0.1")
 
-
     @property
     def expected(self) -> int:
         return self.hosts
