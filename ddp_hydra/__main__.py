@@ -19,21 +19,18 @@ def main() -> None:
 
     signals.open_standard_files()
     signals.leave_at_once()
-    from ddp_hydra.rank import torchrun
-
-    if not torchrun.is_here():
-        run()
-        return
     from ddp_hydra.errors import DdpHydraError
-    from ddp_hydra.rank import fork_client
+    from ddp_hydra.rank import fork_client, torchrun
 
     try:
         place = torchrun.find_place()
-        assert place is not None
     except DdpHydraError as error:
         print(f"ddp_hydra: {error}", file=sys.stderr, flush=True)  # noqa: T201
         torchrun.end_other_hosts()
         sys.exit(1)
+    if place is None:
+        run()
+        return
     if place.local_rank:
         torchrun.end_with_first(place)
     with torchrun.ended_together(place):

@@ -193,27 +193,17 @@ class Failure(Struct, frozen=True):
 
     def of_rank(self, rank: int, host: str, attempt: int, step: int, phase: str) -> Failure:
         """Return it with the rank that sent it, and with short texts without control characters."""
-        traceback, output = (harmless(text, TRACE_CHARS) for text in (self.traceback, self.last_output))
-        message, place = harmless(self.message, 2 * MESSAGE_CHARS), harmless(self.place, TRACE_CHARS)
-        texts = {"traceback": traceback, "last_output": output, "message": message, "place": place}
+        longest = dict.fromkeys(("traceback", "last_output", "place"), TRACE_CHARS) | {"message": 2 * MESSAGE_CHARS}
+        texts = {name: printable(shorten(getattr(self, name), most)) for name, most in longest.items()}
         return replace(self, rank=rank, host=host, attempt=attempt, step=step, phase=phase, **texts)
 
 
-def harmless(text: str, most: int) -> str:
-    """Shorten a text from a rank, and remove its control characters."""
-    return printable(shorten(text, most))
-
-
 def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...]]:
-    """Split failures into the first one and those that followed from it.
+    """Split failures, in the order in which they arrived, into the first one and those that followed from it.
 
     A crash goes before the "connection closed" of ranks that communicated with the dead one, even if the crash was
     reported later. Failures of one host are compared by its clock, others by their arrival: clocks of hosts differ.
-
-    Args:
-        failures: in the order in which they arrived.
     """
-    assert failures, "no failure to explain"
     order = sorted(failures, key=lambda failure: failure.is_symptom)
     on_host = [one for one in order if (one.host, one.is_symptom) == (order[0].host, order[0].is_symptom)]
     timed = [one for one in on_host if one.kind not in BY_CLIENT]
@@ -222,14 +212,11 @@ def root_cause(failures: Sequence[Failure]) -> tuple[Failure, tuple[Failure, ...
 
 
 def describe_exit(code: int, peak_rss: int = 0) -> tuple[FailureKind, str]:
-    """Describe the end of a process that sent no end record.
+    """Return kind and message of the failure of a process that sent no end record.
 
     Args:
         code: exit code, or minus the signal number.
         peak_rss: in bytes; shown for SIGKILL, which the kernel sends when memory runs out.
-
-    Returns:
-        Kind and message of the failure.
     """
     if code >= 0:
         return "exited", f"the process exited with code {code} before its work was done"

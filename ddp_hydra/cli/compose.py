@@ -29,7 +29,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -45,10 +45,12 @@ from ddp_hydra.config.redact import HIDDEN
 from ddp_hydra.console import text
 from ddp_hydra.console.signals import held_back
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError
+from ddp_hydra.job.run_dir import HYDRA, has_record, hold, is_resumed, remove_unused
 from ddp_hydra.rank import torchrun
 from ddp_hydra.storage.manifest import find_checkpoint
+from ddp_hydra.storage.run_ref import RunRef
 
-Saved = TypeVar("Saved", DictConfig, ListConfig)
+Saved = TypeVar("Saved", dict[str, Any], list[Any])
 MODES = {
     "-m", "--multirun", "-r", "--run", "hydra.mode", "-c", "--cfg", "-i", "--info", "-sc", "--shell-completion",
 }  # fmt: skip
@@ -207,19 +209,17 @@ def listed_without_copies() -> AbstractContextManager[None]:
 
 
 def saved_without_secrets() -> AbstractContextManager[None]:
-    from ddp_hydra.job import run_dir
-
     def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
-        if output_dir.name == run_dir.HYDRA and run_dir.has_record(output_dir.parent):
+        if output_dir.name == HYDRA and has_record(output_dir.parent):
             content = redact.yaml_text(cfg).encode()
-            run_dir.hold(output_dir.parent, {f"{run_dir.HYDRA}/{filename}": content})
+            hold(output_dir.parent, {f"{HYDRA}/{filename}": content})
             return
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
         except OSError as error:
             error.filename = error.filename or str(output_dir / filename)
-            run_dir.remove_unused(output_dir.parent, output_dir.name)
+            remove_unused(output_dir.parent, output_dir.name)
             raise
 
     return patched(utils, "_save_config", save_config)
@@ -236,9 +236,7 @@ def read_words(arguments: list[str]) -> list[str]:
 
 def with_options_first(arguments: list[str]) -> list[str]:
     """Put options before overrides, because argparse takes no override behind `-m` or `--cfg job` that follows one."""
-    is_override = [not word.startswith("-") and ("=" in word or word.startswith("~")) for word in arguments]
-    before = [word for word, is_one in zip(arguments, is_override, strict=True) if not is_one]
-    return before + [word for word, is_one in zip(arguments, is_override, strict=True) if is_one]
+    return sorted(arguments, key=lambda word: not word.startswith("-") and ("=" in word or word.startswith("~")))
 
 
 def quoted_path(word: str) -> str:
@@ -268,14 +266,10 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
     hydra_cfg = hydra_of(resumed)
     arguments = with_sources(arguments, hydra_cfg, f"resume={resumed}: the run")
     # Faults are not injected twice, and the command waits for the run, unless the user types these again.
-    given = {full_key_of(word) for word in arguments} | {
-        "resume",
-        "dry_run",
-        "faults",
-        "detach",
-        "trainer.pause_after_validations",
-    }
-    if any(word.startswith("hydra.run.dir=") and _is_own(value_of(word), resumed) for word in arguments):
+    once = ("resume", "dry_run", "faults", "detach", "trainer.pause_after_validations")
+    given = {*once, *map(full_key_of, arguments)}
+    run_dirs = [Path(value_of(word)) for word in arguments if word.startswith("hydra.run.dir=")]
+    if any(is_resumed(run_dir, resumed) for run_dir in run_dirs):
         given.remove("resume")  # a run that it has resumed before: this one, which comes later, wins
         saved = [
             word for word in saved if word not in arguments and not (key_of(word) == "resume" and redact.HIDDEN in word)
@@ -292,12 +286,7 @@ def with_resumed_overrides(arguments: list[str]) -> list[str]:
 
 
 def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) -> list[str]:
-    """Add the main config and the folders of configs of a run or sweep; those typed now have priority.
-
-    Args:
-        hydra_cfg: Hydra's part of the config that is saved there.
-        what: names the run or sweep in a message.
-    """
+    """Add the main config and the folders of configs of `what`, a run or sweep; those typed now have priority."""
     given, _ = get_args_parser().parse_known_args(arguments)
     options = {"--config-name": given.config_name, CONFIG_DIR: given.config_dir}
     typed = {name for name, value in options.items() if value is not None} | set(map(full_key_of, arguments))
@@ -307,12 +296,6 @@ def with_sources(arguments: list[str], hydra_cfg: Mapping[Any, Any], what: str) 
         said = f"{what} was given {CONFIG_DIR} {value_of(word)}, which is not there: it goes on without; else type"
         print(f"ddp_hydra: {said} {CONFIG_DIR} <where it is now>", file=sys.stderr)  # noqa: T201
     return with_options_first([*(word for word in added if word not in gone), *arguments])
-
-
-def _is_own(run_dir: str, resumed: str) -> bool:
-    from ddp_hydra.job.run_dir import is_resumed
-
-    return is_resumed(Path(run_dir), resumed)
 
 
 def _with_whole_paths(word: str, folder: str) -> str:
@@ -325,8 +308,6 @@ def _with_whole_paths(word: str, folder: str) -> str:
         return word
     given = parse_override(word).value()
     values = given if isinstance(given, list) else [given]
-    if not any(isinstance(value, str) and not Path(value).is_absolute() for value in values):
-        return word
     whole = [job_config.whole_path(key, value, Path(folder)) for value in values]
     if whole == values:
         return word
@@ -342,45 +323,41 @@ def _refuse_hidden(words: list[str], what: str, where: str = "") -> None:
 
 
 def _overrides_of(run: str) -> list[str] | None:
-    saved = saved_yaml(run, "overrides.yaml", ListConfig) if run else None
-    return None if saved is None else _words(saved)
+    saved = saved_yaml(run, "overrides.yaml", list) if run else None
+    return None if saved is None else list(map(str, saved))
 
 
-def hydra_of(run: str) -> dict[Any, Any]:
+def hydra_of(run: str) -> dict[str, Any]:
     """Return Hydra's part of the config of a run; an empty dict where the run has kept none."""
-    saved = saved_yaml(run, "hydra.yaml", DictConfig)
-    return {} if saved is None else _plain_hydra(saved)
+    return (saved_yaml(run, "hydra.yaml", dict) or {}).get("hydra") or {}
 
 
 def saved_yaml(run: str, name: str, kind: type[Saved], *, follows: bool = False) -> Saved | None:
     """Return a file of a run's folder .hydra; None where there is none, or the run's store is away for now.
 
     Args:
-        run: as a user has typed it.
-        name: of the file.
-        kind: what the file holds.
         follows: read it where a folder points to that holds no results itself.
 
     Raises:
         ConfigError: the file is damaged; the message names it.
     """
-    from ddp_hydra.storage.run_ref import RunRef  # imported only if needed, to keep the start quick
-
     place = (RunRef.named if follows else RunRef.own)(run)
     try:
         content = place.read(f".hydra/{name}")
     except (FileNotFoundError, NotADirectoryError, ConnectionError):
         return None
-    if not content.strip() and kind is DictConfig:  # its writer was killed
+    if not content.strip() and kind is dict:  # its writer was killed
         return None
+    found: Any = None
     try:
-        found, reason = OmegaConf.create(content.decode()), f"it holds no {'list' if kind is ListConfig else 'keys'}"
+        found = OmegaConf.to_container(OmegaConf.create(content.decode()))
+        reason = f"it holds no {'list' if kind is list else 'keys'}"
     except (YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
-        found, reason = None, str(getattr(error, "problem", None) or error).partition("\n")[0]
-    if not isinstance(found, kind):
-        file = f"{place.place.rstrip('/')}/.hydra/{name}"
-        raise ConfigError(f"{file} is damaged ({reason}): write it anew, or remove it and type what it held")
-    return found
+        reason = str(getattr(error, "problem", None) or error).partition("\n")[0]
+    if isinstance(found, kind):
+        return found
+    file = f"{place.place.rstrip('/')}/.hydra/{name}"
+    raise ConfigError(f"{file} is damaged ({reason}): write it anew, or remove it and type what it held")
 
 
 def _folder_of(hydra_cfg: Mapping[Any, Any]) -> str:
@@ -400,15 +377,6 @@ def typed_elsewhere(error: Exception, words: Sequence[str]) -> str:
     return f". The run that resume={resumed} continues was typed in {text.printable(folder)}: type the command there"
 
 
-def _plain_hydra(saved: Any) -> dict[Any, Any]:
-    found: Any = OmegaConf.to_container(saved)
-    return found.get("hydra") or {}
-
-
-def _words(saved: Any) -> list[str]:
-    return [str(word) for word in OmegaConf.to_container(saved) or ()]
-
-
 def with_resumed_sweep(arguments: list[str]) -> list[str]:
     """Add to `-m hydra.sweep.dir=<sweep>` the overrides that are saved there, so that it resumes the sweep."""
     if not {"-m", "--multirun"} & set(arguments):
@@ -423,20 +391,16 @@ def with_resumed_sweep(arguments: list[str]) -> list[str]:
         if saved is not None and not is_whole and (saved.parent / "sweep.json").is_file():
             raise ConfigError(f"{saved.parent} has a sweep, but no multirun.yaml: type the words of the sweep, too")
         return arguments
-    multirun = OmegaConf.load(saved)
-    before = multirun.hydra.overrides
-    arguments = with_sources(arguments, _plain_hydra(multirun), f"{saved.parent}: the sweep")
+    multirun: Any = OmegaConf.to_container(OmegaConf.load(saved))
+    of_hydra, of_task = (multirun["hydra"]["overrides"][part] for part in ("hydra", "task"))
+    arguments = with_sources(arguments, multirun["hydra"], f"{saved.parent}: the sweep")
     given = [word for word in arguments if key_of(word) not in keys]
     if typed:
-        if lacking := [word for word in _words(before.task) if key_of(word) not in typed]:
+        if lacking := [word for word in of_task if key_of(word) not in typed]:
             what = f"{saved.parent}: the sweep was typed with {' '.join(lacking)}, and these jobs are not"
             print(f"ddp_hydra: {what}: type it again if they need it", file=sys.stderr)  # noqa: T201
     else:
-        kept = [
-            word
-            for word in (*_words(before.hydra), *_words(before.task))
-            if key_of(word) not in (*keys, *map(key_of, given))
-        ]
+        kept = [word for word in (*of_hydra, *of_task) if key_of(word) not in (*keys, *map(key_of, given))]
         _refuse_hidden(kept, f"{saved.parent}: the sweep", where=" with the other words of the sweep")
         given += kept
     return with_options_first([*given, f"hydra.sweep.dir={text.quoted(folders[0])}"])

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.compose import compose, hydra_of, key_of, saved_yaml, with_faults, with_sources
@@ -129,7 +129,10 @@ def predict(
             of = f" of {parts.samples:,}" if parts.samples else ""
             so_far = f"{done:,}{of} samples are predicted: " if done or of else ""
             raise Interrupted(f"{error or 'interrupted'}; {so_far}the same command goes on") from None
-        columns = merge(parts, target)
+        assert parts.samples is not None
+        columns = list(next(parts.merged(), {}))
+        predictions.write(target, parts.merged, parts.samples)
+        predictions.remove_parts_in(folder)
         return {**found, "out": str(out), "columns": columns}
 
 
@@ -140,20 +143,6 @@ def parts_kept(folder: Path) -> Iterator[None]:
     finally:
         if folder.is_dir() and not (folder / PLAN).exists():
             predictions.remove_parts_in(folder)
-
-
-def merge(parts: Parts, target: Path) -> list[str]:
-    columns: list[str] = []
-
-    def chunks() -> Any:
-        for chunk in parts.merged():
-            columns[:] = columns or chunk
-            yield chunk
-
-    assert parts.samples is not None
-    predictions.write(target, chunks, parts.samples)
-    predictions.remove_parts_in(parts.folder)
-    return columns
 
 
 def plan(inference: InferenceJob, kind: str) -> dict[str, Any]:
@@ -213,7 +202,7 @@ def prepared_inference(
         cfg = checkpoint_config.changed(saved, changes, groups)
     for name, schema in SCHEMAS.items():
         cfg = checkpoint_config.changed(cfg, groups={name: OmegaConf.merge(OmegaConf.structured(schema), cfg[name])})
-    for secret in redact.hidden(OmegaConf.to_container(cfg.cluster), "cluster."):
+    for secret in redact.hidden({"cluster": OmegaConf.to_container(cfg.cluster)}):
         raise ConfigError(f"{secret} looks like a secret, so the run does not keep it: give {secret}=<value>")
     return InferenceJob(
         on_ranks(cfg, any(group_of(word) in ("cluster", "dispatch") for word in words)),
@@ -231,6 +220,4 @@ def group_of(word: str) -> str:
 
 
 def saved_config(run: str) -> dict[str, Any] | None:
-    saved = saved_yaml(run, "config.yaml", DictConfig, follows=True)
-    found: Any = OmegaConf.to_container(saved) if saved else None
-    return {str(key): value for key, value in found.items()} if found else None
+    return saved_yaml(run, "config.yaml", dict, follows=True) or None

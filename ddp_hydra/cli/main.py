@@ -17,7 +17,7 @@ import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobReturn, JobStatus
+from hydra.core.utils import JobReturn, JobStatus, env_override
 from hydra.errors import CompactHydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -29,10 +29,12 @@ from ddp_hydra.config import project, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import MAIN, typed_words
 from ddp_hydra.console import signals, text
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.job.run_dir import remove_unused
 from ddp_hydra.job.summary import explain
 from ddp_hydra.rank import fork_client
 from ddp_hydra.rank.torchrun import note_failure
 from ddp_hydra.storage.files import cannot_write
+from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.sweep import launcher
 from ddp_hydra.writers.run_dir import is_full
 
@@ -58,8 +60,6 @@ _MAKERS = ("run_job", "save_config", "setup", "sweep", "save")
 def main(cfg: DictConfig) -> float | None:
     signals.leave_tidily()
     forked.resume_garbage()
-    from ddp_hydra.job.run_dir import remove_unused
-
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
     try:
@@ -73,19 +73,18 @@ def main(cfg: DictConfig) -> float | None:
 def run_in(run_dir: Path, cfg: DictConfig, hydra_cfg: Any) -> float | None:
     from ddp_hydra.cluster import connect
     from ddp_hydra.job.run import run_job
-    from ddp_hydra.storage.run_ref import RunRef
 
     if not connect.is_local(cfg.cluster):
         fork_client.release()  # the server that __main__ has started on a guess
     if hydra_cfg.mode == RunMode.MULTIRUN:  # else it was checked as it was composed
         loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
         unknown_keys.check_typed(cfg, hydra_cfg, loader)
+        if cfg.results.mirror:
+            cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # a folder for each job
+        if cfg.detach:
+            raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
     if cfg.resume and hydra_cfg.job.chdir and not (named := RunRef.own(cfg.resume)).is_stored:
         cfg.resume = str(project.typed_in() / named.place)
-    if cfg.results.mirror and hydra_cfg.mode == RunMode.MULTIRUN:
-        cfg.results.mirror = f"{cfg.results.mirror.rstrip('/')}/{hydra_cfg.job.num}"  # a folder for each job
-    if cfg.detach and hydra_cfg.mode == RunMode.MULTIRUN:
-        raise ConfigError("detach=true: a sweep has to know how its jobs end: leave it out")
     return run_job(cfg, run_dir, typed_words(hydra_cfg))
 
 
@@ -191,24 +190,18 @@ def _is_of_run_dir(error: OSError) -> bool:
     return compose_and_run.__name__ in ours and main.__name__ not in ours and by in _MAKERS
 
 
-def _value_of(result: JobReturn) -> Any:
-    """Return the value of a job, or raise its error. Hydra's own property also prints all overrides."""
-    if result.status == JobStatus.FAILED:
-        raise result._return_value
-    return result._return_value
-
-
 @contextmanager
 def errors_raised() -> Iterator[None]:
     """Let Hydra raise errors inside the block instead of printing them, so that all are reported in the same way."""
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"
+
+    def value_of(result: JobReturn) -> Any:  # Hydra's own property also prints all overrides
+        if result.status == JobStatus.FAILED:
+            raise result._return_value
+        return result._return_value
+
     original: Any = JobReturn.return_value
-    JobReturn.return_value = property(_value_of, original.fset)  # type: ignore[method-assign, assignment]
-    try:
+    with (
+        env_override({"HYDRA_FULL_ERROR": "1"}),
+        compose.patched(JobReturn, "return_value", property(value_of, original.fset)),
+    ):
         yield
-    finally:
-        JobReturn.return_value = original  # type: ignore[method-assign]
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if before is not None:
-            os.environ["HYDRA_FULL_ERROR"] = before

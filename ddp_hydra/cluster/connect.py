@@ -17,7 +17,7 @@ from typing import Any
 import dask
 from omegaconf import DictConfig
 
-from ddp_hydra.cluster.connection import QUIET, BySource, Scheduler, load, without_broadcast_errors
+from ddp_hydra.cluster.connection import QUIET, BySource, Scheduler, load, without_messages
 from ddp_hydra.cluster.kinds import Inline, Manager
 from ddp_hydra.cluster.kinds.local import Local, LocalCuda, Remote, Ssh
 from ddp_hydra.cluster.kinds.services import Gateway, Kubernetes, Ray, Saturn, Slurm
@@ -47,11 +47,11 @@ STATUS_S = 5.0
 
 
 def is_inline(cfg: DictConfig) -> bool:
-    return _is(cfg, Inline)
+    return bool(cfg.get("_target_") == f"{Inline.__module__}.{Inline.__name__}")
 
 
 def is_remote(cfg: DictConfig) -> bool:
-    return _is(cfg, Remote)
+    return _manager_class(cfg) is Remote
 
 
 def is_local(cfg: DictConfig) -> bool:
@@ -63,24 +63,16 @@ def is_torchrun(cfg: DictConfig) -> bool:
     return _manager_class(cfg) is Torchrun
 
 
-def _is(cfg: DictConfig, target: type) -> bool:
-    return bool(cfg.get("_target_") == f"{target.__module__}.{target.__qualname__}")
-
-
 def _manager_class(cfg: DictConfig) -> type[Manager]:
     return MANAGERS.get(str(cfg.get("_target_", "")).rpartition(".")[2], Manager)
 
 
 @contextmanager
 def connect(cfg: DictConfig, logs: Path | None = None) -> Iterator[Any]:
-    """Start a cluster, wait for its workers, and end it after the block; or use the existing one.
+    """Start a cluster, wait for its workers, and end it after the block; or use the existing one. Yield the client.
 
     Args:
-        cfg: `_target_` and its arguments; n_workers, wait_timeout_s, keep.
         logs: folder for the output of workers, where that does not come here.
-
-    Yields:
-        The `distributed.Client`.
     """
     with ExitStack() as stack:
         yield start(cfg, stack, logs=logs) if _existing is None else stack.enter_context(_existing.client())
@@ -126,7 +118,8 @@ def start(
         stack.callback(fork_client.release)
     load()
     stack.enter_context(dask.config.set(QUIET))
-    stack.enter_context(without_broadcast_errors())
+    # A scheduler of this process would log each call that a worker did not answer: the caller knows.
+    stack.enter_context(without_messages("distributed.scheduler", "broadcast to "))
     try:
         cluster = stack.enter_context(manager.open())
         client = stack.enter_context(manager.client(cluster))
@@ -146,19 +139,17 @@ def start(
 def _arrange_end(
     manager: Manager, cluster: Any, client: Any, stack: ExitStack, notify: Callable[[str], object]
 ) -> None:
-    if not manager.needs_idle_shutdown and not hasattr(cluster, "shutdown_on_close"):
-        return
-    if hasattr(cluster, "shutdown_on_close"):
+    if can_stay := hasattr(cluster, "shutdown_on_close"):
         cluster.shutdown_on_close = not manager.keep
     if manager.needs_idle_shutdown:
         from ddp_hydra.cluster import scheduler_plugin
 
         owner = None if manager.keep else client.id
         client.run_on_scheduler(BySource(scheduler_plugin.set_up), owner, manager.client_timeout_s)
-    if manager.keep:
+    if manager.keep and (can_stay or manager.needs_idle_shutdown):
         name = getattr(cluster, "name", manager.name)
         notify(f"the cluster {name} is left running: the next job uses it with {manager.reuse_with(cluster)}")
-    elif hasattr(cluster, "shutdown_on_close"):
+    elif can_stay:
         stack.callback(_keep_for_other_jobs, cluster, client)
 
 

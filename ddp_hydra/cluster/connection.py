@@ -76,11 +76,6 @@ def without_messages(logger_name: str, beginning: str) -> Iterator[None]:
         logger.removeFilter(keep)
 
 
-def without_broadcast_errors() -> contextlib.AbstractContextManager[None]:
-    """Keep a scheduler of this process from logging each call that a worker did not answer: the caller knows."""
-    return without_messages("distributed.scheduler", "broadcast to ")
-
-
 def user_name() -> str:
     """Return the name of this user, for the name of a cluster or a sweep; the number where a container has no name."""
     try:

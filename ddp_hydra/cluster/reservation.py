@@ -122,7 +122,7 @@ class Reservation:
             self.check()
             late = time.monotonic() - begin > wait_s
             silent -= set() if late else self._answering(silent)
-            answer = self._request(topic, self.wanted, least if late else self.wanted, silent)
+            answer = self._request(topic, least if late else self.wanted, silent)
             if "workers" in answer:
                 return answer["workers"]
             if late:
@@ -145,7 +145,7 @@ class Reservation:
         """Ask for workers while nothing runs yet: a busy scheduler is asked again while the client is connected."""
         while True:
             try:
-                return self._request(topic, self.wanted, least, wait_s=WAIT_S)
+                return self._request(topic, least, wait_s=WAIT_S)
             except ClusterError as error:
                 is_late = isinstance(error.__cause__, TimeoutError)
                 if not is_late or self.client.status != "running" or time.monotonic() > until:
@@ -153,18 +153,10 @@ class Reservation:
             self.check()
 
     def _request(
-        self, topic: str, wanted: int | None, least: int | None, silent: Collection[str] = (), wait_s: float = 0.0
+        self, topic: str, least: int | None, silent: Collection[str] = (), wait_s: float = 0.0
     ) -> dict[str, Any]:
-        place = self.name, self.client.id, self.sweep, topic
-        return self._on_scheduler(
-            reserve_or_wait,
-            *place,
-            wanted=wanted,
-            least=least,
-            avoid=list(silent),
-            expected=self.expected,
-            wait_s=wait_s,
-        )
+        asked = self.name, self.client.id, self.sweep, topic, self.wanted, least, list(silent), self.expected
+        return self._on_scheduler(reserve_or_wait, *asked, wait_s=wait_s)
 
     def _on_scheduler(self, function: Callable[..., Any], *args: Any, answer_s: float = ANSWER_S, **kwargs: Any) -> Any:
         run = {"callback_timeout": answer_s, **kwargs}

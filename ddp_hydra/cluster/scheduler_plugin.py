@@ -94,11 +94,11 @@ def reserve(
     if gang in queue:
         _note_turn(queue.pop(gang), queue)
     chosen = choose(free, min(wanted, room))
-    _forget_topic(reservations.get(gang, {}).get("topic"), dask_scheduler)
+    if gang in reservations:
+        _forget_topic(reservations[gang]["topic"], dask_scheduler)
     reservations[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
-    if (subscribe := getattr(dask_scheduler, "subscribe_topic", None)) is not None:
-        # The client subscribes, too, but by its stream. The first records of tasks that live on would overtake that.
-        subscribe(topic, holder)
+    # The client subscribes, too, but by its stream. The first records of tasks that live on would overtake that.
+    dask_scheduler.subscribe_topic(topic, holder)
     return {"workers": chosen}
 
 
@@ -203,13 +203,12 @@ def release(gang: str, dask_scheduler: Any = None) -> None:
         _forget_topic(entry["topic"], dask_scheduler)
 
 
-def _forget_topic(topic: str | None, scheduler: Any) -> None:
-    broker = getattr(scheduler, "_broker", None)
-    if broker is not None and topic is not None:
-        broker._topics.pop(topic, None)
-        scheduler._ddp_hydra_forgotten.append(topic)
-        # The client's end of its subscription, which goes another way than this call, may create the topic once more.
-        scheduler.loop.call_later(LATE_S, broker._topics.pop, topic, None)
+def _forget_topic(topic: str, scheduler: Any) -> None:
+    topics = scheduler._broker._topics
+    topics.pop(topic, None)
+    scheduler._ddp_hydra_forgotten.append(topic)
+    # The client's end of its subscription, which goes another way than this call, may create the topic once more.
+    scheduler.loop.call_later(LATE_S, topics.pop, topic, None)
 
 
 class ReservationPlugin(SchedulerPlugin):
@@ -217,7 +216,7 @@ class ReservationPlugin(SchedulerPlugin):
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.retire: Any = getattr(scheduler, "retire_workers", None)
+        self.retire = scheduler.retire_workers
 
     async def retire_workers(
         self, *args: Any, stimulus_id: str | None = None, close_workers: bool = False, remove: bool = True, **which: Any
@@ -272,17 +271,15 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
         scheduler._ddp_hydra_change = asyncio.Event()
         scheduler._ddp_hydra_forgotten = deque(maxlen=1000)
         scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
-        own_target: Any = getattr(scheduler, "adaptive_target", None)
+        own_target = scheduler.adaptive_target
 
         def adaptive_target(target_duration: Any = None) -> int:
             scheduler._ddp_hydra_adapted = time.monotonic()
             return max(own_target(target_duration), _demand(scheduler))
 
-        if own_target is not None:
-            scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
+        scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
         plugin = ReservationPlugin(scheduler)
-        if plugin.retire is not None:
-            scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
+        scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
         scheduler.add_plugin(plugin, name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 

@@ -21,9 +21,6 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 def probe(packages: list[str], requirements: list[str], dask_worker: Any = None) -> dict[str, Any]:
     """Look up versions, missing requirements and the network. Runs on the worker, called by the client.
 
-    Args:
-        packages: names of packages whose versions are looked up.
-
     Returns:
         host, executable, versions ({name: version or None}, with "python"), missing ([[requirement, what is there]]),
         interfaces ({name: [addresses]}) and variables.
@@ -60,28 +57,25 @@ def version(name: str) -> str | None:
 
 def missing(text: str, extra: str = "", seen: tuple[str, ...] = ()) -> list[list[str]]:
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 
     wanted = Requirement(text)
+    shown = str(wanted).partition(";")[0].strip()  # without its marker
     if text in seen or (wanted.marker and not wanted.marker.evaluate({"extra": extra})):
         return []
     try:
         found = metadata.distribution(wanted.name)
     except metadata.PackageNotFoundError:
-        return [[_without_marker(wanted), "not installed"]]
+        return [[shown, "not installed"]]
     if not wanted.specifier.contains(found.version, prereleases=True):
-        return [[_without_marker(wanted), f"{found.version} is installed"]]
+        return [[shown, f"{found.version} is installed"]]
     lacks = []
+    extras = list(map(canonicalize_name, found.metadata.get_all("Provides-Extra") or []))
     for part in sorted(wanted.extras):
-        if part.replace("_", "-").lower() not in [
-            name.replace("_", "-").lower() for name in found.metadata.get_all("Provides-Extra") or []
-        ]:
-            lacks.append([_without_marker(wanted), f"{found.version} has no extra {part}"])
+        if canonicalize_name(part) not in extras:
+            lacks.append([shown, f"{found.version} has no extra {part}"])
         for line in found.requires or []:
             marker = Requirement(line).marker
             if marker and not marker.evaluate({"extra": ""}):  # it belongs to an extra
                 lacks += missing(line, part, (*seen, text))
     return lacks
-
-
-def _without_marker(requirement: Any) -> str:
-    return str(requirement).partition(";")[0].strip()

@@ -8,7 +8,7 @@ removed, and have to be given again; interpolations such as ${oc.env:NAME} stay.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -37,12 +37,8 @@ _NEEDED = ("data", "model", "task", "loss", "metrics")
 
 
 def stored_config(cfg: DictConfig) -> dict[str, Any]:
-    raw = OmegaConf.to_container(cfg, enum_to_str=True)
-    assert isinstance(raw, dict)
-    kept: dict[str, Any] = redact.without(
-        {str(key): _kept(value, cfg, key) for key, value in raw.items() if key != "cluster"}
-    )
-    return kept
+    raw: Any = OmegaConf.to_container(cfg, enum_to_str=True)
+    return dict(redact.without({key: _kept(value, cfg, key) for key, value in raw.items() if key != "cluster"}))
 
 
 def _kept(raw: Any, parent: Any, key: Any) -> Any:
@@ -73,12 +69,10 @@ def composed(
     if split == "train":
         _read_as_validation(cfg, overrides)
     without = [f"data.{other}" for other in ("train", "val") if split and other != split]
-    raw = OmegaConf.to_container(cfg)
-    assert isinstance(raw, dict)
-    for part in _NEEDED:
-        for secret in redact.hidden(raw.get(part), f"{part}."):
-            if not secret.startswith(tuple(f"{key}." for key in without)):
-                raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
+    raw: Any = OmegaConf.to_container(cfg)
+    for secret in redact.hidden({part: raw[part] for part in _NEEDED if part in raw}):
+        if not secret.startswith(tuple(f"{key}." for key in without)):
+            raise ConfigError(f"{secret} looks like a secret, so no checkpoint keeps it: give {secret}=<value>")
     try:
         resolved = OmegaConf.create(_resolved(cfg, without))
     except OmegaConfBaseException as error:
@@ -91,8 +85,7 @@ def composed(
 
 def _read_as_validation(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Give data.train what data.val says of how samples are read, and not which: no augmentation, no mixing."""
-    raw = OmegaConf.to_container(cfg.data)
-    assert isinstance(raw, dict)
+    raw: Any = OmegaConf.to_container(cfg.data)
     train, val = raw.get("train"), raw.get("val")
     typed = {word.lstrip("+").partition("=")[0] for word in overrides}
     keys = [key for key in _HOW if not any(f"{word}.".startswith(f"data.train.{key}.") for word in typed)]
@@ -156,7 +149,7 @@ def _resolved(node: DictConfig, without: Sequence[str], prefix: str = "") -> dic
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01"."""
-    old, new = dict(leaves(before)), dict(leaves(now))
+    old, new = dict(redact.leaves(before)), dict(redact.leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
     differing = [key for key in keys if old.get(key, {}) != new.get(key, {})]
     return [
@@ -173,12 +166,3 @@ def as_typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return str(getattr(value, "name", value))  # of an enum, its name
-
-
-def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a config, each by its key: ("optimizer.lr", 0.1)."""
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

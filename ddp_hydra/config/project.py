@@ -102,8 +102,19 @@ def typed_in() -> Path:
 
 
 def pack(*roots: Path) -> Project:
+    files: dict[str, Path] = {}
     try:
-        return _pack_layers(*roots)
+        for root in reversed(roots):
+            files |= {path.relative_to(root).as_posix(): path for path in _files(root)}
+        stats = {name: path.stat() for name, path in files.items()}
+        if (total := sum(stat.st_size for stat in stats.values())) > MAX_BYTES:
+            largest = max(stats, key=lambda name: stats[name].st_size)
+            raise ConfigError(
+                f"the project space {roots[0]} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, and "
+                f"{MAX_BYTES // 2**20} MiB can be shipped with a job; the largest is {largest}: keep data sets outside"
+            )
+        stamps = ((stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino) for stat in stats.values())
+        return _pack(tuple(files.items()), tuple(stamps))
     except OSError as error:
         raise ConfigError(
             f"{error.filename}: {error.strerror}: the files of {roots[0]} travel with each job: let its user read it, "
@@ -111,29 +122,10 @@ def pack(*roots: Path) -> Project:
         ) from None
 
 
-def _pack_layers(*roots: Path) -> Project:
-    files: dict[str, Path] = {}
-    for root in reversed(roots):
-        files |= {path.relative_to(root).as_posix(): path for path in _files(root)}
-    total = sum(path.stat().st_size for path in files.values())
-    if total > MAX_BYTES:
-        largest = max(files, key=lambda name: files[name].stat().st_size)
-        raise ConfigError(
-            f"the project space {roots[0]} has {total / 2**20:.0f} MiB of {', '.join(SUFFIXES)} files, and "
-            f"{MAX_BYTES // 2**20} MiB can be shipped with a job; the largest is {largest}: keep data sets outside"
-        )
-    return _pack(tuple((name, path, _stamp(path)) for name, path in files.items()))
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
-
-
 @functools.lru_cache(maxsize=2)
-def _pack(files: tuple[tuple[str, Path, tuple[int, ...]], ...]) -> Project:
-    """Pack files, given with their stamps. The jobs of a sweep, which are forks of one process, pack the same ones."""
-    contents = {name: path.read_bytes() for name, path, _ in files}
+def _pack(files: tuple[tuple[str, Path], ...], stamps: tuple[tuple[int, ...], ...]) -> Project:
+    """Pack files. The jobs of a sweep, which are forks of one process, pack the same ones, with the same stamps."""
+    contents = {name: path.read_bytes() for name, path in files}
     for name in PACKAGES:
         # Without it, a regular package of that name anywhere on a worker's path would win over the project's.
         contents.setdefault(f"{name}/__init__.py", b"")

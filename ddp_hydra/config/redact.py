@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -113,19 +113,26 @@ def without(value: Any) -> Any:
     return _override(value) if isinstance(value, str) else value
 
 
-def hidden(config: Any, prefix: str = "") -> Iterator[str]:
+def hidden(config: dict[str, Any]) -> Iterator[str]:
     """Yield the keys whose value, or a part of it, was removed by `without`."""
-    return (key for key, value in values_of(config, prefix) if isinstance(value, str) and HIDDEN in value)
+    return (key for key, value in values_of(config) if isinstance(value, str) and HIDDEN in value)
 
 
-def values_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in dicts and lists, each by its key: ("callbacks.0._target_", "models.gan.ShowSamples")."""
-    items = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
-    for key, value in items:
-        if isinstance(value, dict | list):
-            yield from values_of(value, f"{prefix}{key}.")
+def leaves(node: Any, prefix: str = "", inside: tuple[type, ...] = (Mapping,)) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a config, each by its key: ("optimizer.lr", 0.1).
+
+    Args:
+        inside: types of values that are not yielded, but what is in them. An empty one is a value.
+    """
+    for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+        if isinstance(value, inside) and value:
+            yield from leaves(value, f"{prefix}{key}.", inside)
         else:
             yield f"{prefix}{key}", value
+
+
+values_of = functools.partial(leaves, inside=(Mapping, list))
+"""The same with the items of lists: ("callbacks.0._target_", "models.gan.ShowSamples")."""
 
 
 def secret_line(text: str) -> str | None:

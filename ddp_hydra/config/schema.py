@@ -12,6 +12,8 @@ from enum import EnumType, StrEnum
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from msgspec import Meta
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -22,7 +24,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from ddp_hydra.config import hydra_compat, objective
+from ddp_hydra.config import objective, redact
 from ddp_hydra.config.limits import AtLeast0, AtLeast1, NonNegativeSeconds, PositiveSeconds, described
 from ddp_hydra.errors import ConfigError
 
@@ -189,10 +191,15 @@ def allowed(key: str) -> str:
 
 
 def register() -> None:
-    """Make the schemas known to Hydra as `base_config` and `base_<group>`, which no group offers as a choice."""
-    hydra_compat.register("base_config", Config)
-    for group, node in (("trainer", TrainerConfig), ("dispatch", DispatchConfig), ("results", ResultsConfig)):
-        hydra_compat.register(f"base_{group}", node)
+    """Make the schemas known to Hydra as `base_config` and `base_<group>`, which no group offers as a choice.
+
+    They are known already if this process took over the state of another one: Hydra 1.4 warns about a second time.
+    """
+    store = ConfigStore.instance()
+    schemas = {"config": Config, "trainer": TrainerConfig, "dispatch": DispatchConfig, "results": ResultsConfig}
+    for name, node in schemas.items():
+        if store.get_type(f"base_{name}.yaml") == ObjectType.NOT_FOUND:
+            store.store(f"base_{name}", node, provider="ddp_hydra")
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:
@@ -202,21 +209,18 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
     """
     cfg = _without_validation_keys(cfg)
     try:
-        container = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+        container: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
         key = missing_key(error)
         or_none = ", or data.val=null for no validation" if key.startswith("data.val_") else ""
         raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
     except InterpolationResolutionError as error:
         key = str(error.full_key)
-        raw: Any = OmegaConf.to_container(cfg)
-        for part in key.split("."):
-            raw = raw.get(part) if isinstance(raw, dict) else None
+        raw = dict(redact.leaves(OmegaConf.to_container(cfg))).get(key)
         raise ConfigError(f"{key}={raw or ''}: {_why_unresolved(error)}") from None
-    assert isinstance(container, dict)
     if "objective" in cfg:
         container["objective"] = dict(zip(("metric", "direction"), objective.metric_and_direction(cfg), strict=True))
-    return {str(key): value for key, value in container.items()}
+    return dict(container)
 
 
 def _why_unresolved(error: InterpolationResolutionError) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import copy
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -51,8 +50,9 @@ class Sources:
     def check_target(self, target: str, installed_here: bool) -> None:
         parts = tuple(target.split("."))
         if parts[0] not in PACKAGES:
-            if installed_here and target.startswith(FINETUNE):
-                check_extra("finetune", ("transformers", "peft"))
+            needed = ("transformers", "peft") if installed_here and target.startswith(FINETUNE) else ()
+            if lacking := [package for package in needed if not is_installed(package)]:
+                raise ConfigError(f"it needs {' and '.join(lacking)}: type pip install 'ddp-hydra[finetune]'")
             if "/" in target:
                 raise ConfigError(f"a class is named with dots: give {target.replace('/', '.')}")
             if installed_here and not is_installed(parts[0]):
@@ -112,9 +112,8 @@ class Sources:
     def no_module(self, parts: tuple[str, ...]) -> ConfigError:
         paths = [path for root in self.roots for path in root.joinpath(*parts[:-1]).glob("[!_]*")]
         names = [path.stem for path in paths if path.suffix == ".py" or path.is_dir()]
-        near = difflib.get_close_matches(parts[-1], names, 1)
-        meant = f": did you mean {'.'.join((*parts[:-1], near[0]))}?" if near else f" in {self.roots[0]}"
-        return ConfigError(f"there is no {'/'.join(parts)}.py{meant}")
+        near = text.meant(parts[-1], names, "".join(f"{part}." for part in parts[:-1]), cutoff=0.6)
+        return ConfigError(f"there is no {'/'.join(parts)}.py{near or f' in {self.roots[0]}'}")
 
     def shown(self, path: Path) -> str:
         return next(path.relative_to(root).as_posix() for root in self.roots if path.is_relative_to(root))
@@ -229,11 +228,6 @@ def check_folder(folder: Path) -> None:
         raise ConfigError(f"model.path={folder} has no config.json: {kind}")
 
 
-def check_extra(extra: str, packages: Sequence[str]) -> None:
-    if lacking := [package for package in packages if not is_installed(package)]:
-        raise ConfigError(f"it needs {' and '.join(lacking)}: type pip install 'ddp-hydra[{extra}]'")
-
-
 def is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
@@ -244,9 +238,8 @@ def is_installed(package: str) -> bool:
 
 
 def _hint(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(set(names)), 1, 0.5)
-    if near:
-        return f": did you mean {near[0]}?"
+    if near := text.meant(name, sorted(set(names)), cutoff=0.5):
+        return near
     shown = ", ".join(sorted(one for one in names if not one.startswith("_"))[:12])
     return f"; it has {shown}" if shown else ""
 

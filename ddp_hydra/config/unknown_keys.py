@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -26,7 +26,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from ddp_hydra.config import redact
-from ddp_hydra.config.checkpoint_config import as_typed, leaves
+from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import SCHEMAS, Config, allowed
 from ddp_hydra.console import text
@@ -51,7 +51,7 @@ def check_experiments(
         for option in _options(choices.get(group)):
             groups, content = read_option(repository, f"{group}/{option}", "_global_")
             chosen |= {key: (value, f"{group}={option}") for key, value in groups.items()}
-            own = dict(leaves(content))
+            own = dict(redact.leaves(content))
             values = {key: pair for key, pair in values.items() if not any(meet(key, other) for other in own)}
             values |= {key: (value, f"{group}={option}") for key, value in own.items()}
     lists = read_option(repository, main)[0] if chosen.keys() - choices.keys() else {}  # Hydra's choices hold no lists
@@ -77,7 +77,7 @@ def _check_values(cfg: DictConfig, values: Mapping[str, tuple[Any, str]]) -> Non
         if key.partition(".")[0] in tops:
             with suppress(OmegaConfBaseException):  # a node that is text, as an interpolation is
                 OmegaConf.update(part, key, value, merge=True)
-    old, new = dict(leaves(before)), dict(leaves(OmegaConf.to_container(part, enum_to_str=True)))  # type: ignore[arg-type]
+    old, new = dict(redact.leaves(before)), dict(redact.leaves(OmegaConf.to_container(part, enum_to_str=True)))
     for key, (value, by) in values.items():
         if key in new and old.get(key) != new[key]:
             raise ConfigError(
@@ -143,10 +143,9 @@ OUR_DATA_KEYS = ("name", "batch_size", "global_batch", "train", "val", "prefetch
 
 def check(cfg: DictConfig) -> None:
     """Refuse keys that no schema has, arguments that nothing passes on, and nodes without a `_target_`."""
+    check_new(cfg)
     raw: Any = OmegaConf.to_container(cfg)
-    read = set(interpolated(raw))
-    check_new(cfg, read)
-    _check_data(raw, read)
+    _check_data(raw)
     nodes = [("metrics", key, value) for key, value in (raw.get("metrics") or {}).items()]
     nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
     nodes += [("data", key, raw["data"].get(key)) for key in ("train", "val") if isinstance(raw["data"].get(key), str)]
@@ -157,27 +156,22 @@ def check(cfg: DictConfig) -> None:
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
 
 
-def check_new(cfg: DictConfig, read: Collection[str] | None = None) -> None:
-    """Refuse keys that no schema has: Hydra accepts them after `+`.
-
-    Args:
-        read: what `interpolated` finds in the config.
-    """
-    read = set(interpolated(OmegaConf.to_container(cfg))) if read is None else read
+def check_new(cfg: DictConfig) -> None:
+    """Refuse keys that no schema has: Hydra accepts them after `+`."""
     for prefix, node, schema in [("", cfg, Config), *((f"{name}.", cfg[name], SCHEMAS[name]) for name in SCHEMAS)]:
         known = [field.name for field in fields(schema)]  # type: ignore[arg-type]
         for key in node:
-            if str(key) not in known and not _is_read(f"{prefix}{key}", read):
+            if str(key) not in known and not _is_read(f"{prefix}{key}", OmegaConf.to_container(cfg)):
                 raise ConfigError(text.unknown(f"{prefix}{key}", known))
 
 
-def _check_data(raw: Mapping[Any, Any], read: Collection[str]) -> None:
+def _check_data(raw: Mapping[Any, Any]) -> None:
     """Refuse arguments of torch's DataLoader, which nothing passes on, as keys of the data."""
     given = {key: value for key in OF_DATA_LOADER if (value := raw["data"].get(key)) is not None}
     as_it_is = {name: (raw.get("sampler") or {}).get(name) for name in ("shuffle", "drop_last")}
     as_it_is["num_workers"] = raw["data"].get("workers") or 0
     for key, value in given.items():
-        if value != as_it_is.get(key) and not _is_read(f"data.{key}", read):
+        if value != as_it_is.get(key) and not _is_read(f"data.{key}", raw):
             raise ConfigError(
                 f"data.{key}={as_typed(value)}: no DataLoader gets it: "
                 f"{OF_DATA_LOADER[key].format(value=as_typed(value))}, and leave data.{key} out; an argument of the "
@@ -194,9 +188,9 @@ def interpolated(node: Any) -> Iterator[str]:
             yield ".".join([*key.split(".")[:-dots], name[dots:]]) if dots else name
 
 
-def _is_read(key: str, words: Iterable[str]) -> bool:
-    # To itself, to a node around it, or to a part of it. A word that ends with a dot goes on with another value.
-    return any(meet(key, word.rstrip(".")) for word in words)
+def _is_read(key: str, raw: Any) -> bool:
+    # By itself, with a node around it, or in part. A word that ends with a dot goes on with another value.
+    return any(meet(key, word.rstrip(".")) for word in interpolated(raw))
 
 
 def explain(error: BaseException) -> str | None:
@@ -290,7 +284,7 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
         # a cluster's number may become a text: memory_limit=4GB
         if not name or group in SCHEMAS or group == "cluster" or not choices.get(group):
             continue
-        usual = dict(leaves(read_option(repository, f"{group}/{choices[group]}")[1])).get(name)
+        usual = dict(redact.leaves(read_option(repository, f"{group}/{choices[group]}")[1])).get(name)
         # Only the job knows what ${hydra:runtime.output_dir} and the like are.
         if not isinstance(usual, bool | int | float) or "${" in word:
             continue
@@ -303,11 +297,11 @@ def check_texts(cfg: DictConfig, typed: Iterable[str], choices: Mapping[str, Any
 
 def _warn_of_unread(cfg: DictConfig, new: Iterable[str]) -> None:
     """Warn of new keys that are neither arguments of a `_target_` nor used by an interpolation."""
-    read = set(interpolated(OmegaConf.to_container(cfg)))
+    raw = OmegaConf.to_container(cfg)
     for key in new:
         group, _, name = key.partition(".")
         node = cfg.get(group) if name and "." not in name and group not in SCHEMAS else None
-        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or _is_read(key, read):
+        if not isinstance(node, DictConfig) or "_target_" in node or name in OUR_DATA_KEYS or _is_read(key, raw):
             continue
         if not isinstance(node.get(name), DictConfig):
             others = [str(other) for other in node if other != name]

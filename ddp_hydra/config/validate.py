@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ddp_hydra.config import objective, redact
-from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.limits import AtLeast0, AtLeast1, RanksPerWorker, check_gang, check_limits, limits_of
 from ddp_hydra.config.schema import SCHEMAS, Handler
 from ddp_hydra.console import text
@@ -134,7 +133,7 @@ def check_training(cfg: DictConfig) -> None:
         if rule == "none":
             given, lacking = f"lr_reference_batch={reference}", "lr_rule=linear or optimizer.lr_rule=sqrt"
         raise ConfigError(f"optimizer.{given} needs a second key: give optimizer.{lacking}")
-    for key, target in leaves(cast("Mapping[str, Any]", OmegaConf.to_container(optimizer))):
+    for key, target in redact.leaves(OmegaConf.to_container(optimizer)):
         if key.rpartition(".")[2] == "_target_" and str(target).endswith(".LBFGS"):
             raise ConfigError(f"optimizer.{key}={target}: its step() needs a closure: give optimizer=adamw or sgd")
 
@@ -157,13 +156,14 @@ def check_static_graph(cfg: DictConfig) -> None:
 
 LOGGERS = ("mlflow", "wandb", "aim", "clearml")
 """Loggers that ship; their settings are the keys of this name in `results`, each name is also its package and extra."""
-SENT_CHECKPOINTS = (None, "best", "all")
+
 _NOT_LOGGED = ("cluster", "results", "resume", "detach", "faults", "dry_run", "tags")
 _NAMED = re.compile(r"\$\{([\w.]+)\}")
 
 
 def logger_nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
+    node: Any
     for entry in OmegaConf.to_container(cfg.results.loggers, resolve=True, throw_on_missing=True):  # type: ignore[union-attr]
         if isinstance(entry, str) and entry in LOGGERS:
             name, node = entry, OmegaConf.to_container(cfg.results[entry], resolve=True, throw_on_missing=True)
@@ -175,15 +175,10 @@ def logger_nodes(cfg: DictConfig) -> dict[str, dict[str, Any]]:
             raise ConfigError(f"results.loggers has {entry!r}{allowed}")
         if name in found:
             raise ConfigError(f"results.loggers names {name} more than once: leave one out")
-        assert isinstance(node, dict)
-        found[name] = {str(key): value for key, value in node.items()}
-    return found
-
-
-def check_loggers(cfg: DictConfig) -> None:
-    for name, node in logger_nodes(cfg).items():
-        if name in LOGGERS and node.get("checkpoints") not in SENT_CHECKPOINTS:
+        if name in LOGGERS and node.get("checkpoints") not in (None, "best", "all"):
             raise ConfigError(f"results.{name}.checkpoints={node['checkpoints']}: give best, all or null")
+        found[name] = node
+    return found
 
 
 def check_loggers_installed(cfg: DictConfig) -> None:
@@ -198,10 +193,9 @@ def logged_parameters(cfg: DictConfig) -> dict[str, Any]:
     The cluster and secrets are left out. An interpolation becomes the value of the key that it names; with a resolver
     (${oc.env:NAME}) it stays as it is, because its value may be a secret.
     """
-    raw = OmegaConf.to_container(cfg, enum_to_str=True)
-    assert isinstance(raw, dict)
+    raw: Any = OmegaConf.to_container(cfg, enum_to_str=True)
     kept = redact.without({key: value for key, value in raw.items() if key not in _NOT_LOGGED})
-    values = dict(leaves(kept))
+    values = dict(redact.leaves(kept))
     return {key: _followed(value, values) for key, value in values.items()}
 
 

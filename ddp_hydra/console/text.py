@@ -30,12 +30,7 @@ _CONTROLS_OF_OUTPUT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\u
 
 
 def printable(text: str, is_output: bool = False) -> str:
-    """Drop escape sequences and control characters, except tabs and newlines.
-
-    Args:
-        text: of a rank.
-        is_output: keep carriage returns: a progress bar writes its line again.
-    """
+    """Drop escape sequences and control characters, but tabs, newlines, and in output what begins a line again."""
     return (_CONTROLS_OF_OUTPUT if is_output else _CONTROLS).sub("", _ESCAPES.sub("", text))
 
 
@@ -182,9 +177,7 @@ def quoted(value: str) -> str:
 
 
 def user_path(file: str) -> str | None:
-    if match := _PACKED.fullmatch(file):
-        return match[1]
-    if match := _STARTER.fullmatch(file):
+    if match := _PACKED.fullmatch(file) or _STARTER.fullmatch(file):
         return match[1]
     if file.startswith(_LIBRARY_FOLDERS) or _LIBRARY.match(file):
         return None

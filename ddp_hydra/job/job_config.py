@@ -40,7 +40,7 @@ WARM_VARIABLE = "DDP_HYDRA_KEEP_WARM_S"
 def check(cfg: DictConfig) -> None:
     unknown_keys.check(cfg)
     validate.check(cfg)
-    validate.check_loggers(cfg)
+    validate.logger_nodes(cfg)
     fault_injection.parse(cfg.faults)
     if cfg.data.get("global_batch") is not None:
         each, workers = ranks_per_worker(cfg), cfg.cluster.get("n_workers")

@@ -13,7 +13,6 @@ from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from ddp_hydra.config import project, redact
-from ddp_hydra.config.checkpoint_config import leaves
 from ddp_hydra.config.hydra_compat import parse_override, typed_sources
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import is_resumed
@@ -100,7 +99,7 @@ def checkpoints(files: RunFiles) -> dict[str, Any]:
 
 def config(files: RunFiles) -> dict[str, Any]:
     found = yaml_value(files.read(".hydra/config.yaml"))
-    return dict(leaves(found)) if isinstance(found, dict) else {}
+    return dict(redact.leaves(found)) if isinstance(found, dict) else {}
 
 
 def between(*runs: RunFiles) -> dict[str, Any]:

@@ -19,8 +19,6 @@ from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.config.targets import is_installed
 from ddp_hydra.errors import ClusterError
 
-OURS = {"n_workers": None, "wait_timeout_s": 60.0, "keep": False, "client_timeout_s": 60.0, "pip": None}
-"""Keys that every cluster's config has and that we read ourselves, with their defaults."""
 EXTRAS = {
     "asyncssh": "ssh",
     "dask_cuda": "gpu",
@@ -55,17 +53,17 @@ class Manager:
     def __init__(self, cfg: DictConfig, logs: Path | None = None) -> None:
         self.logs = logs
         try:
-            given = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
+            given: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
         except MissingMandatoryValue as error:
             key = f"cluster.{str(error.full_key).removeprefix('cluster.')}"
             raise ClusterError(f"{key} is missing: give {key}=...") from None
-        assert isinstance(given, dict)
-        ours = {key: given.pop(key, default) for key, default in OURS.items()}
         self.target = str(given.pop("_target_", "?"))
-        self.arguments = {str(key): value for key, value in given.items()}
-        self.n_workers: int | None = ours["n_workers"]
-        self.wait_timeout_s, self.client_timeout_s = float(ours["wait_timeout_s"]), float(ours["client_timeout_s"])
-        self.keep = bool(ours["keep"])
+        self.n_workers: int | None = given.pop("n_workers", None)
+        self.wait_timeout_s = float(given.pop("wait_timeout_s", 60.0))
+        self.client_timeout_s = float(given.pop("client_timeout_s", 60.0))
+        self.keep = bool(given.pop("keep", False))
+        given.pop("pip", None)  # the workers are checked for it
+        self.arguments: dict[str, Any] = given
 
     @property
     def name(self) -> str:

@@ -41,10 +41,9 @@ class Local(Manager):
         """Start the cluster from a thread in which signals are blocked, so that only this process receives Ctrl-C."""
         from distributed.utils import LoopRunner
 
-        with held_back():  # otherwise one of Dask's threads starts it, and it receives signals
-            resource_tracker.ensure_running()
         runner = LoopRunner()
         with held_back():
+            resource_tracker.ensure_running()  # otherwise one of Dask's threads starts it, and it receives signals
             runner.start()
         self.arguments["loop"] = runner.loop
         if not self.arguments.get("processes", True):
@@ -75,9 +74,13 @@ class LocalCuda(Local):
     """`dask_cuda.LocalCUDACluster`: one worker for each GPU; the GPU is cuda:0 of its rank."""
 
     def check(self) -> None:
-        if isinstance(given := self.arguments.get("CUDA_VISIBLE_DEVICES"), int):  # Hydra makes a number of 1
-            self.arguments["CUDA_VISIBLE_DEVICES"] = [given]
-        there = len(visible) if (visible := self.visible()) is not None else len(environment.gpu_uuids())
+        given = self.arguments.get("CUDA_VISIBLE_DEVICES")
+        if isinstance(given, int):  # Hydra makes a number of 1
+            given = self.arguments["CUDA_VISIBLE_DEVICES"] = [given]
+        names = ",".join(map(str, given)) if isinstance(given, list) else given
+        names = os.environ.get("CUDA_VISIBLE_DEVICES") if names is None else names
+        visible = None if names is None else environment.visible_gpus({"CUDA_VISIBLE_DEVICES": names})
+        there = len(environment.gpu_uuids() if visible is None else visible)
         if not there:
             raise ClusterError(
                 "cluster=local_cuda: no GPU here: look at nvidia-smi and CUDA_VISIBLE_DEVICES, or give cluster=local"
@@ -88,14 +91,6 @@ class LocalCuda(Local):
             )
         super().check()
         self.n_workers = self.n_workers or there
-
-    def visible(self) -> list[str] | None:
-        given = self.arguments.get("CUDA_VISIBLE_DEVICES")
-        given = os.environ.get("CUDA_VISIBLE_DEVICES") if given is None else given
-        if given is None:
-            return None
-        text = given if isinstance(given, str) else ",".join(map(str, given))
-        return environment.visible_gpus({"CUDA_VISIBLE_DEVICES": text})
 
 
 def _kill_starting_workers(loop: Any) -> None:

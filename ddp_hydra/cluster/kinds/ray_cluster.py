@@ -217,9 +217,6 @@ class DaskProcess:
             time.sleep(POLL_S)
         return self.found
 
-    def stop(self) -> None:
-        self.process.terminate()
-
     def _end_with_child(self) -> None:
         import ray
 

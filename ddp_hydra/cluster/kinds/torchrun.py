@@ -43,8 +43,10 @@ class Torchrun(Local):
         typed = " ".join(sys.argv[1:])
         place = torchrun.find_place()
         if place is None:
+            names = [name for name in torchrun.NEEDED if name not in os.environ]
+            are_not = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} not"
             raise ClusterError(
-                f"cluster=torchrun runs in the processes that torchrun starts, but {self.missing} not set here: type "
+                f"cluster=torchrun runs in the processes that torchrun starts, but {are_not} set here: type "
                 f"torchrun --standalone --nproc-per-node 2 -m ddp_hydra {typed}"
             )
         if place.rank:
@@ -61,14 +63,7 @@ class Torchrun(Local):
         self.n_workers, self.hosts = 1, place.hosts
         if place.hosts > 1:
             self.secure()
-            self.arguments["host"] = self.arguments.get("host") or own_address()
-        else:
-            self.arguments["host"] = self.arguments.get("host") or "127.0.0.1"
-
-    @property
-    def missing(self) -> str:
-        names = [name for name in torchrun.NEEDED if name not in os.environ]
-        return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+        self.arguments["host"] = self.arguments.get("host") or (own_address() if place.hosts > 1 else "127.0.0.1")
 
     @property
     def expected(self) -> int:
