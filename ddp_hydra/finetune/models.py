@@ -55,23 +55,17 @@ class Pretrained:
 
 
 def causal_lm(path: str, **options: Any) -> nn.Module:
-    """Load a model that predicts the next token. See `load` for the arguments."""
+    """Load a model that predicts the next token."""
     return load("AutoModelForCausalLM", path, "CAUSAL_LM", **options)
 
 
 def masked_lm(path: str, **options: Any) -> nn.Module:
-    """Load a model that predicts masked tokens. See `load` for the arguments."""
+    """Load a model that predicts masked tokens."""
     return load("AutoModelForMaskedLM", path, **options)
 
 
 def sequence_classification(path: str, num_classes: int | None = None, **options: Any) -> nn.Module:
-    """Load a model that classifies texts. See `load` for the other arguments.
-
-    Args:
-        path: folder or name on the hub.
-        num_classes: None: as the folder's config says.
-        options: see `load`.
-    """
+    """Load a model that classifies texts; without `num_classes`, into those of the folder's config."""
     return load("AutoModelForSequenceClassification", path, "SEQ_CLS", **{"num_labels": num_classes, **options})
 
 
@@ -85,19 +79,9 @@ def load(
     revision: str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Load a model and its weights.
+    """Load a model and its weights by a class of transformers that chooses the model's class.
 
-    Args:
-        auto_class: class of transformers that chooses the model's class.
-        path: folder, or name on the hub.
-        task_type: see `Pretrained`.
-        dtype: of the parameters.
-        load_in_4bit: quantise them by bitsandbytes (QLoRA).
-        revision: of a model on the hub: branch, tag or commit.
-        options: others of `from_pretrained`.
-
-    Raises:
-        ConfigError: there is no such model, or it can't be loaded.
+    conf/model/hf_causal_lm.yaml describes the arguments; others are of `from_pretrained`.
     """
     transformers = imported("transformers")
     transformers.utils.logging.disable_progress_bar()

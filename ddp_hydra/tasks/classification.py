@@ -68,10 +68,8 @@ class Classification(Task):
         except (ValueError, RuntimeError, TypeError) as error:
             # torchvision's take images and class numbers. Other errors of these kinds may be mistakes in a mix, or a
             # device's.
-            is_torchvisions = type(self.mix).__module__.startswith("torchvision.") and type(error) in (
-                RuntimeError, TypeError,
-            )  # fmt: skip
-            if not isinstance(error, ValueError) and (not is_torchvisions or "CUDA error" in str(error)):
+            is_known = type(self.mix).__module__.startswith("torchvision.") and type(error) in (RuntimeError, TypeError)
+            if not isinstance(error, ValueError) and (not is_known or "CUDA error" in str(error)):
                 raise
             given = ", ".join(f"{name} {shape_of(part)}" for name, part in (("x", x), ("y", y)))
             what = f"{type(self.mix).__name__} (mix=) does not take {given}"

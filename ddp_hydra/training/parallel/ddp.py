@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.rank.world import ALONE, World
 from ddp_hydra.training.parallel import Parallel, PartStep, weights
-from ddp_hydra.training.parallel.shared_memory import SharedGradients, has_sparse, prebuild_buckets
-from ddp_hydra.training.train_step import TrainStep
+from ddp_hydra.training.parallel.shared_memory import SharedGradients, prebuild_buckets
+from ddp_hydra.training.train_step import TrainStep, sparse_weights
 
 NS_PER_S = 1e9
 HOOKS = ("auto", "none", "shared", "fp16", "bf16", "powersgd", "post_local_sgd")
@@ -114,7 +114,7 @@ class DDPStep(PartStep):
         # A collective.
         if hook in ("auto", "shared"):
             model = self.wrapped.module
-            is_dense = not has_sparse(model) and all(part.device.type == "cpu" for part in model.parameters())
+            is_dense = not sparse_weights(model) and all(part.device.type == "cpu" for part in model.parameters())
             if is_dense and self.world.is_on_one_host:
                 self.shared = SharedGradients.of(self.wrapped, self.world)
             if self.shared is not None:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hydra.rank.world import World
 from ddp_hydra.training.consensus import FIELDS
+from ddp_hydra.training.train_step import sparse_weights
 
 MS = 1000
 
@@ -104,15 +105,11 @@ def prebuild_buckets(ddp: DistributedDataParallel, world: World) -> None:
     # With more than two ranks, a gradient's place in its bucket decides the order of the sum. A restarted run has to
     # sum as it would have without the restart.
     model = ddp.module
-    if world.size > 2 and not has_sparse(model):
+    if world.size > 2 and not sparse_weights(model):
         ddp.module = ZeroGradients(model)
         ddp().backward()
         ddp.module = model
         ddp.zero_grad(set_to_none=True)
-
-
-def has_sparse(model: nn.Module) -> bool:
-    return any(getattr(part, "sparse", False) is True for part in model.modules())
 
 
 ALIGN = 64
