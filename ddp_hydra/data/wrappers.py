@@ -284,7 +284,7 @@ class UserView(View):
         super().__init__(wrapper, parts, others)
         self.thread_safe = is_thread_safe(wrapper)
         preparing = [part for part in self.parts if hasattr(part, "prepare")]
-        self.preparing = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
+        self.preparing: Any = preparing[0] if len(preparing) == 1 and _is_ours(preparing[0].prepare) else None
         _refuse_hidden_weights(wrapper, self.parts)
         _refuse_hidden(wrapper, self.parts, ("collate",) if self.preparing is not None else _MADE_BY)
 
