@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from ddp_hydra.data.images.batch_loader import LostSamples
+from ddp_hydra.data.images.batch_loader import LostSamples, is_of_sample
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
-from ddp_hydra.data.shards.cache import GIB, ClosedShardError, ShardCache
+from ddp_hydra.data.shards.cache import GIB, ShardCache
 from ddp_hydra.data.shards.index import Index, read_index
 from ddp_hydra.data.shards.tar_index import OpenShard, missing_field, not_a_class
 from ddp_hydra.storage import Access, bare_url
-from ddp_hydra.storage.base import ProcessLocal, StaleCredentialsError
+from ddp_hydra.storage.base import ProcessLocal
 
 
 class WidsShards(ProcessLocal, Dataset):
@@ -292,8 +292,7 @@ class WidsImages(StoredImages):
         try:
             return self.shards.fields(index)
         except (ValueError, FileNotFoundError, PermissionError) as error:
-            of_shard = self._works or not isinstance(error, PermissionError) or isinstance(error, ClosedShardError)
-            if isinstance(error, StaleCredentialsError) or not of_shard:
+            if not is_of_sample(error, self._works):
                 raise
             number, inner = self.shards.find(index)
             shard = self.shards.shards[number]

@@ -34,10 +34,6 @@ _ASK_AFTER_S = 0.5
 """After waiting this long for space, all processes are asked to close all shards: those in use can be opened again."""
 
 
-class ClosedShardError(PermissionError):
-    """A shard on a disk may not be read; that a store refuses one may be for its credentials, and so for all."""
-
-
 class ShardCache(ProcessLocal):
     """Opens the shards of an index, and keeps the shards of other hosts on the local disk.
 
@@ -128,7 +124,9 @@ class ShardCache(ProcessLocal):
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             if isinstance(error, PermissionError):
-                raise ClosedShardError(f"{path} on {socket.gethostname()}: {error.strerror}") from None
+                closed = PermissionError(f"{path} on {socket.gethostname()}: {error.strerror}")
+                closed.errno = error.errno  # as it is of this file alone: a store may refuse all
+                raise closed from None
             if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
                 raise
             raise FileNotFoundError(

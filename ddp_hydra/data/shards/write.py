@@ -63,21 +63,20 @@ def write_shards(
         raise ValueError(f"the name is {name!r}, and must be letters, digits, dots and dashes: type --name train")
     access = access or Access(setting="SOURCE")
     target, folder = _open_target(out, access)
-    with contextlib.ExitStack() as cleaning:
-        store, prefix = access.open(absolute(source))
-        images = _images(store, prefix, source, report)
-        found = {class_of(key, prefix) for key, _ in images}
-        classes = sorted(found) if classes_from is None else _classes(classes_from, access, report)
-        if unknown := sorted(found.difference(classes)):
-            raise ValueError(
-                f"{source} has classes that {bare_url(str(classes_from))} does not have: {', '.join(unknown[:10])}; it "
-                f"has: {', '.join(classes[:10])}: type another --classes-from"
-            )
-        report(f"{len(classes):,} classes: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}")
-        number_of = {label: number for number, label in enumerate(classes)}
-        random.Random(seed).shuffle(images)  # noqa: S311
-        samples = cleaning.enter_context(contextlib.closing(_samples(store, prefix, images, number_of)))
-        shards: list[dict[str, Any]] = []
+    store, prefix = access.open(absolute(source))
+    images = _images(store, prefix, source, report)
+    found = {class_of(key, prefix) for key, _ in images}
+    classes = sorted(found) if classes_from is None else _classes(classes_from, access, report)
+    if unknown := sorted(found.difference(classes)):
+        raise ValueError(
+            f"{source} has classes that {bare_url(str(classes_from))} does not have: {', '.join(unknown[:10])}; it "
+            f"has: {', '.join(classes[:10])}: type another --classes-from"
+        )
+    report(f"{len(classes):,} classes: {', '.join(classes[:10])}{', ...' if len(classes) > 10 else ''}")
+    number_of = {label: number for number, label in enumerate(classes)}
+    random.Random(seed).shuffle(images)  # noqa: S311
+    shards: list[dict[str, Any]] = []
+    with contextlib.closing(_samples(store, prefix, images, number_of)) as samples:
         for first in samples:
             shard = {"url": f"{name}-{len(shards):06d}.tar"}
             place = getattr(target, "folder", None) or tempfile.gettempdir()
@@ -86,8 +85,8 @@ def write_shards(
                 target.put(f"{folder}{shard['url']}", file)
             shards.append(shard)
             report(f"{shard['url']}: {shard['nsamples']:,} samples, {shard['filesize']:,} bytes")
-        info = {"classes": classes, "source": bare_url(source), "seed": seed}
-        return _write_index(target, f"{folder}{INDEX_NAME}", shards, info, name=name)
+    info = {"classes": classes, "source": bare_url(source), "seed": seed}
+    return _write_index(target, f"{folder}{INDEX_NAME}", shards, info, name=name)
 
 
 def write_index(
