@@ -160,7 +160,7 @@ def is_remote(url: str) -> bool:
 def local_path(url: str) -> Path:
     """Return the absolute path of a file:// URL of this machine, or of a path."""
     if not url.startswith("file:"):
-        return Path(url).expanduser().absolute()
+        return Path(os.path.expanduser(url)).absolute()  # noqa: PTH111 (Path raises where there is no such user)
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         path = f"{parts.netloc}{parts.path}"

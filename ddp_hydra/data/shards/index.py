@@ -228,10 +228,9 @@ class _Folder(Struct, frozen=True):
 
 def absolute(url: str) -> str:
     """Return a path or a file:// URL as an absolute path, and any other URL unchanged, if it can be read."""
-    if url.startswith("file:"):
-        return str(local_path(url))
-    if not (scheme := _scheme(url)):
-        return os.path.abspath(os.path.expanduser(url))  # noqa: PTH100, PTH111 (Path keeps "..")
+    scheme = _scheme(url)
+    if scheme in ("", "file"):
+        return os.path.normpath(local_path(url))
     if scheme not in SCHEMES and not is_known(scheme):
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ValueError(f"{url!r} can't be read: give a path, or a URL that starts with {known}")

@@ -215,6 +215,7 @@ def test_a_bucket_may_be_a_local_folder(tree, tmp_path, monkeypatch):
         ("photos", "s3://photos"), ("s3://photos", "s3://photos"), ("s3://photos/", "s3://photos"), ("gs://photos", "gs://photos"),
         ("sftp://me@host/photos/", "sftp://me@host/photos"), ("/a/b/", "file:///a/b"), ("./a", f"file://{Path.cwd()}/a"),
         ("file:///a%20b", "file:///a b"), ("file://localhost/a", "file:///a"),
+        ("~no-such-user/a", f"file://{Path.cwd()}/~no-such-user/a"),
     ],
 )  # fmt: skip
 def test_the_store_of_each_way_to_write_a_bucket(name, root):
