@@ -185,15 +185,8 @@ class WidsShards(ProcessLocal, Dataset):
 
 
 def field_of(fields: dict[str, memoryview], extensions: Collection[str]) -> memoryview | None:
-    """Return the field whose extension is one of `extensions`, or else the one whose last extension is; None: none.
-
-    Args:
-        fields: of a sample.
-        extensions: in lower case, e.g. ".jpg".
-
-    Raises:
-        ValueError: none is one of them, and the last extension of several is: .left.png and .right.png.
-    """
+    # Return the field whose extension is one of `extensions`, e.g. ".jpg", or else the one whose last extension is.
+    # Several such fields, as .left.png and .right.png, are an error.
     for extension, content in fields.items():
         if extension in extensions:
             return content

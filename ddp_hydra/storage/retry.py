@@ -84,9 +84,6 @@ def retry_while_full(
         retry_s: how long to retry.
         warn: gets a sentence when the waiting begins, and one when it is over.
         pause: called between two tries, with seconds.
-
-    Raises:
-        DiskFull: there was no space in time.
     """
     backoff = None
     while True:

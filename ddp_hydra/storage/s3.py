@@ -95,16 +95,9 @@ def check_name(name: str, setting: str | None) -> None:
 
 
 def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> Exception:
-    """Turn an error of the client into a builtin one that says what to type.
+    """Turn an error of obstore into a builtin one that says what to type; OSError for an unknown error.
 
-    Args:
-        error: raised by obstore.
-        bucket: the bucket that was asked.
-        key: the object, if the request was about one.
-
-    Returns:
-        FileNotFoundError, PermissionError, ConnectionError or ValueError; OSError for an unknown error. It is a kind
-        of `base.py` where another try may help.
+    It is a kind of `base.py` where another try may help. The request was about an object if there is a `key`.
     """
     full = str(error)
     text = full.split("\n\nDebug source")[0]

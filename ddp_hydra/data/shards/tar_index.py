@@ -297,12 +297,7 @@ def decode_field(extension: str, content: memoryview) -> Any:
 
 
 def missing_field(field: str, found: Iterable[str]) -> str:
-    """Return what is wrong with a sample that lacks a field.
-
-    Args:
-        field: what was asked for.
-        found: extensions of the fields that it has.
-    """
+    # Return what is wrong with a sample that lacks a field, and has those that were found.
     found = list(found)
     why = "the files of a sample have one name and follow each other, as tar --sort=name writes them"
     if any("." in extension.lstrip(".") for extension in found):
@@ -311,7 +306,7 @@ def missing_field(field: str, found: Iterable[str]) -> str:
 
 
 def not_a_class(extension: str, content: bytes | memoryview) -> str:
-    """Return what is wrong with a field that should hold a class number."""
+    # Return what is wrong with a field that should hold a class number.
     text = bytes(content[:40]).decode("utf-8", "replace")
     return f"its field {extension} holds {text!r}, and must hold the number of its class: 0, 1, 2, ..."
 
