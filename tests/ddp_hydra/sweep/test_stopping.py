@@ -236,7 +236,6 @@ class TestKilled:
         assert bool(sweep.queue) != is_stopped
         assert (job.row.state == JobState.stopped) == is_stopped
 
-
     def test_a_job_that_is_stopped_before_it_goes_on_is_stopped_in_the_tables(self, tmp_path, monkeypatch):
         monkeypatch.setattr("ddp_hydra.sweep.stopping.saved_step", lambda run_dir: 10)
         report(tmp_path / "1", 0.9, 0.8)
