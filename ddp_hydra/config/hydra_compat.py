@@ -12,6 +12,8 @@ from typing import Any
 
 import hydra
 from hydra import utils
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import InstantiationException
@@ -33,6 +35,17 @@ CONFIG_DIR = "--config-dir"
 
 logging.getLogger(utils.__name__).addFilter(lambda record: not record.getMessage().startswith("Error getting "))
 """Hydra logs each name that it doesn't find as what it was looked for first, also where the next look finds it."""
+
+
+def register(name: str, node: Any) -> None:
+    """Make a schema or config known to Hydra, unless it is already: 1.4 warns about a second time.
+
+    It is known already if this process took over the state of another one before it imported this.
+    """
+    store = ConfigStore.instance()
+    if store.get_type(f"{name}.yaml") == ObjectType.NOT_FOUND:
+        group, _, last = name.rpartition("/")
+        store.store(last, node, group=group or None, provider="ddp_hydra")
 
 
 def name_overrides(config: DictConfig, overrides: Sequence[Override]) -> None:

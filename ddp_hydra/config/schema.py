@@ -12,8 +12,6 @@ from enum import EnumType, StrEnum
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from hydra.core.config_store import ConfigStore
-from hydra.core.object_type import ObjectType
 from msgspec import Meta
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -24,7 +22,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
-from ddp_hydra.config import objective, redact
+from ddp_hydra.config import hydra_compat, objective, redact
 from ddp_hydra.config.limits import AtLeast0, AtLeast1, NonNegativeSeconds, PositiveSeconds, described
 from ddp_hydra.errors import ConfigError
 
@@ -191,15 +189,10 @@ def allowed(key: str) -> str:
 
 
 def register() -> None:
-    """Make the schemas known to Hydra as `base_config` and `base_<group>`, which no group offers as a choice.
-
-    They are known already if this process took over the state of another one: Hydra 1.4 warns about a second time.
-    """
-    store = ConfigStore.instance()
+    """Make the schemas known to Hydra as `base_config` and `base_<group>`, which no group offers as a choice."""
     schemas = {"config": Config, "trainer": TrainerConfig, "dispatch": DispatchConfig, "results": ResultsConfig}
     for name, node in schemas.items():
-        if store.get_type(f"base_{name}.yaml") == ObjectType.NOT_FOUND:
-            store.store(f"base_{name}", node, provider="ddp_hydra")
+        hydra_compat.register(f"base_{name}", node)
 
 
 def resolved(cfg: DictConfig) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
-from ddp_hydra.config import hydra_compat, schema
+from ddp_hydra.config import hydra_compat
 
 
 def refusing(*_: Any) -> None:
@@ -45,8 +45,9 @@ def test_a_target_that_is_not_there(target):
 
 
 @pytest.mark.usefixtures("hydra_restore_singletons")
-def test_a_schema_that_is_registered_twice_stays_as_it_was_first():
-    schema.register()
-    first = ConfigStore.instance().repo["base_trainer.yaml"]
-    schema.register()
-    assert ConfigStore.instance().repo["base_trainer.yaml"] is first
+def test_what_is_registered_twice_stays_as_it_was_first():
+    for value in (1, 2):
+        hydra_compat.register("one/more/config", {"a": value})
+        hydra_compat.register("one_more_config", {"a": value})
+    assert ConfigStore.instance().load("one/more/config.yaml").node == {"a": 1}
+    assert ConfigStore.instance().load("one_more_config.yaml").node == {"a": 1}
