@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.errors import CheckpointError, ConfigError
-from ddp_hydra.rank.world import World
+from ddp_hydra.rank.world import World, is_dense
 from ddp_hydra.training import plain_state
 from ddp_hydra.training.finite import STATISTICS, is_finite
 from ddp_hydra.training.plain_state import local
@@ -46,8 +46,9 @@ def can_be_sent(tensor: Tensor) -> bool:
 def overlaps(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() > span
+    axes = list(zip(tensor.shape, tensor.stride(), strict=True))
+    span = 1 + sum((size - 1) * stride for size, stride in axes)
+    return tensor.numel() > span or any(size > 1 and not stride for size, stride in axes)
 
 
 def left_out(module: nn.Module) -> dict[str, Tensor]:
@@ -59,7 +60,7 @@ def left_out(module: nn.Module) -> dict[str, Tensor]:
 def broadcast(tensors: Iterable[Tensor], world: World) -> None:
     # A collective. Sparse tensors stay as they are: all ranks have built the same, and no layer changes them in place.
     for tensor in tensors if world.size > 1 else ():
-        if can_be_sent(tensor):
+        if can_be_sent(tensor) and is_dense(tensor):  # gloo sends the memory from the first element on, gaps included
             world.send_from_rank_0(tensor)
         elif tensor.layout is torch.strided and not overlaps(tensor):
             content = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -215,19 +216,31 @@ def read_rows(model: nn.Module) -> None:
 
 
 class BufferCopy:
-    """A copy of the buffers of a model, which can be put back."""
+    """A copy of the buffers of a model, which can be put back.
+
+    A forward pass may write into a buffer, or give it another tensor, as `self.mean = 0.9 * self.mean + …` does.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.pairs = [(buffer, buffer.clone()) for buffer in model.buffers()]
+        self.owners = [module for module in model.modules() if module._buffers]
+        self.save()
 
     @torch.no_grad()
     def save(self) -> None:
-        for buffer, saved in self.pairs:
-            saved.copy_(buffer)
+        self.copies: dict[int, Tensor] = {}  # of each tensor, by its id; modules may share one
+        self.buffers = [dict(module._buffers) for module in self.owners]
+        for tensor in (one for buffers in self.buffers for one in buffers.values() if one is not None):
+            if id(tensor) not in self.copies:
+                self.copies[id(tensor)] = tensor.clone()
 
+    @torch.no_grad()
     def put_back(self) -> None:
-        for buffer, saved in self.pairs:
-            buffer.copy_(saved)
+        for module, buffers in zip(self.owners, self.buffers, strict=True):
+            for name, tensor in buffers.items():
+                if tensor is not None and overlaps(tensor):  # torch writes into none of these
+                    module._buffers[name] = self.copies[id(tensor)].clone()
+                else:
+                    module._buffers[name] = None if tensor is None else tensor.copy_(self.copies[id(tensor)])
 
 
 @contextmanager

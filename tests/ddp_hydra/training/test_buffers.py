@@ -56,6 +56,53 @@ def test_what_can_be_sent(name):
     assert not buffers.can_be_sent(ODD[name]())
     for kind in buffers.SENT:
         assert buffers.can_be_sent(torch.ones(2, 3, dtype=kind).T)
+    assert not buffers.can_be_sent(torch.arange(21.0)[::10].expand(2, 3))
+
+
+class Moving(nn.Module):
+    """Gives its buffers other tensors in each forward pass, as many write a moving average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("seen", None)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.inner = nn.Module()
+        self.inner.register_buffer("mean", self.mean)
+        self.inner.register_buffer("row", torch.zeros(1).expand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.seen = x.detach().sum(0)
+        self.count += 1
+        self.inner.row = self.mean[:1].expand(3)
+        return x - self.mean
+
+
+def test_a_copy_puts_back_what_a_forward_pass_has_assigned():
+    model: Any = Moving()
+    model(torch.ones(4, 2))
+    copy = buffers.BufferCopy(model)
+    for _ in range(2):
+        before = {name: value.clone() for name, value in model.named_buffers(remove_duplicate=False)}
+        tensor = model.mean
+        copy.save()
+        for _ in range(2):  # it is put back as often as it is asked for
+            model(torch.full((4, 2), float("nan")))
+            copy.put_back()
+            now = dict(model.named_buffers(remove_duplicate=False))
+            assert now.keys() == before.keys()
+            assert all(now[name].equal(value) for name, value in before.items())
+        assert model.mean is tensor
+        model(torch.ones(4, 2))
+
+
+def test_a_buffer_that_was_none_is_none_again():
+    model: Any = Moving()
+    with buffers.restored_buffers(model):
+        model(torch.ones(4, 2))
+        assert model.seen is not None
+    assert model.seen is None
 
 
 @in_world
@@ -77,6 +124,9 @@ def first_step(world: World) -> None:
     model.int16.fill_(number)
     buffers.broadcast(model.buffers(), world)
     assert model.int16.tolist() == [0, 0]
+    gaps = (torch.arange(10.0) + 10 * number)[::2]
+    buffers.broadcast([gaps], world)
+    assert gaps.tolist() == [0, 2, 4, 6, 8]
 
 
 @pytest.mark.integration
