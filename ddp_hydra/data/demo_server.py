@@ -73,18 +73,8 @@ class Seaweed:
     """A store with one empty bucket, in a process of its own, on loopback.
 
     Its ports are chosen by the system, so that several can run at once. Its files lie in a temporary folder that is
-    removed with it. It ends with `stop`, or with this process, also where that is killed.
-
-    Args:
-        bucket: the bucket's name.
-        credentials: access key and secret key; by default new ones for each store, so that others on this machine
-            can't read it.
-
-    Attributes:
-        endpoint_url: e.g. "http://127.0.0.1:40123".
-
-    Raises:
-        FileNotFoundError: SeaweedFS is not installed.
+    removed with it. It ends with `stop`, or with this process, also where that is killed. By default it has an access
+    key and a secret key of its own, so that others on this machine can't read it.
     """
 
     def __init__(self, bucket: str, credentials: tuple[str, str] | None = None) -> None:

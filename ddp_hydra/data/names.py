@@ -18,9 +18,7 @@ def is_leftover(path: str) -> bool:
     """Return whether a file was left by a system or a program: it is hidden, or has a name that they use.
 
     Names with a dot in front are hidden: `.DS_Store` and `._1.png` of macOS, `.ipynb_checkpoints` of Jupyter, `.git`.
-
-    Args:
-        path: of the file or folder, with slashes, below the folder that the user named: that one may be hidden.
+    The path begins below the folder that the user named: that one may be hidden.
     """
     if "/" not in path:
         return path.lower() in _NAMES or (path[:1] == "." and bool(path.strip(".")))

@@ -195,13 +195,10 @@ _ERASED_AREA, _ERASED_RATIO = (0.02, 0.33), (0.3, 3.3)
 
 
 def resize(pixels: np.ndarray, size: int, smooth: bool = True) -> np.ndarray:
-    """Resize an image to a square.
+    """Resize an image, uint8 (height, width, 3), to a square.
 
-    Args:
-        pixels: uint8 (height, width, 3).
-        size: side of the square, pixels.
-        smooth: average all pixels that become one, as torchvision does. Otherwise average the nearest four, which takes
-            half the time; images of twice the size or more would look rough, so these are smoothed anyway.
+    `smooth` averages all pixels that become one, as torchvision does. Else the nearest four are averaged, which takes
+    half the time; images of twice the size or more would look rough, so these are smoothed anyway.
     """
     if not smooth and min(pixels.shape[:2]) < 2 * size:
         return cv2.resize(pixels, (size, size))

@@ -66,21 +66,13 @@ def too_many(
 
 
 class BadSamples(ProcessLocal):
-    """The samples that were found bad in this process.
-
-    Args:
-        images: the `ImageDataset`.
-
-    Attributes:
-        reasons: {name: what is wrong}.
-        counts: {name of a shard: how many samples it has}.
-    """
+    """The samples of an `ImageDataset` that were found bad in this process."""
 
     def __init__(self, images: Any) -> None:
         self.images = images
-        self.reasons: dict[str, str] = {}
-        self.counts: dict[str, int] = {}
-        self._next: dict[int, int] = {}  # of each bad sample: the index that follows it, or its lost shard
+        self.reasons: dict[str, str] = {}  # {name: what is wrong}
+        self.counts: dict[str, int] = {}  # {name of a shard: how many samples it has}
+        self.next: dict[int, int] = {}  # {index of a bad sample: the index that follows it, or its lost shard}
         self._begin_process_state()
 
     def _set_process_state(self) -> None:
@@ -88,16 +80,12 @@ class BadSamples(ProcessLocal):
 
     @property
     def count(self) -> int:
-        return len(self._next)
-
-    def next_after(self, index: int) -> int | None:
-        # None: the sample is not known to be bad.
-        return self._next.get(index)
+        return len(self.next)
 
     def add(self, index: int, name: str, error: Exception) -> None:
         n_samples, max_fraction = len(self.images), self.images.max_bad_fraction
         with self._lock:
-            if index in self._next:
+            if index in self.next:
                 return  # another thread has noted it
             lost = range(index, index + 1)
             if isinstance(error, LostSamples):
@@ -105,7 +93,7 @@ class BadSamples(ProcessLocal):
                 self.counts[name] = error.count
             # They are read without the lock, so a bad sample's reason and count are there before it.
             self.reasons[name] = str(error)
-            self._next.update(dict.fromkeys(lost, lost.stop % n_samples))
+            self.next.update(dict.fromkeys(lost, lost.stop % n_samples))
         if self.count > max_fraction * n_samples:
             advice = self.images.advice_on_missing() if isinstance(error, FileNotFoundError) else ""
             where = f" of {self.images.where()}"

@@ -142,8 +142,8 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def error_of(self, index: int) -> str:
         """Return why a sample that was read is replaced by another; "" if it is not."""
-        is_good = self._bad.next_after(index) is None
-        return "" if is_good else self.bad.get(self.name(index), "its shard can't be read")
+        is_bad = index in self._bad.next
+        return self.bad.get(self.name(index), "its shard can't be read") if is_bad else ""
 
     @property
     def bad(self) -> dict[str, str]:
@@ -208,10 +208,10 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def good_from(self, index: int) -> int:
         bad = self._bad
-        while (behind := bad.next_after(index)) is not None:
+        while index in bad.next:
             if bad.count >= len(self):
                 raise TooManyBadSamplesError(f"no image of {self.where()} can be decoded: {examples(bad.reasons)}")
-            index = behind
+            index = bad.next[index]
         return index
 
     def note_bad(self, index: int, error: Exception, in_a_row: int) -> None:

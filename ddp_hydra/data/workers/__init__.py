@@ -2,10 +2,6 @@
 
 A process that trains has threads, a process group and a GPU, so it can't be forked. Its helper was taken before it had
 any of these, or is a program of its own that has imported torch, and forks the workers.
-
-`helper.py` is that process, `context.py` what a DataLoader needs of multiprocessing to start its workers there,
-`worker.py` what runs in a worker and how a batch comes back without being copied into a message, `loader.py` the
-DataLoader.
 """
 
 from ddp_hydra.data.workers.helper import open_files, take_helper
