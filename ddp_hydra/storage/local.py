@@ -78,12 +78,13 @@ class LocalFolder(Store):
                 try:
                     found = os.stat(path)  # noqa: PTH116 (a million path objects would take ten times as long)
                 except OSError as error:
-                    if not Path(path).is_symlink():
+                    if Path(path).is_symlink():
+                        yield path[inside:], 0
+                    else:
                         note(error)
-                        continue
-                    found = None
-                if found is None or stat.S_ISREG(found.st_mode):
-                    yield path[inside:].replace(os.sep, "/"), found.st_size if found else 0
+                else:
+                    if stat.S_ISREG(found.st_mode):
+                        yield path[inside:], found.st_size
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
         if self.setting is not None or not isinstance(error, OSError) or error.errno is None:
