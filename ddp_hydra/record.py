@@ -228,11 +228,7 @@ class Record(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def decode(cls, line: bytes | str) -> Record:
-        """Read one line of JSON. It comes from a rank, so all of it is checked.
-
-        Raises:
-            RecordError: the line is not a record, or a path leaves the run directory.
-        """
+        """Read one line of JSON. It comes from a rank, so all of it is checked."""
         found: Any = None
         try:
             found = json.loads(line)
@@ -248,11 +244,7 @@ def begins(line: bytes, kind: type[Data]) -> bool:
 
 
 def check_path(path: str) -> PurePosixPath:
-    """Return `path` if it stays inside the run directory.
-
-    Raises:
-        RecordError: it is absolute, leaves the run directory with `..`, is hidden, or has unusual characters.
-    """
+    """Return `path` if it stays inside the run directory, is not hidden, and has no unusual characters."""
     pure = PurePosixPath(path if isinstance(path, str) else "")
     hidden = [part for part in pure.parts if part.startswith(".") and part != METADATA]
     is_inside = bool(pure.parts) and not pure.is_absolute() and not hidden
@@ -265,11 +257,7 @@ def check_path(path: str) -> PurePosixPath:
 
 
 def check_submitted(path: str, rank: int) -> PurePosixPath:
-    """Return the path of a file that a user's code submits, if it is in a folder of its own.
-
-    Raises:
-        RecordError: it is not allowed, lies in the run directory itself, or in a folder that belongs to the run.
-    """
+    """Return the path of a file that a user's code submits, if it is in a folder of its own."""
     pure = check_path(path)
     # On some file systems, Checkpoints and checkpoints are the same name.
     if len(pure.parts) < 2 or pure.parts[0].casefold() in RESERVED:

@@ -101,24 +101,16 @@ _process = _Process()
 
 
 def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: float = 0.0) -> None:
-    """Send this process's records through `sender`.
+    """Send this process's records through `sender`, None if nobody reads them.
 
-    Args:
-        sender: None if nobody reads records, or does so no longer.
-        rank: rank of this process.
-        attempt: number of the gang's attempt, from 0.
-        retry_s: how long to wait for space when the disk of the outbox is full.
+    A full disk of the outbox is waited for as long as `retry_s`.
     """
     global _process
     _process = _Process(sender, rank, attempt, retry_s)
 
 
 def reserve(check_names: Callable[[Iterable[str]], None]) -> None:
-    """Let `log` refuse names, and `submit` the run's own files, until the next `connect`: this process trains a job.
-
-    Args:
-        check_names: raises for names of metrics that this process may not log.
-    """
+    """Let `log` refuse names by `check_names`, and `submit` the run's own files: this process trains a job."""
     _process.check_names = check_names
 
 
@@ -333,12 +325,7 @@ def submit_file(
 ) -> None:
     """Let `write` create a file in the outbox, and send it. The reader deletes it after fetching it.
 
-    Args:
-        path: relative to the run directory.
-        write: writes the file to the path that it is given. If it returns a NotingFile by which it has written all, the
-            file is not read again for its sha256.
-        step: optimizer steps done.
-        checkpoint: what the manifest says of it, if the file is one.
+    If `write` returns a NotingFile by which it has written all, the file is not read again for its sha256.
 
     Raises:
         RecordError: `path` is not a relative path inside the run directory.
@@ -419,11 +406,7 @@ def _outbox_file(path: str, write: Callable[[Path], Any], checkpoint: Checkpoint
 def with_room(write: Callable[[], T]) -> T:
     """Write into the outbox or into its folder. While the disk is full, wait and try again, and say so.
 
-    Args:
-        write: leaves nothing behind if it fails.
-
-    Raises:
-        DiskFull: there was no space for it during the time that `connect` was given.
+    `write` leaves nothing behind if it fails. DiskFull: there was no space for it in the time that `connect` was given.
     """
     folder = _sender().outbox
     return retry.retry_while_full(write, lambda: retry.describe_full_folder(folder), _process.retry_s, warn, _wait)
