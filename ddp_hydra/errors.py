@@ -1,22 +1,5 @@
 """Defines everything that ddp_hydra raises on purpose, and how the failure of a rank is described.
 
-DdpHydraError
-├── ConfigError            the composed config cannot be a job
-│   └── TakenOver          another driver writes the results of this run
-├── ClusterError           no cluster, or not enough workers in time
-│   └── SchedulerLost      the scheduler has ended, or the connection to it is lost
-├── RecordError            a record is malformed, or its path leaves the run directory
-├── CheckpointError        a checkpoint is missing, damaged, or not for this model
-├── DataError              too much of a data set cannot be read
-├── OutOfMemory            a rank's memory, or its GPU's, is full
-├── DiskFull               a worker's temporary folder stays full
-├── NonFiniteLoss          a loss, gradient or weight is NaN or infinite, and trainer.on_nonfinite ends the job
-├── SweepFailed            some jobs of a sweep failed
-├── RunFailed              a run that another process executed failed; its summary.json has the reason
-└── RankFailed             a rank raised, exited, was killed, was lost with its worker, or hung
-
-Interrupted, a KeyboardInterrupt, is an end that was requested.
-
 Each message says what was given, what is allowed or was found, and what to type; the command line shows it without
 a traceback. Workers and ranks load this module, too, so it imports little.
 """
@@ -80,7 +63,7 @@ class OutOfMemory(DdpHydraError):
 
 
 class NonFiniteLoss(DdpHydraError):
-    """The loss is NaN or infinite.
+    """A loss, gradient or weight is NaN or infinite, and trainer.on_nonfinite ends the job.
 
     Args:
         message: one sentence for a person.

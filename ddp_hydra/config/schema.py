@@ -27,15 +27,10 @@ from ddp_hydra.config.limits import AtLeast0, AtLeast1, NonNegativeSeconds, Posi
 from ddp_hydra.errors import ConfigError
 
 Precision = StrEnum("Precision", ["fp32", "tf32", "bf16", "fp16", "fp8"])
-"""Arithmetic of the forward pass."""
 Device = StrEnum("Device", ["auto", "cpu", "cuda"])
-"""Device to train on; auto takes the GPU if there is one."""
 Direction = StrEnum("Direction", ["maximize", "minimize"])
-"""Whether more or less of the objective is better."""
 Backend = StrEnum("Backend", ["auto", "gloo", "nccl"])
-"""Backend of the process group; auto takes NCCL for GPUs and gloo otherwise."""
 OnNonFinite = StrEnum("OnNonFinite", ["abort", "skip", "rollback"])
-"""What happens after a step whose loss or gradient is not finite."""
 CompileMode = StrEnum(
     "CompileMode",
     {
@@ -46,9 +41,7 @@ CompileMode = StrEnum(
         "max_autotune_no_cudagraphs": "max-autotune-no-cudagraphs",
     },
 )
-"""`mode` of torch.compile; `block` compiles each block of the model by itself."""
 Handler = StrEnum("Handler", ["client", "cluster"])
-"""Where the writers run: where the command was typed, or on the cluster's side."""
 
 
 @dataclass

@@ -258,7 +258,7 @@ class Ray(Manager):
         environment = dict(self.arguments.get("runtime_env") or {})
         if cfg.get("pip") and self.arguments.get("address"):
             environment.setdefault("pip", list(cfg.pip))
-        self.arguments["runtime_env"] = environment
+        self.arguments |= {"runtime_env": environment, "keep": self.keep}
 
     def check(self) -> None:
         super().check()
@@ -266,10 +266,6 @@ class Ray(Manager):
             raise ClusterError(
                 "cluster.keep=true: give the address of a Ray that stays: `ray start --head`, cluster.address=auto"
             )
-
-    def open(self) -> Any:
-        self.arguments["keep"] = self.keep
-        return super().open()
 
     def explain(self, error: BaseException) -> str:
         name = self.arguments.get("name")
