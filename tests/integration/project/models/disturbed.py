@@ -45,12 +45,11 @@ class KillAtCall(Callback):
 
     def __init__(self, rank: int) -> None:
         self.rank, self.left = rank, results._process.attempt + 1
-        self.saves: list[threading.Thread] = []
 
     def on_start(self, run: RunView) -> None:
         """Count calls."""
         if run.rank == self.rank:
-            self.before = 2 if run.step == 0 else 0
+            self.saver, self.number = run._run.checkpoints, 3 if run.step == 0 else 1
             for owner, name in CALLS:
                 setattr(owner, name, self.counted(name, getattr(owner, name)))
 
@@ -58,10 +57,8 @@ class KillAtCall(Callback):
         """Return a call that may be the last one; a write is cut in half then."""
 
         def counting(*args: Any, **options: Any) -> Any:
-            here = threading.current_thread()
-            if here.name == "checkpoint" and here not in self.saves:
-                self.saves.append(here)
-            if here in self.saves[self.before : self.before + 1] and is_counted(name, *args):
+            is_in_save = threading.current_thread().name.startswith("checkpoint")
+            if is_in_save and self.saver.number == self.number and is_counted(name, *args):
                 self.left -= 1
                 if self.left == 0:
                     if name == "_write":
