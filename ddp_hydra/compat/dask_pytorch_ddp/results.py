@@ -9,7 +9,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import MutableMapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 from uuid import uuid4
 
@@ -45,8 +45,7 @@ class FileInbox:
         self._receiver = FileReceiver(fetch)
         self._lock = threading.Lock()
         self._folders: dict[str, Path] = {}
-        self._kept = Path(tempfile.mkdtemp(prefix="ddp_hydra-"))
-        weakref.finalize(self, shutil.rmtree, self._kept, ignore_errors=True)
+        self._kept: Path | None = None
         self._kept_bytes = 0
 
     def receive(self, record: Record) -> None:
@@ -63,11 +62,10 @@ class FileInbox:
         with self._lock:
             target, more = self._folders.get(folder), 0
             if target is None:
-                before = self._kept / path
-                more = file.size - (before.stat().st_size if before.is_file() else 0)
+                more = file.size - self._size_of(path)
                 if self._kept_bytes + more > KEPT_BYTES and file.source is not None:
                     return  # the gang counts it as dropped
-                target = self._kept / folder
+                target = self._keep() / folder
             with writing(target):
                 target.mkdir(parents=True, exist_ok=True)
             self._receiver.receive(record, prepared_path(target, "/".join(parts)))
@@ -78,13 +76,30 @@ class FileInbox:
         with self._lock:
             with writing(target):
                 target.mkdir(parents=True, exist_ok=True)
-                kept = self._kept / folder
-                for file in sorted(path for path in kept.rglob("*") if path.is_file()):
-                    path = prepared_path(target, file.relative_to(kept).as_posix())
-                    self._kept_bytes -= file.stat().st_size
-                    shutil.move(file, path)
-                shutil.rmtree(kept, ignore_errors=True)
+                if self._kept is not None:
+                    self._move(self._kept / folder, target)
             self._folders[folder] = target
+
+    def _move(self, kept: Path, target: Path) -> None:
+        """Move the files of a handler, and remove the temporary folder if it had no other ones."""
+        for file in sorted(path for path in kept.rglob("*") if path.is_file()):
+            path = prepared_path(target, file.relative_to(kept).as_posix())
+            self._kept_bytes -= file.stat().st_size
+            shutil.move(file, path)
+        shutil.rmtree(kept, ignore_errors=True)
+        if not any(kept.parent.iterdir()):
+            kept.parent.rmdir()
+            self._kept = None
+
+    def _size_of(self, path: PurePosixPath) -> int:
+        file = self._kept / path if self._kept is not None else None
+        return file.stat().st_size if file is not None and file.is_file() else 0
+
+    def _keep(self) -> Path:
+        if self._kept is None:
+            self._kept = Path(tempfile.mkdtemp(prefix="ddp_hydra-"))
+            weakref.finalize(self, shutil.rmtree, self._kept, ignore_errors=True)
+        return self._kept
 
 
 class DaskResultsHandler:
