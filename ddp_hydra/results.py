@@ -368,7 +368,7 @@ def checkpoint(
         except (pickle.PickleError, AttributeError, TypeError) as error:
             raise RecordError(
                 f"the checkpoint of step {step} holds more than tensors, numbers, texts and lists or dicts of them "
-                f"({str(error).splitlines()[0]}): give the state_dict() of each object"
+                f"({(str(error).splitlines() or [''])[0]}): give the state_dict() of each object"
             ) from None
 
     numbers = {name: _number(name, value) for name, value in (metrics or {}).items()}

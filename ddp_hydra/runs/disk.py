@@ -170,7 +170,7 @@ def remove(run: str) -> Removal:
 
 
 def written_by_run(files: RunFiles) -> Callable[[str], object]:
-    known = set(files.read(SUBMITTED).decode(errors="replace").splitlines())
+    known = set(files.read(SUBMITTED).decode(errors="replace").split("\n"))
     with contextlib.suppress(ValueError):  # there is none, or it is broken
         entries = manifest.decode_manifest(files.read(f"{manifest.FOLDER}/{manifest.NAME}")).checkpoints
         known |= {

@@ -104,7 +104,8 @@ class Counting:
             found: Tensor = self.whole(prediction, target)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if reason := self._mistake(prediction, target):
-                raise ConfigError(f"{reason} ({type(error).__name__}: {str(error).splitlines()[0]:.200})") from error
+                said = " ".join(str(error).splitlines()[:1])
+                raise ConfigError(f"{reason} ({type(error).__name__}: {said:.200})") from error
             raise
         return found
 

@@ -150,7 +150,7 @@ class EvalMetrics:
                 raise ConfigError(
                     f"metrics.{name} ({type(metric).__name__}) does not take what {type(task).__name__} predicts, "
                     f"{described(step.prediction)}, with targets of {described(step.target)} ({type(error).__name__}: "
-                    f"{str(error).splitlines()[0]:.200}): give it other arguments, or '~metrics.{name}'"
+                    f"{(str(error).splitlines() or [''])[0]:.200}): give it other arguments, or '~metrics.{name}'"
                 ) from error
 
     def result(self, are_few: bool = False) -> dict[str, float]:

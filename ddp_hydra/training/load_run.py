@@ -337,12 +337,14 @@ def refuse_targets(
                 f"machine's environment. Type {key}=<value>, or trust=true if you trust it"
             )
     for key, value in redact.values_of(OmegaConf.to_container(cfg)):
-        group, name = key.partition(".")[0], key.rpartition(".")[2]
+        *around, name = key.split(".")
+        group = key.partition(".")[0]
         if group not in BUILT or group in groups or is_typed(key, value):
             continue
         # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
         is_hidden = isinstance(value, str) and "${" in value
-        runs_code = name in RUNS_CODE and RUNS_CODE[name](value)
+        # A list or a dict of anything is true, and may name a kernel.
+        runs_code = (name in RUNS_CODE and RUNS_CODE[name](value)) or not RUNS_CODE.keys().isdisjoint(around)
         if is_hidden or runs_code or (name == "_target_" and not _is_known(str(value))):
             raise ConfigError(
                 f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may name classes of "

@@ -186,7 +186,7 @@ class FileWriter:
     def _list(self, path: str) -> None:
         file = self._run_dir / SUBMITTED
         if self._listed is None:
-            self._listed = set(file.read_text().splitlines()) if file.exists() else set()
+            self._listed = set(file.read_text().split("\n")) if file.exists() else set()
         if path not in self._listed:
             with writing(file), file.open("a") as listed:
                 listed.write(f"{path}\n")

@@ -246,7 +246,7 @@ class FSDP2(Parallel):
             yield
         except (RuntimeError, AssertionError) as error:
             if advice := next((what for pattern, what in known.items() if re.search(pattern, str(error))), None):
-                where = text.raised_at(error) or str(error).splitlines()[0]
+                where = text.raised_at(error) or (str(error).splitlines() or [""])[0]
                 raise ConfigError(f"{KIND}: {advice}. Torch said: {where}") from error
             raise
 

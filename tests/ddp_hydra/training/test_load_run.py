@@ -65,6 +65,27 @@ def test_a_lone_checkpoint_builds_what_is_known_only(target):
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        {"trust_remote_code": True}, {"trust_remote_code": [False]}, {"trust_remote_code": {"a": 0}},
+        {"weights_only": False}, {"weights_only": {}}, {"weights_only": []}, {"use_kernels": [0]},
+        {"attn_implementation": "user/kernel"}, {"attn_implementation": {"": "user/kernel"}},
+        {"more": {"trust_remote_code": [[True]]}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_lone_checkpoint_lets_no_file_run_code(options):
+    cfg = OmegaConf.create({"model": {"_target_": "torch.nn.Linear", **options}})
+    with pytest.raises(ConfigError, match=r"^model\..* is from .* Type trust=true"):
+        refuse_targets(cfg, {})
+
+
+def test_options_that_run_nothing_are_taken():
+    options = {"trust_remote_code": False, "weights_only": True, "attn_implementation": "sdpa", "use_kernels": []}
+    refuse_targets(OmegaConf.create({"model": {"_target_": "torch.nn.Linear", **options}}), {})
+
+
+@pytest.mark.parametrize(
     "target",
     [
         "torch.nn.MSELoss", "torchvision.models.resnet18", "torchvision.transforms.v2.MixUp", "models.resnet.resnet18",
