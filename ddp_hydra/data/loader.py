@@ -40,7 +40,6 @@ class MicroBatch:
 
     batch: Any  # as the data set makes it, on the device
     size: int  # samples
-    share: float  # of the step's samples on this rank, 0..1
     last: bool  # it is the step's last micro-batch
 
 
@@ -184,9 +183,8 @@ class Loader:
 
 def micro_batches_of(pieces: Sequence[Sequence[Any]], loaded: Iterable[Any]) -> Iterator[MicroBatch]:
     # loaded: the batches of the pieces, and maybe others behind them, which are not taken.
-    total = sum(map(len, pieces))
     for number, (piece, batch) in enumerate(zip(pieces, loaded, strict=False), start=1):
-        yield MicroBatch(batch, len(piece), share=len(piece) / total, last=number == len(pieces))
+        yield MicroBatch(batch, len(piece), last=number == len(pieces))
 
 
 def split(batch: list[int], parts: int) -> list[list[int]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -55,7 +57,7 @@ _EXPLAINED = (TemporaryError, StaleCredentialsError, ObjectChangedError, NotImpl
 
 
 class ProcessLocal:
-    """Leaves what `_set_process_state` sets out of pickles: each process sets it anew.
+    """Leaves what `_set_process_state` sets out of pickles and forks: each process sets it anew.
 
     A subclass calls `_begin_process_state` where it is built.
     """
@@ -64,6 +66,7 @@ class ProcessLocal:
         known = set(vars(self))
         self._set_process_state()
         self._process_state = set(vars(self)) - known
+        _process_local[id(self)] = self
 
     def _set_process_state(self) -> None:
         raise NotImplementedError
@@ -74,6 +77,21 @@ class ProcessLocal:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._set_process_state()
+        _process_local[id(self)] = self
+
+
+_process_local: weakref.WeakValueDictionary[int, ProcessLocal] = weakref.WeakValueDictionary()
+_of_parent: list[dict[str, Any]] = []
+"""Keeps what a fork does not use: connections that it would close are its parent's."""
+
+
+def _begin_fork() -> None:
+    for item in list(_process_local.values()):  # its locks may be held by threads that a fork does not copy
+        _of_parent.append(dict(vars(item)))
+        item._set_process_state()
+
+
+os.register_at_fork(after_in_child=_begin_fork)
 
 
 class Counters(ProcessLocal):

@@ -67,7 +67,6 @@ class FsspecStore(Store):
 
     def _set_process_state(self) -> None:
         super()._set_process_state()
-        self._pid = os.getpid()
         self._of_threads = threading.local()
         self._taken: Any = None
 
@@ -160,8 +159,6 @@ class FsspecStore(Store):
         return f"{self._inside}{key}" if key else self._inside.rstrip("/") or self._inside
 
     def _client(self) -> Any:
-        if self._pid != os.getpid():  # this process was forked
-            self._set_process_state()
         opened = super()._client()
         if opened.async_impl:
             return opened

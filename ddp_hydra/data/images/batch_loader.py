@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
 import threading
 import time
@@ -146,7 +145,6 @@ class BatchLoader:
     """
 
     def __init__(self, images: Any, threads: int, decoders: int, memory: int) -> None:
-        self.pid = os.getpid()
         self._images = images
         self._memory = MemoryBudget(memory)
         self._fetching = ThreadPoolExecutor(threads, "images")
@@ -220,7 +218,7 @@ class BatchLoader:
             tell = partial(made.set_result, sample)
         self._memory.give(n_bytes)
         self._images.count(decode_s=time.perf_counter() - begin)
-        tell()  # last, so that no fork that follows copies a lock that is held
+        tell()  # last: a batch that is there has been counted
 
     def close(self) -> None:
         self._closing = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import random
 import threading
 from abc import ABC, abstractmethod
@@ -319,7 +318,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
 
     def _get_loader(self) -> BatchLoader:
         with self._lock:
-            if self._loader is None or self._loader.pid != os.getpid():  # a fork does not copy threads
+            if self._loader is None:
                 decoders = self.decoders or cores_per_rank()
                 self._loader = BatchLoader(self, self.threads, decoders, int(self.memory_mb * 2**20))
             return self._loader

@@ -78,7 +78,6 @@ class ShardCache(ProcessLocal):
 
     def _set_process_state(self) -> None:
         self.held: dict[int, OpenShard] = {}
-        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._opening: dict[int, threading.Lock] = {}
         self._bad: dict[int, tuple[type[ValueError | FileNotFoundError], str]] = {}
@@ -95,7 +94,6 @@ class ShardCache(ProcessLocal):
     def open(self, number: int) -> OpenShard:
         if (held := self.held.get(number)) is not None:
             return held
-        self._check_process()
         self._prefetcher.note_started(number)  # the next shards need not wait for this one
         with self._opening.setdefault(number, threading.Lock()):
             if (held := self.held.get(number)) is not None:
@@ -148,7 +146,6 @@ class ShardCache(ProcessLocal):
     def expect(self, order: Sequence[int]) -> None:
         # Say which shards will be needed, so that they are downloaded before that.
         # order: their numbers in the order of their use, each once.
-        self._check_process()
         needed = [number for number in order if self._names[number]]
         self._prefetcher.expect(needed)
         if needed and self._prefetcher.depth:
@@ -167,10 +164,6 @@ class ShardCache(ProcessLocal):
         self._prefetcher.close()
         self._index_saver.shutdown(cancel_futures=True)
         self._close_others(())
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():  # this process was forked: the parent's threads do not run here
-            self._set_process_state()
 
     def _close_others(self, kept: Container[int]) -> None:
         with self._lock:
@@ -321,8 +314,8 @@ class ShardCache(ProcessLocal):
                     os.close(part)
         except _NoSpaceError:
             return False
-        except (OSError, ValueError, RuntimeError):
-            pass  # it is raised again when the shard is needed
+        except Exception:
+            return True  # it is raised again when the shard is needed
         return True
 
     def _folder(self) -> ShardFolder:

@@ -137,7 +137,7 @@ def test_samples_and_tokens_count_once_whatever_the_updates_of_a_step():
     for updates in (["generator", "critic"], ["critic"]):
         for update in updates:
             for size in (3, 2):
-                monitor.count(MicroBatch(torch.zeros(size, 7, dtype=torch.long), size, 0.5, size == 2), update)
+                monitor.count(MicroBatch(torch.zeros(size, 7, dtype=torch.long), size, size == 2), update)
         monitor.after_step()
     assert (profiler.samples, monitor.tokens) == (10, 70)
 
