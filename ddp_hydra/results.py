@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import os
 import pickle
 import socket
 import sys
@@ -98,6 +99,16 @@ class _Process:
 
 
 _process = _Process()
+
+
+def _begin_fork() -> None:
+    # A thread that a fork does not copy may hold these.
+    _process.lock = threading.Lock()
+    if isinstance(_process.sender, SocketSender):
+        _process.sender.lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_fork)
 
 
 def connect(sender: Sender | None, rank: int = 0, attempt: int = 0, retry_s: float = 0.0) -> None:

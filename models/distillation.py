@@ -31,7 +31,7 @@ class Distillation(Classification):
     def step(self, model: Any, batch: Any) -> Step:
         """Add the distance to the teacher's answers to the loss."""
         x, y = self.mixed(batch)  # once: both models see the same
-        step = self._counted(self.counting, model(x), y)
+        step = self.counted(self.counting, model(x), y)
         with torch.no_grad():
             goal = (self.teacher(x) / self.temperature).softmax(-1)
         answer = (step.prediction / self.temperature).log_softmax(-1)

@@ -56,7 +56,7 @@ class Classification(Task):
     def step(self, model: Any, batch: Any) -> Step:
         """Mix the samples, and compute the loss."""
         x, y = self.mixed(batch)
-        return self._counted(self.counting, output_of(model, x), y)
+        return self.counted(self.counting, output_of(model, x), y)
 
     def mixed(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of a micro-batch, mixed."""
@@ -79,9 +79,10 @@ class Classification(Task):
     def validation_step(self, model: Any, batch: Any) -> Step:
         """Compute the loss of samples as they are."""
         x, y = pair(batch)
-        return self._counted(self.validation_counting, output_of(model, x), y)
+        return self.counted(self.validation_counting, output_of(model, x), y)
 
-    def _counted(self, counting: Counting, prediction: Tensor, y: Tensor) -> Step:
+    def counted(self, counting: Counting, prediction: Tensor, y: Tensor) -> Step:
+        """Compute the loss and the accuracy of a prediction; `counting` is of the training or of the validation."""
         loss = counting.loss(prediction, y)
         with torch.no_grad():
             n = counting.n(prediction, y)

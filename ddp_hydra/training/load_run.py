@@ -343,8 +343,10 @@ def refuse_targets(
             continue
         # A text that is an interpolation only now was hidden from OmegaConf by a backslash.
         is_hidden = isinstance(value, str) and "${" in value
-        # A list or a dict of anything is true, and may name a kernel.
-        runs_code = (name in RUNS_CODE and RUNS_CODE[name](value)) or not RUNS_CODE.keys().isdisjoint(around)
+        # A list or a dict of anything is true; only attentions are named by a dict, one for each part of a model.
+        runs_code = (name in RUNS_CODE and RUNS_CODE[name](value)) or any(
+            one != "attn_implementation" or RUNS_CODE[one](value) for one in RUNS_CODE.keys() & set(around)
+        )
         if is_hidden or runs_code or (name == "_target_" and not _is_known(str(value))):
             raise ConfigError(
                 f"{key}={value} is from a checkpoint that is a lone file or from a URL: its config may name classes of "

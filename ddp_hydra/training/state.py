@@ -6,7 +6,7 @@ of random generators: the order of samples, their augmentation and the seed of e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
@@ -155,7 +155,7 @@ class TrainingState:
     def restore(self, content: dict[str, Any], is_own: bool = False) -> None:
         # `is_own`: nothing else uses its tensors.
         self.parallel.load(content)
-        averaged = content.get("ema")
+        averaged, weights_then = content.get("ema"), content["model"]
         # A copy: an optimizer changes the tensors that it is given, and these may lie in a file.
         others = {name: part for name, part in content.items() if name not in ("model", "ema")}
         if not is_own:
@@ -165,10 +165,13 @@ class TrainingState:
         content = plain_state.decode({**others, "ema": averaged})
         try:
             names, saved = self.parallel.names(self.extras.get("loss")), content["optimizer"]
+            retyped = {
+                one for one, name in names.items() if getattr(weights_then.get(name), "dtype", one.dtype) != one.dtype
+            }
             for name, optimizer in each(self.optimizer):
                 needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds to the defaults
                 numbered = by_numbers(optimizer, names, saved[name] if name else saved)
-                optimizer.load_state_dict(self.parallel.shard_slots(optimizer, numbered))
+                load_slots(optimizer, self.parallel.shard_slots(optimizer, numbered), retyped)
                 for group in optimizer.param_groups:
                     if missing := needed - group.keys():
                         raise ValueError(f"it has no {', '.join(sorted(missing))}")
@@ -254,6 +257,31 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
     ]
     slots = {numbers[name]: slots for name, slots in state["state"].items()} | state.get("others", {})
     return {key: part for key, part in state.items() if key != "others"} | {"state": slots, "param_groups": fitted}
+
+
+def load_slots(optimizer: Optimizer, state: dict[str, Any], retyped: Container[nn.Parameter]) -> None:
+    # torch gives what it loads the type of its parameter. What the optimizer kept in another one, as moments of 32 bits
+    # of parameters of 16, gets that again.
+    # retyped: parameters that have another type than in the checkpoint.
+    optimizer.load_state_dict(state)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict or not _is_by_numbers(state, len(parameters)):
+        return
+    for number, parameter in enumerate(parameters):
+        slots, loaded = state["state"].get(number), optimizer.state.get(parameter)
+        if isinstance(slots, dict) and isinstance(loaded, dict) and parameter not in retyped:
+            # `step` has the type that this optimizer needs now.
+            loaded |= {name: _with_types(loaded[name], slots[name]) for name in loaded.keys() & slots.keys() - {"step"}}
+
+
+def _with_types(loaded: Any, saved: Any) -> Any:
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        return {name: _with_types(value, saved.get(name)) for name, value in loaded.items()}
+    if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+        return type(loaded)(map(_with_types, loaded, saved))
+    return loaded
 
 
 def _first(groups: Iterable[Sequence[str]]) -> str:

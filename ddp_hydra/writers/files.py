@@ -383,12 +383,12 @@ class JsonLinesWriter:
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._file = AppendFile(self._path, ends_with=b"\n")
-        self._attempt = 0
+        self._attempt = self._begun = 0
 
     def write(self, record: Record) -> None:
         if isinstance(record.data, Start) and record.rank == 0 and record.attempt >= self._attempt:
-            self._attempt = record.attempt
-            self._cut(record.step or 0)
+            self._attempt, self._begun = record.attempt, record.step or 0
+            self._cut(self._begun or -1)  # a run that starts from step 0 logs again what it logs before its first step
         if not isinstance(record.data, Metrics) or record.attempt < self._attempt:
             return
         line: dict[str, Any] = {
@@ -402,16 +402,25 @@ class JsonLinesWriter:
         own = line.keys() | {"rank"}
         for name, value in finite(record.data.metrics).items():
             line[f"metrics/{name}" if name in own else name] = value
-        self._file.append(json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+        # An earlier attempt may have ended between this step and its validation.
+        if record.step != self._begun or not self._cut(self._begun, line):
+            self._file.append(_encoded(line))
 
-    def _cut(self, step: int) -> None:
-        """Remove the lines after a step, and the incomplete line of a process that was killed.
+    def _cut(self, last: int, more: dict[str, Any] | None = None) -> bool:
+        """Remove the lines after step `last`, and the incomplete line of a process that was killed.
 
         Only the end of the file is read, as far as lines are removed: a long run has gigabytes of lines.
+
+        Args:
+            last: the step.
+            more: a line of this step to append, joined with what earlier attempts wrote of it and of its rank.
+
+        Returns:
+            Whether the file was changed.
         """
         if not self._path.exists():
-            return
-        last, length = step or -1, _PIECE  # a run that starts from step 0 logs again what it logs before its first step
+            return False
+        length = _PIECE
         with writing(self._path), self._path.open("rb") as file:
             while True:
                 begin = max(0, file.seek(0, os.SEEK_END) - length)
@@ -422,17 +431,29 @@ class JsonLinesWriter:
                 if not begin or (len(lines) > 1 and all(stays[: len(stays) // 2])):
                     break
                 length *= 2
+            joined: dict[str, Any] = {}
+            for number, earlier in enumerate(map(json_object, lines) if more else ()):
+                if more and all(earlier.get(name) == more.get(name) for name in ("step", "rank")):
+                    joined |= earlier
+                    stays[number] = False
             if all(stays):
-                return
+                return False
             self._file.close()
             with replacing(self._path) as part:
                 shutil.copyfile(self._path, part)
                 os.truncate(part, begin)
                 with part.open("ab") as rest:
                     rest.writelines(compress(lines, stays))
+                    if more:
+                        rest.write(_encoded(joined | more))
+        return True
 
     def close(self) -> None:
         self._file.close()
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _is_until(last: int, line: bytes) -> bool:

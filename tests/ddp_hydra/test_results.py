@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import signal
 import threading
 from pathlib import Path
 
@@ -219,3 +221,12 @@ def test_json_has_no_word_for_nan():
         "c": None,
         "d": -0.5,
     }
+
+
+def test_a_fork_logs_while_a_thread_of_its_parent_holds_the_lock():
+    with results._process.lock:
+        if not (pid := os.fork()):
+            signal.alarm(60)  # in place of waiting for ever
+            results.log_mean(a=1.0)
+            os._exit(0 if results.take_means() == {"a": (1.0, 1)} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -46,9 +46,15 @@ def can_be_sent(tensor: Tensor) -> bool:
 def overlaps(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.numel():
         return False
-    axes = list(zip(tensor.shape, tensor.stride(), strict=True))
-    span = 1 + sum((size - 1) * stride for size, stride in axes)
-    return tensor.numel() > span or any(size > 1 and not stride for size, stride in axes)
+    axes = zip(tensor.shape, tensor.stride(), strict=True)
+    return is_expanded(tensor) or tensor.numel() > 1 + sum((size - 1) * stride for size, stride in axes)
+
+
+def is_expanded(tensor: Tensor) -> bool:
+    # No operation writes into such a tensor.
+    if tensor.layout is not torch.strided:
+        return False
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def left_out(module: nn.Module) -> dict[str, Tensor]:
@@ -82,8 +88,11 @@ def statistics(model: nn.Module) -> Iterator[Tensor]:
 def average(tensors: Iterable[Tensor], world: World) -> None:
     # A collective.
     for tensor in tensors:
-        world.reduce(tensor)
-        tensor /= world.size
+        content = tensor if is_dense(tensor) else tensor.contiguous()  # gaps: see `broadcast`
+        world.reduce(content)
+        content /= world.size
+        if content is not tensor:
+            tensor.copy_(content)
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
@@ -223,24 +232,28 @@ class BufferCopy:
 
     def __init__(self, model: nn.Module) -> None:
         self.owners = [module for module in model.modules() if module._buffers]
+        self.buffers: list[dict[str, Tensor | None]] = []
+        self.copies: dict[int, Tensor] = {}  # of each tensor, by its id; modules may share one
         self.save()
 
     @torch.no_grad()
     def save(self) -> None:
-        self.copies: dict[int, Tensor] = {}  # of each tensor, by its id; modules may share one
-        self.buffers = [dict(module._buffers) for module in self.owners]
-        for tensor in (one for buffers in self.buffers for one in buffers.values() if one is not None):
+        earlier, buffers = self.copies, [dict(module._buffers) for module in self.owners]
+        self.copies = {}
+        for tensor in (one for own in buffers for one in own.values() if one is not None and not is_expanded(one)):
             if id(tensor) not in self.copies:
-                self.copies[id(tensor)] = tensor.clone()
+                copied = earlier.get(id(tensor))  # new memory would cost more than the copy
+                is_fit = copied is not None and (copied.shape, copied.dtype) == (tensor.shape, tensor.dtype)
+                self.copies[id(tensor)] = copied.copy_(tensor) if copied is not None and is_fit else tensor.clone()
+        self.buffers = buffers  # not before: while the earlier tensors are held, no other has the id of one
 
     @torch.no_grad()
     def put_back(self) -> None:
         for module, buffers in zip(self.owners, self.buffers, strict=True):
             for name, tensor in buffers.items():
-                if tensor is not None and overlaps(tensor):  # torch writes into none of these
-                    module._buffers[name] = self.copies[id(tensor)].clone()
-                else:
-                    module._buffers[name] = None if tensor is None else tensor.copy_(self.copies[id(tensor)])
+                if tensor is not None and id(tensor) in self.copies:
+                    tensor.copy_(self.copies[id(tensor)])
+                module._buffers[name] = tensor
 
 
 @contextmanager

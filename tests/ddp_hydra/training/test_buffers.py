@@ -97,6 +97,25 @@ def test_a_copy_puts_back_what_a_forward_pass_has_assigned():
         model(torch.ones(4, 2))
 
 
+def test_an_expanded_buffer_takes_no_memory():
+    model: Any = Moving()
+    row, copy = model.inner.row, buffers.BufferCopy(model)
+    model(torch.ones(4, 2))
+    copy.put_back()
+    assert model.inner.row is row
+    assert id(row) not in copy.copies
+
+
+def test_a_copy_is_written_where_the_last_one_was():
+    model: Any = Moving()
+    copy = buffers.BufferCopy(model)
+    before = copy.copies[id(model.count)]
+    model.count += 1
+    copy.save()
+    assert copy.copies[id(model.count)] is before
+    assert before == 1
+
+
 def test_a_buffer_that_was_none_is_none_again():
     model: Any = Moving()
     with buffers.restored_buffers(model):
@@ -127,6 +146,9 @@ def first_step(world: World) -> None:
     gaps = (torch.arange(10.0) + 10 * number)[::2]
     buffers.broadcast([gaps], world)
     assert gaps.tolist() == [0, 2, 4, 6, 8]
+    gaps = (torch.arange(6.0) + 10 * number)[::2]
+    buffers.average([gaps], world)
+    assert gaps.tolist() == [5, 7, 9]
 
 
 @pytest.mark.integration

@@ -101,6 +101,67 @@ def test_a_restored_run_goes_on_bit_for_bit(optimizer, tmp_path):
         assert flat(found[part]) == flat(wanted[part])
 
 
+class Moments(torch.optim.Optimizer):
+    """Keeps what torch would give the type of its parameter: moments of more bits, a counter, and lists of them."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                kept = self.state[one] or {
+                    "mean": torch.zeros_like(one, dtype=torch.float64),
+                    "count": torch.zeros((), dtype=torch.int64),
+                    "more": {"seen": [torch.zeros(1, dtype=torch.float64)], "pair": (torch.ones(1), 1.0)},
+                }
+                self.state[one] = kept
+                kept["mean"].lerp_(one.grad.double(), 0.3)
+                kept["count"] += 1
+                kept["more"]["seen"][0] += one.grad.double().mean() / 3
+                one -= (group["lr"] * kept["mean"] * kept["more"]["pair"][0].double()).to(one.dtype)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"cls": Moments}, {"cls": torch.optim.ASGD}, {"cls": torch.optim.Adam, "fused": True}, SGD]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_what_an_optimizer_keeps_has_its_own_type_again(optimizer, dtype):
+    def build():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = nn.Linear(2, 3, dtype=dtype)
+        options = dict(optimizer)
+        own = options.pop("cls")(model.parameters(), **options)
+        return TrainingState(Parallel().adopt(model), own, lr_schedules.cosine(own, 20), Position(), {})
+
+    def step(run):
+        x = torch.randn(4, 2, generator=torch.Generator().manual_seed(run.position.step)).to(dtype)
+        run.optimizer.zero_grad()
+        run.model(x).pow(2).sum().backward()
+        run.optimizer.step()
+        run.position.advance(4)
+
+    run, other = build(), build()
+    for _ in range(3):
+        step(run)
+    other.restore(run.begin_capture()())
+    for _ in range(2):
+        step(run)
+        step(other)
+        wanted, found = run.begin_capture()(), other.begin_capture()()
+        assert str(found["optimizer"]) == str(wanted["optimizer"]), "the types, too"
+        assert flat([found["optimizer"], found["model"]]) == flat([wanted["optimizer"], wanted["model"]])
+
+
+def test_parameters_of_another_type_take_their_state_along():
+    run = train(state(optimizer=ADAM, norm=False), 2)
+    other = state(optimizer=ADAM, norm=False, build=lambda *sizes: nn.Linear(*sizes, dtype=torch.float64))
+    other.restore(run.begin_capture()())
+    assert {slots["exp_avg"].dtype for slots in other.optimizer.state.values()} == {torch.float64}
+
+
 def in_groups(*groups):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))

@@ -50,6 +50,27 @@ def test_a_step_is_there_once_also_after_a_restart(tmp_path, metrics_record, aga
     assert [(line["step"], line["attempt"]) for line in lines] == [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 1)]
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another process"])
+def test_a_step_whose_validation_another_attempt_made_has_one_line(tmp_path, metrics_record, again):
+    writer = JsonLinesWriter(tmp_path)
+    for step in (4, 5):
+        writer.write(metrics_record(step, loss=1.0, lr=0.5))
+        writer.write(Record(Metrics({"own": 1.0}), rank=1, step=step))
+    if again:
+        writer.close()
+        writer = JsonLinesWriter(tmp_path)
+    writer.write(Record(Start(lines=[]), rank=0, step=5, attempt=1))
+    assert [line["step"] for line in read_lines(tmp_path)] == [4, 4, 5, 5]
+    for step in (5, 6):
+        writer.write(metrics_record(step, attempt=1, val=float(step)))
+    writer.close()
+    *lines, own, validated, last = read_lines(tmp_path)
+    assert [(line["step"], line["attempt"]) for line in lines] == [(4, 0), (4, 0)]
+    assert (own["step"], own["rank"], own["own"]) == (5, 1, 1.0)
+    assert [validated[name] for name in ("step", "attempt", "loss", "lr", "val")] == [5, 1, 1.0, 0.5, 5.0]
+    assert (last["step"], last["val"], "loss" in last) == (6, 6.0, False)
+
+
 @pytest.mark.parametrize("step", [0, 2, 10, 7_000, 9_990, 10_000])
 def test_a_restart_reads_the_end_of_a_long_file_only(step, tmp_path, monkeypatch):
     path, parsed = tmp_path / "metrics.jsonl", []
