@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from omegaconf import MISSING
 
 from ddp_hydra.cli.commands import parse
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.finetune import models as pretrained
 from ddp_hydra.storage.files import new_folder
@@ -64,7 +64,7 @@ def export(words: Sequence[str]) -> None:
     options, overrides = parse(ExportOptions, words, EXPORT_USAGE)
     if options.format not in SUFFIXES:
         raise ConfigError(f"format={options.format}: give {', '.join(SUFFIXES)}")
-    out = Path(options.out or f"model{SUFFIXES[options.format]}").expanduser()
+    out = expanded(options.out or f"model{SUFFIXES[options.format]}")
     if not options.merge and options.format != "huggingface":
         raise ConfigError(f"merge=false is for format=huggingface, not for format={options.format}: leave it out")
     if out.exists() and out.is_dir() != (options.format == "huggingface"):

@@ -20,6 +20,7 @@ from ddp_hydra.cli.commands import parse
 from ddp_hydra.cli.compose import compose, hydra_of, key_of, saved_yaml, with_faults, with_sources
 from ddp_hydra.config import checkpoint_config, redact
 from ddp_hydra.config.schema import SCHEMAS
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError, Interrupted
 from ddp_hydra.job import predictions
 from ddp_hydra.job.inference import EVALUATE, PREDICT, InferenceJob, on_ranks
@@ -103,7 +104,7 @@ def predict(
     targets: bool = True,
     trust: bool = False,
 ) -> dict[str, Any]:
-    target = Path(out).expanduser().absolute()
+    target = expanded(out).absolute()
     kind = predictions.kind_of(target)
     is_empty = target.is_dir() and kind == "pictures" and not any(target.iterdir())
     if target.exists() and not is_empty and (target.is_dir() or not overwrite):

@@ -27,6 +27,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import instantiate
 from ddp_hydra.config.project import PACKAGES
 from ddp_hydra.console import text
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError, DdpHydraError
 
 
@@ -206,7 +207,7 @@ def check_pretrained(config: Mapping[str, Any]) -> None:
     if not is_pretrained(model):
         return
     path = str(model.get("path"))
-    if (folder := Path(path).expanduser()).is_dir():
+    if (folder := expanded(path)).is_dir():
         check_folder(folder)
     elif not HUB_NAME.fullmatch(path):
         raise ConfigError(f"model.path={path}: there is no such folder: give one, or <owner>/<name> of the hub")

@@ -130,9 +130,14 @@ def _initials(name: str) -> str:
     return "".join(part[0] for part in name.split("_") if part)
 
 
+def expanded(path: str | Path) -> Path:
+    """Return a path with the home folder for its `~`; `~name` stays where there is no such user."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111 (Path raises then)
+
+
 def meant_path(path: str | Path) -> str:
     """Return ": did you mean …?" if the first missing part of a path is a misspelt name in its folder."""
-    given = Path(path).expanduser()
+    given = expanded(path)
     there = next((folder for folder in given.parents if folder.is_dir()), Path())
     first, *rest = given.relative_to(there).parts or ("",)
     try:

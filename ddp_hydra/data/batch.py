@@ -161,7 +161,7 @@ def laid_out(batch: Any, channels_last: bool) -> Any:
 
 
 def n_bytes(batch: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors(batch))
+    return sum(tensor.nbytes for tensor in tensors(batch) if tensor.layout is not torch.sparse_coo)  # torch has none
 
 
 def tensors(batch: Any) -> list[Tensor]:

@@ -53,6 +53,9 @@ rm -rf "$PWD"
 _WHEELS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
 
 
+_PACKAGES = {"obstore": "obstore", "scikit-learn": "sklearn"}
+
+
 def missing() -> str | None:
     if find_weed() is not None:
         return None
@@ -210,8 +213,8 @@ def release() -> None:
 
 def _start() -> Seaweed:
     lacking = missing()
-    if importlib.util.find_spec("sklearn") is None:
-        lacking = 'scikit-learn: type `pip install "ddp-hydra[demo]"`'
+    if packages := [name for name, module in _PACKAGES.items() if importlib.util.find_spec(module) is None]:
+        lacking = f'{", ".join(packages)}: type `pip install "ddp-hydra[demo]"`'
     if lacking is not None:
         raise ModuleNotFoundError(
             f"the embedded digits need {lacking}, or give a bucket or folder with data.bucket=..."

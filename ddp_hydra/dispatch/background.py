@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ddp_hydra.console.signals import Interrupts, own_handler
-from ddp_hydra.console.text import message_of
+from ddp_hydra.console.text import expanded, message_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Summary
@@ -236,7 +236,7 @@ def local_path(run_dir: str | Path) -> Path:
     """
     if "://" in str(run_dir):
         raise ConfigError(f"run_dir={str(run_dir)!r} is a URL: give a folder of this machine, and copy it afterwards")
-    return Path(run_dir).expanduser().absolute()
+    return expanded(run_dir).absolute()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from ddp_hydra.config import targets
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 
 FILES = ("*.json", "*.txt", "*.model", "*.jinja")
@@ -183,7 +184,7 @@ def plain(value: Any) -> Any:
 
 
 def find_folder(path: str, revision: str | None = None, with_code: bool = False, with_weights: bool = True) -> Path:
-    folder = Path(path).expanduser()
+    folder = expanded(path)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download, utils

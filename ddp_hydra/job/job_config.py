@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ddp_hydra.cluster import connect
 from ddp_hydra.config import project, rank_batch, redact, targets, unknown_keys, validate
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank import fault_injection, torchrun
 from ddp_hydra.rank.spec import GangSettings
@@ -78,7 +79,7 @@ def whole_path(key: str, value: Any, folder: Path) -> Any:
     is_name = key.endswith(".bucket") and "/" not in str(value)
     if not isinstance(value, str) or value in FORMATS or is_name or re.search(r"\$\{|://", value):
         return value
-    path = str(folder / Path(value).expanduser())
+    path = str(folder / expanded(value))
     pattern = re.sub(r"\{[^}]*\}", "*", path)  # of webdataset: {000..127}
     is_there = os.path.lexists(path) or any(glob.iglob(pattern, recursive=True))  # noqa: PTH207, it is whole
     return path if is_there else value

@@ -57,9 +57,10 @@ _EXPLAINED = (TemporaryError, StaleCredentialsError, ObjectChangedError, NotImpl
 
 
 class ProcessLocal:
-    """Leaves what `_set_process_state` sets out of pickles and forks: each process sets it anew.
+    """Leaves what `_set_process_state` sets out of pickles: the process that unpickles it sets it anew.
 
-    A subclass calls `_begin_process_state` where it is built.
+    A fork keeps it, with locks of its own: its parent's may be held by threads that a fork does not copy. A subclass
+    calls `_begin_process_state` where it is built.
     """
 
     def _begin_process_state(self) -> None:
@@ -71,6 +72,11 @@ class ProcessLocal:
     def _set_process_state(self) -> None:
         raise NotImplementedError
 
+    def _begin_fork(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, _LOCK):
+                setattr(self, name, threading.Lock())
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in self._process_state}
 
@@ -80,15 +86,13 @@ class ProcessLocal:
         _process_local[id(self)] = self
 
 
+_LOCK = type(threading.Lock())
 _process_local: weakref.WeakValueDictionary[int, ProcessLocal] = weakref.WeakValueDictionary()
-_of_parent: list[dict[str, Any]] = []
-"""Keeps what a fork does not use: connections that it would close are its parent's."""
 
 
 def _begin_fork() -> None:
-    for item in list(_process_local.values()):  # its locks may be held by threads that a fork does not copy
-        _of_parent.append(dict(vars(item)))
-        item._set_process_state()
+    for item in list(_process_local.values()):
+        item._begin_fork()
 
 
 os.register_at_fork(after_in_child=_begin_fork)
@@ -141,6 +145,10 @@ def cause(full: str) -> str:
     return f" ({found[-1]})" if found else ""
 
 
+_of_parent: list[dict[str, Any]] = []
+"""Keeps the connections that a fork has copied: closing one would end its parent's."""
+
+
 class Store(ProcessLocal):
     """A place for data or results: a folder, a bucket, a web server. Its methods may be called from many threads.
 
@@ -181,6 +189,10 @@ class Store(ProcessLocal):
         self._opening = threading.Lock()
         self._closing = threading.Event()
         self._worked = False
+
+    def _begin_fork(self) -> None:
+        _of_parent.append(dict(vars(self)))
+        self._set_process_state()
 
     def get(self, key: str, size: int | None = None) -> Any:
         """Return the content of an object, as something with the buffer protocol.

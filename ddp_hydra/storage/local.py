@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.base import ObjectChangedError, Store, TemporaryError, TransferCounters, check_key
 from ddp_hydra.storage.files import flocked, passing, replacing
@@ -30,7 +31,7 @@ class LocalFolder(Store):
         setting: str | None = "data.bucket",
         retry_timeout_s: float = 0.0,
     ) -> None:
-        self.folder = Path(folder).expanduser().absolute()
+        self.folder = expanded(folder).absolute()
         self.setting = setting
         self.url = f"file://{self.folder}" if setting is not None else str(self.folder)
         super().__init__(retry_timeout_s=retry_timeout_s, traffic=traffic)

@@ -7,10 +7,10 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from ddp_hydra.console.text import expanded
 from ddp_hydra.storage.base import (
     NoBucketError,
     ObjectChangedError,
@@ -300,7 +300,7 @@ def _profile_credentials() -> _ProfileCredentials | None:
         environment.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
         environment.get("AWS_CONFIG_FILE", "~/.aws/config"),
     )
-    if "AWS_PROFILE" not in environment and not any(Path(file).expanduser().is_file() for file in files):
+    if "AWS_PROFILE" not in environment and not any(expanded(file).is_file() for file in files):
         return None
     try:
         from botocore.exceptions import ProfileNotFound

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage.base import Store, TransferCounters
 from ddp_hydra.storage.fsspec_store import FsspecStore, check_installed, is_known
@@ -160,7 +161,7 @@ def is_remote(url: str) -> bool:
 def local_path(url: str) -> Path:
     """Return the absolute path of a file:// URL of this machine, or of a path."""
     if not url.startswith("file:"):
-        return Path(os.path.expanduser(url)).absolute()  # noqa: PTH111 (Path raises where there is no such user)
+        return expanded(url).absolute()
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         path = f"{parts.netloc}{parts.path}"

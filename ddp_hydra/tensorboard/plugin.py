@@ -18,6 +18,7 @@ from tensorboard.backend import http_util
 from tensorboard.plugins import base_plugin
 from werkzeug import wrappers
 
+from ddp_hydra.console.text import expanded
 from ddp_hydra.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -131,13 +132,13 @@ class RunsPlugin(base_plugin.TBPlugin):
 def roots_of(logdir: str | None, spec: str | None) -> dict[str, str]:
     """Return the folders and URLs of `--logdir` or `--logdir_spec` ("name:folder,folder"), by their names there."""
     if logdir:
-        return {"": str(Path(logdir).expanduser()) if "://" not in logdir else logdir}
+        return {"": str(expanded(logdir)) if "://" not in logdir else logdir}
     found = {}
     for word in filter(None, (spec or "").split(",")):
         name, colon, place = word.partition(":")
         if not colon or place.startswith("//") or "/" in name:
             name, place = word, word
-        found[name.strip("/")] = str(Path(place).expanduser()) if "://" not in place else place
+        found[name.strip("/")] = str(expanded(place)) if "://" not in place else place
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from uuid import uuid4
 
 from ddp_hydra import results
-from ddp_hydra.console.text import printable
+from ddp_hydra.console.text import expanded, printable
 from ddp_hydra.dispatch.background import RankFuture, Running
 from ddp_hydra.errors import ConfigError, RecordError
 from ddp_hydra.record import File, Log, Record, check_path
@@ -141,7 +141,7 @@ class DaskResultsHandler:
         if not gangs <= set(inboxes):
             raise ConfigError("process_results takes the futures that dispatch.run has returned, and got others")
         for one in gangs:
-            inboxes[one].deliver(folder_of(self.pub_sub_key), Path(prefix).expanduser().absolute())
+            inboxes[one].deliver(folder_of(self.pub_sub_key), expanded(prefix).absolute())
         logged: set[int] = set()
         for future in futures:
             try:

@@ -17,6 +17,7 @@ import numpy as np
 import torch.distributed as dist
 from torch.utils.data import Dataset, Sampler
 
+from ddp_hydra.console.text import expanded
 from ddp_hydra.data.shards.cache import GIB
 from ddp_hydra.data.shards.index import Index
 from ddp_hydra.data.shards.tar_index import decode_field
@@ -164,7 +165,7 @@ def create_cleanup_background_process(
 
 
 def _folder(pattern: str | Path) -> Path:
-    path = Path(pattern).expanduser().absolute()
+    path = expanded(pattern).absolute()
     while any(char in path.name for char in "*?["):
         path = path.parent
     return path

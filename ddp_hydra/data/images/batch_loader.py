@@ -226,7 +226,7 @@ class BatchLoader:
         self._decoding.shutdown()
 
 
-class Cache:
+class Cache(ProcessLocal):
     """Keeps values until its budget is used up, and never evicts any.
 
     Every epoch reads each sample once, in a new order. A cache that drops its oldest values would almost never hit;
@@ -234,7 +234,11 @@ class Cache:
     """
 
     def __init__(self, n_bytes: int) -> None:
-        self._left = n_bytes
+        self.n_bytes = n_bytes
+        self._begin_process_state()
+
+    def _set_process_state(self) -> None:
+        self._left = self.n_bytes
         self._values: dict[Any, Any] = {}
         self._lock = threading.Lock()
 

@@ -112,6 +112,10 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         self._counters = Counters()
         self.count = self._counters.add
 
+    def _begin_fork(self) -> None:
+        super()._begin_fork()
+        self._loader = None  # a fork does not copy threads
+
     @abstractmethod
     def fetch(self, index: int) -> Any:
         """Return the file of a sample, with the buffer protocol; ValueError: it is damaged."""

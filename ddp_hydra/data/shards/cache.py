@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from ddp_hydra.console.text import expanded
 from ddp_hydra.data.names import check_range
 from ddp_hydra.data.shards.cache_folder import ShardFolder, with_index
 from ddp_hydra.data.shards.download import Prefetcher, download, is_packed
@@ -90,6 +91,9 @@ class ShardCache(ProcessLocal):
         self._index_saver = ThreadPoolExecutor(1, "shard-index-saver")
         self._asked_ns = time.time_ns()
         self._max_open = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+    def _begin_fork(self) -> None:
+        self._set_process_state()  # the parent's threads do not run here, and shards that stay open stay on the disk
 
     def open(self, number: int) -> OpenShard:
         if (held := self.held.get(number)) is not None:
@@ -320,7 +324,7 @@ class ShardCache(ProcessLocal):
 
     def _folder(self) -> ShardFolder:
         if self._disk is None:
-            path = Path(self._given_folder or user_cache() / "shards").expanduser().absolute()
+            path = expanded(self._given_folder or user_cache() / "shards").absolute()
             try:
                 self._disk = ShardFolder(path, self.budget_bytes)
             except OSError as error:

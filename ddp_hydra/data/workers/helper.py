@@ -19,6 +19,8 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,7 +37,7 @@ RUNS = 1 << 32
 """In place of the exit code of a worker that has not ended."""
 _ANSWER = struct.Struct("<q")
 _travelling = threading.local()
-_current: Helper | None = None
+_current: Callable[[], Helper | None] = lambda: None  # noqa: E731
 _lock = threading.Lock()
 
 
@@ -101,10 +103,11 @@ def _anonymous_file() -> int:
 
 
 class Helper:
-    """The helper, as the process sees it that has taken it. It ends with this process."""
+    """The helper, as the process sees it that has taken it. It ends with this process, or with its last user."""
 
     def __init__(self, requests: socket.socket) -> None:
         self.requests, self.owner, self.asking = requests, os.getpid(), threading.Lock()
+        self.has_ended = False
 
     def fork(self, work: Any, files: list[int]) -> int:
         # files: descriptors that the process has, too, under the same numbers.
@@ -127,6 +130,7 @@ class Helper:
         except OSError:
             answer = b""
         if len(answer) != _ANSWER.size:
+            self.has_ended = True
             raise ConnectionError("the process that starts the workers of this rank has ended (killed, or no memory)")
         return int(_ANSWER.unpack(answer)[0])
 
@@ -140,22 +144,30 @@ def take_helper() -> None:
     if os.fork() == 0:
         _serve_alone(theirs)
     theirs.close()
-    _current = Helper(ours)
+    helper = Helper(ours)
+    _current = lambda: helper  # noqa: E731
 
 
 def current() -> Helper:
     # Return the helper of this process; without one, start a program that imports torch, which takes seconds.
     global _current
     with _lock:
-        if _current is None or _current.owner != os.getpid():
+        helper = _current()
+        if helper is None or helper.owner != os.getpid() or helper.has_ended:
             ours, theirs = socket.socketpair()
             with theirs:
                 command = [sys.executable, "-c", f"from {__name__} import main; main()", str(theirs.fileno())]
                 path = os.pathsep.join(filter(None, sys.path))
                 program = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": path})
-            program.returncode = 0  # nobody waits for it
-            _current = Helper(ours)
-        return _current
+            helper = Helper(ours)
+            weakref.finalize(helper, _end, ours, program)
+            _current = weakref.ref(helper)
+        return helper
+
+
+def _end(requests: socket.socket, program: subprocess.Popen[bytes]) -> None:
+    requests.close()
+    program.wait()
 
 
 def open_files() -> set[int]:

@@ -98,8 +98,8 @@ class InWorkers:
         return self._workers[-1]
 
     def close(self) -> None:
-        for workers in self._workers:
-            workers.close()
+        while self._workers:
+            self._workers.pop().close()
         if hasattr(self.dataset, "close"):
             self.dataset.close()
 

@@ -130,7 +130,7 @@ class _DataPickler(cloudpickle.Pickler):
         region = self.regions[number]
         key, place = (region.path, region.inode), begin - region.begin + region.offset
         if key not in self.files:
-            if len(self.files) == MOST_FILES:
+            if sum(file.n_bytes > 0 for file in self.files.values()) == MOST_FILES:
                 return None
             self.files[key] = MappedFile(*key)
         if end > region.end or place + end - begin > self.files[key].n_bytes:

@@ -88,6 +88,7 @@ def test_images_get_the_layout_of_the_model_and_subclasses_are_left_alone():
 
 def test_bytes_and_descriptions():
     assert n_bytes(NESTED) == 6 * X.nbytes
+    assert n_bytes({"dense": X, "sparse": torch.eye(3).to_sparse()}) == X.nbytes
     assert described((X, X.long())) == "x (3, 2) float32, y (3, 2) int64"
     assert described({"ids": X.long(), "more": [X, "a"]}) == "ids (3, 2) int64, more [(3, 2) float32, str]"
     assert described(Sample(X, "cat")) == "pixels (3, 2) float32, name str"

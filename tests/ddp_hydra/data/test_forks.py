@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import threading
@@ -54,6 +55,13 @@ def file(folder):
     return lambda: bytes(store.get("a")) == b"1"
 
 
+def in_fork(check):
+    if not (pid := os.fork()):
+        signal.alarm(60)  # in place of waiting for ever
+        os._exit(0 if check() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 @pytest.mark.parametrize("reader", [images, shards, rows, file])
 @pytest.mark.parametrize("used", [False, True], ids=["new", "used"])
 def test_locks_that_are_held_do_not_stop_a_fork(tmp_path, reader, used):
@@ -64,8 +72,27 @@ def test_locks_that_are_held_do_not_stop_a_fork(tmp_path, reader, used):
         for item in list(base._process_local.values()):
             for lock in filter(lambda value: isinstance(value, LOCK), vars(item).values()):
                 held.enter_context(lock)
-        if not (pid := os.fork()):
-            signal.alarm(60)  # in place of waiting for ever
-            os._exit(0 if read() else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        in_fork(read)
     assert read()
+
+
+def test_a_fork_has_what_its_parent_has_read(tmp_path):
+    (tmp_path / "a").mkdir()
+    read, read_rows = images(tmp_path / "a"), rows(tmp_path)
+    assert read()
+    assert read_rows()
+    (tmp_path / "a/all/a/1.png").unlink()
+    (tmp_path / "a.parquet").unlink()
+    in_fork(read)
+    in_fork(read_rows)
+
+
+def test_a_fork_leaves_the_shards_that_its_parent_has_opened(tmp_path):
+    """What it kept open would stay on the disk, and there is room for two of three."""
+    for number, name in enumerate("abc"):
+        (tmp_path / f"{name}.tar.gz").write_bytes(gzip.compress(numbered(3 * number, 3, 100_000)))
+    (tmp_path / "index.json").write_bytes(index_of(*(described(f"{name}.tar.gz", 3) for name in "abc")))
+    data = WidsShards(str(tmp_path / "index.json"), cache_dir=tmp_path / "cache", cache_gb=800_000 / 2**30)
+    assert [bytes(data[number][".cls"]) for number in range(6)] == [b"%d" % number for number in range(6)]
+    in_fork(lambda: not data._cache.held and [bytes(data[number][".cls"]) for number in (0, 8)] == [b"0", b"8"])
+    data.close()

@@ -89,6 +89,9 @@ def test_paths_of_models_and_data_are_written_whole(tmp_path, monkeypatch):
     cfg.data.bucket = "./photos"
     find_paths(cfg)
     assert cfg.data.bucket == f"{tmp_path}/photos"
+    cfg.data.bucket = "~no user/photos"
+    find_paths(cfg)
+    assert cfg.data.bucket == "~no user/photos"
 
 
 STREAM, FILE = {"class": "logging.StreamHandler", "formatter": "short"}, {"class": "logging.FileHandler"}

@@ -92,6 +92,14 @@ def test_what_lies_in_very_many_files_is_copied(path, monkeypatch, tmp_path):
     assert all(map(np.array_equal, arrived(both), both))
 
 
+def test_files_that_are_no_more_take_no_place(path, monkeypatch, tmp_path):
+    monkeypatch.setattr(mapped, "MOST_FILES", 1)
+    np.save(tmp_path / "gone.npy", np.ones(8, np.int32))
+    both = [np.load(tmp_path / "gone.npy", mmap_mode="r"), np.load(path, mmap_mode="r")]
+    (tmp_path / "gone.npy").unlink()
+    assert [is_mapped(one.__array_interface__["data"][0]) for one in arrived(both)] == [False, True]
+
+
 def test_a_new_file_is_not_made_anew(tmp_path):
     array = np.memmap(tmp_path / "new", np.float32, "w+", shape=(SIZE,))
     array[:] = 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -52,10 +53,9 @@ pytestmark = pytest.mark.medium
 @pytest.fixture(scope="module", autouse=True)
 def one_helper():
     """One helper for all tests of this module, as importing torch takes seconds; it ends with them."""
-    helper.current()
+    kept = helper.current()
     yield
-    helper.current().requests.close()
-    helper._current = None
+    assert helper.current() is kept
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_worker_that_is_killed_is_named(loader):
 
 @pytest.mark.slow
 def test_workers_whose_helper_is_killed_are_told_apart(monkeypatch, loader):
-    monkeypatch.setattr(helper, "_current", None)  # the other tests go on with theirs
+    monkeypatch.setattr(helper, "_current", lambda: None)  # the other tests go on with theirs
     one = loader(Rows(), 1)
     loaded = one.load(batches(600))
     for _ in range(2):
@@ -246,7 +246,19 @@ def test_workers_whose_helper_is_killed_are_told_apart(monkeypatch, loader):
     parent.kill()
     with pytest.raises(ConnectionError, match=r"has ended with the process that starts them; somebody has killed that"):
         list(loaded)
-    one.workers.context.helper.requests.close()
+    assert helper.current() is not one.workers.context.helper, "the next pass has another"
+
+
+@pytest.mark.slow
+def test_a_helper_that_no_workers_use_ends(monkeypatch, loader):
+    monkeypatch.setattr(helper, "_current", lambda: None)  # the other tests go on with theirs
+    one = loader(Rows(), 1)
+    assert len(list(one.load(batches(8)))) == 4
+    parent = psutil.Process(one.workers.context.started[0].pid).parent()
+    one.dataset.close()
+    one.workers = None
+    gc.collect()
+    assert not parent.is_running()
 
 
 @pytest.mark.slow
