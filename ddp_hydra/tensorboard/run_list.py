@@ -21,7 +21,7 @@ from msgspec.structs import asdict
 from ddp_hydra.checked import finite_number
 from ddp_hydra.runs import details, find
 from ddp_hydra.runs.describe import RunRow, text
-from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
+from ddp_hydra.runs.find import Index, Sweeps
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles
 from ddp_hydra.storage import urls
 from ddp_hydra.writers.run_dir import json_object
@@ -134,12 +134,12 @@ class RunList:
         if begin < self._next_look:
             return
         seen: dict[str, ListEntry] = {}
-        sweeps: dict[str, dict[str, Any]] = {}
+        sweeps, known = dict[str, dict[str, Any]](), Sweeps()
         for title, root in self._roots.items():
             for row in self._rows(root):
                 inner = below(row.run, root)
                 name = "/".join(filter(None, (title, inner))) or Path(root).resolve().name
-                sweep = self._sweep_of(row.run, name, sweeps) if inner else ""  # the sweep of the root is above it
+                sweep = "" if urls.is_url(root) else _sweep_of(row.run, inner, name, known, sweeps)
                 key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
                 seen.setdefault(
                     key, ListEntry(row, root, {"id": key, "name": name, "sweep": sweep, **shown(asdict(row))})
@@ -166,17 +166,22 @@ class RunList:
             self._version = version
         self._runs = seen
 
-    def _sweep_of(self, run: str, name: str, sweeps: dict[str, dict[str, Any]]) -> str:
-        """Return the name of the sweep that a run is a job of, "" if there is none, and add the sweep to `sweeps`."""
-        folder = os.path.dirname(run) or os.curdir  # noqa: PTH120
-        title = os.path.split(name)[0] or os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119
-        if title in sweeps:
-            return title
-        if not os.path.lexists(f"{folder}/{SWEEP}"):
-            return ""
-        sweep = SweepJobs(folder)
+
+def _sweep_of(run: str, inner: str, name: str, known: Sweeps, sweeps: dict[str, dict[str, Any]]) -> str:
+    """Return the name of the sweep that a run is a job of, "" if there is none, and add the sweep to `sweeps`.
+
+    Args:
+        inner: the run's path below the log directory. A sweep above that is not shown.
+        name: of the run, with the same end.
+    """
+    found = known.of(run)
+    if found is None or len(found[1]) > len(inner):
+        return ""
+    sweep, job = found
+    title = name[: -len(job)].rstrip("/") or Path(sweep.folder).name
+    if title not in sweeps:
         sweeps[title] = {"jobs": len(sweep.jobs), "running": sweep.is_held()}
-        return title
+    return title
 
 
 def choose(runs: Sequence[ListEntry], filter_text: str) -> list[str]:

@@ -123,6 +123,23 @@ def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path, monkeypatch):
     assert ask()("/runs")["sweeps"] == {"day/sweep": {"jobs": 0, "running": False}}
 
 
+def test_jobs_whose_subdir_has_slashes_carry_the_name_of_their_sweep(ask, tmp_path):
+    folder = tmp_path / "outputs" / "day" / "sweep"
+    rows = [SweepRow(number, [], f"lr{number}/w", JobState.done, 0.5) for number in range(2)]
+    for name in (*(row.folder for row in rows), "lr0/w/inner"):
+        (folder / name / ".hydra").mkdir(parents=True)
+    (folder / "sweep.json").write_text(json_text(rows, SweepObjective("val/loss", False)))
+    found = ask()("/runs", filter="sweep=day/sweep")
+    assert {row["name"]: row["sweep"] for row in found["rows"]} == {
+        "day/sweep/lr0/w": "day/sweep", "day/sweep/lr1/w": "day/sweep", "day/sweep/lr0/w/inner": "",
+    }  # fmt: skip
+    assert len(found["chosen"]) == 2
+    assert found["sweeps"] == {"day/sweep": {"jobs": 2, "running": False}}
+    assert ask("", f"night:{folder}")("/runs")["sweeps"] == {"night": {"jobs": 2, "running": False}}
+    assert ask(str(folder))("/runs")["sweeps"] == {"sweep": {"jobs": 2, "running": False}}
+    assert ask("", f"lr0:{folder / 'lr0'}")("/runs")["sweeps"] == {}, "the sweep is above"
+
+
 @pytest.mark.parametrize(
     ("words", "names"),
     [
