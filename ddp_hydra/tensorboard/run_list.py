@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -123,7 +122,7 @@ class RunList:
         found = details.between(*map(self.files, keys))
         parts = {part: _texts_of(found[part]) for part in ("choices", "config", "metrics")}
         own = {"ids": list(keys), "names": [self._name(key) for key in keys]}
-        return {**own, "status": found["status"], "code": found["code"], **parts}
+        return {**own, **{name: found[name] for name in ("status", "code", "problems")}, **parts}
 
     def _name(self, key: str) -> str:
         with self._lock:
@@ -259,11 +258,9 @@ def logs(files: RunFiles) -> list[dict[str, int]]:
 
 
 def _texts_of(table: Mapping[Any, Sequence[Any]]) -> dict[str, list[str]]:
-    return {text(str(key)): [_value_text(one) for one in values] for key, values in islice(table.items(), MOST_KEYS)}
+    ways = (_value_text, lambda value: text(details.json_text(value)))
+    return {text(str(key)): details.cells(values, *ways) for key, values in islice(table.items(), MOST_KEYS)}
 
 
 def _value_text(value: object) -> str:
-    try:
-        return text(value if isinstance(value, str) else json.dumps(value, default=str))
-    except (TypeError, ValueError, RecursionError):
-        return text(str(type(value)))
+    return text(value if isinstance(value, str) else details.json_text(value))

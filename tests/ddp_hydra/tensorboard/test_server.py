@@ -242,6 +242,28 @@ def test_three_runs_are_compared(ask, make_run):
     assert found["metrics"] == {"val/loss": ["0.1", "0.5", "0.5"]}
 
 
+def test_runs_that_are_compared_show_different_values_and_configs_that_cannot_be_read(ask, make_run):
+    long = "x" * 600
+    contents = [f"a: 1\nb: null\nc: {long}1\nd: 1", f"a: '1'\nb: 'null'\nc: {long}2\nd: 2", "a: [", f"a: {long}\nd: 3"]
+    for name, content in zip("abcd", contents, strict=True):
+        (make_run(f"outputs/{name}") / ".hydra" / "config.yaml").write_text(content)
+    asked = ask()
+    ids = asked.ids()
+    found = asked("/diff", id=[ids["a"], ids["b"]])
+    assert found["problems"] == []
+    assert found["config"] == {
+        "a": ["1", '"1"'], "b": ["null", '"null"'], "c": [f'"{long}1"', f'"{long}2"'], "d": ["1", "2"],
+    }  # fmt: skip
+    found = asked("/diff", id=[ids["a"], ids["d"], ids["c"]])
+    assert found["config"]["d"] == ["1", "3", "(unknown)"]
+    assert found["config"]["a"] == ["1", long[:500], "(unknown)"]
+    assert found["config"]["b"] == ["null", "(missing)", "(unknown)"]
+    assert [one.partition("outputs/")[2] for one in found["problems"]] == [
+        "c/.hydra/config.yaml is missing or can't be read: the config of this run is not compared"
+    ]
+    assert asked("/diff", id=[ids["a"], ids["c"]])["config"] == {}
+
+
 def test_answers_are_json_that_no_browser_takes_for_anything_else(ask, make_run):
     make_run("outputs/a")
     asked = ask()
