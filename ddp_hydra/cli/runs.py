@@ -304,21 +304,28 @@ def _failure(failure: Mapping[str, Any]) -> str:
 
 
 def diff_text(found: Mapping[str, Any]) -> str:
+    most = _MOST if sys.stdout.isatty() else 0
+
+    def line(key: str, values: Sequence[object]) -> tuple[str, ...]:
+        texts = details.cells(values, lambda one: shown(_value(one), most), lambda one: shown(_value(one)))
+        return (shown(key), *map(shown, texts))
+
     lines = [("", *map(shown, found["runs"]))]
     if found["status"][0] != found["status"][1]:
         lines.append(("status", *found["status"]))
     if found["code"]:
         lines.append(("code", *(shown(code[:16]) for code in found["code"])))
-    for part in ("choices", "config"):
-        lines += [(shown(key), *(shown(_value(one), _MOST) for one in pair)) for key, pair in found[part].items()]
-    if len(lines) == 1:
+    lines += [line(key, pair) for part in ("choices", "config") for key, pair in found[part].items()]
+    if len(lines) == 1 and not found["problems"]:
         lines.append(("(config and code are the same)", "", ""))
-    lines += [(shown(key), *(shown(_value(one), _MOST) for one in pair)) for key, pair in found["metrics"].items()]
-    return table(lines[0], lines[1:])
+    lines += [line(key, pair) for key, pair in found["metrics"].items()]
+    return "\n".join([table(lines[0], lines[1:]), *map(shown, found["problems"])])
 
 
 def _value(value: object) -> str:
-    return "null" if value is None else digits(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return digits(value) or str(value)  # infinity and NaN have no digits
+    return value if isinstance(value, str) else details.json_text(value)
 
 
 def usage_text(found: Mapping[str, Mapping[str, int]]) -> str:
@@ -345,6 +352,9 @@ def again_text(again: Reproduction) -> str:
         lines.append(f"the code is not the same: {hashes}; {taken if again.kept else missing}")
     else:
         lines.append(f"the code is the same: {again.code_now[:16]}")
+    if again.problem:
+        lost = "where it was typed, and whether with --config-name, --config-dir or hydra.searchpath, is not known"
+        lines.append(f"{shown(again.problem)}: {lost}")
     if again.folder:
         lines.append(f"it was typed in {shown(again.folder)}")
     for key, _, folder in (word.partition("=") for word in again.words):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from ddp_hydra.runs.describe import (
     MOST_TEXT,
     RunRow,
     RunState,
+    choices,
     failed_attempts,
     numbers,
     read_state,
@@ -37,7 +39,18 @@ from ddp_hydra.writers.run_dir import json_object
 
 _LAST_BYTES = 2**16
 MOST_TRACEBACK = 20_000
-ABSENT = "(missing)"
+CONFIG, HYDRA = ".hydra/config.yaml", ".hydra/hydra.yaml"
+"""Files that a run of a config has."""
+
+
+class Mark(str):
+    """A text in place of a value: no value of a config has this type."""
+
+    __slots__ = ()
+
+
+ABSENT, UNKNOWN = Mark("(missing)"), Mark("(unknown)")
+"""For a key that a run does not have, and for one of a file that can't be read."""
 
 
 def run_details(files: RunFiles) -> dict[str, Any]:
@@ -97,9 +110,10 @@ def checkpoints(files: RunFiles) -> dict[str, Any]:
     }
 
 
-def config(files: RunFiles) -> dict[str, Any]:
-    found = yaml_value(files.read(".hydra/config.yaml"))
-    return dict(redact.leaves(found)) if isinstance(found, dict) else {}
+def config(files: RunFiles) -> dict[str, Any] | None:
+    """Return the values of a run's config by dotted key; None if its file is missing or can't be read."""
+    found = yaml_value(files.read(CONFIG))
+    return dict(redact.leaves(found)) if isinstance(found, dict) else None
 
 
 def between(*runs: RunFiles) -> dict[str, Any]:
@@ -107,25 +121,65 @@ def between(*runs: RunFiles) -> dict[str, Any]:
 
     Returns:
         For `choices` (groups), `config` (dotted keys) and `metrics` a table from name to the value of each run,
-        `ABSENT` where a run has none; `code`: the sha256 of their code, None if it is the same.
+        `ABSENT` where a run has none, `UNKNOWN` where its config can't be read; `problems`: a sentence for each such
+        config; `code`: the sha256 of their code, None if it is the same.
     """
     rows = [row(files) for files in runs]
     metrics = [last_metrics(files, read_state(files)) for files in runs]
     code = [row.project or ABSENT for row in rows]
+    configs = [config(files) for files in runs]
+    groups = [_groups(files) for files in runs]
     return {
         "runs": [row.run for row in rows],
         "status": [row.status for row in rows],
         "code": code if len(set(code)) > 1 else None,
-        "choices": differing(*({"model": row.model, "data": row.data} for row in rows)),
-        "config": differing(*map(config, runs)),
+        "choices": differing(*groups),
+        "config": differing(*configs),
         "metrics": differing(*metrics),
+        "problems": [
+            f"{files.place}/{CONFIG} is missing or can't be read: the config of this run is not compared"
+            for files, found in zip(runs, configs, strict=True)
+            if found is None
+        ],
     }
 
 
-def differing(*tables: dict[str, Any]) -> dict[str, list[Any]]:
-    keys = dict.fromkeys(key for table in tables for key in table)
-    found = {key: [table.get(key, ABSENT) for table in tables] for key in keys}
-    return {key: values for key, values in found.items() if len({(type(one), repr(one)) for one in values}) > 1}
+def _groups(files: RunFiles) -> dict[str, Any]:
+    chosen = choices(files.read(HYDRA))
+    return {key: chosen[key] or None for key in ("model", "data") if key in chosen}
+
+
+def differing(*tables: dict[str, Any] | None) -> dict[str, list[Any]]:
+    """Return the values of each key that differ. A table that can't be read is None, and makes no difference."""
+    keys = dict.fromkeys(key for table in tables for key in table or ())
+    found = {key: [UNKNOWN if table is None else table.get(key, ABSENT) for table in tables] for key in keys}
+    return {key: values for key, values in found.items() if _count(one for one in values if one is not UNKNOWN) > 1}
+
+
+def _count(values: Iterable[object]) -> int:
+    """Return how many different values there are: 1, 1.0, True and "1" are four."""
+    return len({(type(one), repr(one)) for one in values})
+
+
+def cells(values: Sequence[object], *ways: Callable[[object], str]) -> list[str]:
+    """Return values as texts, by the first way in which different values read differently.
+
+    Args:
+        ways: write a value, the shortest first. JSON, and then Python's `repr`, come after them.
+    """
+    found: list[str] = []
+    for way in (*ways, json_text, repr):
+        found = [str(one) if isinstance(one, Mark) else way(one) for one in values]
+        if len({one.strip() for one in found}) == _count(values):  # blanks at the end can't be seen
+            break
+    return found
+
+
+def json_text(value: object) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
 
 
 @dataclass(frozen=True)
@@ -139,6 +193,7 @@ class Reproduction:
         code_now: sha256 of the code here.
         kept: the folder with the code of the run, unpacked; "" if the code here is the same, or the run has none.
         hidden: keys of the overrides whose values are secret, and so were not kept.
+        problem: why it is not known where configs came from; "" if it is.
     """
 
     words: list[str]
@@ -147,6 +202,7 @@ class Reproduction:
     code_now: str
     kept: str
     hidden: list[str]
+    problem: str = ""
 
 
 def reproduction(files: RunFiles) -> Reproduction:
@@ -161,7 +217,8 @@ def reproduction(files: RunFiles) -> Reproduction:
     odd = [word for word in typed if word.startswith("-") or not ("=" in word or word.startswith("~"))]
     if odd:
         raise ConfigError(f"{files.place}: its overrides hold {odd[0]!r}, which is not an override")
-    hydra: Any = yaml_value(files.read(".hydra/hydra.yaml"))
+    hydra: Any = yaml_value(files.read(HYDRA))
+    problem = "" if isinstance(hydra, dict) else f"{files.place}/{HYDRA} is missing or can't be read"
     hydra = hydra.get("hydra", hydra) if isinstance(hydra, dict) else {}
     runtime = found if isinstance(found := hydra.get("runtime"), dict) else {}
     folder, run_dir = runtime.get("cwd"), runtime.get("output_dir")
@@ -175,6 +232,7 @@ def reproduction(files: RunFiles) -> Reproduction:
         code_now=code_now,
         kept="" if code_then == code_now else kept_code(files, code_then),
         hidden=[word.partition("=")[0] for word in typed if redact.HIDDEN in word],
+        problem=problem,
     )
 
 

@@ -16,7 +16,7 @@ from ddp_hydra.errors import ConfigError, TakenOver
 from ddp_hydra.job.remote.status import OWNER, FencedStore
 from ddp_hydra.job.remote.uploader import is_active
 from ddp_hydra.runs.describe import status_of
-from ddp_hydra.runs.find import SWEEP, SweepJobs, places, run_dirs, stored_runs
+from ddp_hydra.runs.find import SWEEP, SweepJobs, Sweeps, places, run_dirs, stored_runs
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles, is_run, reachable, yaml_value
 from ddp_hydra.storage import manifest, urls
 from ddp_hydra.storage.run_ref import RunRef
@@ -143,7 +143,7 @@ def remove(run: str) -> Removal:
     if ref.is_stored:
         return _remove_stored(run)
     folder, runs, removal = Path(ref.place), removable(run), Removal()
-    is_sweep = runs != [folder]
+    is_sweep, sweeps = bool(SweepJobs(str(folder)).objective.metric), Sweeps()
     if is_sweep:
         from ddp_hydra.sweep.scheduler import sweep_locked  # it imports Dask
     try:
@@ -156,8 +156,10 @@ def remove(run: str) -> Removal:
                     _acquire(str(one.absolute()))
                 with locked(one, "end it first"):  # one at a time: a process may not open files without end
                     _remove_files(one, written_by_run(LocalRunFiles(one)), removal)
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # it is not empty, and so are not those above it
                     one.rmdir()
+                    for parent in _parents_in_sweep(one, sweeps, is_sweep):
+                        parent.rmdir()
             if is_sweep:
                 _remove_files(folder, _OF_SWEEP.fullmatch, removal)
                 with contextlib.suppress(OSError):
@@ -167,6 +169,15 @@ def remove(run: str) -> Removal:
     if folder.is_dir():
         removal.left = sorted(os.listdir(folder))  # noqa: PTH208
     return removal
+
+
+def _parents_in_sweep(run: Path, sweeps: Sweeps, is_locked: bool) -> list[Path]:
+    """Return the folders between a job and its sweep's, the deepest first; none while the sweep may make jobs there."""
+    found = sweeps.of(str(run))
+    if found is None or not (is_locked or not found[0].is_held()):
+        return []
+    sweep, job = found
+    return [Path(sweep.folder, parent) for parent in Path(job).parents if parent.name]
 
 
 def written_by_run(files: RunFiles) -> Callable[[str], object]:

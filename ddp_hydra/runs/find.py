@@ -120,7 +120,7 @@ def rows(roots: Sequence[str]) -> list[RunRow]:
 def local_rows(root: str, index: Index | None = None) -> Iterator[RunRow]:
     earlier = index.read() if index else {}
     kept: dict[str, tuple[Stamp, RunRow]] = {}
-    sweeps: dict[str, SweepJobs] = {}
+    sweeps = Sweeps()
     for folder, entries in run_dirs(root):
         stamp, known = stamp_of(entries), earlier.get(folder)
         if known is not None and known[0] == stamp:
@@ -141,7 +141,7 @@ def _now(
     entries: dict[str, os.DirEntry[str]],
     row: RunRow,
     content: RunState | None,
-    sweeps: dict[str, SweepJobs],
+    sweeps: Sweeps,
 ) -> RunRow:
     """Return a row as it is now: the files of a run do not tell whether its process lives."""
     ended = row.status
@@ -151,11 +151,9 @@ def _now(
     shown = replace(row, status=local_status(folder, entries, ended, of_status))
     if shown.status == "running" and (begun := _begun(entries)) is not None:
         shown.started, shown.wall_s = begun, max(0.0, time.time() - begun)
-    parent = os.path.dirname(folder)  # noqa: PTH120
-    if shown.status == "unknown":
-        if parent not in sweeps:
-            sweeps[parent] = SweepJobs(parent)
-        sweeps[parent].fill(shown)
+    if shown.status == "unknown" and (found := sweeps.of(folder)) is not None:
+        sweep, job = found
+        sweep.fill(shown, job)
     if shown.started is None:
         shown.started = _begun(entries)
     return shown
@@ -242,7 +240,7 @@ def stored_row(files: StoredRunFiles) -> RunRow:
 
 
 class SweepJobs:
-    """The jobs in the sweep.json of a folder, by their own folders' names; none if there is no such file."""
+    """The jobs in the sweep.json of a folder, by their own folders' paths in it; none if there is no such file."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -250,10 +248,11 @@ class SweepJobs:
             content = msgspec.json.decode(LocalRunFiles(folder).read(SWEEP), type=SweepContent)
         except (ValueError, RecursionError):
             content = SweepContent(1, SweepObjective("", None), [])
-        self.jobs, self.objective = {job.folder: job for job in content.jobs}, content.objective
+        self.jobs, self.objective = {os.path.normpath(job.folder): job for job in content.jobs}, content.objective
 
-    def fill(self, row: RunRow) -> None:
-        job = self.jobs.get(Path(row.run).name)
+    def fill(self, row: RunRow, folder: str) -> None:
+        """Fill the row of the job in a folder of the sweep."""
+        job = self.jobs.get(folder)
         if job is None:
             return
         if job.state is not JobState.queued:
@@ -268,6 +267,30 @@ class SweepJobs:
     def is_held(self) -> bool:
         """Return whether the process of the sweep lives, or may live: it locks the folder."""
         return is_held(Path(self.folder).resolve()) is not False
+
+
+class Sweeps:
+    """The sweeps that runs are jobs of. Each sweep.json is read once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, SweepJobs | None] = {}
+
+    def of(self, run: str) -> tuple[SweepJobs, str] | None:
+        """Return the sweep of a run, and the run's path in the sweep's folder; None if it is no job of a sweep.
+
+        A run whose parent is the folder of a sweep is a job, also where sweep.json is broken. A deeper one, as of a
+        hydra.sweep.subdir with a slash, is a job if sweep.json lists it: it may be inside another job.
+        """
+        whole = Path(os.path.abspath(run))  # noqa: PTH100, it has no ".."
+        for folder in whole.parents:
+            if folder not in self._known:
+                is_sweep = os.path.lexists(folder / SWEEP)
+                self._known[folder] = SweepJobs(str(folder)) if is_sweep else None
+            if (sweep := self._known[folder]) is not None:
+                job = str(whole.relative_to(folder))
+                if folder == whole.parent or job in sweep.jobs:
+                    return sweep, job
+        return None
 
 
 _COMPARISON = re.compile(r"([^<>=\s]+)\s*(>=|<=|>|<)\s*(.+)")

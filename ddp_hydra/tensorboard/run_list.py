@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import secrets
@@ -21,7 +20,7 @@ from msgspec.structs import asdict
 from ddp_hydra.checked import finite_number
 from ddp_hydra.runs import details, find
 from ddp_hydra.runs.describe import RunRow, text
-from ddp_hydra.runs.find import SWEEP, Index, SweepJobs
+from ddp_hydra.runs.find import Index, Sweeps
 from ddp_hydra.runs.run_files import LocalRunFiles, RunFiles, StoredRunFiles
 from ddp_hydra.storage import urls
 from ddp_hydra.writers.run_dir import json_object
@@ -123,7 +122,7 @@ class RunList:
         found = details.between(*map(self.files, keys))
         parts = {part: _texts_of(found[part]) for part in ("choices", "config", "metrics")}
         own = {"ids": list(keys), "names": [self._name(key) for key in keys]}
-        return {**own, "status": found["status"], "code": found["code"], **parts}
+        return {**own, **{name: found[name] for name in ("status", "code", "problems")}, **parts}
 
     def _name(self, key: str) -> str:
         with self._lock:
@@ -134,12 +133,12 @@ class RunList:
         if begin < self._next_look:
             return
         seen: dict[str, ListEntry] = {}
-        sweeps: dict[str, dict[str, Any]] = {}
+        sweeps, known = dict[str, dict[str, Any]](), Sweeps()
         for title, root in self._roots.items():
             for row in self._rows(root):
                 inner = below(row.run, root)
                 name = "/".join(filter(None, (title, inner))) or Path(root).resolve().name
-                sweep = self._sweep_of(row.run, name, sweeps) if inner else ""  # the sweep of the root is above it
+                sweep = "" if urls.is_url(root) else _sweep_of(row.run, inner, name, known, sweeps)
                 key = hashlib.sha256(row.run.encode(errors="surrogateescape")).hexdigest()[:20]
                 seen.setdefault(
                     key, ListEntry(row, root, {"id": key, "name": name, "sweep": sweep, **shown(asdict(row))})
@@ -166,17 +165,22 @@ class RunList:
             self._version = version
         self._runs = seen
 
-    def _sweep_of(self, run: str, name: str, sweeps: dict[str, dict[str, Any]]) -> str:
-        """Return the name of the sweep that a run is a job of, "" if there is none, and add the sweep to `sweeps`."""
-        folder = os.path.dirname(run) or os.curdir  # noqa: PTH120
-        title = os.path.split(name)[0] or os.path.basename(os.path.abspath(folder))  # noqa: PTH100, PTH119
-        if title in sweeps:
-            return title
-        if not os.path.lexists(f"{folder}/{SWEEP}"):
-            return ""
-        sweep = SweepJobs(folder)
+
+def _sweep_of(run: str, inner: str, name: str, known: Sweeps, sweeps: dict[str, dict[str, Any]]) -> str:
+    """Return the name of the sweep that a run is a job of, "" if there is none, and add the sweep to `sweeps`.
+
+    Args:
+        inner: the run's path below the log directory. A sweep above that is not shown.
+        name: of the run, with the same end.
+    """
+    found = known.of(run)
+    if found is None or len(found[1]) > len(inner):
+        return ""
+    sweep, job = found
+    title = name[: -len(job)].rstrip("/") or Path(sweep.folder).name
+    if title not in sweeps:
         sweeps[title] = {"jobs": len(sweep.jobs), "running": sweep.is_held()}
-        return title
+    return title
 
 
 def choose(runs: Sequence[ListEntry], filter_text: str) -> list[str]:
@@ -254,11 +258,9 @@ def logs(files: RunFiles) -> list[dict[str, int]]:
 
 
 def _texts_of(table: Mapping[Any, Sequence[Any]]) -> dict[str, list[str]]:
-    return {text(str(key)): [_value_text(one) for one in values] for key, values in islice(table.items(), MOST_KEYS)}
+    ways = (_value_text, lambda value: text(details.json_text(value)))
+    return {text(str(key)): details.cells(values, *ways) for key, values in islice(table.items(), MOST_KEYS)}
 
 
 def _value_text(value: object) -> str:
-    try:
-        return text(value if isinstance(value, str) else json.dumps(value, default=str))
-    except (TypeError, ValueError, RecursionError):
-        return text(str(type(value)))
+    return text(value if isinstance(value, str) else details.json_text(value))

@@ -26,10 +26,17 @@ function tableOf(found, onOpen) {
     const entries = Object.entries(found[part]);
     if (!entries.length && part !== "config") continue;
     lines.push(element("tr", { class: "part" }, element("th", { colspan: String(1 + heads.length) }, title)));
-    if (!entries.length) lines.push(element("tr", {}, element("td", { colspan: String(1 + heads.length) }, "no differing keys")));
-    const write = part === "metrics" ? (text) => digits(Number(text)) || text : String;
-    for (const [key, values] of entries) lines.push(line(key, values.map(write)));
+    const notes = part === "config" ? [...found.problems] : [];
+    if (!entries.length && !notes.length) notes.push("no differing keys");
+    for (const note of notes) lines.push(element("tr", {}, element("td", { colspan: String(1 + heads.length) }, note)));
+    for (const [key, values] of entries) lines.push(line(key, part === "metrics" ? shortOf(values) : values));
   }
   const head = element("thead", {}, element("tr", {}, element("th", {}, ""), ...heads));
   return element("table", { class: "facts diff" }, head, element("tbody", {}, ...lines));
+}
+
+/** Return numbers with four digits; with all where different ones would read the same. */
+function shortOf(texts) {
+  const short = texts.map((text) => digits(Number(text)) || text);
+  return new Set(short).size === new Set(texts).size ? short : texts;
 }

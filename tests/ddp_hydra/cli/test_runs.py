@@ -130,6 +130,24 @@ def test_two_runs_are_compared(three, capsys):
     assert "config and code are the same" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("content", ["", "a: [1,", "- a", None])
+def test_a_config_that_cannot_be_read_is_named_and_not_compared(three, tmp_path, capsys, content):
+    saved = tmp_path / "outputs" / "a" / ".hydra"
+    (saved / "hydra.yaml").write_text("{")
+    (saved / "config.yaml").write_text(content) if content is not None else (saved / "config.yaml").unlink()
+    runs.main(["diff", "outputs/a", "outputs/b"])
+    *lines, said = capsys.readouterr().out.splitlines()
+    assert said == ("outputs/a/.hydra/config.yaml is missing or can't be read: the config of this run is not compared")
+    assert [line.split()[:2] for line in lines[1:]] == [
+        ["status", "done"], ["model", "(missing)"], ["data", "(missing)"], ["val/loss", "0.5"],
+    ]  # fmt: skip
+    runs.main(["diff", "outputs/a", "outputs/a"])
+    assert "the same" not in capsys.readouterr().out
+    runs.main(["reproduce", "outputs/a"])
+    assert "outputs/a/.hydra/hydra.yaml is missing or can't be read: where it was typed" in capsys.readouterr().err
+    assert len(listed(capsys)) == 3
+
+
 def test_sizes_are_shown(three, capsys):
     runs.main(["du"])
     lines = capsys.readouterr().out.splitlines()

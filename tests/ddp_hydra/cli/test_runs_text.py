@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
+from datetime import date
 from types import SimpleNamespace
 
 import pytest
 
-from ddp_hydra.cli.runs import again_text, digits, steps, table_of, when
+from ddp_hydra.cli.runs import again_text, diff_text, digits, steps, table_of, when
 from ddp_hydra.console.text import size_text
 from ddp_hydra.runs.describe import RunRow
-from ddp_hydra.runs.details import Reproduction
+from ddp_hydra.runs.details import ABSENT, Reproduction, differing
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,39 @@ def test_only_a_terminal_cuts_what_was_typed(is_terminal, monkeypatch):
     typed = [f"optimizer.name={letter * 60}" for letter in "ab"]
     table = table_of([RunRow(run=word[-1], status="done", overrides=[word]) for word in typed])
     assert (typed[0] in table) is not is_terminal
+
+
+def compared(*values: object) -> list[str]:
+    """Return the cells of a key that has these values."""
+    tables = [{} if value is ABSENT else {"key": value} for value in values]
+    found = {"runs": "ab", "status": ["done"] * 2, "code": None, "choices": {}, "metrics": {}, "problems": []}
+    return re.split("  +", diff_text({**found, "config": differing(*tables)}).splitlines()[1])[1:]
+
+
+@pytest.mark.parametrize(
+    ("values", "cells"),
+    [
+        ((0.1, 0.25), ["0.1", "0.25"]),
+        ((0.123456, 0.5), ["0.1235", "0.5"]),
+        ((0.0123451, 0.0123452), ["0.0123451", "0.0123452"]),
+        ((1, "1"), ["1", '"1"']),
+        ((1, 1.0), ["1", "1.0"]),
+        ((None, "null"), ["null", '"null"']),
+        ((True, "true"), ["true", '"true"']),
+        ((math.nan, math.inf), ["nan", "inf"]),
+        ((ABSENT, "(missing)"), ["(missing)", '"(missing)"']),
+        (("a\nb", "a b"), [r'"a\nb"', '"a b"']),
+        (("a ", "a"), ['"a "', '"a"']),
+        (([date(2026, 1, 1)], ["2026-01-01"]), ["[datetime.date(2026, 1, 1)]", "['2026-01-01']"]),
+    ],
+)
+def test_different_values_never_read_the_same(values, cells):
+    assert compared(*values) == cells
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_only_a_terminal_cuts_values_and_not_where_they_differ_behind_the_cut(is_terminal, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: is_terminal))
+    long = "x" * 80
+    assert compared(f"{long}1", f"{long}2") == [f"{long}1", f"{long}2"]
+    assert (compared(long, "y")[0] == long) is not is_terminal

@@ -167,6 +167,32 @@ def test_a_sweep_goes_with_its_jobs_once_it_has_ended(make_run, tmp_path):
     assert {path.name for path in folder.rglob("*")} == {"1", "notes.txt", "plots"}
 
 
+def test_folders_between_a_sweep_and_its_jobs_go_with_these_if_they_are_empty(make_run, tmp_path):
+    names = ["lr0.1/w", "lr0.2/w", "lr0.3/a/w", "lr0.3/b/w"]
+    for name in names:
+        make_run(f"multirun/a/{name}")
+    folder = tmp_path / "multirun" / "a"
+    (folder / "sweep.json").write_text(
+        json_text([JobRow(number, [], name, JobState.done) for number, name in enumerate(names)], VALUE)
+    )
+    (folder / "lr0.2" / "mine").mkdir()
+    (folder / "empty" / "mine").mkdir(parents=True)
+    with sweep_locked(folder):  # it may make a job there
+        disk.remove(str(folder / "lr0.3" / "a" / "w"))
+    assert (folder / "lr0.3" / "a").is_dir()
+    disk.remove(str(folder / "lr0.3" / "b" / "w"))
+    assert {path.name for path in (folder / "lr0.3").iterdir()} == {"a"}
+    assert disk.remove(f"{folder.parent}/../multirun/a").left == ["empty", "lr0.2", "lr0.3"]
+    assert {path.name for path in folder.rglob("*")} == {"empty", "lr0.2", "lr0.3", "a", "mine"}
+
+
+def test_a_sweep_whose_only_job_is_in_its_own_folder_is_removed(make_run, tmp_path):
+    folder = make_run("multirun/a")
+    (folder / "sweep.json").write_text(json_text([JobRow(0, [], ".", JobState.done)], VALUE))
+    assert disk.remove(str(folder)).left == []
+    assert list((tmp_path / "multirun").iterdir()) == []
+
+
 def test_all_that_a_sweep_writes_beside_its_jobs_goes_with_it(make_run, tmp_path):
     rows = [
         JobRow(number, [f"seed={number}"], str(number), JobState.done, objective=0.1, metrics={"value": 0.1})

@@ -144,6 +144,22 @@ def test_jobs_of_another_app_are_what_their_sweep_says(tmp_path):
     assert (found["0"].objective, found["0"].value, found["0"].overrides) == ("result", 0.5, ["x=0"])
 
 
+def test_jobs_whose_subdir_has_slashes_are_what_their_sweep_says(tmp_path, monkeypatch):
+    folders = ("lr0.1/w", "lr0.1/w/inner", "lr0.2/./w")
+    for folder in folders:
+        (tmp_path / "s" / folder / ".hydra").mkdir(parents=True)
+    rows = [SweepRow(number, [], folders[number], JobState.done, 0.5) for number in (0, 2)]
+    (tmp_path / "s" / "sweep.json").write_text(json_text(rows, SweepObjective("result", False)))
+    monkeypatch.chdir(tmp_path)
+    assert {row.run: (row.status, row.value) for row in find.rows(["s"])} == {
+        "s/lr0.1/w": ("done", 0.5), "s/lr0.1/w/inner": ("unknown", None), "s/lr0.2/w": ("done", 0.5),
+    }  # fmt: skip
+    monkeypatch.chdir("s/lr0.1")
+    assert [row.status for row in find.rows(["w"])] == ["done", "unknown"]
+    monkeypatch.chdir("w")
+    assert [row.status for row in find.rows(["."])] == ["done", "unknown"]
+
+
 def test_options_of_the_groups_are_read_as_hydra_writes_them(hydra_files):
     found = choices((hydra_files("model=resnet18") / "hydra.yaml").read_bytes())
     assert (found["model"], found["optimizer"], found["hydra/launcher"]) == ("resnet18", "sgd", "dask_ddp")

@@ -123,6 +123,23 @@ def test_jobs_of_a_sweep_carry_its_name(ask, make_run, tmp_path, monkeypatch):
     assert ask()("/runs")["sweeps"] == {"day/sweep": {"jobs": 0, "running": False}}
 
 
+def test_jobs_whose_subdir_has_slashes_carry_the_name_of_their_sweep(ask, tmp_path):
+    folder = tmp_path / "outputs" / "day" / "sweep"
+    rows = [SweepRow(number, [], f"lr{number}/w", JobState.done, 0.5) for number in range(2)]
+    for name in (*(row.folder for row in rows), "lr0/w/inner"):
+        (folder / name / ".hydra").mkdir(parents=True)
+    (folder / "sweep.json").write_text(json_text(rows, SweepObjective("val/loss", False)))
+    found = ask()("/runs", filter="sweep=day/sweep")
+    assert {row["name"]: row["sweep"] for row in found["rows"]} == {
+        "day/sweep/lr0/w": "day/sweep", "day/sweep/lr1/w": "day/sweep", "day/sweep/lr0/w/inner": "",
+    }  # fmt: skip
+    assert len(found["chosen"]) == 2
+    assert found["sweeps"] == {"day/sweep": {"jobs": 2, "running": False}}
+    assert ask("", f"night:{folder}")("/runs")["sweeps"] == {"night": {"jobs": 2, "running": False}}
+    assert ask(str(folder))("/runs")["sweeps"] == {"sweep": {"jobs": 2, "running": False}}
+    assert ask("", f"lr0:{folder / 'lr0'}")("/runs")["sweeps"] == {}, "the sweep is above"
+
+
 @pytest.mark.parametrize(
     ("words", "names"),
     [
@@ -223,6 +240,28 @@ def test_three_runs_are_compared(ask, make_run):
     assert found["code"] is None
     assert found["config"]["optimizer.lr"][::2] == ["0.9", "0.7"]
     assert found["metrics"] == {"val/loss": ["0.1", "0.5", "0.5"]}
+
+
+def test_runs_that_are_compared_show_different_values_and_configs_that_cannot_be_read(ask, make_run):
+    long = "x" * 600
+    contents = [f"a: 1\nb: null\nc: {long}1\nd: 1", f"a: '1'\nb: 'null'\nc: {long}2\nd: 2", "a: [", f"a: {long}\nd: 3"]
+    for name, content in zip("abcd", contents, strict=True):
+        (make_run(f"outputs/{name}") / ".hydra" / "config.yaml").write_text(content)
+    asked = ask()
+    ids = asked.ids()
+    found = asked("/diff", id=[ids["a"], ids["b"]])
+    assert found["problems"] == []
+    assert found["config"] == {
+        "a": ["1", '"1"'], "b": ["null", '"null"'], "c": [f'"{long}1"', f'"{long}2"'], "d": ["1", "2"],
+    }  # fmt: skip
+    found = asked("/diff", id=[ids["a"], ids["d"], ids["c"]])
+    assert found["config"]["d"] == ["1", "3", "(unknown)"]
+    assert found["config"]["a"] == ["1", long[:500], "(unknown)"]
+    assert found["config"]["b"] == ["null", "(missing)", "(unknown)"]
+    assert [one.partition("outputs/")[2] for one in found["problems"]] == [
+        "c/.hydra/config.yaml is missing or can't be read: the config of this run is not compared"
+    ]
+    assert asked("/diff", id=[ids["a"], ids["c"]])["config"] == {}
 
 
 def test_answers_are_json_that_no_browser_takes_for_anything_else(ask, make_run):
