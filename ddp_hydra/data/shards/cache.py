@@ -326,12 +326,7 @@ class ShardCache(ProcessLocal):
     def _folder(self) -> ShardFolder:
         if self._disk is None:
             path = Path(self._given_folder or user_cache() / "shards").expanduser().absolute()
-            try:
-                self._disk = ShardFolder(path, self.budget_bytes)
-            except OSError as error:
-                raise OSError(
-                    f"{path} on {socket.gethostname()} can't be made ({error.strerror}): type data.cache_dir=..."
-                ) from None
+            self._disk = ShardFolder(path, self.budget_bytes)
         return self._disk
 
 
