@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
@@ -12,10 +12,27 @@ import numpy as np
 import torch
 
 from ddp_hydra.data import parquet_files
+from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.parquet_files import PartFile, open_files
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.base import ProcessLocal, TransferCounters
+
+
+class RowBatch(Sequence[Any]):
+    """Rows whose batch is made already: x, or (x, y)."""
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch[0] if isinstance(self.batch, tuple) else self.batch)
+
+    def __getitem__(self, place: Any) -> Any:
+        return tuple(part[place] for part in self.batch) if isinstance(self.batch, tuple) else self.batch[place]
+
+    def __iter__(self) -> Iterator[Any]:
+        return zip(*self.batch, strict=True) if isinstance(self.batch, tuple) else iter(self.batch)
 
 
 class ParquetRows(ProcessLocal):
@@ -98,11 +115,14 @@ class ParquetRows(ProcessLocal):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        batch = self.__getitems__([index])
-        return tuple(part[0] for part in batch) if isinstance(batch, tuple) else batch[0]
+        return self._rows([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Return the rows as a batch: x, (n, features), and y, (n,)."""
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[Any]:
+        """Return the rows. `collate` makes x, (n, features), and y, (n,), of them, and so does torch."""
+        rows = self._rows(indices)
+        return rows if isinstance(indices, Indices) else list(rows)  # torch's default_collate stacks lists only
+
+    def _rows(self, indices: Sequence[int]) -> RowBatch:
         wanted = np.asarray(indices)
         wanted = np.where(wanted < 0, wanted + len(self), wanted)  # from the end, as of a list
         if len(wanted) and not (wanted.min() >= 0 and wanted.max() < len(self)):
@@ -117,13 +137,11 @@ class ParquetRows(ProcessLocal):
             x[places] = own_x[wanted[places] - begin]
             if y is not None and own_y is not None:
                 y[places] = own_y[wanted[places] - begin]
-        return torch.from_numpy(x) if y is None else (torch.from_numpy(x), torch.from_numpy(y))
+        return RowBatch(torch.from_numpy(x) if y is None else (torch.from_numpy(x), torch.from_numpy(y)))
 
-    def collate(self, batch: Any) -> Any:
-        """Return the batch that `__getitems__` has made, or one of single samples."""
-        if not isinstance(batch, list):
-            return batch
-        return torch.utils.data.default_collate(batch)
+    def collate(self, rows: Sequence[Any]) -> Any:
+        """Make a batch of rows, without a copy if `__getitems__` has made it already."""
+        return rows.batch if isinstance(rows, RowBatch) else torch.utils.data.default_collate(list(rows))
 
     def stats(self) -> dict[str, int]:
         """Return what was read so far."""

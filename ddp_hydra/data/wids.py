@@ -121,7 +121,10 @@ class WidsShards(ProcessLocal, Dataset):
         return [self[index] for index in indices]
 
     def fields(self, index: int) -> dict[str, memoryview]:
-        """Return the fields of a sample by extension, without a copy; raises as `__getitem__`."""
+        """Return the fields of a sample by extension, without a copy; raises as `__getitem__`.
+
+        A shard stays in the cache folder as long as one of its fields is kept.
+        """
         number, inner = self.find(index)
         return self._open(number, inner).fields(inner)
 
@@ -299,5 +302,5 @@ class WidsImages(StoredImages):
         return super().stats() | self.shards.stats()
 
     def close(self) -> None:
+        self.shards.close()  # first: it ends the waiting of threads that fetch
         super().close()
-        self.shards.close()

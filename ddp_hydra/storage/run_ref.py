@@ -181,9 +181,9 @@ def _read_manifest(remote: Store) -> Manifest:
     try:
         return decode_manifest(remote.get(f"{FOLDER}/{NAME}"))
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{remote.url}/{FOLDER} has no {NAME}, so no run has put checkpoints there: give its results.mirror"
-        ) from None
+        if remote.size_or_none(".hydra/config.yaml") is not None:
+            raise CheckpointError(f"the run in {remote.url} has no checkpoint yet: it has no {FOLDER}/{NAME}") from None
+        raise CheckpointError(f"there is no run in {remote.url}: it has no {FOLDER}/{NAME}") from None
     except ValueError as error:
         raise CheckpointError(f"{remote.url}/{FOLDER}/{NAME} is not the manifest of checkpoints ({error})") from None
 

@@ -89,9 +89,8 @@ class BucketAddress:
 def check_name(name: str, setting: str | None) -> None:
     """Refuse what can't be the name of a bucket; `setting` is the config key that names it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{1,62}", name):
-        raise ValueError(
-            f"{name!r} is not the name of a bucket (3 to 63 letters, digits, .-) or a path: check {setting}=..."
-        )
+        advice = ": give s3://bucket/folder" if setting is None else f" or a path: check {setting}=..."
+        raise ValueError(f"{name!r} is not the name of a bucket (3 to 63 letters, digits, .-){advice}")
 
 
 def explain(error: Exception, bucket: BucketAddress, key: str | None = None) -> Exception:

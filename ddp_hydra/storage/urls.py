@@ -174,7 +174,7 @@ def local_path(url: str) -> Path:
 POINTER = "results.url"
 """In the run directory where the command was typed: the URL of the results in a store."""
 _URL = re.compile(
-    r"(?P<bucket>s3|gs|az)://(?P<name>[A-Za-z0-9][A-Za-z0-9._-]{1,62})(?P<prefix>(/[^/?#\\]+)*)/?"
+    r"(?P<bucket>s3|gs|az)://(?P<name>[^/?#\\:@]+)(?P<prefix>(/[^/?#\\]+)*)/?"
     r"|(?!(s3|gs|az|https?):)(?P<scheme>[a-z][a-z0-9]*)://([^/?#\\:@]+@)?[^/?#\\@]*(/[^/?#\\]+)*/?"
 )
 
@@ -229,7 +229,7 @@ def open_folder(url: str, timeout_s: float = 60.0, retry_timeout_s: float = 0.0)
     try:
         return Bucket(match["name"], addressing=None, client_retries=2, **place, **waits)
     except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{url}: {error}") from None
 
 
 def address(root: str, run_dir: Path) -> str:

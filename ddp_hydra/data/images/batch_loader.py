@@ -134,6 +134,7 @@ class _Request:
     index: int  # of the requested sample, or of one that replaces it
     rng: str  # seed of its random transforms
     row: Tensor | None  # where its image goes; None: into a tensor of its own
+    target: Any = None  # as the data set has it
     tried: int = 0  # samples that were tried before it and found bad
 
 
@@ -173,6 +174,7 @@ class BatchLoader:
                     except Exception as error:
                         request.tried += 1
                         self._images.note_bad(request.index, error, request.tried)
+                        _forget_frames(error)
                         pending[self._begin(request)] = request
         finally:
             for made in pending:
@@ -197,6 +199,8 @@ class BatchLoader:
                 begin = time.perf_counter()
                 data = self._images.fetch(request.index)
                 self._images.count(cache_misses=1, fetch_s=time.perf_counter() - begin)
+            # It may wait for a shard, so it is read here: those that decode let go of what others wait for.
+            request.target = self._images.target(request.index)
             self._decoding.submit(self._decode, request, data, n_bytes, made)
         except BaseException as error:
             self._memory.give(n_bytes)
@@ -209,9 +213,9 @@ class BatchLoader:
             if self._images.transforms_in_threads:
                 image = self._images.make_image(request.index, data, rng)
                 image = image if request.row is None else request.row.copy_(image)
-                sample = image, self._images.sample_target(request.index)
+                sample = image, self._images.sample_target(request.target)
             else:
-                sample = (self._images.decoded(request.index, data), rng), self._images.target(request.index)
+                sample = (self._images.decoded(request.index, data), rng), request.target
         except BaseException as error:  # a transform may call sys.exit()
             tell = partial(made.set_exception, error)
         else:
@@ -224,6 +228,12 @@ class BatchLoader:
         self._closing = True
         self._fetching.shutdown()
         self._decoding.shutdown()
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    # They are in a circle with the error, and would keep a view of a shard until the garbage is collected.
+    while error is not None:
+        error.__traceback__, error = None, error.__context__
 
 
 class Cache(ProcessLocal):
@@ -248,5 +258,6 @@ class Cache(ProcessLocal):
     def put(self, key: Any, value: Any, size: int) -> None:
         with self._lock:
             if size <= self._left and key not in self._values:
-                self._values[key] = value
+                # A view would keep all that it is a part of: a whole shard on the disk.
+                self._values[key] = bytes(value) if isinstance(value, memoryview) else value
                 self._left -= size

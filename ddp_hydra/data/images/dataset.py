@@ -232,8 +232,7 @@ class ImageDataset(ProcessLocal, Dataset, ABC):
         self.count(cache_hits=found is not None)
         return found
 
-    def sample_target(self, index: int) -> Any:
-        target = self.target(index)
+    def sample_target(self, target: int) -> Any:
         return target if self.target_transform is None else self.target_transform(target)
 
     def make_image(self, index: int, data: Any, rng: random.Random) -> Any:

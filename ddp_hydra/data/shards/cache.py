@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import hashlib
+import math
 import os
 import re
 import resource
@@ -81,7 +83,7 @@ class ShardCache(ProcessLocal):
         self.held: dict[int, OpenShard] = {}
         self._lock = threading.Lock()
         self._opening: dict[int, threading.Lock] = {}
-        self._bad: dict[int, tuple[type[ValueError | FileNotFoundError], str]] = {}
+        self._failed: dict[int, tuple[float, Exception]] = {}  # {number: until when it is not tried again, why}
         self._local_members: dict[str, tuple[Any, TarMembers]] = {}
         self._counters = Counters()
         self.counts = self._counters.totals
@@ -98,19 +100,22 @@ class ShardCache(ProcessLocal):
     def open(self, number: int) -> OpenShard:
         if (held := self.held.get(number)) is not None:
             return held
+        asked = time.monotonic()
         self._prefetcher.note_started(number)  # the next shards need not wait for this one
         with self._opening.setdefault(number, threading.Lock()):
             if (held := self.held.get(number)) is not None:
                 return held
-            if number in self._bad:
-                kind, message = self._bad[number]
-                raise kind(message)
+            until, why = self._failed.get(number, (-math.inf, None))
+            if why is not None and asked < until:
+                raise copy.copy(why)
             started = time.monotonic()
             try:
                 is_cached = self._names[number]
                 shard = self._open_cached(number) if is_cached else self._open_local(self.shards[number])
-            except (ValueError, FileNotFoundError) as error:
-                self._bad[number] = ValueError if isinstance(error, ValueError) else FileNotFoundError, str(error)
+            except Exception as error:
+                # Threads that wait for the shard have waited as long as this one: they don't try in turn.
+                is_bad = isinstance(error, (ValueError, FileNotFoundError))
+                self._failed[number] = math.inf if is_bad else time.monotonic(), copy.copy(error)  # without its frames
                 raise
             finally:
                 self._counters.add(waited_s=time.monotonic() - started)
@@ -325,12 +330,7 @@ class ShardCache(ProcessLocal):
     def _folder(self) -> ShardFolder:
         if self._disk is None:
             path = expanded(self._given_folder or user_cache() / "shards").absolute()
-            try:
-                self._disk = ShardFolder(path, self.budget_bytes)
-            except OSError as error:
-                raise OSError(
-                    f"{path} on {socket.gethostname()} can't be made ({error.strerror}): type data.cache_dir=..."
-                ) from None
+            self._disk = ShardFolder(path, self.budget_bytes)
         return self._disk
 
 

@@ -8,8 +8,9 @@ import fcntl
 import functools
 import os
 import re
+import socket
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,23 +66,27 @@ class ShardFolder:
 
     Every reader holds a shared lock on the file that it reads, every writer an exclusive lock on the `.part` file that
     it fills. The kernel releases the locks when a process dies. A name may get another file at any time, so after each
-    lock it is checked that the name still means the locked file.
+    lock it is checked that the name still means the locked file. The folder may be removed at any time: it is made
+    again, and a file that is open is filled and read without a name.
 
     Args:
         path: the folder; it is made if it is missing. If others may write to it, a folder in it is used, see
             `private_folder`.
         budget_bytes: the most that all shards in it may take.
+
+    Raises:
+        OSError: it can't be made.
     """
 
     def __init__(self, path: Path, budget_bytes: int) -> None:
-        self.path = private_folder(path)
-        self.budget_bytes = budget_bytes
+        self._given, self.budget_bytes = path, budget_bytes
+        self._make()
 
     def open(self, name: str) -> int | None:
         while True:
             try:
                 descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
             if _lock(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink:
                 return descriptor
@@ -91,6 +96,7 @@ class ShardFolder:
     def claim(self, name: str) -> int | None:
         # Open the empty `.part` file of a shard for writing; return None if another process fills it or has done so.
         # A `.part` file that a killed process left is emptied and used.
+        self._make()
         part = _open_locked(self._part(name), os.O_CREAT)
         if part is None:
             return None
@@ -123,11 +129,14 @@ class ShardFolder:
 
     def publish(self, part: int, name: str) -> None:
         with self._exclusive():  # a process that scans the folder now might find it under neither name
-            self._part(name).rename(self.path / name)
+            if _is_same_file(self._part(name), part):
+                with contextlib.suppress(FileNotFoundError):
+                    self._part(name).rename(self.path / name)
         fcntl.flock(part, fcntl.LOCK_SH)
 
     def abandon(self, part: int, name: str) -> None:
-        self._part(name).unlink(missing_ok=True)
+        if _is_same_file(self._part(name), part):
+            self._part(name).unlink(missing_ok=True)
         os.close(part)
 
     def is_certain(self, descriptor: int, name: str) -> bool:
@@ -156,7 +165,8 @@ class ShardFolder:
         os.utime(part, ns=(time.time_ns(), 0))
 
     def ask_for_space(self) -> None:
-        (self.path / "wanted").touch(mode=0o600)
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / "wanted").touch(mode=0o600)
 
     def asked_ns(self) -> int:
         try:
@@ -167,14 +177,34 @@ class ShardFolder:
     def _part(self, name: str) -> Path:
         return self.path / f"{name}.part"
 
-    def _exclusive(self) -> contextlib.AbstractContextManager[None]:
-        return flocked(self.path / "lock", os.O_RDWR | os.O_CREAT)
+    def _make(self) -> None:
+        for is_last in (False, False, True):
+            try:
+                self.path = private_folder(self._given)
+                return
+            except OSError as error:  # it may have been removed while it was made
+                if is_last:
+                    raise OSError(
+                        f"{self._given} on {socket.gethostname()} can't be made ({error.strerror}): type "
+                        "data.cache_dir=..."
+                    ) from None
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        with contextlib.ExitStack() as lock:
+            while True:
+                try:
+                    lock.enter_context(flocked(self.path / "lock", os.O_RDWR | os.O_CREAT))
+                    break
+                except FileNotFoundError:
+                    self._make()
+            yield
 
     def _scan(self) -> tuple[list[CacheEntry], int]:
         # Return the shards, and the bytes that all files take; remove the files that killed processes left.
         files: dict[str, os.stat_result] = {}
         kinds: dict[str, str] = {}
-        with os.scandir(self.path) as entries:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.path) as entries:
             for entry in entries:
                 if (match := _OURS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                     with contextlib.suppress(FileNotFoundError):
@@ -185,7 +215,7 @@ class ShardFolder:
                 (self.path / name).unlink(missing_ok=True)
                 del files[name]
             elif kind.endswith(".part") and (part := _open_locked(self.path / name)) is not None:
-                (self.path / name).unlink()  # no process fills it
+                (self.path / name).unlink(missing_ok=True)  # no process fills it
                 os.close(part)
                 del files[name]
         kept, total = [], 0

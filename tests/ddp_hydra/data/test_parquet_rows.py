@@ -12,10 +12,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from torch.utils.data import ConcatDataset, DataLoader, Subset
 
 from ddp_hydra.data import ParquetRows
+from ddp_hydra.data.batch import make_batch
+from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.loader import Loader
 from ddp_hydra.data.samplers import Chunked
+from ddp_hydra.data.wrappers import look_into
 from ddp_hydra.errors import DataError
 from ddp_hydra.storage.base import TemporaryError
 
@@ -38,7 +42,7 @@ def folder(tmp_path) -> Path:
 def test_rows_of_all_files_by_index(folder):
     data = ParquetRows(str(folder), "label")
     assert (len(data), data.shard_lengths, data.features) == (50, [10, 10, 5, 10, 10, 5], ["a", "b"])
-    x, y = data.__getitems__([49, 0, 24, 25, 0])
+    x, y = data.collate(data.__getitems__([49, 0, 24, 25, 0]))
     assert x.tolist() == [[49, 98], [0, 0], [24, 48], [25, 50], [0, 0]]
     assert y.tolist() == [1, 0, 0, 1, 0]
     assert (x.dtype, y.dtype, data.num_classes) == (torch.float32, torch.int64, 3)
@@ -56,11 +60,34 @@ def test_columns_of_several_values_do_not_shift_the_others(tmp_path):
 
 
 def test_some_columns_a_float_target_or_none(folder):
-    x, y = ParquetRows(str(folder / "0.parquet"), "a", ["b"]).__getitems__([3])
-    assert (x.tolist(), y.tolist(), y.dtype) == ([[6]], [3], torch.float32)
+    ((x, y),) = ParquetRows(str(folder / "0.parquet"), "a", ["b"]).__getitems__([3])
+    assert (x.tolist(), y.tolist(), y.dtype) == ([6], 3, torch.float32)
     x = ParquetRows([str(folder / "0.parquet"), str(folder / "1.parquet")], features=["label", "a"])[30]
     assert x.tolist() == [0, 30]
     assert ParquetRows(str(folder / "0.parquet"), "label", "a").features == ["a"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("target", ["label", None])
+def test_torchs_own_loader_makes_the_same_batches(folder, target, workers):
+    data = ParquetRows(str(folder), target)
+    for dataset, batches in ((data, [[0, 1, 2], [3, 4, 5]]), (Subset(data, [7, 3, 9]), [[0, 2], [1]])):
+        chosen = [[dataset.indices[index] for index in batch] for batch in batches] if dataset is not data else batches
+        loader = DataLoader(dataset, batch_sampler=batches, num_workers=workers)
+        for batch, indices in zip(loader, chosen, strict=True):
+            wanted = make_batch(data, Indices(indices))
+            for part, other in zip(batch, wanted, strict=True):
+                assert torch.equal(part, other)
+                assert part.dtype == other.dtype
+
+
+def test_a_batch_of_rows_of_several_sets(folder):
+    sets = [ParquetRows(str(folder / f"{number}.parquet"), "label") for number in (0, 1)]
+    both, n = look_into(ConcatDataset(sets)), len(sets[0])
+    x, y = make_batch(both, Indices([n + 1, 1, 2, n + 2]))
+    rows = [sets[1][1], sets[0][1], sets[0][2], sets[1][2]]
+    assert torch.equal(x, torch.stack([row[0] for row in rows]))
+    assert y.tolist() == [row[1].item() for row in rows]
 
 
 def test_a_loader_and_the_chunked_sampler_read_row_groups_one_after_the_other(folder):
@@ -78,10 +105,10 @@ def test_memory_is_bounded_and_threads_read_the_same(folder):
     whole, small = ParquetRows(str(folder), "label"), ParquetRows(str(folder), "label", cache_mb=0.0002)
     wanted = [list(np.random.RandomState(seed).permutation(50)[:9]) for seed in range(20)]
     with ThreadPoolExecutor(4) as pool:
-        for batch, (x, y) in zip(wanted, pool.map(small.__getitems__, wanted), strict=True):
-            other_x, other_y = whole.__getitems__(batch)
-            assert torch.equal(x, other_x)
-            assert torch.equal(y, other_y)
+        for batch, rows in zip(wanted, pool.map(small.__getitems__, wanted), strict=True):
+            for (x, y), (other_x, other_y) in zip(rows, whole.__getitems__(batch), strict=True):
+                assert torch.equal(x, other_x)
+                assert torch.equal(y, other_y)
     assert len(small._cache) == 1 < len(whole._cache) == 6
     assert threading.active_count() <= threads + 4
 
@@ -154,7 +181,7 @@ def test_a_damaged_page_is_named_by_file_column_and_row_group(tmp_path, compress
     for place, start in (("a", chunks.column(0).data_page_offset), ("b", chunks.column(1).dictionary_page_offset)):
         path.write_bytes(content[:start] + bytes(60) + content[start + 60 :])
         data = ParquetRows(str(path), "label")
-        assert len(data.__getitems__(range(45))[0]) == 45
+        assert len(data.__getitems__(range(45))) == 45
         said = rf"a\.parquet: column {place} of row group 1 can't be read \([^\n]+\): the file is damaged: copy"
         with pytest.raises(DataError, match=said):
             data[50]

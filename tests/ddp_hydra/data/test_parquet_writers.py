@@ -24,7 +24,7 @@ ROWS = sorted((n + 0.5, 10.0 * n, float(n % 2), n % 3) for n in range(8))
 
 
 def rows(data: ParquetRows) -> list[tuple[float, ...]]:
-    x, y = data.__getitems__(range(len(data)))
+    x, y = data.collate(data.__getitems__(range(len(data))))
     return sorted((*row, target) for row, target in zip(x.tolist(), y.tolist(), strict=True))
 
 
@@ -64,10 +64,10 @@ def test_folders_of_partitions_are_columns(tool):
     folder = str(WRITTEN / f"{tool}-hive")
     assert ParquetRows(folder, "band", ["a"]).num_classes == 2
     for pattern in ("band=1", "*=1", "band=1/*.parquet"):
-        x, _ = ParquetRows(f"{folder}/{pattern}", "y", ["a"]).__getitems__([0, 1, 2, 3])
-        assert sorted(x[:, 0].tolist()) == [1.5, 3.5, 5.5, 7.5]
-    x, _ = ParquetRows(f"{folder}/band=*", "y", ["band"]).__getitems__([0, 7])
-    assert x.tolist() == [[0], [1]]
+        rows_of_band = ParquetRows(f"{folder}/{pattern}", "y", ["a"]).__getitems__([0, 1, 2, 3])
+        assert sorted(x.item() for x, _ in rows_of_band) == [1.5, 3.5, 5.5, 7.5]
+    found = ParquetRows(f"{folder}/band=*", "y", ["band"]).__getitems__([0, 7])
+    assert [x.tolist() for x, _ in found] == [[0], [1]]
 
 
 def test_values_of_partitions(tmp_path):

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import errno
+import gc
+import gzip
 import io
 import json
 import os
 import pickle
 import re
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from ddp_hydra.data.shards import cache as cache_module
+from ddp_hydra.data.shards.cache import GIB
+from ddp_hydra.data.shards.cache_folder import with_index
 from ddp_hydra.data.shards.index import read_index
 from ddp_hydra.data.shards.write import write_shards
 from ddp_hydra.data.transforms import EvalTransform
 from ddp_hydra.data.wids import WidsImages
 from ddp_hydra.storage.base import StaleCredentialsError
+from tests.support.shard_caches import wait_until
 
 
 @pytest.fixture
@@ -44,6 +51,30 @@ def images():
     yield open_
     for dataset in opened:
         dataset.close()
+
+
+@pytest.fixture
+def cached(tmp_path, png, images, monkeypatch):
+    """Open three packed shards of three images, of which some are damaged, in a cache that holds a few shards."""
+    monkeypatch.setattr(cache_module, "WAIT_S", 2.0)
+
+    def open_(n_shards: int, damaged: tuple[int, ...] = (), **arguments) -> WidsImages:
+        urls = []
+        for shard in range(3):
+            numbers = range(3 * shard, 3 * shard + 3)
+            contents = [b"no image" if number in damaged else png(red=number, size=100) for number in numbers]
+            (folder := tmp_path / f"{shard}").mkdir()
+            write(folder, [{".png": content, ".cls": b"0"} for content in contents])
+            plain = (folder / "one.tar").read_bytes()
+            (folder / "one.tar.gz").write_bytes(gzip.compress(plain, 0))  # it has all its space from the start
+            urls.append({"url": f"{folder}/one.tar.gz", "nsamples": 3})
+        (tmp_path / "all.json").write_text(
+            json.dumps({"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": urls})
+        )
+        given = {"classes": 1, "cache_dir": tmp_path / "cache", "prefetch_shards": 0, "decoders": 1, **arguments}
+        return images(tmp_path / "all.json", cache_gb=(n_shards + 0.5) * with_index(len(plain)) / GIB, **given)
+
+    return open_
 
 
 def reds(samples) -> list[int]:
@@ -178,3 +209,42 @@ def test_no_access_is_no_lost_shard(shards, images, monkeypatch, error):
     with pytest.raises(type(error), match=str(error)):
         data[0]
     assert data.bad == {}
+
+
+# A small cache of shards
+
+
+def test_images_that_are_kept_in_memory_keep_no_shard(cached):
+    data = cached(1)
+    for _ in range(2):
+        assert reds(data.__getitems__(range(9))) == list(range(9))
+    assert {type(value) for value in data._cache._values.values()} == {bytes}
+
+
+def test_a_bad_image_keeps_no_shard(cached):
+    data = cached(1, damaged=(1, 4, 7), max_bad_fraction=1.0, cache_mb=0)
+    gc.disable()
+    try:
+        assert reds(data.__getitems__([0, 1, 2, 3, 4, 5, 6, 7, 8])) == [0, 2, 2, 3, 5, 5, 6, 8, 8]
+    finally:
+        gc.enable()
+
+
+def test_the_class_of_an_image_in_memory_waits_for_no_image_that_is_to_be_decoded(cached):
+    data = cached(1)
+    data.__getitems__([0])
+    data._cache._left = 0
+    data.__getitems__([3])
+    assert reds(data.__getitems__([0, 4, 5])) == [0, 4, 5]
+
+
+def test_closing_ends_the_waiting_for_space(cached, tmp_path):
+    data = cached(1)
+    view = data.fetch(0)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(data.__getitem__, 3)
+        wait_until((tmp_path / "cache" / "wanted").exists)
+        data.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            waiting.result()
+    assert len(view)

@@ -40,6 +40,8 @@ def test_a_full_disk_may_pass(disk):
             "", "runs", "s3://", "s3://key:top-secret@bucket/a", "s3://bucket/a?token=top-secret", "s3://bucket/../a",
             "http://bucket/a", "sftp://me:top-secret@host/runs", "sftp://host/runs?key=top-secret", "sftp://host/../runs",
         )),
+        *((f"{scheme}://{name}/runs", rf"^{scheme}://{name}/runs: '{name}' is not the name of a bucket \(3 to 63 ")
+          for scheme, name in (("s3", "b"), ("gs", "_b"), ("az", "b" * 64))),
         ("memory://runs", "memory of one process"),
         ("local:///runs", "local:// is not known"),
         ("ipfs2://runs", "ipfs2:// is not known"),

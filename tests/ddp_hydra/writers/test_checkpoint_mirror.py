@@ -390,8 +390,11 @@ def test_fetching_waits_for_a_store_that_is_away_and_never_takes_that_for_damage
 
 
 def test_fetching_what_is_not_there_is_a_sentence(front, tmp_path):
-    with pytest.raises(CheckpointError, match=r"s3://runs/a/checkpoints has no manifest.json, so no run has put"):
+    with pytest.raises(CheckpointError, match=r"there is no run in s3://runs/a: it has no checkpoints/manifest.json"):
         fetch_checkpoint("s3://runs/a", tmp_path)
+    front.server.add("runs", {"new/.hydra/config.yaml": b""})
+    with pytest.raises(CheckpointError, match=r"the run in s3://runs/new has no checkpoint yet"):
+        fetch_checkpoint("s3://runs/new", tmp_path)
     with pytest.raises(ConfigError, match="there is no bucket 'nowhere' at http"):
         fetch_checkpoint("s3://nowhere/a", tmp_path)
     front.server.add("runs", {"a/checkpoints/manifest.json": b"[]"})

@@ -8,11 +8,13 @@ import fcntl
 import gzip
 import pickle
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,49 @@ def test_a_file_has_a_name_for_each_url_and_version_and_no_secret(server, cache_
     content = numbered(700, COUNT)
     server.add(a=content)
     assert label(cache_of([shard_of(server, "/a.tar", content)]), 0) == 700
+
+
+def test_a_folder_that_is_removed_is_made_again(server, cache_of, tmp_path):
+    cache = cache_of(serve(server, "ab"))
+    assert label(cache, 0) == 0
+    settle(cache)
+    shutil.rmtree(tmp_path / "cache")
+    assert [label(cache, number) for number in (0, 1)] == [0, COUNT]
+    assert files(tmp_path / "cache") == ["b.tar", "lock"]
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+    cache.note_done(0)
+    assert label(cache, 0) == 0
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_shard_whose_folder_is_removed_while_it_comes_is_read_without_a_name(server, cache_of, tmp_path, damaged):
+    shards = serve(server, "ab")
+    cache, other = cache_of(shards), cache_of(shards)
+    if damaged:  # it is fetched again, into the same file
+        server.spoil = lambda path, content: flipped(path, content) if server.gets(path) == 1 else content
+    server.gate.clear()
+    with ThreadPoolExecutor() as threads:
+        read = threads.submit(label, cache, 0)
+        wait_until(lambda: server.at_once == 1)
+        shutil.rmtree(tmp_path / "cache")
+        server.gate.set()
+        assert read.result() == 0
+    assert files(tmp_path / "cache") == ["lock"]
+    assert label(other, 0) == 0
+    assert files(tmp_path / "cache") == ["a.tar", "lock"]
+
+
+def test_a_folder_that_can_not_be_made_again_is_no_fault_of_a_shard(server, cache_of, tmp_path):
+    cache = cache_of(serve(server, "ab"))
+    label(cache, 0)
+    settle(cache)
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").touch()
+    with pytest.raises(OSError, match=r"cache on .* can't be made \(File exists\): type data\.cache_dir=") as caught:
+        label(cache, 1)
+    assert type(caught.value) is OSError
+    (tmp_path / "cache").unlink()
+    assert label(cache, 1) == COUNT
 
 
 # What is missing, wrong or damaged

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from ddp_hydra.data.shards import cache as cache_module
 from ddp_hydra.data.shards.cache_folder import CacheEntry, eviction_rank
-from tests.support.shard_caches import COUNT, SIZE, files, label, serve, settle, total
+from tests.support.shard_caches import COUNT, SIZE, files, label, serve, settle, total, wait_until
 
 pytestmark = pytest.mark.integration
 
@@ -39,6 +40,25 @@ def test_what_is_in_use_is_not_evicted(server, cache_of, monkeypatch, tmp_path):
     del views
     assert label(cache, 2) == 2 * COUNT
     assert total(tmp_path / "cache") <= 2 * SIZE
+
+
+def test_those_who_wait_for_one_shard_wait_for_its_space_together(server, cache_of, monkeypatch):
+    cache, waits, asked = cache_of(serve(server, "a")), [], []
+    monkeypatch.setattr(cache._prefetcher, "note_started", asked.append)
+
+    def refuse(*_) -> None:
+        waits.append(threading.get_ident())
+        wait_until(lambda: len(asked) >= 4)
+        raise OSError("no space")
+
+    monkeypatch.setattr(cache, "_reserve", refuse)
+    with ThreadPoolExecutor(4) as threads:
+        told = [threads.submit(cache.open, 0) for _ in range(4)]
+    assert [str(one.exception()) for one in told] == ["no space"] * 4
+    assert len(waits) == 1
+    with pytest.raises(OSError, match="no space"):  # and who comes later tries again
+        cache.open(0)
+    assert len(waits) == 2
 
 
 def test_a_shard_is_evicted_while_its_index_is_being_saved(server, cache_of, monkeypatch, tmp_path):
