@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from ddp_hydra.console.signals import held_back
+from ddp_hydra.console.signals import SIGNALS, held_back
 
 END_S = 60
 """How long the threads and exit handlers of user code may take, in seconds."""
@@ -33,6 +33,32 @@ def begin() -> None:
     weakref.finalize._registered_with_atexit = False  # type: ignore[attr-defined]
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
+
+
+_IGNORED: dict[int, object] = {}
+"""Signals that this process ignores, and the handlers that its forks have."""
+
+
+def ignore_signals() -> None:
+    """Ignore what a terminal or a scheduler sends to a whole group. What this process starts gets it as usual."""
+    for number in SIGNALS:
+        signal.signal(number, _do_nothing)  # SIG_IGN would be inherited, also through exec
+        signal.siginterrupt(number, False)
+        _IGNORED[number] = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+
+
+def _do_nothing(*_: object) -> None:
+    pass
+
+
+def _heed_signals() -> None:
+    for number, handler in _IGNORED.items():
+        if signal.getsignal(number) is _do_nothing:
+            signal.signal(number, handler)  # type: ignore[arg-type]
+    _IGNORED.clear()
+
+
+os.register_at_fork(after_in_child=_heed_signals)
 
 
 def end() -> None:

@@ -66,6 +66,10 @@ class Start(Data, frozen=True):
     show: list[str] | None = None
 
 
+class RolledBack(Data, frozen=True):
+    """The steps after the record's step are taken again, in the same attempt."""
+
+
 class Rows(Data, frozen=True):
     """A prediction begins: its number of rows, None while that is not known, and the rows of a full part."""
 
@@ -184,7 +188,8 @@ class End(Data, frozen=True):
 
 
 AnyData = (
-    Up | Beat | Start | Rows | Metrics | Text | Image | Histogram | File | Log | Notice | Stack | Preempted | End
+    Up | Beat | Start | RolledBack | Rows | Metrics | Text | Image | Histogram | File | Log | Notice | Stack | Preempted
+    | End
 )  # fmt: skip
 
 

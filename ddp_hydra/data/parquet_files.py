@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +23,7 @@ from fsspec.utils import glob_translate
 from ddp_hydra.data.names import is_leftover
 from ddp_hydra.errors import DataError
 from ddp_hydra.storage import Access, Store, bare_url, is_remote
+from ddp_hydra.storage.base import RangesIgnoredError
 from ddp_hydra.storage.urls import local_path
 
 with contextlib.suppress(ImportError):  # `open_files` says what to install
@@ -215,10 +218,11 @@ def _inferred(values: Any) -> Any:
 
 
 class StoredFile(io.RawIOBase):
-    """A file in a store, read by ranges."""
+    """A file in a store, read by ranges; of a store without ranges, a copy is made on the disk."""
 
     def __init__(self, store: Store, key: str, size: int) -> None:
         super().__init__()
+        self.copy: Any = None
         self.store, self.key, self.length, self.place = store, key, size, 0
 
     def readable(self) -> bool:
@@ -235,10 +239,26 @@ class StoredFile(io.RawIOBase):
         end = min(self.place + len(buffer), self.length)
         if end <= self.place:
             return 0
-        content = memoryview(self.store.get_range(self.key, self.place, end)).cast("B")
+        content = self._content(end)
         buffer[: len(content)] = content
         self.place += len(content)
         return len(content)
+
+    def close(self) -> None:
+        if self.copy is not None:
+            self.copy.close()
+        super().close()
+
+    def _content(self, end: int) -> memoryview:
+        if self.copy is None:
+            try:
+                return memoryview(self.store.get_range(self.key, self.place, end)).cast("B")
+            except RangesIgnoredError:
+                whole = self.store.get(self.key, self.length)
+                self.copy = tempfile.TemporaryFile()  # noqa: SIM115  `close` closes it
+                self.copy.write(whole)
+                self.copy.flush()
+        return memoryview(os.pread(self.copy.fileno(), end - self.place, self.place))  # a fork has the same position
 
 
 _LARGEST = 2**63 - 1

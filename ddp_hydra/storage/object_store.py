@@ -25,7 +25,7 @@ from functools import lru_cache, wraps
 from inspect import isgeneratorfunction
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from ddp_hydra.storage.base import PIECE_BYTES, RangesIgnoredError, Store, TemporaryError, bare_url, cause
 
@@ -282,18 +282,19 @@ class ObjectStore(Store):
 
     def _explain(self, error: Exception, key: str | None) -> Exception:
         text = str(error)
-        if isinstance(error, RuntimeError | ImportError | PermissionError):
+        if isinstance(error, RuntimeError | ImportError | PermissionError | RangesIgnoredError):
             return error
         if "non-partial response" in text or "Range request not supported" in text:
-            return RangesIgnoredError(
-                f"{self.public_url()} gives whole objects only, and a part of {key} was asked for"
-            )
+            return self._without_ranges(key)
         if found := re.match(r".*Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)", text):
             start, end, came_from, came_to = map(int, found.groups())
             return self._wrong_body(str(key), came_to - came_from, end - start)
         if "invalid list response" in text:
             return self._no_listing()
         return self._explain_answer(error, key)
+
+    def _without_ranges(self, key: str | None) -> Exception:
+        return RangesIgnoredError(f"{self.public_url()} gives whole objects only, and a part of {key} was asked for")
 
     def _explain_answer(self, error: Exception, key: str | None) -> Exception:
         raise NotImplementedError
@@ -347,6 +348,51 @@ class WebServer(ObjectStore):
 
     folders = objects
 
+    def _set_process_state(self) -> None:
+        super()._set_process_state()
+        self._tells_lengths = True
+
+    @by_reader
+    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
+        """Yield an object in pieces; see `ObjectStore`. One whose length is not told comes in one piece."""
+        if self._tells_lengths:
+            yield from super().stream(key, size, start)
+        else:
+            yield memoryview(self.get(key, size))[start:]
+
+    def _get(self, client: Any, key: str, size: int | None) -> Any:
+        try:
+            return super()._get(client, key, size)
+        except Exception as error:
+            if not _lacks_length(error):
+                raise
+        content = self._download(key)
+        if size is not None and size != len(content):
+            raise self._wrong_body(key, len(content), size)
+        return content
+
+    def _get_range(self, client: Any, key: str, start: int, end: int) -> Any:
+        try:
+            return super()._get_range(client, key, start, end)
+        except Exception as error:
+            if not _lacks_length(error):
+                raise
+        raise self._without_ranges(key)
+
+    def _size(self, client: Any, key: str) -> int:
+        try:
+            return super()._size(client, key)
+        except Exception as error:
+            if not _lacks_length(error):
+                raise
+        return len(self._download(key))
+
+    def _download(self, key: str) -> bytes:
+        self._tells_lengths = False
+        parts = urlsplit(self.url)
+        path = f"{parts.path.rstrip('/')}/{quote(key)}"
+        return download(urlunsplit((parts.scheme, parts.netloc, path, parts.query, "")), self.timeout_s)
+
     def _put(self, client: Any, key: str, *_: Any) -> None:
         raise PermissionError(f"{self.public_url()} is a web server, and is only read: give a bucket or a folder")
 
@@ -363,6 +409,12 @@ class WebServer(ObjectStore):
         if isinstance(error, FileNotFoundError):
             status = "404"
         return _error(f"{self.public_url()}/{key}", status, cause(full))
+
+
+def _lacks_length(error: Exception) -> bool:
+    """Return whether obstore refuses an answer that does not say how long it is; some servers refuse HEAD, too."""
+    text = str(error)
+    return "Content-Length" in text or "status code: 405" in text or "status code: 501" in text
 
 
 def download(url: str, timeout_s: float) -> bytes:

@@ -133,7 +133,7 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
 
                 heartbeat.at("update", run.step)
                 # What is logged or saved can't be taken back, so there the gradients are checked at once.
-                at_once = due.log or run.step in run.nonfinite.steps
+                at_once = due.log or run.step in run.state.nonfinite
                 nonfinite = update.find_nonfinite(decision, losses, at_once)
                 if nonfinite is not None:
                     break

@@ -12,6 +12,7 @@ import torch
 
 from ddp_hydra import results
 from ddp_hydra.errors import NonFiniteLoss
+from ddp_hydra.record import RolledBack
 from ddp_hydra.training.checkpoint import refuse_nonfinite
 from ddp_hydra.training.data_description import shown
 from ddp_hydra.training.parallel.weights import BufferCopy
@@ -46,15 +47,11 @@ class NonFiniteHandler:
     Args:
         policy: "abort" raises. "skip" leaves the step's update out. "rollback" first goes back to the last
             checkpoint, in case the weights had gone wrong before; if the step fails again, its update is left out.
-        max_steps: the most steps that may fail.
-
-    Attributes:
-        steps: the steps that failed.
+        max_steps: the most steps that may fail, those before a resume included.
     """
 
     def __init__(self, policy: str, max_steps: int, state: TrainingState) -> None:
         self.policy, self.max_steps, self.state = policy, max_steps, state
-        self.steps: list[int] = []
         self.buffers = BufferCopy(state.model) if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.stages = 0
@@ -77,20 +74,28 @@ class NonFiniteHandler:
     @torch.no_grad()
     def handle(self, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> bool:
         step = self.state.position.step + 1 - found.steps_ago
-        record(step, found, rank, samples)
-        again = step in self.steps
+        failed = self.state.nonfinite
+        again = step in failed
         if not again:
-            self.steps.append(step)
-        if self.policy == "abort" or len(self.steps) > self.max_steps:
+            failed.append(step)
+        is_over = self.policy == "abort" or len(failed) > self.max_steps
+        goes_back = self.policy == "rollback" and not again and not is_over
+        if not goes_back:
+            record(step, found, rank, samples)
+        if is_over:
             raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
         if self.buffers is not None:
             self.buffers.put_back()
-        if self.policy == "skip" or again:
+        if not goes_back:
             return False
         assert self.checkpoint is not None
         content = self.checkpoint()
         refuse_nonfinite(content, self.state)
         self.state.restore(content)
+        self.state.nonfinite = failed
+        if rank == 0:
+            results.emit(RolledBack(), self.state.position.step)
+        record(step, found, rank, samples)  # after that: writers drop what comes before it from later steps
         return True
 
     def _message(self, step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> str:

@@ -66,6 +66,7 @@ class TrainingState:
         batch: the batch that the run has begun with, see `rank_batch.settle`.
         ranks: number of ranks.
         unfrozen: parameters that are trained though they were frozen when the run began; see `setup.Stage`.
+        nonfinite: the steps whose loss or gradient was not finite.
     """
 
     parallel: Parallel
@@ -81,6 +82,7 @@ class TrainingState:
     batch: Mapping[str, int] = field(default_factory=dict)
     ranks: int = 1
     unfrozen: list[dict[str, Any]] = field(default_factory=list)
+    nonfinite: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.infinite = self.parallel.nonfinite_names()
@@ -139,6 +141,7 @@ class TrainingState:
             "validations": self.validations,
             "validation_due": self.validation_due,
             **({"unfrozen": self.unfrozen} if self.unfrozen else {}),
+            **({"nonfinite": list(self.nonfinite)} if self.nonfinite else {}),
             **({"base": base} if (base := weights.base_of(self.model)) else {}),
             "config": self.config,
             "data": dict(self.data),
@@ -185,6 +188,7 @@ class TrainingState:
             raise CheckpointError(f"{what}: resume with the config it was made with") from error
         self.best, self.validations = content["best"], content["validations"]
         self.validation_due, self.unfrozen = content["validation_due"], content.get("unfrozen") or []
+        self.nonfinite = content.get("nonfinite") or []
 
     def improves_best(self, value: float | None, direction: str) -> bool:
         sign = 1 if direction == "maximize" else -1

@@ -25,7 +25,7 @@ from typing import Any
 
 from ddp_hydra.console.text import size_text
 from ddp_hydra.errors import DdpHydraError, RecordError
-from ddp_hydra.record import Checkpoint, File, Log, Metrics, Record, Start, check_path, check_submitted
+from ddp_hydra.record import Checkpoint, File, Log, Metrics, Record, RolledBack, Start, check_path, check_submitted
 from ddp_hydra.results import finite
 from ddp_hydra.storage.files import (
     AppendFile,
@@ -376,8 +376,8 @@ class JsonLinesWriter:
     `time` is in seconds since 1970; NaN and infinities are null. A metric with the name of one of the line's own fields
     is written as `metrics/<name>`. Metrics of a rank other than 0 have the field `rank`.
 
-    When a new attempt starts, or the run is resumed in its folder, the lines after the step from which it continues are
-    removed, so that the file has each step once.
+    When a new attempt starts, the run is resumed in its folder or rolls back, the lines after the step from which it
+    continues are removed, so that the file has each step once.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -386,7 +386,7 @@ class JsonLinesWriter:
         self._attempt = self._begun = 0
 
     def write(self, record: Record) -> None:
-        if isinstance(record.data, Start) and record.rank == 0 and record.attempt >= self._attempt:
+        if isinstance(record.data, Start | RolledBack) and record.rank == 0 and record.attempt >= self._attempt:
             self._attempt, self._begun = record.attempt, record.step or 0
             self._cut(self._begun or -1)  # a run that starts from step 0 logs again what it logs before its first step
         if not isinstance(record.data, Metrics) or record.attempt < self._attempt:

@@ -51,7 +51,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Histogram, Image, Metrics, Record, Start, Text
+from ddp_hydra.record import Histogram, Image, Metrics, Record, RolledBack, Start, Text
 from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, writing
 
 _numbers = itertools.count()
@@ -97,19 +97,20 @@ class TensorBoardWriter:
 
     def write(self, record: Record) -> None:
         data = record.data
-        if not isinstance(data, Start | Metrics | Text | Image | Histogram) or record.attempt < (self._attempt or 0):
+        is_shown = isinstance(data, Start | RolledBack | Metrics | Text | Image | Histogram)
+        if not is_shown or record.attempt < (self._attempt or 0):
             return
-        self._purge |= self._attempt is not None and record.attempt > self._attempt
+        self._purge |= (self._attempt is not None and record.attempt > self._attempt) or isinstance(data, RolledBack)
         self._attempt = record.attempt
         if isinstance(data, Metrics) and record.rank != 0:
             return
         if self._purge and record.step is not None:
-            # Drop the points after a start record's step, or from any other record's step on.
-            first, status = record.step + isinstance(data, Start), SessionLog(status=SessionLog.START)
+            # Drop the points after the step of a start or a rollback, or from any other record's step on.
+            first, status = record.step + isinstance(data, Start | RolledBack), SessionLog(status=SessionLog.START)
             self._append(Event(wall_time=record.time_s, step=first, session_log=status))
             self._purge = False
         match data:
-            case Start():
+            case Start() | RolledBack():
                 return
             case Metrics():
                 value = self._scalars(data)

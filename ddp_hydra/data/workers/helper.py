@@ -12,7 +12,6 @@ import fcntl
 import os
 import pickle
 import resource
-import signal
 import socket
 import struct
 import subprocess
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ddp_hydra import forked
+from ddp_hydra.console.signals import SIGNALS, held_back
 
 MOST_FDS = 200
 """Descriptors of one message."""
@@ -191,8 +191,7 @@ def _serve_alone(requests: socket.socket) -> NoReturn:
 
 
 def serve(requests: socket.socket) -> int:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # they go to the whole group; the rank decides
-        signal.signal(number, signal.SIG_IGN)
+    forked.ignore_signals()  # they go to the whole group; the rank decides
     with contextlib.suppress(EOFError, ConnectionError):
         while True:
             data, fds = receive(requests)
@@ -214,7 +213,9 @@ def _exit_code(pid: int) -> int:
 
 def _fork(prepared: dict[str, Any], process: bytes, fds: list[int], requests: socket.socket) -> int:
     try:
-        pid = os.fork()
+        with held_back(SIGNALS):
+            if not (pid := os.fork()):
+                forked.ignore_signals()
     except OSError as error:
         return -(error.errno or 1)
     if not pid:

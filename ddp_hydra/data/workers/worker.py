@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import pickle
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from ddp_hydra import heartbeat, results
+from ddp_hydra import forked, heartbeat, results
 from ddp_hydra.data import draws
 from ddp_hydra.data.batch import make_batch, pin
 from ddp_hydra.data.draws import EVALUATION, Indices
@@ -38,7 +37,7 @@ class SharedBatch:
         def place_if_plain(part: Any) -> tuple[Any, ...] | None:
             if type(part) is not Tensor or part.layout != torch.strided or part.is_quantized or part.requires_grad:
                 return None
-            if part.device.type != "cpu":
+            if part.device.type != "cpu" or part.is_nested:
                 return None
             dense = part if torch.empty_like(part).stride() == part.stride() else part.contiguous()
             begin = -(-self.size // ALIGNED) * ALIGNED
@@ -167,8 +166,7 @@ class WorkerSet:
 
 def begin(number: int) -> None:
     # Prepare a worker: what signals a whole rank asks of it is the rank's to decide.
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, signal.SIG_IGN)
+    forked.ignore_signals()
 
 
 def _packed(error: BaseException) -> bytes:

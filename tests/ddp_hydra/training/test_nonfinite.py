@@ -90,7 +90,7 @@ def test_of_many_samples_the_message_shows_some_and_the_record_all(sent):
 def test_a_step_that_is_left_out_leaves_weights_and_statistics_as_they_were(policy, sent):
     run = train(state(), 3)
     guard = NonFiniteHandler(policy, 10, run)
-    guard.steps.append(4)  # a rollback has been there before
+    run.nonfinite.append(4)  # a rollback has been there before
     before = weights(run)
     guard.before_step()
     step(run, bad=True)
@@ -134,6 +134,10 @@ def test_a_rollback_goes_back_to_where_it_was_kept_bit_for_bit_and_more_than_onc
         assert same(kept, weights(run))
         assert run.position == Position(2, 0, 8, 8)
         assert run.scheduler.get_last_lr() == rate
+        back, text = sent
+        assert (back.kind, back.step) == ("rolledback", 2), "what is told of the step comes behind"
+        assert (text.data.name, text.step) == ("nonfinite", 3 + later)
+        sent.clear()
 
 
 def test_a_rollback_goes_to_the_last_place_that_was_kept(sent):
@@ -160,9 +164,29 @@ def test_a_step_that_is_bad_again_after_a_rollback_is_left_out_and_counts_once(s
     assert guard.handle(BAD, 0, [1]) is True
     train(run, 2)
     assert guard.handle(BAD, 0, [1]) is False
-    assert (run.position.step, guard.steps) == (2, [3])
+    assert (run.position.step, run.nonfinite) == (2, [3])
     advance(run, optimizer_step=False)
     with pytest.raises(NonFiniteLoss, match="in step 4, and 1 such steps were allowed"):
+        guard.handle(BAD, 0, [1])
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_steps_before_a_resume_count(policy, sent):
+    run = train(state(), 2)
+    guard = NonFiniteHandler(policy, 2, run)
+    guard.remember()
+    guard.before_step()
+    step(run, bad=True)
+    guard.handle(BAD, 0, [1])
+    again = state()
+    again.restore(run.begin_capture()())
+    assert again.nonfinite == [3]
+    guard = NonFiniteHandler(policy, 2, train(again, 1))
+    guard.remember()
+    train(again, 1)
+    guard.handle(BAD, 0, [1])
+    train(again, 3)
+    with pytest.raises(NonFiniteLoss, match="and 2 such steps were allowed"):
         guard.handle(BAD, 0, [1])
 
 

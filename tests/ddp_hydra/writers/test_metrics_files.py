@@ -6,7 +6,7 @@ import math
 import pytest
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Log, Metrics, Record, Start
+from ddp_hydra.record import Log, Metrics, Record, RolledBack, Start
 from ddp_hydra.writers import files
 from ddp_hydra.writers.files import JsonLinesWriter, LogWriter
 
@@ -69,6 +69,21 @@ def test_a_step_whose_validation_another_attempt_made_has_one_line(tmp_path, met
     assert (own["step"], own["rank"], own["own"]) == (5, 1, 1.0)
     assert [validated[name] for name in ("step", "attempt", "loss", "lr", "val")] == [5, 1, 1.0, 0.5, 5.0]
     assert (last["step"], last["val"], "loss" in last) == (6, 6.0, False)
+
+
+def test_steps_that_are_taken_again_after_a_rollback_have_one_line(tmp_path, metrics_record):
+    writer = JsonLinesWriter(tmp_path)
+    writer.write(Record(Start(lines=[]), rank=0, step=0, attempt=0))
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
+        writer.write(metrics_record(step, loss=loss))
+    writer.write(Record(RolledBack(), rank=0, step=2))
+    writer.write(metrics_record(2, val=0.5))  # its validation is made again
+    writer.write(metrics_record(3, loss=4.0))
+    writer.write(Record(RolledBack(), rank=0, step=0))
+    assert read_lines(tmp_path) == []
+    for step in (1, 2):
+        writer.write(metrics_record(step, loss=5.0))
+    assert [(line["step"], line["loss"]) for line in read_lines(tmp_path)] == [(1, 5.0), (2, 5.0)]
 
 
 @pytest.mark.parametrize("step", [0, 2, 10, 7_000, 9_990, 10_000])

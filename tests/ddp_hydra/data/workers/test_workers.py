@@ -230,6 +230,12 @@ def test_a_file_that_the_rank_has_mapped_is_mapped_in_workers(loader, tmp_path):
     assert os.getpid() not in torch.cat(pids).tolist()
 
 
+def test_what_a_data_set_starts_can_be_ended(loader):
+    found = list(loader(sets.Ending()).load(batches(8)))
+    assert len(found) == 4
+    assert all([one.tolist() for one in batch.told] == [[-15] * len(batch.row)] * 2 for batch in found)
+
+
 def test_a_worker_that_is_killed_is_named(loader):
     with pytest.raises(ConnectionError, match=r"has ended by signal 9; .* data\.workers or data\.memory_mb"):
         list(loader(Rows(dies=9)).load(batches(20)))
