@@ -56,7 +56,8 @@ Like = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 
 def taken_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    # It returns a state with names in place of its tensors, and the tensors by these names.
+    # `content` is what `plain_state.encode` makes. It returns a state with names in place of its tensors, and the
+    # tensors by these names.
     tensors: dict[str, Tensor] = {}
     return {key: _without(value, key, tensors) if key in PARTS else value for key, value in content.items()}, tensors
 
@@ -66,6 +67,8 @@ def _without(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
         tensors[name] = value
         return {KIND: PART, "value": name}
+    if type(value) in (list, tuple):
+        return type(value)(_without(one, f"{name}.{number}", tensors) for number, one in enumerate(value))
     if not isinstance(value, dict):
         return value
     return plain_state.rebuilt(value, lambda key, one: (key, _without(one, f"{name}.{key}", tensors)))
@@ -76,6 +79,8 @@ def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> d
 
 
 def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if type(value) in (list, tuple):
+        return type(value)(_filled(one, tensors) for one in value)
     if not isinstance(value, dict):
         return value
     if value.get(KIND) == PART:
@@ -84,12 +89,11 @@ def _filled(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def names_in(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        if value.get(KIND) == PART:
-            yield value["value"]
-        else:
-            for one in value.values():
-                yield from names_in(one)
+    if isinstance(value, dict) and value.get(KIND) == PART:
+        yield value["value"]
+    elif isinstance(value, dict) or type(value) in (list, tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from names_in(one)
 
 
 def write(

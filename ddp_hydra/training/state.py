@@ -116,7 +116,8 @@ class TrainingState:
     def _tensors(self) -> dict[str, Tensor]:
         ema = self.extras.get("ema")
         content = {"model": self.parallel.state(), "optimizer": self.optimizer_state()}
-        return sharded_checkpoint.taken_apart(content | ({"ema": ema.state_dict()} if ema is not None else {}))[1]
+        content |= {"ema": ema.state_dict()} if ema is not None else {}
+        return sharded_checkpoint.taken_apart(plain_state.encode(content, copy=lambda tensor, _: tensor))[1]
 
     def with_parts(self, content: Mapping[str, Any]) -> Mapping[str, Any]:
         # A collective. Get what this rank needs of the tensors that are in other files, or with rank 0.

@@ -95,6 +95,40 @@ def test_parts_of_ranks_that_have_no_share_of_some_tensors_go_on_on_one(client4,
         assert line == pytest.approx(wanted, rel=1e-5)
 
 
+NESTED = (
+    *("optimizer=sgd", "optimizer._target_=models.blocks.Nested", "model.over_batch=false"),
+    *(f"~optimizer.{name}" for name in ("momentum", "nesterov", "weight_decay", "fused")),
+    *("model._target_=models.blocks.Odd", "+model.odd=one"),
+)
+
+
+@pytest.mark.parametrize(
+    ("saved", "layout"),
+    [
+        (["parallel=fsdp2", "trainer.shard_above_gb=0"], "fsdp2 on 2"),
+        (["parallel=fsdp2", "trainer.shard_above_gb=0"], "ddp on 1"),
+        (["parallel=fsdp2"], "fsdp2 on 2"),
+        (["parallel=ddp"], "fsdp2 on 2"),
+        pytest.param(["parallel=ddp", "trainer.shard_above_gb=0"], "hsdp on 2x2", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_moments_in_dicts_and_lists_are_shared_and_counters_are_not(client4, train, saved, layout):
+    whole = train(client4, "whole", *NESTED, *saved)
+    (file,) = (whole.folder / "checkpoints").glob("step-000004*")
+    slots = read(file)["optimizer"]["state"]["scale"]
+    assert {value.shape for value in (slots["n"], slots["more"]["mean"], *slots["last"], slots["pair"][0])} == {(1,)}
+    ranks, kind = LAYOUTS[layout]
+    resumed = train(client4, "resumed", *NESTED, *kind, *saved[1:], ranks=ranks, resume=file)
+    lines, rest = ([line for line in run.metrics() if line["step"] > 4] for run in (resumed, whole))
+    for line, wanted in zip(lines, rest, strict=True):
+        assert line == pytest.approx(wanted, rel=1e-5)
+    if saved[0] == kind[0]:
+        assert lines == rest
+        both = (read(next((run.folder / "checkpoints").glob("step-000006*"))) for run in (resumed, whole))
+        assert_equal(*({**content, "config": None} for content in both))
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_save_in_parts_waits_for_space_on_any_rank(client2, train, in_parts, rank, caplog):
     full = f"+callbacks.full={{_target_: models.disturbed.FullDisk, rank: {rank}, tries: 2}}"

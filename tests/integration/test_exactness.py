@@ -37,7 +37,7 @@ def assert_equal(a: Any, b: Any) -> None:
         assert a.keys() == b.keys()
         for key in a:
             assert_equal(a[key], b[key])
-    elif isinstance(a, list):
+    elif isinstance(a, list | tuple):
         assert len(a) == len(b)
         for one, other in zip(a, b, strict=True):
             assert_equal(one, other)

@@ -193,7 +193,10 @@ class Parallel:
         def like(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
             kind, _, rest = name.partition(".model." if name.startswith("ema.") else ".")
             if kind == "optimizer":
-                parameter = trained.get(rest.partition("state.")[2].rpartition(".")[0])
+                slot = rest.partition("state.")[2]
+                while slot and slot not in trained:  # a slot may be a dict or a list of tensors
+                    slot = slot.rpartition(".")[0]
+                parameter = trained.get(slot)
             else:
                 parameter = own.get(rest)
             return self.empty_shard(parameter, shape, dtype)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -288,14 +289,43 @@ class FSDP2(Parallel):
         return {name: shard_of(value, own.get(name)) for name, value in state.items()}
 
     def shard_slots(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
-        slots = {
-            key: {name: shard_of(value, parameters[key]) for name, value in slots.items()}
-            if type(key) is int and key < len(parameters) and isinstance(slots, Mapping)
-            else slots
-            for key, slots in state["state"].items()
-        }
-        return {**state, "state": slots}
+        # A collective.
+        if not self.is_sharded:
+            return state
+        parameters = dict(enumerate(one for group in optimizer.param_groups for one in group["params"]))
+        found = {key: slots for key, slots in state["state"].items() if type(key) is int and key in parameters}
+        whole = whole_slots([(parameters[key], slots) for key, slots in found.items()])
+
+        def sharded(slots: Any, parameter: Tensor) -> Any:
+            def share(value: Tensor, path: str) -> Tensor:
+                if path not in whole:
+                    return shard_of(value, parameter)
+                return value.full_tensor() if isinstance(value, DTensor) else value
+
+            return plain_state.decode(plain_state.encode(slots, copy=share))
+
+        return {**state, "state": state["state"] | {key: sharded(one, parameters[key]) for key, one in found.items()}}
+
+
+def whole_slots(found: Iterable[tuple[Tensor, Any]]) -> set[str]:
+    # Paths of tensors that no rank has a share of, though one may have the shape of its parameter, as a counter of one
+    # element has. Other layouts don't say which these are: theirs is one shape, whatever the parameter's.
+    shapes = defaultdict[str, set[tuple[torch.Size, torch.Size]]](set)
+    for parameter, slots in found:
+
+        def note(value: Tensor, path: str, of: torch.Size = parameter.shape) -> Tensor:
+            shapes[path].add((value.shape, of))
+            return value
+
+        plain_state.encode(slots, copy=note)
+    return {path for path, pairs in shapes.items() if _is_one_shape(pairs, path == "step")}
+
+
+def _is_one_shape(pairs: set[tuple[torch.Size, torch.Size]], is_step: bool) -> bool:
+    if len({own for own, _ in pairs}) > 1:
+        return False
+    # Where all parameters have one element, the name that torch knows decides.
+    return any(own != of or (is_step and own.numel() == 1) for own, of in pairs)
 
 
 def has_all(saved: Collection[str], model: nn.Module) -> bool:

@@ -1,12 +1,15 @@
-"""The modules whose parameters are gathered together, where a model is sharded."""
+"""The modules whose parameters are gathered together, where a model is sharded, and the slots that are shares."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from ddp_hydra.errors import ConfigError
+from ddp_hydra.training.parallel.fsdp2 import whole_slots
 from ddp_hydra.training.parallel.units import units_of
 
 
@@ -85,3 +88,18 @@ def test_each_parameter_is_in_one_unit():
     inside = [one for unit in units for module in unit for one in module.parameters()]
     assert len(inside) == len(set(inside))
     assert torch.is_tensor(inside[0])
+
+
+def test_a_slot_of_one_shape_whatever_its_parameters_is_no_share():
+    weight, bias, one = torch.zeros(8, 4), torch.zeros(8), torch.zeros(1)
+
+    def slots(of: torch.Tensor) -> dict[str, Any]:
+        nested = {"mean": of.clone(), "last": [of.clone(), torch.zeros(1)]}
+        return {"step": torch.zeros(1), "history": torch.zeros(8), "mean": of.clone(), "n": 3, "nested": nested}
+
+    counters = {"step", "history", "nested.last[1]"}
+    assert {path.replace(": ", ".") for path in whole_slots((of, slots(of)) for of in (weight, bias, one))} == counters
+    assert whole_slots([(one, {"step": torch.zeros(1), "mean": torch.zeros(1)})]) == {"step"}  # only the name says it
+    assert whole_slots([(bias, {"step": bias.clone(), "mean": bias.clone()})]) == set()
+    rows = [(weight, {"rows": weight.mean(1)}), (one, {"rows": one.clone()})]  # it goes by its parameter
+    assert whole_slots(rows) == set()

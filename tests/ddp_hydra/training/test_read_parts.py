@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import shutil
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,13 +14,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 
 from ddp_hydra import results
 from ddp_hydra.dispatch.inline import DirectSender
 from ddp_hydra.errors import CheckpointError
 from ddp_hydra.record import METADATA
-from ddp_hydra.training import sharded_checkpoint
+from ddp_hydra.training import plain_state, sharded_checkpoint
+from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.sharded_checkpoint import offset_of, read_into
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -72,6 +75,31 @@ def test_what_is_in_one_piece_is_read_once_and_the_rest_by_torch(folder, monkeyp
         assert torch.equal(found[name], tensor), name
         assert torch.equal(plain[name], tensor), name
         assert found[name].dtype == tensor.dtype
+
+
+def test_tensors_in_dicts_lists_and_tuples_are_parts_and_the_rest_is_as_it_was():
+    one, last = torch.ones(2), deque([torch.zeros(3)], 2)
+    slots = {"dict": {"a": one, 0: "text"}, "list": [one * 2, (one * 3, None)], "deque": last, "scalar": torch.ones(())}
+    content = plain_state.encode({"optimizer": {"state": {"weight": slots}}, "position": [one]})
+    apart, tensors = sharded_checkpoint.taken_apart(content)
+    names = ["dict.a", "list.0", "list.1.0", "deque.value.0.0"]
+    assert list(tensors) == [f"optimizer.state.weight.{name}" for name in names]
+    assert list(sharded_checkpoint.names_in(apart)) == list(tensors)
+    together = plain_state.decode(sharded_checkpoint.put_together(apart, tensors))
+    found = together["optimizer"]["state"]["weight"]
+    assert str(found) == str(slots)
+    assert found["deque"].maxlen == 2
+    assert torch.is_tensor(together["position"][0])
+
+
+def test_a_tensor_in_a_slot_is_read_as_a_share_of_the_slots_parameter(monkeypatch):
+    parallel = Parallel().adopt(nn.Sequential(nn.Linear(2, 3)))
+    monkeypatch.setattr(parallel, "empty_shard", lambda parameter, *_: parameter)
+    like = parallel.read_targets()
+    for name in ("state.0.weight.mean", "adam.state.0.weight.more.mean", "state.0.weight.last.value.0.1"):
+        assert like(f"optimizer.{name}", torch.Size([3, 2]), torch.float32) is parallel.model[0].weight
+    for name in ("others.0.weight.mean", "state.0.more"):
+        assert like(f"optimizer.{name}", torch.Size([3, 2]), torch.float32) is None
 
 
 @pytest.mark.parametrize("name", ["matrix", "half", "view", "numbers"])

@@ -80,14 +80,14 @@ class Odd(Blocks):
     Args:
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
             "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
-            multiply by a parameter of two elements, of which some ranks have none; "hook": double a gradient;
-            "list": keep a parameter in a list.
+            multiply by a parameter of two elements, of which some ranks have none; "one": by one of one element;
+            "hook": double a gradient; "list": keep a parameter in a list.
         options: of Blocks.
     """
 
     def __init__(self, odd: str, **options: Any) -> None:
         super().__init__(**options)
-        shape = {"scalar": (), "few": (2,)}.get(odd)
+        shape = {"scalar": (), "few": (2,), "one": (1,)}.get(odd)
         self.odd, self.scale = odd, 1.0 if shape is None else nn.Parameter(torch.ones(shape))
         self.register_buffer("mask", torch.zeros(10))
         if odd == "hook":
@@ -152,6 +152,28 @@ class LowMoments(torch.optim.SGD):
             for parameter in group["params"]:
                 self.state[parameter]["moment"] = Packed(torch.zeros(3, dtype=torch.uint8))
         return super().step(closure)
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps moments in a dict, a list and a tuple, and a counter with the shape of a parameter of one element."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Follow the mean of the last gradients."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                if not (kept := self.state[one]):
+                    kept |= {"n": torch.zeros(1), "more": {"mean": torch.zeros_like(one)}}
+                    kept |= {"last": [torch.zeros_like(one) for _ in range(2)], "pair": (torch.zeros_like(one), 1)}
+                kept["n"] += 1
+                kept["more"]["mean"].lerp_(one.grad, 0.1)
+                kept["pair"][0].lerp_(one.grad, 0.3)
+                kept["last"] = [kept["last"][1], one.grad.clone()]
+                mean = kept["more"]["mean"] / (1 - 0.9 ** kept["n"].item())
+                one -= group["lr"] * (mean + kept["pair"][0] + kept["last"][0])
 
 
 class Centres(nn.Module):
