@@ -100,5 +100,12 @@ def _checked(content: Mapping[str, Any], unchecked: set[str]) -> Iterator[tuple[
         known = state.get("state") if isinstance(state, Mapping) else None
         for parameter, slots in known.items() if isinstance(known, Mapping) else ():
             for slot, value in slots.items() if isinstance(slots, Mapping) else ():
-                if isinstance(value, Tensor):
-                    yield f"{slot} of {parameter} in {name}", value
+                yield from ((f"{slot} of {parameter} in {name}", tensor) for tensor in _tensors_in(value))
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for one in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors_in(one)

@@ -161,6 +161,10 @@ def test_an_optimizer_with_a_layout_of_its_own_is_not_looked_into():
             lambda model, ema, slots: slots[model[0].bias]["exp_avg_sq"].fill_(INF),
             ["exp_avg_sq of 0.bias in the optimizer"],
         ),
+        (
+            lambda model, ema, slots: slots[model[0].bias].update(kept=[{"last": torch.tensor([NAN])}]),
+            ["kept of 0.bias in the optimizer"],
+        ),
     ],
 )
 def test_of_a_state_what_is_not_finite_is_named_but_masks(spoil, found):
