@@ -51,14 +51,28 @@ def _do_nothing(*_: object) -> None:
     pass
 
 
+_of_thread = threading.local()
+
+
+def _hold_signals() -> None:
+    # One that comes before the fork has its handlers would be lost.
+    _of_thread.mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS) if _IGNORED else None
+
+
+def _release_signals() -> None:
+    if _of_thread.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _of_thread.mask)
+
+
 def _heed_signals() -> None:
     for number, handler in _IGNORED.items():
         if signal.getsignal(number) is _do_nothing:
             signal.signal(number, handler)  # type: ignore[arg-type]
     _IGNORED.clear()
+    _release_signals()
 
 
-os.register_at_fork(after_in_child=_heed_signals)
+os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_heed_signals)
 
 
 def end() -> None:

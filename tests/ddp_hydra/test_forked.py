@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -22,3 +24,26 @@ def test_it_is_searched_for_again_only_after_a_pause():
         forked.resume_garbage()
     assert gc.isenabled()
     assert gc.get_freeze_count() >= frozen + len(new) / 2
+
+
+IGNORING = """
+import os, signal, time
+from ddp_hydra import forked
+
+forked.ignore_signals()
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    os.kill(os.getpid(), number)
+codes = set()
+for _ in range(300):
+    if not (pid := os.fork()):
+        time.sleep(300)
+        os._exit(0)
+    os.kill(pid, signal.SIGTERM)
+    codes.add(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+print(codes)
+"""
+
+
+def test_a_process_that_ignores_signals_has_forks_that_heed_them_from_their_first_moment_on():
+    done = subprocess.run([sys.executable, "-c", IGNORING], capture_output=True, text=True, timeout=200)
+    assert done.stdout == "{-15}\n", done.stderr
