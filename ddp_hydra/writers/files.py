@@ -64,6 +64,7 @@ from ddp_hydra.writers.run_dir import json_object
 Fetch = Callable[[Record, Path], None]
 """Copies the content of a file record's `source` to a path that does not exist yet."""
 _PIECE = 2**20
+_LINE = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
 class FileReceiver:
@@ -404,7 +405,7 @@ class JsonLinesWriter:
             line[f"metrics/{name}" if name in own else name] = value
         # An earlier attempt may have ended between this step and its validation.
         if record.step != self._begun or not self._cut(self._begun, line):
-            self._file.append(_encoded(line))
+            self._file.append(_LINE.encode(line).encode() + b"\n")
 
     def _cut(self, last: int, more: dict[str, Any] | None = None) -> bool:
         """Remove the lines after step `last`, and the incomplete line of a process that was killed.
@@ -445,15 +446,11 @@ class JsonLinesWriter:
                 with part.open("ab") as rest:
                     rest.writelines(compress(lines, stays))
                     if more:
-                        rest.write(_encoded(joined | more))
+                        rest.write(_LINE.encode(joined | more).encode() + b"\n")
         return True
 
     def close(self) -> None:
         self._file.close()
-
-
-def _encoded(line: dict[str, Any]) -> bytes:
-    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 def _is_until(last: int, line: bytes) -> bool:
