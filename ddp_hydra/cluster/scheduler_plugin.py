@@ -97,8 +97,9 @@ def reserve(
     if gang in reservations:
         _forget_topic(reservations[gang]["topic"], dask_scheduler)
     reservations[gang] = {"holder": holder, "sweep": sweep, "workers": list(chosen), "topic": topic}
-    # The client subscribes, too, but by its stream. The first records of tasks that live on would overtake that.
-    dask_scheduler.subscribe_topic(topic, holder)
+    if hasattr(dask_scheduler, "handlers"):
+        # The client subscribes, too, but by its stream. The first records of tasks that live on would overtake that.
+        dask_scheduler.subscribe_topic(topic, holder)
     return {"workers": chosen}
 
 
@@ -204,7 +205,7 @@ def release(gang: str, dask_scheduler: Any = None) -> None:
 
 
 def _forget_topic(topic: str, scheduler: Any) -> None:
-    topics = scheduler._broker._topics
+    topics = getattr(scheduler._broker, "_topics", {})
     topics.pop(topic, None)
     scheduler._ddp_hydra_forgotten.append(topic)
     # The client's end of its subscription, which goes another way than this call, may create the topic once more.
@@ -216,14 +217,19 @@ class ReservationPlugin(SchedulerPlugin):
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
-        self.retire = scheduler.retire_workers
+        self.own_adaptive_target: Any = None
+        self.own_retire_workers: Any = None
+
+    def adaptive_target(self, target_duration: Any = None) -> int:
+        self.scheduler._ddp_hydra_adapted = time.monotonic()
+        return max(self.own_adaptive_target(target_duration), _demand(self.scheduler))
 
     async def retire_workers(
         self, *args: Any, stimulus_id: str | None = None, close_workers: bool = False, remove: bool = True, **which: Any
     ) -> dict[str, Any]:
         """Retire workers as Dask does, but after their gangs have saved; the workers take no new tasks meanwhile."""
         stimulus_id = stimulus_id or f"retire-workers-{scheduler_time()}"
-        retired: dict[str, Any] = await self.retire(*args, **which, stimulus_id=stimulus_id, remove=False)
+        retired: dict[str, Any] = await self.own_retire_workers(*args, **which, stimulus_id=stimulus_id, remove=False)
         until, topics = time.monotonic() + RETIRE_S, []
         for entry in _reservations(self.scheduler).values():
             for worker in retired.keys() & set(entry["workers"]):
@@ -238,7 +244,7 @@ class ReservationPlugin(SchedulerPlugin):
         while are_used() and time.monotonic() < until:
             await asyncio.sleep(0.05)
         more = {"stimulus_id": stimulus_id, "close_workers": close_workers, "remove": remove}
-        return dict(await self.retire(list(retired), **more))
+        return dict(await self.own_retire_workers(list(retired), **more))
 
     def log_event(self, topic: str, msg: Any) -> None:
         """Drop a record that was sent to the client, and a topic that a late record has created once more.
@@ -271,15 +277,14 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
         scheduler._ddp_hydra_change = asyncio.Event()
         scheduler._ddp_hydra_forgotten = deque(maxlen=1000)
         scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
-        own_target = scheduler.adaptive_target
-
-        def adaptive_target(target_duration: Any = None) -> int:
-            scheduler._ddp_hydra_adapted = time.monotonic()
-            return max(own_target(target_duration), _demand(scheduler))
-
-        scheduler.adaptive_target = scheduler.handlers["adaptive_target"] = adaptive_target
         plugin = ReservationPlugin(scheduler)
-        scheduler.retire_workers = scheduler.handlers["retire_workers"] = plugin.retire_workers
+        # A stand-in for a scheduler has no handlers.
+        for name in (
+            ("adaptive_target", "retire_workers") if hasattr(scheduler, "handlers") else ()
+        ):  # stand-ins have none
+            setattr(plugin, f"own_{name}", getattr(scheduler, name))
+            setattr(scheduler, name, getattr(plugin, name))
+            scheduler.handlers[name] = getattr(plugin, name)
         scheduler.add_plugin(plugin, name="ddp_hydra")
     return scheduler._ddp_hydra_reservations
 

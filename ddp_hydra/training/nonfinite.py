@@ -93,8 +93,7 @@ class NonFiniteHandler:
         refuse_nonfinite(content, self.state)
         self.state.restore(content)
         self.state.nonfinite = failed
-        if rank == 0:
-            results.emit(RolledBack(), self.state.position.step)
+        results.emit(RolledBack(), self.state.position.step)
         record(step, found, rank, samples)  # after that: writers drop what comes before it from later steps
         return True
 

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -378,19 +378,24 @@ class JsonLinesWriter:
     is written as `metrics/<name>`. Metrics of a rank other than 0 have the field `rank`.
 
     When a new attempt starts, the run is resumed in its folder or rolls back, the lines after the step from which it
-    continues are removed, so that the file has each step once.
+    continues are removed, so that the file has each step once. Lines of different ranks may come in any order.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._file = AppendFile(self._path, ends_with=b"\n")
         self._attempt = self._begun = 0
+        self._unfinished: set[bytes] = set()  # rank 0's lines of the step `begun`, which may still get a validation
 
     def write(self, record: Record) -> None:
-        if isinstance(record.data, Start | RolledBack) and record.rank == 0 and record.attempt >= self._attempt:
-            self._attempt, self._begun = record.attempt, record.step or 0
-            self._cut(self._begun or -1)  # a run that starts from step 0 logs again what it logs before its first step
-        if not isinstance(record.data, Metrics) or record.attempt < self._attempt:
+        if record.attempt < self._attempt:
+            return
+        if isinstance(record.data, RolledBack):
+            self._cut(record, lambda line: line.get("rank", 0) == record.rank)
+        elif isinstance(record.data, Start) and record.rank == 0:
+            self._attempt = record.attempt
+            self._cut(record, lambda line: line.get("attempt", -1) < record.attempt)
+        if not isinstance(record.data, Metrics):
             return
         line: dict[str, Any] = {
             "time": record.time_s,
@@ -403,59 +408,73 @@ class JsonLinesWriter:
         own = line.keys() | {"rank"}
         for name, value in finite(record.data.metrics).items():
             line[f"metrics/{name}" if name in own else name] = value
-        # An earlier attempt may have ended between this step and its validation.
-        if record.step != self._begun or not self._cut(self._begun, line):
-            self._file.append(_LINE.encode(line).encode() + b"\n")
+        if record.rank == 0 and (record.step or 0) > self._begun:
+            self._unfinished.clear()
+        if self._unfinished and record.rank == 0 and record.step == self._begun:
+            self._join(line)
+        else:
+            self._file.append(_encoded(line))
 
-    def _cut(self, last: int, more: dict[str, Any] | None = None) -> bool:
-        """Remove the lines after step `last`, and the incomplete line of a process that was killed.
+    def _cut(self, record: Record, is_outdated: Callable[[dict[str, Any]], bool]) -> None:
+        """Remove outdated lines after a record's step, and the incomplete line of a process that was killed."""
+        begun = record.step or 0
+        last = begun or -1  # a run that starts from step 0 logs again what it logs before its first step
+        begin, lines = self._end(last - 1)
+        found = [json_object(line) for line in lines]
+        stays = [bool(line) and not (_is_after(last, line) and is_outdated(line)) for line in found]
+        if not all(stays):
+            self._replace(begin, compress(lines, stays))
+        if record.rank == 0:
+            ends = [line.get("step") == last and line.get("rank", 0) == 0 for line in found]
+            self._begun, self._unfinished = begun, set(compress(lines, ends))
 
-        Only the end of the file is read, as far as lines are removed: a long run has gigabytes of lines.
+    def _join(self, more: dict[str, Any]) -> None:
+        """Write a line, with what an earlier attempt wrote of its step before it ended, in place of that line."""
+        begin, lines = self._end(self._begun - 1)
+        joined: dict[str, Any] = {}
+        for line in lines:
+            joined |= json_object(line) if line in self._unfinished else {}
+        self._replace(begin, [*(line for line in lines if line not in self._unfinished), _encoded(joined | more)])
+        self._unfinished.clear()
 
-        Args:
-            last: the step.
-            more: a line of this step to append, joined with what earlier attempts wrote of it and of its rank.
+    def _end(self, last: int) -> tuple[int, list[bytes]]:
+        """Return where the last lines of the file begin, and these lines: at least all from the first after a step on.
 
-        Returns:
-            Whether the file was changed.
+        Only the end of the file is read: a long run has gigabytes of lines.
         """
         if not self._path.exists():
-            return False
+            return 0, []
         length = _PIECE
         with writing(self._path), self._path.open("rb") as file:
             while True:
                 begin = max(0, file.seek(0, os.SEEK_END) - length)
                 file.seek(begin)
                 begin += len(file.readline()) if begin else 0
-                lines = file.read().splitlines(keepends=True)
-                stays = [_is_until(last, line) for line in lines]
-                if not begin or (len(lines) > 1 and all(stays[: len(stays) // 2])):
-                    break
+                lines = [line + b"\n" for line in file.read().splitlines()]
+                half = lines[: len(lines) // 2]
+                if not begin or (half and not any(_is_after(last, json_object(line)) for line in half)):
+                    return begin, lines
                 length *= 2
-            joined: dict[str, Any] = {}
-            for number, earlier in enumerate(map(json_object, lines) if more else ()):
-                if more and all(earlier.get(name) == more.get(name) for name in ("step", "rank")):
-                    joined |= earlier
-                    stays[number] = False
-            if all(stays):
-                return False
-            self._file.close()
-            with replacing(self._path) as part:
-                shutil.copyfile(self._path, part)
-                os.truncate(part, begin)
-                with part.open("ab") as rest:
-                    rest.writelines(compress(lines, stays))
-                    if more:
-                        rest.write(_LINE.encode(joined | more).encode() + b"\n")
-        return True
+
+    def _replace(self, begin: int, lines: Iterable[bytes]) -> None:
+        self._file.close()
+        with writing(self._path), replacing(self._path) as part:
+            shutil.copyfile(self._path, part)
+            os.truncate(part, begin)
+            with part.open("ab") as rest:
+                rest.writelines(lines)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _is_until(last: int, line: bytes) -> bool:
-    step = (found := json_object(line)).get("step")
-    return bool(found) and not (isinstance(step, int) and step > last)
+def _encoded(line: dict[str, Any]) -> bytes:
+    return _LINE.encode(line).encode() + b"\n"
+
+
+def _is_after(last: int, line: dict[str, Any]) -> bool:
+    step = line.get("step")
+    return isinstance(step, int) and step > last
 
 
 class LogWriter:

@@ -100,9 +100,10 @@ class TensorBoardWriter:
         is_shown = isinstance(data, Start | RolledBack | Metrics | Text | Image | Histogram)
         if not is_shown or record.attempt < (self._attempt or 0):
             return
-        self._purge |= (self._attempt is not None and record.attempt > self._attempt) or isinstance(data, RolledBack)
+        self._purge |= self._attempt is not None and record.attempt > self._attempt
+        self._purge |= isinstance(data, RolledBack) and record.rank == 0
         self._attempt = record.attempt
-        if isinstance(data, Metrics) and record.rank != 0:
+        if isinstance(data, Metrics | RolledBack) and record.rank != 0:
             return
         if self._purge and record.step is not None:
             # Drop the points after the step of a start or a rollback, or from any other record's step on.

@@ -107,7 +107,7 @@ class ShardCache(ProcessLocal):
                 return held
             until, why = self._failed.get(number, (-math.inf, None))
             if why is not None and asked < until:
-                raise copy.copy(why)
+                raise _without_frames(why)
             started = time.monotonic()
             try:
                 is_cached = self._names[number]
@@ -115,7 +115,7 @@ class ShardCache(ProcessLocal):
             except Exception as error:
                 # Threads that wait for the shard have waited as long as this one: they don't try in turn.
                 is_bad = isinstance(error, (ValueError, FileNotFoundError))
-                self._failed[number] = math.inf if is_bad else time.monotonic(), copy.copy(error)  # without its frames
+                self._failed[number] = math.inf if is_bad else time.monotonic(), _without_frames(error)
                 raise
             finally:
                 self._counters.add(waited_s=time.monotonic() - started)
@@ -336,6 +336,13 @@ class ShardCache(ProcessLocal):
 
 class _NoSpaceError(Exception):
     """There is no space for a shard that is fetched in the background."""
+
+
+def _without_frames(error: Exception) -> Exception:
+    try:
+        return copy.copy(error)
+    except Exception:  # its constructor takes other arguments than it keeps
+        return error
 
 
 def _in_gib(n_bytes: int) -> int:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import pytest
 
@@ -76,6 +77,8 @@ def test_steps_that_are_taken_again_after_a_rollback_have_one_line(tmp_path, met
     writer.write(Record(Start(lines=[]), rank=0, step=0, attempt=0))
     for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0)):
         writer.write(metrics_record(step, loss=loss))
+    writer.write(Record(RolledBack(), rank=1, step=2))
+    assert [line["step"] for line in read_lines(tmp_path)] == [1, 2, 3]
     writer.write(Record(RolledBack(), rank=0, step=2))
     writer.write(metrics_record(2, val=0.5))  # its validation is made again
     writer.write(metrics_record(3, loss=4.0))
@@ -84,6 +87,47 @@ def test_steps_that_are_taken_again_after_a_rollback_have_one_line(tmp_path, met
     for step in (1, 2):
         writer.write(metrics_record(step, loss=5.0))
     assert [(line["step"], line["loss"]) for line in read_lines(tmp_path)] == [(1, 5.0), (2, 5.0)]
+
+
+def test_a_record_of_the_first_step_that_comes_late_removes_nothing(tmp_path, metrics_record):
+    writer = JsonLinesWriter(tmp_path)
+    writer.write(Record(Start(lines=[]), rank=0, step=0))
+    for attempt, steps in ((0, (1, 2, 3)), (1, (3, 4))):
+        for step in steps:
+            writer.write(metrics_record(step, attempt=attempt, loss=1.0))
+        for rank in (1, 0):
+            writer.write(Record(Metrics({"own": 1.0}), rank=rank, step=2 * attempt, attempt=attempt))
+        writer.write(Record(Start(lines=[]), rank=0, step=2, attempt=1))
+    found = [(line["step"], line["attempt"], line.get("rank", 0)) for line in read_lines(tmp_path)]
+    first = [(1, 0, 0), (2, 0, 0), (0, 0, 1), (0, 0, 0)]
+    assert found == [*first, (3, 1, 0), (4, 1, 0), (2, 1, 1), (2, 1, 0)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_do_not_depend_on_which_rank_is_heard_first(tmp_path, metrics_record, seed):
+    """Attempts, rollbacks and validations that are made again, of three ranks that each send in their own order."""
+    draw, lines = random.Random(seed), []
+    attempts = [
+        [Start(lines=[]), (0, "own"), (1, "loss"), (2, "loss"), (3, "loss"), (4, "loss")],
+        [Start(lines=[]), (2, "val"), (3, "loss"), (4, "loss"), (5, "loss"), RolledBack(), (3, "val"), (4, "loss")],
+    ]
+    begins = {(0, Start): 0, (1, Start): 2, (1, RolledBack): 3}
+    for name in ("in order", "mixed"):
+        writer = JsonLinesWriter(tmp_path / name)
+        (tmp_path / name).mkdir()
+        for attempt, sent in enumerate(attempts):
+            queues = {rank: list(sent if rank == 0 else sent[1:]) for rank in range(3)}
+            while queues := {rank: rest for rank, rest in queues.items() if rest}:
+                rank = draw.choice(list(queues)) if name == "mixed" else min(queues)
+                match queues[rank].pop(0):
+                    case (step, metric):
+                        writer.write(Record(Metrics({metric: float(rank)}), rank, step, 0.0, attempt))
+                    case data:
+                        writer.write(Record(data, rank, begins[attempt, type(data)], 0.0, attempt))
+        writer.close()
+        lines.append(sorted(map(str, read_lines(tmp_path / name))))
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 5 + 2 * 7  # validations of rank 0 are joined with their steps
 
 
 @pytest.mark.parametrize("step", [0, 2, 10, 7_000, 9_990, 10_000])

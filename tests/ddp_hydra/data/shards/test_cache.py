@@ -180,6 +180,21 @@ def flipped(path: str, content: bytes) -> bytes:
     return content[:600] + bytes([content[600] ^ 1]) + content[601:]
 
 
+def test_an_error_that_can_not_be_copied_is_raised_as_it_is(server, cache_of, monkeypatch):
+    class OwnError(ValueError):
+        def __init__(self, shard, reason):
+            super().__init__(f"{shard}: {reason}")
+
+    def broken(number):
+        raise OwnError(number, "broken")
+
+    cache = cache_of([shard_of(server, "/a.tar")])
+    monkeypatch.setattr(cache, "_open_cached", broken)
+    for _ in range(2):
+        with pytest.raises(OwnError, match="0: broken"):
+            cache.open(0)
+
+
 def test_a_wrong_md5_is_tried_again_and_then_refused(server, cache_of, tmp_path):
     shards = serve(server, "ab")
     server.spoil = lambda path, content: flipped(path, content) if server.gets(path) == 1 else content
