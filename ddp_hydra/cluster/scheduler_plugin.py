@@ -279,9 +279,7 @@ def _reservations(scheduler: Any) -> dict[str, dict[str, Any]]:
         scheduler._ddp_hydra_asked, scheduler._ddp_hydra_adapted = {}, -math.inf
         plugin = ReservationPlugin(scheduler)
         # A stand-in for a scheduler has no handlers.
-        for name in (
-            ("adaptive_target", "retire_workers") if hasattr(scheduler, "handlers") else ()
-        ):  # stand-ins have none
+        for name in ("adaptive_target", "retire_workers") if hasattr(scheduler, "handlers") else ():
             setattr(plugin, f"own_{name}", getattr(scheduler, name))
             setattr(scheduler, name, getattr(plugin, name))
             scheduler.handlers[name] = getattr(plugin, name)
