@@ -55,6 +55,7 @@ class NonFiniteHandler:
         self.buffers = BufferCopy(state.model) if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.stages = 0
+        self.recorded: int | None = None  # the step of the newest rollback
 
     def remember(self) -> None:
         # Called before the first step, and at each checkpoint.
@@ -80,7 +81,7 @@ class NonFiniteHandler:
             failed.append(step)
         is_over = self.policy == "abort" or len(failed) > self.max_steps
         goes_back = self.policy == "rollback" and not again and not is_over
-        if not goes_back:
+        if not goes_back and step != self.recorded:
             record(step, found, rank, samples)
         if is_over:
             raise NonFiniteLoss(self._message(step, found, rank, samples), consequence=rank != found.bad_rank)
@@ -95,6 +96,7 @@ class NonFiniteHandler:
         self.state.nonfinite = failed
         results.emit(RolledBack(), self.state.position.step)
         record(step, found, rank, samples)  # after that: writers drop what comes before it from later steps
+        self.recorded = step
         return True
 
     def _message(self, step: int, found: NonFiniteStep, rank: int, samples: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from itertools import compress
 from pathlib import Path
@@ -25,7 +25,18 @@ from typing import Any
 
 from ddp_hydra.console.text import size_text
 from ddp_hydra.errors import DdpHydraError, RecordError
-from ddp_hydra.record import Checkpoint, File, Log, Metrics, Record, RolledBack, Start, check_path, check_submitted
+from ddp_hydra.record import (
+    Checkpoint,
+    File,
+    Log,
+    Metrics,
+    Record,
+    Repeated,
+    RolledBack,
+    Start,
+    check_path,
+    check_submitted,
+)
 from ddp_hydra.results import finite
 from ddp_hydra.storage.files import (
     AppendFile,
@@ -64,6 +75,7 @@ from ddp_hydra.writers.run_dir import json_object
 Fetch = Callable[[Record, Path], None]
 """Copies the content of a file record's `source` to a path that does not exist yet."""
 _PIECE = 2**20
+_FIELDS = frozenset(("time", "attempt", "step", "epoch", "samples", "rank"))
 _LINE = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
@@ -385,13 +397,16 @@ class JsonLinesWriter:
         self._path = run_dir / "metrics.jsonl"
         self._file = AppendFile(self._path, ends_with=b"\n")
         self._attempt = self._begun = 0
-        self._unfinished: set[bytes] = set()  # rank 0's lines of the step `begun`, which may still get a validation
+        self._unfinished: list[bytes] = []  # rank 0's lines of the step `begun`, which may still get a validation
+        self._again: set[str] = set()  # what it has logged of this step since
 
     def write(self, record: Record) -> None:
         if record.attempt < self._attempt:
             return
         if isinstance(record.data, RolledBack):
             self._cut(record, lambda line: line.get("rank", 0) == record.rank)
+        elif isinstance(record.data, Repeated):
+            self._drop(record, set(record.data.names))
         elif isinstance(record.data, Start) and record.rank == 0:
             self._attempt = record.attempt
             self._cut(record, lambda line: line.get("attempt", -1) < record.attempt)
@@ -405,20 +420,22 @@ class JsonLinesWriter:
             "samples": record.data.samples,
         }
         line |= {"rank": record.rank} if record.rank else {}
-        own = line.keys() | {"rank"}
-        for name, value in finite(record.data.metrics).items():
-            line[f"metrics/{name}" if name in own else name] = value
+        own = set(line)
+        line |= {_in_line(name): value for name, value in finite(record.data.metrics).items()}
+        names = line.keys() - own
         if record.rank == 0 and (record.step or 0) > self._begun:
-            self._unfinished.clear()
-        if self._unfinished and record.rank == 0 and record.step == self._begun:
-            self._join(line)
+            self._unfinished = []
+        is_again = record.rank == 0 and record.step == self._begun and not names & self._again
+        if self._unfinished and is_again:
+            self._join(line, names)
         else:
             self._file.append(_encoded(line))
 
     def _cut(self, record: Record, is_outdated: Callable[[dict[str, Any]], bool]) -> None:
         """Remove outdated lines after a record's step, and the incomplete line of a process that was killed."""
         begun = record.step or 0
-        last = begun or -1  # a run that starts from step 0 logs again what it logs before its first step
+        # A run that starts from step 0 logs again what it logs before its first step.
+        last = -1 if isinstance(record.data, Start) and not begun else begun
         begin, lines = self._end(last - 1)
         found = [json_object(line) for line in lines]
         stays = [bool(line) and not (_is_after(last, line) and is_outdated(line)) for line in found]
@@ -426,16 +443,32 @@ class JsonLinesWriter:
             self._replace(begin, compress(lines, stays))
         if record.rank == 0:
             ends = [line.get("step") == last and line.get("rank", 0) == 0 for line in found]
-            self._begun, self._unfinished = begun, set(compress(lines, ends))
+            self._begun, self._unfinished, self._again = begun, list(compress(lines, ends)), set()
 
-    def _join(self, more: dict[str, Any]) -> None:
-        """Write a line, with what an earlier attempt wrote of its step before it ended, in place of that line."""
-        begin, lines = self._end(self._begun - 1)
-        joined: dict[str, Any] = {}
+    def _drop(self, record: Record, names: Set[str]) -> None:
+        """Remove metrics of earlier attempts from a record's step on."""
+        last = (record.step or 0) - 1
+        begin, lines = self._end(last)
+        kept = list[bytes]()
         for line in lines:
-            joined |= json_object(line) if line in self._unfinished else {}
-        self._replace(begin, [*(line for line in lines if line not in self._unfinished), _encoded(joined | more)])
-        self._unfinished.clear()
+            found = json_object(line)
+            is_outdated = _is_after(last, found) and found.get("rank", 0) == record.rank
+            if is_outdated and found.get("attempt", -1) < record.attempt:
+                left = {name: value for name, value in found.items() if name not in map(_in_line, names)}
+                line = line if left == found else _encoded(left) if left.keys() - _FIELDS else b""
+            kept.append(line if found else b"")
+        if kept != lines:
+            self._replace(begin, kept)
+
+    def _join(self, line: dict[str, Any], names: Set[str]) -> None:
+        """Write a line together with what was logged of its step before, without the metrics that it has anew."""
+        begin, lines = self._end(self._begun - 1)
+        earlier = [json_object(one) for one in lines if one in self._unfinished]
+        kept = [{name: one[name] for name in one if name not in names} for one in earlier]
+        kept = [one for one in kept if one.keys() - line.keys()]
+        joined = [_encoded(one) for one in (*kept[:-1], (kept[-1] if kept else {}) | line)]
+        self._replace(begin, [*(one for one in lines if one not in self._unfinished), *joined])
+        self._unfinished, self._again = joined, self._again | names
 
     def _end(self, last: int) -> tuple[int, list[bytes]]:
         """Return where the last lines of the file begin, and these lines: at least all from the first after a step on.
@@ -466,6 +499,21 @@ class JsonLinesWriter:
 
     def close(self) -> None:
         self._file.close()
+
+
+def last_steps(run_dir: Path) -> dict[tuple[int, str], int]:
+    """Return the last step of each rank's metrics, as far as the end of metrics.jsonl tells."""
+    found: dict[tuple[int, str], int] = {}
+    with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE))
+        for line in map(json_object, file):
+            if isinstance(step := line.get("step"), int):
+                found |= {(line.get("rank", 0), name): step for name in line.keys() - _FIELDS}
+    return found
+
+
+def _in_line(name: str) -> str:
+    return f"metrics/{name}" if name in _FIELDS else name
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Metrics, Record
+from ddp_hydra.record import Metrics, Record, RolledBack
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.storage.files import cannot_write, open_run_dir, passing
@@ -60,13 +60,18 @@ class ResultsHandler:
         self.give_up = give_up or threading.Event()
         self.summary = summary or Summary(status="failed")
         self._retry_s, self._is_spent = retry_s, retry_s <= 0
+        self._attempt: int | None = None
 
     def handle(self, record: Record) -> None:
         data, summary = record.data, self.summary
         if isinstance(data, Metrics) and record.rank == 0:
             summary.metrics.update(finite(data.metrics))
-            summary.steps = summary.steps if record.step is None else record.step
+            if record.step is not None:  # a number may be logged for an earlier step
+                summary.steps = max(record.step, (summary.steps or 0) if record.attempt == self._attempt else 0)
+                self._attempt = record.attempt
             summary.samples = summary.samples if data.samples is None else data.samples
+        elif isinstance(data, RolledBack) and record.rank == 0:
+            summary.steps = record.step or 0
         self._each(lambda writer: self._write(writer, record))
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 import ddp_hydra
 from ddp_hydra.console.text import duration, is_chosen, message_of, printable, traceback_of, typed
 from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RecordError, RunFailed
-from ddp_hydra.record import Metrics, Record, Start, Text
+from ddp_hydra.record import Metrics, Record, RolledBack, Start, Text
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import FailureEntry, Status, Summary, decode, encode
 from ddp_hydra.storage.files import passing, replacing, write_atomic
@@ -262,7 +262,11 @@ class JobStatus:
                     self.epoch_means[name.replace(EPOCH, "train/", 1)] = value
                 else:
                     self.metrics[name] = value
-            now.step = record.step if record.step is not None else now.step or 0
+            if record.attempt > now.attempt:
+                now.attempt, now.step = record.attempt, 0
+            now.step = max(now.step or 0, record.step or 0)  # a number may be logged for an earlier step
+        elif isinstance(data, RolledBack):
+            now.step = record.step
         else:
             return False
         now.state = "running"

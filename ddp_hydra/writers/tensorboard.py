@@ -51,7 +51,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Histogram, Image, Metrics, Record, RolledBack, Start, Text
+from ddp_hydra.record import Histogram, Image, Metrics, Record, Repeated, RolledBack, Start, Text
 from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, writing
 
 _numbers = itertools.count()
@@ -91,27 +91,17 @@ class TensorBoardWriter:
         self._file = AppendFile(path)
         self._empty = True
         self._seen: set[str] = set()  # counts that have been more than 0
-        self._attempt: int | None = None
+        self._attempt = 0
         earlier = path.parent.glob("events.out.tfevents.*")  # the job runs again, or continues, in its old folder
-        self._purge = any(events.suffix != ".hparams" for events in earlier)
+        self._has_points = any(events.suffix != ".hparams" for events in earlier)
 
     def write(self, record: Record) -> None:
         data = record.data
-        is_shown = isinstance(data, Start | RolledBack | Metrics | Text | Image | Histogram)
-        if not is_shown or record.attempt < (self._attempt or 0):
+        if record.attempt < self._attempt or (record.rank != 0 and not isinstance(data, Text | Image | Histogram)):
             return
-        self._purge |= self._attempt is not None and record.attempt > self._attempt
-        self._purge |= isinstance(data, RolledBack) and record.rank == 0
-        self._attempt = record.attempt
-        if isinstance(data, Metrics | RolledBack) and record.rank != 0:
-            return
-        if self._purge and record.step is not None:
-            # Drop the points after the step of a start or a rollback, or from any other record's step on.
-            first, status = record.step + isinstance(data, Start | RolledBack), SessionLog(status=SessionLog.START)
-            self._append(Event(wall_time=record.time_s, step=first, session_log=status))
-            self._purge = False
         match data:
-            case Start() | RolledBack():
+            case Start() | RolledBack() | Repeated(is_furthest=True):
+                self._begin(record)
                 return
             case Metrics():
                 value = self._scalars(data)
@@ -121,7 +111,19 @@ class TensorBoardWriter:
                 value = _image(data, record.rank)
             case Histogram():
                 value = _histogram(data)
+            case _:
+                return
         self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
+
+    def _begin(self, record: Record) -> None:
+        """Have the points of earlier attempts dropped that are logged again."""
+        step, is_start = record.step or 0, isinstance(record.data, Start)
+        if self._has_points or not self._empty:
+            # A run that starts from step 0 logs again what it logs before its first step.
+            first = step + (isinstance(record.data, RolledBack) or (is_start and step > 0))
+            status = SessionLog(status=SessionLog.START)
+            self._append(Event(wall_time=record.time_s, step=first, session_log=status))
+        self._attempt = record.attempt
 
     def close(self) -> None:
         self._file.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import End, Log, Metrics, Record, Start
+from ddp_hydra.record import End, Log, Metrics, Record, RolledBack, Start
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 
 
@@ -43,6 +43,19 @@ def test_remembers_what_the_summary_needs(metrics_record):
     assert (handler.summary.steps, handler.summary.samples) == (4, 16)
     assert len(writer.records) == 5
     assert writer.closed == 1
+
+
+def test_the_steps_of_the_summary_are_those_that_were_done(metrics_record):
+    """Not the last step that a number was logged for; fewer after a rollback and in a new attempt."""
+    with ResultsHandler([]) as handler:
+        handler.handle(metrics_record(9, loss=1.0))
+        handler.handle(metrics_record(7, delayed=1.0))
+        assert handler.summary.steps == 9
+        handler.handle(Record(RolledBack(), step=4))
+        assert handler.summary.steps == 4
+        handler.handle(metrics_record(8, loss=1.0))
+        handler.handle(metrics_record(5, attempt=1, loss=1.0))
+    assert handler.summary.steps == 5
 
 
 def test_full_disk_is_one_sentence_with_the_file_and_keeps_no_record_from_the_others(metrics_record):

@@ -103,6 +103,28 @@ def test_a_record_of_the_first_step_that_comes_late_removes_nothing(tmp_path, me
     assert found == [*first, (3, 1, 0), (4, 1, 0), (2, 1, 1), (2, 1, 0)]
 
 
+def test_what_was_logged_before_the_first_step_stays_after_a_rollback_to_it(tmp_path, metrics_record):
+    writer = JsonLinesWriter(tmp_path)
+    writer.write(Record(Start(lines=[]), rank=0, step=0))
+    for step in (0, 1):
+        writer.write(metrics_record(step, val=1.0))
+    writer.write(Record(RolledBack(), rank=0, step=0))
+    assert [line["step"] for line in read_lines(tmp_path)] == [0]
+
+
+def test_numbers_of_one_step_are_each_there_once_after_a_restart(tmp_path, metrics_record):
+    """Of two values of one name, both; and of a line that is logged again, what the new attempt says."""
+    writer = JsonLinesWriter(tmp_path)
+    for value in ({"probe": 1.0}, {"probe": 2.0}, {"loss": 1.0, "val": 1.0}, {"lr": 0.5}):
+        writer.write(metrics_record(5, **value))
+    writer.write(Record(Start(lines=[]), rank=0, step=5, attempt=1))
+    for value in ({"begun": 5.0}, {"val": 2.0}, {"val": 3.0}):
+        writer.write(metrics_record(5, attempt=1, **value))
+    fields = ("time", "attempt", "step", "epoch", "samples")
+    found = [{name: line[name] for name in line if name not in fields} for line in read_lines(tmp_path)]
+    assert found == [{"probe": 1.0}, {"probe": 2.0}, {"loss": 1.0}, {"lr": 0.5, "begun": 5.0, "val": 2.0}, {"val": 3.0}]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_lines_do_not_depend_on_which_rank_is_heard_first(tmp_path, metrics_record, seed):
     """Attempts, rollbacks and validations that are made again, of three ranks that each send in their own order."""

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Image, Record, Start, Text
+from ddp_hydra.record import Image, Record, Repeated, Start, Text
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
@@ -78,14 +78,47 @@ def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_re
     writer = TensorBoardWriter(tmp_path)
     for step in (10, 20, 30, 40):
         writer.write(metrics_record(step, loss=step))
-    if says_where:  # from the checkpoint of step 20; without it, from its first point
+    if says_where:  # from the checkpoint of step 20; a user's function says it by what it logs again
         writer.write(Record(Start(), step=20, attempt=1))
         writer.write(metrics_record(25, attempt=0, loss=-1))  # late, and dropped
+    else:
+        writer.write(Record(Repeated(["loss"], is_furthest=True), step=30, attempt=1))
     writer.write(metrics_record(30, attempt=1, loss=300))
     writer.write(metrics_record(40, attempt=1, loss=400))
     writer.close()
     points = [(event.step, event.value) for event in read_back(tmp_path).Scalars("loss")]
     assert points == [(10, 10), (20, 20), (30, 300), (40, 400)]
+
+
+def test_another_rank_that_is_heard_first_drops_no_points(tmp_path, metrics_record):
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(Record(Start(), step=0))
+    for step in (0, 1, 2, 3):
+        writer.write(metrics_record(step, loss=step))
+    writer.write(Record(Text(name="host", text="a"), rank=1, step=0, attempt=1))
+    writer.write(Record(Start(), step=2, attempt=1))
+    writer.write(metrics_record(3, attempt=1, loss=30))
+    writer.close()
+    assert [(event.step, event.value) for event in read_back(tmp_path).Scalars("loss")] == [
+        (0, 0), (1, 1), (2, 2), (3, 30),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another process"])
+def test_what_is_logged_before_the_first_step_is_there_once_after_a_start_from_the_beginning(
+    tmp_path, metrics_record, again
+):
+    writer = TensorBoardWriter(tmp_path)
+    for attempt in (0, 1):
+        if again:
+            writer = TensorBoardWriter(tmp_path)
+        writer.write(Record(Start(), step=0, attempt=attempt))
+        for step in (0, 1):
+            writer.write(metrics_record(step, attempt=attempt, loss=attempt))
+        if again:
+            writer.close()
+    writer.close()
+    assert [(event.step, event.value) for event in read_back(tmp_path).Scalars("loss")] == [(0, 1), (1, 1)]
 
 
 @pytest.mark.parametrize("begin", [20, 0])
