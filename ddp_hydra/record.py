@@ -70,7 +70,7 @@ class RolledBack(Data, frozen=True):
     """The steps after the record's step are taken again, in the same attempt."""
 
 
-class Repeated(Data, frozen=True):
+class LoggedAgain(Data, frozen=True):
     """A new attempt of a user's function logs these metrics again, from the record's step on.
 
     Attributes:
@@ -199,7 +199,7 @@ class End(Data, frozen=True):
 
 
 AnyData = (
-    Up | Beat | Start | RolledBack | Repeated | Rows | Metrics | Text | Image | Histogram | File | Log | Notice | Stack
+    Up | Beat | Start | RolledBack | LoggedAgain | Rows | Metrics | Text | Image | Histogram | File | Log | Notice | Stack
     | Preempted | End
 )  # fmt: skip
 

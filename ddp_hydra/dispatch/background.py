@@ -18,7 +18,7 @@ from typing import Any
 from ddp_hydra.console.signals import Interrupts, own_handler
 from ddp_hydra.console.text import expanded, message_of
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.record import Metrics, Record, Repeated
+from ddp_hydra.record import Metrics, Record, LoggedAgain
 from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.files import Fetch, last_steps
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
@@ -285,7 +285,7 @@ def with_repeats(handle: Callable[[Record], None], logged: Mapping[tuple[int, st
                 # What rank 0 logs first of an attempt need not be of its first step, as its settings are not.
                 furthest = max((reached for (of, _), reached in earlier.items() if of == 0), default=-1)
                 is_furthest = rank == 0 and any(earlier[0, name] == furthest for name in again)
-                handle(Record(Repeated(again, is_furthest), rank, step, record.time_s, record.attempt))
+                handle(Record(LoggedAgain(again, is_furthest), rank, step, record.time_s, record.attempt))
             for name in data.metrics:
                 now[rank, name] = max(step, now.get((rank, name), step))
         handle(record)

@@ -31,7 +31,7 @@ from ddp_hydra.record import (
     Log,
     Metrics,
     Record,
-    Repeated,
+    LoggedAgain,
     RolledBack,
     Start,
     check_path,
@@ -405,7 +405,7 @@ class JsonLinesWriter:
             return
         if isinstance(record.data, RolledBack):
             self._cut(record, lambda line: line.get("rank", 0) == record.rank)
-        elif isinstance(record.data, Repeated):
+        elif isinstance(record.data, LoggedAgain):
             self._drop(record, set(record.data.names))
         elif isinstance(record.data, Start) and record.rank == 0:
             self._attempt = record.attempt

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Image, Record, Repeated, Start, Text
+from ddp_hydra.record import Image, Record, LoggedAgain, Start, Text
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
@@ -82,7 +82,7 @@ def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_re
         writer.write(Record(Start(), step=20, attempt=1))
         writer.write(metrics_record(25, attempt=0, loss=-1))  # late, and dropped
     else:
-        writer.write(Record(Repeated(["loss"], is_furthest=True), step=30, attempt=1))
+        writer.write(Record(LoggedAgain(["loss"], is_furthest=True), step=30, attempt=1))
     writer.write(metrics_record(30, attempt=1, loss=300))
     writer.write(metrics_record(40, attempt=1, loss=400))
     writer.close()
