@@ -18,7 +18,7 @@ from typing import Any
 from ddp_hydra.console.signals import Interrupts, own_handler
 from ddp_hydra.console.text import expanded, message_of
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.record import Metrics, Record, LoggedAgain
+from ddp_hydra.record import LoggedAgain, Metrics, Record
 from ddp_hydra.run_state import Summary
 from ddp_hydra.writers.files import Fetch, last_steps
 from ddp_hydra.writers.handler import ResultsHandler, default_writers

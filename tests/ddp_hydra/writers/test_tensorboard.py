@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Image, Record, LoggedAgain, Start, Text
+from ddp_hydra.record import Image, LoggedAgain, Record, Start, Text
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
