@@ -199,8 +199,8 @@ class End(Data, frozen=True):
 
 
 AnyData = (
-    Up | Beat | Start | RolledBack | LoggedAgain | Rows | Metrics | Text | Image | Histogram | File | Log | Notice | Stack
-    | Preempted | End
+    Up | Beat | Start | RolledBack | LoggedAgain | Rows | Metrics | Text | Image | Histogram | File | Log | Notice
+    | Stack | Preempted | End
 )  # fmt: skip
 
 
