@@ -50,20 +50,20 @@ class Local(Manager):
             # Addresses of workers in one process are made up, unless a protocol is given; ranks need a real host.
             protocol = "tls://" if self.arguments.get("security") else "tcp://"
             self.arguments.setdefault("protocol", protocol)
-        try:
+        with contextlib.ExitStack() as closing:
             try:
-                cluster = super().open()
-            except KeyboardInterrupt:
-                _kill_starting_workers(runner.loop)
-                raise
-            with contextlib.ExitStack() as closing, cluster:
+                with _killed_by_interrupt(runner.loop):
+                    cluster = super().open()
                 try:
                     yield cluster
                 finally:
-                    # Nannies kill slow workers without a warning: the job is over, and nothing is lost.
+                    # The job is over, and nothing is lost where nannies kill slow workers, or Ctrl-C cancels this.
                     closing.enter_context(without_messages("distributed.nanny", "Worker process still alive"))
-        finally:
-            runner.stop()
+                    closing.enter_context(without_messages("distributed.worker", ""))
+                    with _killed_by_interrupt(runner.loop):
+                        cluster.close()
+            finally:
+                runner.stop()
 
     def status(self, cluster: Any) -> str:
         dead = [name for name, nanny in cluster.workers.items() if getattr(nanny, "pid", 1) is None]
@@ -93,10 +93,16 @@ class LocalCuda(Local):
         self.n_workers = self.n_workers or there
 
 
-def _kill_starting_workers(loop: Any) -> None:
-    """Kill workers that are just being started. Dask itself fails slowly when it closes a half-started cluster."""
+@contextlib.contextmanager
+def _killed_by_interrupt(loop: Any) -> Iterator[None]:
+    """Kill the workers at Ctrl-C. Dask itself fails slowly when it closes a cluster that half starts or half ends."""
     from distributed.deploy.spec import SpecCluster
 
+    try:
+        yield
+        return
+    except KeyboardInterrupt as interrupt:
+        interrupted = interrupt
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -108,6 +114,7 @@ def _kill_starting_workers(loop: Any) -> None:
                     os.kill(pid, signal.SIGKILL)
     finally:
         logging.disable(before)
+    raise interrupted
 
 
 KEPT_LINES = 5

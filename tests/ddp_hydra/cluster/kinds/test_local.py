@@ -15,15 +15,16 @@ from ddp_hydra.rank import dask_preload
 class Cluster:
     """A cluster without processes, whose nannies have something to say when it closes."""
 
-    def __init__(self, loop: Any, begin: str = "") -> None:
+    def __init__(self, loop: Any, begin: str = "", end: str = "") -> None:
         assert loop.asyncio_loop.is_running()
+        self.end = end
         if begin:
             raise KeyboardInterrupt
 
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
+    def close(self) -> None:
+        if self.end:
+            logging.getLogger("distributed.worker").error("cancelled")
+            raise KeyboardInterrupt
         nannies = logging.getLogger("distributed.nanny")
         nannies.warning("Worker process still alive after 4.0 seconds, killing")
         nannies.warning("something else")
@@ -48,6 +49,15 @@ def test_an_interrupt_while_workers_are_started_leaves_no_loop(monkeypatch):
     with pytest.raises(KeyboardInterrupt), manager.open():
         pass
     assert not manager.arguments["loop"].asyncio_loop.is_running()
+
+
+def test_an_interrupt_while_the_cluster_is_closed_leaves_no_loop_and_no_traceback(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("distributed"), "propagate", True)
+    manager = local(monkeypatch, end="badly")
+    with pytest.raises(KeyboardInterrupt), manager.open():
+        pass
+    assert not manager.arguments["loop"].asyncio_loop.is_running()
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
