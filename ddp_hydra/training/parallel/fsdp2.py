@@ -295,6 +295,7 @@ class FSDP2(Parallel):
         parameters = dict(enumerate(one for group in optimizer.param_groups for one in group["params"]))
         found = {key: slots for key, slots in state["state"].items() if type(key) is int and key in parameters}
         whole = whole_slots([(parameters[key], slots) for key, slots in found.items()])
+        made: dict[int, tuple[Tensor, Tensor]] = {}
 
         def sharded(slots: Any, parameter: Tensor) -> Any:
             def share(value: Tensor, path: str) -> Tensor:
@@ -302,7 +303,7 @@ class FSDP2(Parallel):
                     return shard_of(value, parameter)
                 return value.full_tensor() if isinstance(value, DTensor) else value
 
-            return plain_state.decode(plain_state.encode(slots, copy=share))
+            return plain_state.decode(plain_state.encode(slots, copy=plain_state.once(share, made)))
 
         return {**state, "state": state["state"] | {key: sharded(one, parameters[key]) for key, one in found.items()}}
 
