@@ -81,7 +81,7 @@ class Odd(Blocks):
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
             "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
             multiply by a parameter of two elements, of which some ranks have none; "one": by one of one element;
-            "hook": double a gradient; "list": keep a parameter in a list.
+            "hook": double a gradient; "list": keep a parameter in a list; "renamed": save the head under another name.
         options: of Blocks.
     """
 
@@ -94,6 +94,9 @@ class Odd(Blocks):
             self.stem.bias.register_hook(lambda gradient: 2 * gradient)
         if odd == "double":
             self.head.double()
+        if odd == "renamed":
+            self.register_state_dict_post_hook(lambda _, state, *__: _rename(state, "head.weight", "old.weight"))
+            self.register_load_state_dict_pre_hook(lambda _, state, *__: _rename(state, "old.weight", "head.weight"))
         self.own, self.same = [nn.Parameter(torch.ones(2))] if odd == "list" else [], [self.stem, *self.parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,6 +107,10 @@ class Odd(Blocks):
         x = x + self.mask if self.odd == "mask" else x
         scale = self.scale.mean() if self.odd == "few" else self.scale
         return self.head(x.double() if self.odd == "double" else x) * scale
+
+
+def _rename(state: dict[str, Any], name: str, other: str) -> None:
+    state[other] = state.pop(name)
 
 
 def over_width(model: Blocks, mesh: Any) -> None:
