@@ -118,15 +118,22 @@ class World:
 
 
 class _Frame(pickle.Pickler):
-    """Pickles a value without its large tensors, which it collects in their order; small ones are bytes."""
+    """Pickles a value without its large tensors, which it collects in their order; small ones are bytes.
+
+    A tensor that lies at several places is one tensor again.
+    """
 
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
+        self.seen: dict[int, tuple[int, torch.Tensor]] = {}  # by id; while a tensor is held, no other has its id
 
     def persistent_id(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
             return None
+        if (seen := self.seen.get(id(value))) is not None:
+            return seen[0]
+        self.seen[id(value)] = len(self.seen), value
         sent = dense(value.detach())
         layout = sent.dtype, tuple(sent.shape), sent.stride()
         if sent.nbytes <= SMALL:  # pickle knows no storage of some types, and takes the whole storage of a part
@@ -141,10 +148,14 @@ class _Filled(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
+        self.seen: list[torch.Tensor] = []
 
     def persistent_load(self, described: Any) -> torch.Tensor:
+        if isinstance(described, int):
+            return self.seen[described]
         dtype, shape, stride, content = described
         tensor = torch.empty_strided(shape, stride, dtype=dtype)  # in another layout, an optimizer rounds otherwise
+        self.seen.append(tensor)
         if content is None:
             self.tensors.append(tensor)
         elif content:

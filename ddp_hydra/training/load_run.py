@@ -32,7 +32,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, optimizers, plain_state, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
-from ddp_hydra.training.lr_schedules import FactorLR
+from ddp_hydra.training.lr_schedules import FactorLR, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, each
@@ -252,7 +252,7 @@ class OptimizerSettings:
             old_lr, new_lr = _own_rate(group), _own_rate(new)
             if new_lr == old_lr:
                 continue
-            group["lr"] = group["lr"] * new_lr / old_lr if old_lr else new_lr
+            group["lr"] = group["lr"] * new_lr / old_lr if old_lr else own_rate(new_lr)
             group["initial_lr"] = new_lr
             if hasattr(self.scheduler, "base_lrs"):
                 self.scheduler.base_lrs[number] = new_lr

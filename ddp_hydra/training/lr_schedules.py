@@ -10,13 +10,34 @@ another global batch, the steps done need not be a whole number, and the rate fo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ddp_hydra.training.state import Position, each
+
+
+def own_rate(rate: Any) -> Any:
+    # Schedules write into a rate that is a tensor, so it is a tensor of its own at each place.
+    return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def keep_first_rates(groups: Iterable[dict[str, Any]]) -> None:
+    for group in groups:
+        group.setdefault("initial_lr", own_rate(group["lr"]))
+
+
+@torch.no_grad()
+def set_rate(group: dict[str, Any], rate: Any) -> None:
+    # As torch's schedules do: an optimizer may have compiled its step for this tensor.
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate.squeeze() if isinstance(rate, Tensor) else rate)
+    else:
+        group["lr"] = rate
 
 
 class FactorLR:
@@ -24,8 +45,7 @@ class FactorLR:
 
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float]) -> None:
         self.optimizer, self.factor = optimizer, factor
-        for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
+        keep_first_rates(optimizer.param_groups)
         self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
         self.last_epoch = 0.0
         self.go_to(0)
@@ -33,7 +53,7 @@ class FactorLR:
     def go_to(self, done: float) -> None:
         self.last_epoch = done
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
-            group["lr"] = rate
+            set_rate(group, rate)
 
     def step(self) -> None:
         self.go_to(self.last_epoch + 1)

@@ -18,7 +18,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress
+from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, keep_first_rates, own_rate
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
 from ddp_hydra.training.train_step import sparse_weights, trained_loss
 from ddp_hydra.training.update import Update, Weighing, check_sparse, check_updates
@@ -127,16 +127,16 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
         rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
         own = [parameter for parameter in part.parameters() if parameter in fresh]
         for group in parameter_groups.grouped(own, cfg.trainer.decay_all):
-            optimizer.add_param_group({"lr": rate, **group})
+            optimizer.add_param_group({"lr": own_rate(rate), **group})
 
 
 def extend(scheduler: Any, optimizer: Optimizer) -> None:
     if not isinstance(scheduler, FactorLR):
         own = "take scheduler=cosine, linear, step or none"
         raise ConfigError(f"parameters can't be unfrozen with {type(scheduler).__name__}: {own}")
-    for group in optimizer.param_groups[len(scheduler.base_lrs) :]:
-        group.setdefault("initial_lr", group["lr"])
-        scheduler.base_lrs.append(group["initial_lr"])
+    added = optimizer.param_groups[len(scheduler.base_lrs) :]
+    keep_first_rates(added)
+    scheduler.base_lrs.extend(group["initial_lr"] for group in added)
     scheduler.go_to(scheduler.last_epoch)
 
 
@@ -154,9 +154,8 @@ def optimizer(
     else:
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
         built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse_weights(model)))
-    if global_batch:
-        for group in built.param_groups:
-            group["lr"] = scaled_rate(cfg, group["lr"], global_batch)
+    for group in built.param_groups:  # torch gives all of them one tensor
+        group["lr"] = own_rate(scaled_rate(cfg, group["lr"], global_batch) if global_batch else group["lr"])
     if needed := needed_arguments(built.step):
         wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
         raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
@@ -230,9 +229,8 @@ def schedule(
     if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
         known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
     built = _with_optimizer(node, known)
-    for group in optimizer.param_groups if isinstance(built, ReduceLROnPlateau) else ():
-        # As all other schedules do: a resume tells the first rate from a reduced one.
-        group.setdefault("initial_lr", group["lr"])
+    if isinstance(built, ReduceLROnPlateau):  # as all others do: a resume tells the first rate from a reduced one
+        keep_first_rates(optimizer.param_groups)
     check_schedule(built, str(node["_target_"]))
     return built
 

@@ -214,7 +214,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def begin_copy(value: Any, copy: Plain | None = None) -> Callable[[], Any]:
     # Copies from a GPU go to pinned memory while the loop continues: work that it launches later runs after them.
-    copied = encode(value, copy=copy or plain_copy)
+    copied = encode(value, copy=once(copy or plain_copy, {}))
     if not torch.cuda.is_initialized():
         return lambda: copied
     done = torch.cuda.Event()
@@ -225,6 +225,17 @@ def begin_copy(value: Any, copy: Plain | None = None) -> Callable[[], Any]:
         return copied
 
     return wait
+
+
+def once(copy: Plain, made: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Plain:
+    # A tensor that lies at several places, as a sum over all parameters, has one copy. `made` has tensors with their
+    # copies, by the ids of the tensors: while it holds one, no other has its id.
+    def copied(tensor: torch.Tensor, name: str) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = tensor, copy(tensor, name)
+        return made[id(tensor)][1]
+
+    return copied
 
 
 def plain_copy(tensor: torch.Tensor, name: str = "") -> torch.Tensor:

@@ -57,21 +57,24 @@ Like = Callable[[str, torch.Size, torch.dtype], Tensor]
 
 def taken_apart(content: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     # `content` is what `plain_state.encode` makes. It returns a state with names in place of its tensors, and the
-    # tensors by these names.
+    # tensors by these names: one that lies at several places has the name of the first.
     tensors: dict[str, Tensor] = {}
-    return {key: _without(value, key, tensors) if key in PARTS else value for key, value in content.items()}, tensors
+    names: dict[int, str] = {}
+    rest = {key: _without(value, key, tensors, names) if key in PARTS else value for key, value in content.items()}
+    return rest, tensors
 
 
-def _without(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def _without(value: Any, name: str, tensors: dict[str, Tensor], names: dict[int, str]) -> Any:
     # An inner function that calls itself would keep the tensors until Python looks for cycles.
     if isinstance(value, Tensor) and value.layout is torch.strided and value.ndim:
+        name = names.setdefault(id(value), name)
         tensors[name] = value
         return {KIND: PART, "value": name}
     if type(value) in (list, tuple):
-        return type(value)(_without(one, f"{name}.{number}", tensors) for number, one in enumerate(value))
+        return type(value)(_without(one, f"{name}.{number}", tensors, names) for number, one in enumerate(value))
     if not isinstance(value, dict):
         return value
-    return plain_state.rebuilt(value, lambda key, one: (key, _without(one, f"{name}.{key}", tensors)))
+    return plain_state.rebuilt(value, lambda key, one: (key, _without(one, f"{name}.{key}", tensors, names)))
 
 
 def put_together(content: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ of random generators: the order of samples, their augmentation and the seed of e
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -266,27 +267,85 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
 
 def load_slots(optimizer: Optimizer, state: dict[str, Any], retyped: Container[nn.Parameter]) -> None:
     # torch gives what it loads the type of its parameter. What the optimizer kept in another one, as moments of 32 bits
-    # of parameters of 16, gets that again.
+    # of parameters of 16, gets that again. Torch makes something else of texts and deques, too, and refuses arrays.
     # retyped: parameters that have another type than in the checkpoint.
-    optimizer.load_state_dict(state)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict or not _is_by_numbers(state, len(parameters)):
+        optimizer.load_state_dict(state)
         return
-    for number, parameter in enumerate(parameters):
-        slots, loaded = state["state"].get(number), optimizer.state.get(parameter)
-        if isinstance(slots, dict) and isinstance(loaded, dict) and parameter not in retyped:
+    given = {number: state["state"].get(number) for number in range(len(parameters))}
+    saved = {number: slots for number, slots in given.items() if isinstance(slots, dict)}
+    taken = {number: {name: _for_torch(slot) for name, slot in slots.items()} for number, slots in saved.items()}
+    optimizer.load_state_dict({**state, "state": state["state"] | taken})
+    made: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+    for number, slots in saved.items():
+        parameter = parameters[number]
+        if isinstance(loaded := optimizer.state.get(parameter), dict):
+            repair = _Repair(parameter, parameter in retyped, made)
             # `step` has the type that this optimizer needs now.
-            loaded |= {name: _with_types(loaded[name], slots[name]) for name in loaded.keys() & slots.keys() - {"step"}}
+            repaired = {
+                name: (repair.one if name == "step" else repair.value)(loaded[name], slot)
+                for name, slot in slots.items()
+                if name in loaded
+            }
+            loaded |= repaired
+            if type(slots) is not dict:
+                optimizer.state[parameter] = _of_type(slots, loaded)
 
 
-def _with_types(loaded: Any, saved: Any) -> Any:
-    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
-        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
-    if isinstance(loaded, dict) and isinstance(saved, dict):
-        return {name: _with_types(value, saved.get(name)) for name, value in loaded.items()}
-    if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
-        return type(loaded)(map(_with_types, loaded, saved))
-    return loaded
+class _AsSaved:
+    """Stands for a value that torch would take for a sequence of tensors, whatever it is."""
+
+
+def _for_torch(value: Any) -> Any:
+    if type(value) is dict:
+        return {name: _for_torch(one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_for_torch, value))
+    return _AsSaved() if isinstance(value, Iterable) and not isinstance(value, Tensor) else value
+
+
+@dataclass
+class _Repair:
+    """Makes of what torch has loaded for a parameter what was saved.
+
+    Args:
+        made: saved tensors, and what they are now: one that lies at several places is one tensor again.
+    """
+
+    parameter: nn.Parameter
+    is_retyped: bool
+    made: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]]
+
+    def value(self, loaded: Any, saved: Any) -> Any:
+        if isinstance(loaded, Tensor) and isinstance(saved, Tensor) and loaded.dtype != saved.dtype:
+            loaded = loaded if self.is_retyped else saved.to(loaded.device)
+        if isinstance(loaded, dict) and isinstance(saved, dict):
+            return {name: self.value(value, saved.get(name)) for name, value in loaded.items()}
+        if isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+            return type(loaded)(map(self.value, loaded, saved))
+        return self.one(loaded, saved)
+
+    def one(self, loaded: Any, saved: Any) -> Any:
+        if isinstance(loaded, _AsSaved):
+            return plain_state.decode(plain_state.encode(saved, copy=self._placed))
+        if not isinstance(loaded, Tensor) or not isinstance(saved, Tensor):
+            return loaded
+        return self.made.setdefault((id(saved), loaded.dtype, loaded.device), (saved, loaded))[1]
+
+    def _placed(self, saved: Tensor, _: str) -> Tensor:
+        of_parameter = self.is_retyped and self.parameter.is_floating_point()
+        dtype = self.parameter.dtype if of_parameter else saved.dtype
+        moved: Tensor = self.one(saved.to(self.parameter.device, dtype), saved)
+        return moved
+
+
+def _of_type(saved: dict[str, Any], loaded: dict[str, Any]) -> dict[str, Any]:
+    # Torch makes plain dicts of others, such as defaultdicts.
+    found = copy.copy(saved)
+    found.clear()
+    found.update(loaded)
+    return found
 
 
 def _first(groups: Iterable[Sequence[str]]) -> str:

@@ -129,6 +129,18 @@ def test_moments_in_dicts_and_lists_are_shared_and_counters_are_not(client4, tra
         assert_equal(*({**content, "config": None} for content in both))
 
 
+@pytest.mark.parametrize("parts", [(), ("trainer.shard_above_gb=0",)], ids=["one file", "parts"])
+def test_a_model_may_save_a_parameter_under_another_name(client2, project, train, parts):
+    renamed = ("model._target_=models.blocks.Odd", "+model.odd=renamed", "parallel=fsdp2", "trainer.ema_decay=0.9")
+    whole = train(client2, "whole", *renamed, *parts)
+    first, last = (next((whole.folder / "checkpoints").glob(f"step-00000{step}*")) for step in (4, 6))
+    assert "old.weight" in read(first)["model"]
+    resumed = train(client2, "resumed", *renamed, *parts, resume=first)
+    assert_equal(*({**read(one), "config": None} for one in (resumed.folder / "checkpoints" / last.name, last)))
+    (line,) = [one for one in whole.metrics() if one["step"] == 6 and "val/loss" in one]
+    assert evaluated(client2, project, last, 2)["val/loss"] == pytest.approx(line["val/loss"], rel=1e-6)
+
+
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_save_in_parts_waits_for_space_on_any_rank(client2, train, in_parts, rank, caplog):
     full = f"+callbacks.full={{_target_: models.disturbed.FullDisk, rank: {rank}, tries: 2}}"

@@ -75,6 +75,11 @@ REFUSED = {
         "optimizer._target_=torch.optim.Adafactor",
         *(f"~optimizer.{key}" for key in ("momentum", "nesterov", "fused")),
     ],
+    "Mixing can't compute with shares of parameters (models/blocks.py, line": [
+        "optimizer=sgd",
+        "optimizer._target_=models.blocks.Mixing",
+        *(f"~optimizer.{key}" for key in ("momentum", "nesterov", "weight_decay", "fused")),
+    ],
     "LowMoments keeps its state in tensors of its own, of whose shares": [
         "optimizer=sgd",
         "optimizer._target_=models.blocks.LowMoments",

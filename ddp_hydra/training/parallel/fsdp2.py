@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import math
 import re
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from hydra.utils import get_object
 from omegaconf import DictConfig
 from torch import Tensor, nn
+from torch.distributed import tensor as distributed_tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -295,6 +298,7 @@ class FSDP2(Parallel):
         parameters = dict(enumerate(one for group in optimizer.param_groups for one in group["params"]))
         found = {key: slots for key, slots in state["state"].items() if type(key) is int and key in parameters}
         whole = whole_slots([(parameters[key], slots) for key, slots in found.items()])
+        made: dict[int, tuple[Tensor, Tensor]] = {}
 
         def sharded(slots: Any, parameter: Tensor) -> Any:
             def share(value: Tensor, path: str) -> Tensor:
@@ -302,7 +306,7 @@ class FSDP2(Parallel):
                     return shard_of(value, parameter)
                 return value.full_tensor() if isinstance(value, DTensor) else value
 
-            return plain_state.decode(plain_state.encode(slots, copy=share))
+            return plain_state.decode(plain_state.encode(slots, copy=plain_state.once(share, made)))
 
         return {**state, "state": state["state"] | {key: sharded(one, parameters[key]) for key, one in found.items()}}
 
@@ -409,6 +413,14 @@ def dtensor_of(share: Tensor, like: Any, mesh: DeviceMesh | None) -> Tensor:
     return made
 
 
+def is_of_shares(error: Exception) -> bool:
+    # Torch's code of shares has raised it: it asserts much without a word. Not a lack of memory, or of a rank.
+    if isinstance(error, (torch.OutOfMemoryError, dist.DistError)):
+        return False
+    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return bool(frames) and Path(frames[-1]).is_relative_to(Path(distributed_tensor.__file__).parent)
+
+
 class ShardedStep(PartStep):
     """A training step whose model is sharded.
 
@@ -485,11 +497,14 @@ class ShardedStep(PartStep):
             yield
             if is_first:
                 check_optimizer(optimizer)
-        except (NotImplementedError, RuntimeError) as error:
-            if not re.search("DTensor|[Ss]hard|placement", str(error)):
+        except Exception as error:
+            is_told = isinstance(error, (NotImplementedError, RuntimeError))
+            if not (is_told and re.search("DTensor|[Ss]hard|placement", str(error))) and not is_of_shares(error):
                 raise
+            where = text.raised_at(error).partition("\n")[0].rstrip(": ")
+            said = f"{error!s:.120}" or where or type(error).__name__
             raise ConfigError(
-                f"{KIND}: {type(optimizer).__name__} can't compute with shares of parameters ({error!s:.120}): give "
+                f"{KIND}: {type(optimizer).__name__} can't compute with shares of parameters ({said}): give "
                 "optimizer=adamw or optimizer=sgd, or parallel=ddp"
             ) from None
 

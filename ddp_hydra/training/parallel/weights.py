@@ -320,15 +320,17 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], split: Callable[[
 
 
 def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
-    # Parameters and buffers are copied by torch; what `set_extra_state` gets may be kept, so it is a copy, too.
+    # Parameters and buffers are copied by torch; what `set_extra_state` gets may be kept, so it is a copy, too. So is
+    # what a hook of the model has renamed, which may be the share of a parameter.
     copied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     copied |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
     if not isinstance(state, Mapping):
         raise TypeError(f"it has a {type(state).__name__} in place of a model's state")
     decoded = plain_state.decode(state)
+    clone = plain_state.once(lambda tensor, _: tensor.detach().clone(), {})
     for name, value in state.items():
         if name not in copied:
-            decoded[name] = plain_state.decode(plain_state.begin_copy(value)())
+            decoded[name] = plain_state.decode(plain_state.encode(value, copy=clone))
     without = unsaved(model)
     missing, unexpected = model.load_state_dict(decoded, strict=not without)
     missing = [name for name in missing if not any(name == one or name.startswith(f"{one}.") for one in without)]

@@ -113,7 +113,9 @@ def test_large_tensors_are_not_pickled_but_sent_one_by_one():
     )
     weights._metadata = {"": {"version": 2}}
     sparse = torch.eye(3).to_sparse()
-    content, sent, found, frame = {"model": weights, "step": 3, "more": [sparse]}, [], [], io.BytesIO()
+    small = torch.ones(2)
+    content = {"model": weights, "step": 3, "more": [sparse], "shared": [large, small, large, small]}
+    sent, found, frame = [], [], io.BytesIO()
     module._Frame(frame, sent).dump(content)
     assert len(frame.getvalue()) < 4000
     assert [tuple(one.shape) for one in sent] == [(40, 40), (60, 50), (4, 8, 8, 8), (60, 45)]
@@ -128,3 +130,6 @@ def test_large_tensors_are_not_pickled_but_sent_one_by_one():
         assert read["model"][name].stride() == (value if module.is_dense(value) else value.contiguous()).stride()
     assert (read["step"], read["model"]._metadata) == (3, {"": {"version": 2}})
     assert torch.equal(read["more"][0].to_dense(), torch.eye(3))
+    first, second, *again = read["shared"]
+    assert [first is read["model"]["large"], first is again[0], second is again[1]] == [True] * 3
+    assert torch.equal(second, small)

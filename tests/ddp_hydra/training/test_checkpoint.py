@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import collections
 import copy
 import hashlib
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -17,7 +20,7 @@ from ddp_hydra.errors import CheckpointError
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import World
 from ddp_hydra.record import Checkpoint
-from ddp_hydra.training import lr_schedules
+from ddp_hydra.training import lr_schedules, sharded_checkpoint
 from ddp_hydra.training.checkpoint import CheckpointSaver, read, write
 from ddp_hydra.training.parallel import Parallel
 from ddp_hydra.training.parallel.weights import Ema
@@ -227,6 +230,94 @@ def test_values_under_keys_of_an_optimizers_own_stay_apart_and_it_is_restored_ag
         other.restore(content)
     assert flat(train(run, 2).begin_capture()()["model"]) == flat(train(other, 2).begin_capture()()["model"])
     assert other.optimizer.state[1000] == {"n": 4}
+
+
+class Together(torch.optim.Optimizer):
+    """Keeps two sums that are the same tensors for all parameters."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        (group,) = self.param_groups
+        for one in group["params"]:
+            first = self.state[group["params"][0]]
+            slots = self.state[one]
+            slots["n"] = slots.get("n", first.get("n", torch.zeros(())))
+            slots["more"] = slots.get("more", first.get("more", [torch.zeros(2, dtype=torch.float64)]))
+            slots["n"] += 1
+            slots["more"][0] += one.grad.double().abs().sum()
+            one -= (group["lr"] * one.grad / (slots["n"] + slots["more"][0][1])).to(one.dtype)
+
+
+@pytest.mark.parametrize("way", ["file", "parts", "rollback"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tensor_of_several_parameters_stays_one_tensor(way, dtype, tmp_path):
+    def build():
+        return state(optimizer={"cls": Together, "lr": 0.1}, norm=False, build=partial(nn.Linear, dtype=dtype))
+
+    def train(run, steps):
+        for _ in range(steps):
+            x = torch.randn(4, 2, generator=torch.Generator().manual_seed(run.position.step)).to(dtype)
+            run.optimizer.zero_grad()
+            run.model(x).pow(2).sum().backward()
+            run.optimizer.step()
+            run.position.advance(4)
+        return run.begin_capture()()
+
+    run, other = build(), build()
+    train(run, 2)
+    content = run.begin_capture()()
+    if way == "file":
+        torch.save(content, tmp_path / "a.pt")
+        content = read(tmp_path / "a.pt")
+    if way == "parts":
+        rest, tensors = sharded_checkpoint.taken_apart(content)
+        content = sharded_checkpoint.put_together(rest, tensors)
+    if way == "rollback":
+        other = run
+        wanted = train(run, 2)
+    other.restore(content)
+    slots = list(other.optimizer.state.values())
+    assert len({id(one["n"]) for one in slots}) == len({id(one["more"][0]) for one in slots}) == 1
+    found = train(other, 2)
+    wanted = wanted if way == "rollback" else train(run, 2)
+    assert flat([found["model"], found["optimizer"]]) == flat([wanted["model"], wanted["optimizer"]])
+
+
+Pair = collections.namedtuple("Pair", "one two")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_no_tensor_is_as_it_was_whatever_torch_makes_of_it(dtype):
+    def build():
+        return state(optimizer=SGD, norm=False, build=partial(nn.Linear, dtype=dtype))
+
+    def slots(shared):
+        last = collections.deque([torch.ones(2), torch.zeros(2, dtype=torch.int64)], maxlen=2)
+        return {
+            "mode": "warm", "bytes": b"ab", "last": last, "set": {1, 2}, "range": range(3), "array": np.arange(3.0),
+            "pair": Pair("a", shared), "ordered": collections.OrderedDict(b=shared, a="text"), "none": None,
+            "counts": collections.defaultdict(int, a=1), "list": ["a", (b"b", shared)], "dict": {"name": {"a": "b"}},
+            "number": 0.5, "tensor": shared, "size": torch.Size([2]), "path": Path("a"), "ends": [],
+        }  # fmt: skip
+
+    run, other = build(), build()
+    shared = torch.full((2,), 0.1, dtype=torch.float64)
+    of_weight, of_bias = run.model[0].parameters()
+    run.optimizer.state[of_weight] = slots(shared)
+    run.optimizer.state[of_bias] = collections.defaultdict(list, slots(shared))
+    other.restore(run.begin_capture()())
+    for one, saved in zip(other.model[0].parameters(), run.optimizer.state.values(), strict=True):
+        found = other.optimizer.state[one]
+        assert type(found) is type(saved)
+        assert repr(found) == repr(saved)
+        assert found["last"].maxlen == 2
+    first, second = other.optimizer.state.values()
+    for one in (first, second):
+        assert first["tensor"] is one["tensor"] is one["pair"].two is one["ordered"]["b"] is one["list"][1][1]
+    second["new"].append(1)  # of a defaultdict
 
 
 class Counting(nn.Linear):

@@ -91,6 +91,18 @@ def test_numbers_that_can_not_be_meant_are_refused(schedule, options, said):
         rates(getattr(lr_schedules, schedule), 4, **options)
 
 
+def test_a_rate_that_is_a_tensor_stays_that_tensor_and_the_first_one_is_another():
+    groups = [{"params": [torch.zeros(1, requires_grad=True)]}, {"params": [torch.zeros(1, requires_grad=True)]}]
+    by_tensor = torch.optim.SGD(groups, lr=torch.tensor(0.5))
+    kept = by_tensor.param_groups[1]["lr"] = by_tensor.param_groups[1]["lr"].clone()
+    schedule = lr_schedules.linear(by_tensor, 4)
+    for wanted in (0.5, 0.375, 0.25):
+        assert [float(group["lr"]) for group in by_tensor.param_groups] == [wanted] * 2
+        schedule.step()
+    assert by_tensor.param_groups[1]["lr"] is kept
+    assert [float(group["initial_lr"]) for group in by_tensor.param_groups] == [0.5] * 2
+
+
 def test_each_group_keeps_its_own_rate():
     groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": lr} for lr in (1.0, 0.1)]
     optimizer = torch.optim.SGD(groups)

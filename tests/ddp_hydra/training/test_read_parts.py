@@ -92,6 +92,16 @@ def test_tensors_in_dicts_lists_and_tuples_are_parts_and_the_rest_is_as_it_was()
     assert torch.is_tensor(together["position"][0])
 
 
+def test_a_tensor_that_lies_at_several_places_is_written_once_and_is_one_tensor_again():
+    shared, other = torch.ones(2), torch.ones(2)
+    content = {"optimizer": {"state": {"a": {"sum": shared}, "b": {"sum": [shared, other]}}}}
+    apart, tensors = sharded_checkpoint.taken_apart(content)
+    assert list(tensors) == ["optimizer.state.a.sum", "optimizer.state.b.sum.1"]
+    found = sharded_checkpoint.put_together(apart, {name: one.clone() for name, one in tensors.items()})
+    a, b = found["optimizer"]["state"].values()
+    assert a["sum"] is b["sum"][0] is not b["sum"][1]
+
+
 def test_a_tensor_in_a_slot_is_read_as_a_share_of_the_slots_parameter(monkeypatch):
     parallel = Parallel().adopt(nn.Sequential(nn.Linear(2, 3)))
     monkeypatch.setattr(parallel, "empty_shard", lambda parameter, *_: parameter)

@@ -305,6 +305,20 @@ def test_a_rate_that_a_plateau_has_reduced_stays_where_the_optimizers_own_rate_d
         assert other.metrics("lr")[0][1] == pytest.approx(2 * reduced["lr"])
 
 
+@pytest.mark.medium
+def test_a_rate_that_is_a_tensor_is_reduced_and_typed_as_a_number_is(train):
+    plateau = node("ReduceLROnPlateau", patience=0, threshold=0.9)
+    whole = {"model": NET, "scheduler": plateau, "objective": VAL_LOSS}
+    found = []
+    for make in (lambda rate: rate, lambda rate: {"_target_": "torch.tensor", "data": rate}):
+        runs = [train(whole={**whole, "optimizer": {**SGD, "lr": make(0.1)}}, epochs=3, log_every_steps=1)]
+        for rate in (0.1, 0.2):
+            changed = {**whole, "optimizer": {**SGD, "lr": make(rate)}}
+            runs.append(train(whole=changed, epochs=4, resume=runs[0].last, log_every_steps=1))
+        found.append([rate for run in runs for _, rate in run.metrics("lr")])
+    assert found[1] == pytest.approx(found[0])
+
+
 class Apart(Task):
     """Trains the layers of the net apart."""
 

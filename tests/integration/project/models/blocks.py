@@ -81,7 +81,7 @@ class Odd(Blocks):
         odd: "scalar": multiply the output by a parameter without an axis; "mask": add a buffer to the head's input;
             "looks": use a block's parameter outside of it; "double": compute the head in double precision; "few":
             multiply by a parameter of two elements, of which some ranks have none; "one": by one of one element;
-            "hook": double a gradient; "list": keep a parameter in a list.
+            "hook": double a gradient; "list": keep a parameter in a list; "renamed": save the head under another name.
         options: of Blocks.
     """
 
@@ -94,6 +94,9 @@ class Odd(Blocks):
             self.stem.bias.register_hook(lambda gradient: 2 * gradient)
         if odd == "double":
             self.head.double()
+        if odd == "renamed":
+            self.register_state_dict_post_hook(lambda _, state, *__: _rename(state, "head.weight", "old.weight"))
+            self.register_load_state_dict_pre_hook(lambda _, state, *__: _rename(state, "old.weight", "head.weight"))
         self.own, self.same = [nn.Parameter(torch.ones(2))] if odd == "list" else [], [self.stem, *self.parameters()]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,6 +107,10 @@ class Odd(Blocks):
         x = x + self.mask if self.odd == "mask" else x
         scale = self.scale.mean() if self.odd == "few" else self.scale
         return self.head(x.double() if self.odd == "double" else x) * scale
+
+
+def _rename(state: dict[str, Any], name: str, other: str) -> None:
+    state[other] = state.pop(name)
 
 
 def over_width(model: Blocks, mesh: Any) -> None:
@@ -155,10 +162,14 @@ class LowMoments(torch.optim.SGD):
 
 
 class Nested(torch.optim.Optimizer):
-    """Keeps moments in a dict, a list and a tuple, and a counter with the shape of a parameter of one element."""
+    """Keeps moments in a dict, a list and a tuple, and a counter with the shape of a parameter of one element.
+
+    Sums are the same tensors for all parameters.
+    """
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
+        self.sums = {"all": torch.zeros(()), "in_axes": torch.zeros(2, 3, dtype=torch.float64)}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -168,12 +179,27 @@ class Nested(torch.optim.Optimizer):
                 if not (kept := self.state[one]):
                     kept |= {"n": torch.zeros(1), "more": {"mean": torch.zeros_like(one)}}
                     kept |= {"last": [torch.zeros_like(one) for _ in range(2)], "pair": (torch.zeros_like(one), 1)}
+                    kept |= self.sums
                 kept["n"] += 1
+                kept["all"] += 0.01
+                kept["in_axes"] += 0.01
                 kept["more"]["mean"].lerp_(one.grad, 0.1)
                 kept["pair"][0].lerp_(one.grad, 0.3)
                 kept["last"] = [kept["last"][1], one.grad.clone()]
                 mean = kept["more"]["mean"] / (1 - 0.9 ** kept["n"].item())
-                one -= group["lr"] * (mean + kept["pair"][0] + kept["last"][0])
+                rate = group["lr"] / (1 + kept["all"].item() + kept["in_axes"][1, 2].item())
+                one -= rate * (mean + kept["pair"][0] + kept["last"][0])
+
+
+class Mixing(Nested):
+    """Adds a share of a gradient to a tensor that is none."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Add all gradients."""
+        for group in self.param_groups:
+            for one in group["params"]:
+                self.sums["all"].add_(one.grad.sum())
 
 
 class Centres(nn.Module):
