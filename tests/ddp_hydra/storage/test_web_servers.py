@@ -1,7 +1,8 @@
-"""Files of web servers that do not say how long an answer is, give no parts of a file, refuse HEAD, or lead elsewhere."""
+"""Files of web servers that tell no lengths, give no parts of a file, refuse HEAD, or lead elsewhere."""
 
 from __future__ import annotations
 
+import gzip
 import http.server
 import io
 import multiprocessing
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from ddp_hydra.data.image_table import ImageTable
 from ddp_hydra.data.parquet_rows import ParquetRows
 from ddp_hydra.data.wids import WidsShards
 from ddp_hydra.storage.object_store import WebServer
@@ -178,6 +180,25 @@ def test_rows_of_parquet_files_are_read(url):
     data = ParquetRows(f"{url}/rows.parquet", "y")
     assert data[13][0].item() == 13
     assert [int(y) for _, y in data.__getitems__([39, 0, 25])] == [39, 0, 25]
+
+
+def test_the_query_of_a_url_is_no_part_of_a_files_name(tmp_path, png):
+    table = pa.table({"path": ["1.png", "1.png"], "label": [0, 1], "x": [1.0, 2.0]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    (tmp_path / "1.png").write_bytes(png())
+    (tmp_path / "rows.csv.gz").write_bytes(gzip.compress(b"path,label\n1.png,0\n1.png,1\n"))
+    (tmp_path / "download").write_bytes((tmp_path / "rows.parquet").read_bytes())
+    with serving(Quiet, tmp_path) as url:
+        for name in ("rows.parquet?download=true", "rows.parquet?signature=a/b/", "download?name=rows.parquet"):
+            assert len(ParquetRows(f"{url}/{name}", "label", ["x"])) == 2
+        for name in ("rows.parquet?a=b/c", "rows.csv.gz?a=b/c"):
+            assert len(list(ImageTable(f"{url}/{name}", max_bad_fraction=0))) == 2
+        with pytest.raises(FileNotFoundError, match=r"there is no file .*/none\.parquet: check data\.files"):
+            ParquetRows(f"{url}/none.parquet?a=1", "label")
+        with pytest.raises(ValueError, match=r"rows\.csv is not a Parquet file: type python .*'rows\.parquet'"):
+            ParquetRows(f"{url}/rows.csv?a=1", "label")
+        with pytest.raises(ValueError, match=r"can't be listed"):
+            ParquetRows(f"{url}/rows/", "label")
 
 
 def test_shards_are_read_also_in_a_fork(url, tmp_path):
