@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import socket
 import warnings
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from ddp_hydra.data.names import check, check_range, is_of
 from ddp_hydra.storage import Access, is_remote
 from ddp_hydra.storage.files import private_folder, replacing, user_cache
 from ddp_hydra.storage.object_store import download
+from ddp_hydra.storage.urls import as_text
 
 ALPHABET = "*+abcdefghijklmnopqrstuvwxyz-. "
 PAD, STOP = ALPHABET.index("*"), ALPHABET.index("+")
@@ -63,7 +65,7 @@ class PetNames(Dataset):
 
     def __init__(
         self,
-        source: str = PUBLIC_URL,
+        source: str | os.PathLike[str] = PUBLIC_URL,
         cache_dir: str | None = None,
         window: int = 8,
         holdout: float = 0.0,
@@ -77,7 +79,7 @@ class PetNames(Dataset):
         check(holdout, split)
         self.window = window
         access = {"endpoint_url": endpoint_url, "region": region, "anon": anon}
-        names = _load(source, cache_dir, timeout_s, access)
+        names = _load(as_text(source), cache_dir, timeout_s, access)
         self._known = frozenset(names)
         names = [name for name in names if is_of(name, holdout, split)]
         if not names:

@@ -198,7 +198,9 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
         container: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
         key = missing_key(error)
-        or_none = ", or data.val=null for no validation" if key.startswith("data.val_") else ""
+        group, _, name = key.rpartition(".")
+        is_of_validation = name.startswith("val_") and f"{group}.".startswith("data.")
+        or_none = f", or {group}.val=null for no validation" if is_of_validation else ""
         raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
     except InterpolationResolutionError as error:
         key = str(error.full_key)
@@ -226,8 +228,19 @@ def missing_key(error: OmegaConfBaseException) -> str:
 
 
 def _without_validation_keys(cfg: DictConfig) -> DictConfig:
-    """Return the config with null for the missing keys `data.val_...` if there is no validation set."""
-    if OmegaConf.select(cfg, "data.val", default=True, throw_on_missing=False) is not None:
-        return cfg
-    missing = [key for key in cfg.data if str(key).startswith("val_") and OmegaConf.is_missing(cfg.data, key)]
-    return OmegaConf.merge(cfg, {"data": dict.fromkeys(missing)}) if missing else cfg  # type: ignore[return-value]
+    """Return the config with null for missing keys `val_...` of data without a validation set, also in a mixture."""
+    sets = OmegaConf.select(cfg, "data.sets")
+    groups = ["data", *(f"data.sets.{name}" for name in sets)] if OmegaConf.is_dict(sets) else ["data"]
+    nodes = [(group, OmegaConf.select(cfg, group)) for group in groups if _lacks_validation(cfg, "data", group)]
+    missing = [
+        f"{group}.{key}"
+        for group, node in nodes
+        if OmegaConf.is_dict(node)
+        for key in node
+        if str(key).startswith("val_") and OmegaConf.is_missing(node, key)
+    ]
+    return OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}=null" for key in missing])) if missing else cfg  # type: ignore[return-value]
+
+
+def _lacks_validation(cfg: DictConfig, *groups: str) -> bool:
+    return any(OmegaConf.select(cfg, f"{group}.val", default=True) is None for group in groups)

@@ -6,6 +6,7 @@ Formats of files are Parquet, JSON lines, CSV and text.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 import uuid
@@ -19,7 +20,7 @@ from torch.utils.data import default_collate
 
 from ddp_hydra.data.batch import unlike
 from ddp_hydra.errors import DataError
-from ddp_hydra.storage.urls import FORMATS
+from ddp_hydra.storage.urls import FORMATS, as_text
 
 SUFFIXES = {"jsonl": "json", "txt": "text", "tsv": "csv"}
 """Formats of files by suffixes that are no names of formats."""
@@ -28,10 +29,10 @@ _NO_TENSOR = re.compile(r"Value\((?:dtype=)?'((?:timestamp|date|time|duration|de
 
 
 def load(
-    path: str,
+    path: str | os.PathLike[str],
     subset: str | None = None,
     split: str = "train",
-    files: str | Sequence[str] | None = None,
+    files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
     streaming: bool = False,
     columns: Sequence[str] | None = None,
     rename: Mapping[str, str] | None = None,
@@ -84,10 +85,10 @@ def load(
 
 
 def read(
-    path: str,
+    path: Any,
     subset: str | None = None,
     split: str = "train",
-    files: str | Sequence[str] | None = None,
+    files: Any = None,
     streaming: bool = False,
     **options: Any,
 ) -> Any:
@@ -101,6 +102,7 @@ def read(
         from datasets.arrow_writer import SchemaInferenceError
     except ImportError:
         raise ModuleNotFoundError("this data set needs datasets: type `pip install 'ddp-hydra[huggingface]'`") from None
+    path, files = as_text(path), as_text(files)
     if path in FORMATS and not files:
         raise ValueError(
             f"path={path} reads files: give data.files=<paths or URLs>, and data.val_files=… or data.val=null"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import unicodedata
 from collections import Counter
@@ -17,6 +18,7 @@ from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray, holds_images, kinds_of, list_images_once
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
 from ddp_hydra.storage import LocalFolder, Store
+from ddp_hydra.storage.urls import as_text
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,8 +31,9 @@ class S3ImageFolder(StoredImages):
     and so is what systems and programs leave behind (`paths.is_leftover`).
 
     Args:
-        bucket: name of the bucket, path of a local folder with a slash in it, or a URL of fsspec; None: an embedded S3
-            server on this machine, with scikit-learn's handwritten digits (32x32 pixels) under "train" and "val".
+        bucket: name of the bucket, path of a local folder with a slash in it or as a `Path`, or a URL of fsspec; None:
+            an embedded S3 server on this machine, with scikit-learn's handwritten digits (32x32 pixels) under "train"
+            and "val".
         prefix: the folder of the class folders, e.g. "imagenet/train"; "": the whole bucket.
         transform: as in `ImageDataset`, and so is target_transform.
         classes_from: a prefix whose folders with images are the classes; None: those under `prefix`. For a validation
@@ -58,12 +61,12 @@ class S3ImageFolder(StoredImages):
 
     def __init__(
         self,
-        bucket: str | None = None,
-        prefix: str = "",
+        bucket: str | os.PathLike[str] | None = None,
+        prefix: str | os.PathLike[str] = "",
         transform: Callable[..., Any] | None = None,
         target_transform: Callable[[int], Any] | None = None,
         *,
-        classes_from: str | None = None,
+        classes_from: str | os.PathLike[str] | None = None,
         holdout: float = 0.0,
         split: str = "train",
         labelled: bool = True,
@@ -71,8 +74,9 @@ class S3ImageFolder(StoredImages):
         **images: Any,
     ) -> None:
         check(holdout, split)
+        bucket = str(Path(bucket).absolute()) if isinstance(bucket, os.PathLike) else bucket
         super().__init__(transform=transform, target_transform=target_transform, **images)
-        self.prefix, self.labelled = _clean(prefix), labelled
+        self.prefix, self.labelled = _clean(as_text(prefix)), labelled
         self._owns_server = False
         self._embedded_on: str | None = None
         self._store = self._embedded() if bucket is None else self.access.bucket(bucket)
@@ -85,7 +89,7 @@ class S3ImageFolder(StoredImages):
                 raise FileNotFoundError(self._nothing_found(listing.others))
             self.skipped = listing.others
             self._keys, self._sizes = listing.keys, listing.sizes
-            self._label(classes_from, listing_max_age_s)
+            self._label(as_text(classes_from), listing_max_age_s)
             if holdout:
                 self._keep([is_of(key, holdout, split) for key in self._keys])
         except BaseException:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import math
+import os
 import posixpath
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +18,9 @@ import numpy as np
 
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray
-from ddp_hydra.data.parquet_files import need_pyarrow
+from ddp_hydra.data.parquet_files import SUFFIXES, need_pyarrow
 from ddp_hydra.storage import Access, LocalFolder, Store, bare_url, is_remote
-from ddp_hydra.storage.urls import local_path
+from ddp_hydra.storage.urls import as_text, local_path
 
 
 class ImageTable(StoredImages):
@@ -53,24 +54,24 @@ class ImageTable(StoredImages):
 
     def __init__(
         self,
-        table: str,
-        root: str | None = None,
+        table: str | os.PathLike[str],
+        root: str | os.PathLike[str] | None = None,
         path_column: str = "path",
         label_column: str | None = "label",
         *,
-        classes_from: str | None = None,
+        classes_from: str | os.PathLike[str] | None = None,
         **images: Any,
     ) -> None:
         super().__init__(**images)
-        self.table = table
+        self.table: str = as_text(table)
         self.labelled = label_column is not None
         columns = {"path_column": path_column}
         if label_column is not None:
             columns["label_column"] = label_column
-        paths, *rest = read_columns(self.access, table, columns)
+        paths, *rest = read_columns(self.access, self.table, columns)
         self._paths = StringArray(paths)
-        self._root = _folder_of(table) if root is None else root or "."
-        self._is_stored = is_remote(table) or is_remote(self._root)
+        self._root: str = _folder_of(self.table) if root is None else as_text(root) or "."
+        self._is_stored = is_remote(self.table) or is_remote(self._root)
         self._root_store, self._prefix = self.access.open_folder(self._root)
         self._check_paths(paths)
         if label_column is None:
@@ -79,8 +80,8 @@ class ImageTable(StoredImages):
         (labels,) = rest
         named = labels
         if classes_from is not None:
-            (named,) = read_columns(self.access, classes_from, {"label_column": label_column})
-        origin = bare_url(classes_from or table)
+            (named,) = read_columns(self.access, as_text(classes_from), {"label_column": label_column})
+        origin = bare_url(as_text(classes_from) or self.table)
         _check_labels(named, origin, label_column)
         self.classes = sorted(set(named), key=_numbers_by_value)
         if unknown := sorted(set(labels) - set(self.classes)):
@@ -134,7 +135,7 @@ def read_columns(access: Access, table: str, columns: Mapping[str, str]) -> list
     # columns: key of `data` -> name of the column.
     store, key = access.open(table)
     content = store.get(key)
-    read = _read_parquet if key.endswith((".parquet", ".pq")) else _read_csv
+    read = _read_parquet if key.endswith(SUFFIXES) else _read_csv
     found = read(content, table, columns)
     if not found[0]:
         raise ValueError(f"{bare_url(table)} has no rows: check data.table=...")
@@ -171,7 +172,7 @@ def _key(prefix: str, path: str) -> str:
 
 def _read_csv(content: Any, table: str, columns: Mapping[str, str]) -> list[list[str]]:
     try:
-        text = (gzip.decompress(content) if table.endswith(".gz") else bytes(content)).decode("utf-8-sig")
+        text = (gzip.decompress(content) if bare_url(table).endswith(".gz") else bytes(content)).decode("utf-8-sig")
         file = io.StringIO(text, newline="")
         before, header, rows = _header(file, columns.values())
         places = [_place(key, column, header) for key, column in columns.items()]
@@ -245,4 +246,6 @@ def _numbers_by_value(label: str) -> tuple[bool, Decimal, str]:
 def _folder_of(url: str) -> str:
     if url.startswith("file:"):
         return str(local_path(url).parent)
+    if url.startswith(("http://", "https://")):
+        url = url.partition("?")[0].partition("#")[0]
     return url.rpartition("/")[0] or ("/" if url.startswith("/") else ".")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from fsspec.utils import glob_translate
@@ -105,7 +105,7 @@ def need_pyarrow() -> None:
 def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
     need_pyarrow()
     opened: list[PartFile] = []
-    for url in map(str, urls):
+    for url in urls:
         found = _find(access, url)
         partitions = _typed([_folders_of(part.inside) for part in found])
         for part, partition in zip(found, partitions, strict=True):
@@ -124,16 +124,16 @@ def open_files(access: Access, urls: Sequence[str]) -> list[PartFile]:
 
 def _find(access: Access, url: str) -> list[PartFile]:
     path = url.rstrip("/")
+    if url.startswith(("http://", "https://")):
+        return _of_web_server(access, url)
     if not is_remote(url):
         local = local_path(url)
         if local.is_dir():
             return _in_folder(access, path or "/")
         if local.is_file() and not url.endswith((".csv", ".csv.gz")):
             return [_file(access, path)]
-    if path.endswith((".csv", ".csv.gz")):
-        raise ValueError(f"{bare_url(url)} is not a Parquet file: type {_conversion(url)}")
-    wildcard = None if url.startswith(("http://", "https://")) else re.search(r"[*?[]", path)
-    if wildcard:
+    _refuse_csv(path)
+    if wildcard := re.search(r"[*?[]", path):
         base, slash, _ = path[: wildcard.start()].rpartition("/")
         return _in_folder(access, base or slash or ".", path[len(base + slash) :])
     if path != url or not path.lower().endswith(SUFFIXES):
@@ -143,7 +143,26 @@ def _find(access: Access, url: str) -> list[PartFile]:
     except (FileNotFoundError, IsADirectoryError):
         with contextlib.suppress(OSError, ValueError):
             return _in_folder(access, path)  # Spark and Dask call folders so
-        raise FileNotFoundError(f"there is no file {bare_url(url)}: check data.files and data.val_files") from None
+        raise _no_file(url) from None
+
+
+def _of_web_server(access: Access, url: str) -> list[PartFile]:
+    _refuse_csv(url)
+    if not urlsplit(url).query and not url.lower().endswith(SUFFIXES):
+        return _in_folder(access, url)  # which says that there is no listing
+    try:
+        return [_file(access, url)]
+    except FileNotFoundError:
+        raise _no_file(url) from None
+
+
+def _no_file(url: str) -> FileNotFoundError:
+    return FileNotFoundError(f"there is no file {bare_url(url)}: check data.files and data.val_files")
+
+
+def _refuse_csv(url: str) -> None:
+    if bare_url(url).endswith((".csv", ".csv.gz")):
+        raise ValueError(f"{bare_url(url)} is not a Parquet file: type {_conversion(bare_url(url))}")
 
 
 def _conversion(url: str) -> str:
@@ -274,16 +293,20 @@ def index_columns(schema: Any) -> set[str]:
 
 
 def width_of(file: PartFile, column: str) -> int:
-    kind = file.types[column]
-    if not is_vector(kind):
-        return 1
-    if kinds.is_fixed_size_list(kind):
-        return int(kind.list_size)
+    if (known := known_width(file.types[column])) is not None:
+        return known
     for group in range(file.file.metadata.num_row_groups):
         lengths = pyarrow.compute.list_value_length(file.read(group, [column]).column(column))
         if width := next((length.as_py() for length in lengths if length.as_py()), 0):
             return int(width)
     raise DataError(f"{file.name}: column {column} is empty in all rows: name others with data.features=[...]")
+
+
+def known_width(kind: Any) -> int | None:
+    # Return how many numbers a cell has, as far as the type says it.
+    if kinds.is_fixed_size_list(kind):
+        return int(kind.list_size)
+    return None if is_vector(kind) else 1
 
 
 def is_vector(kind: Any) -> bool:

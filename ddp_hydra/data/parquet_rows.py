@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from ddp_hydra.data.parquet_files import PartFile, open_files
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import Access, bare_url
 from ddp_hydra.storage.base import ProcessLocal, TransferCounters
+from ddp_hydra.storage.urls import as_text
 
 
 class RowBatch(Sequence[Any]):
@@ -66,7 +68,7 @@ class ParquetRows(ProcessLocal):
 
     def __init__(
         self,
-        files: str | Sequence[str] | None,
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
         target: str | None = None,
         features: Sequence[str] | str | None = None,
         fill: float | None = None,
@@ -81,7 +83,8 @@ class ParquetRows(ProcessLocal):
         self.fill, self.cache_mb = fill, cache_mb
         self._groups: list[tuple[PartFile, int, int]] = []  # file of each row group, its number there, its first row
         self.shard_lengths: list[int] = []
-        urls = [files] if isinstance(files, str) else files
+        named: str | list[Any] = as_text(files)
+        urls = [named] if isinstance(named, str) else [*map(str, named)]
         found = open_files(self.access, urls)
         parts = [part for part in found if part.file.metadata.num_rows]
         if not parts:
@@ -99,6 +102,8 @@ class ParquetRows(ProcessLocal):
             self._take_up(part)
         self._ends = list(accumulate(self.shard_lengths))
         self.feature_widths = tuple(parquet_files.width_of(parts[0], column) for column in self.features)
+        for part in parts[1:]:
+            self._check_widths(part, parts[0].name)
         self._whole = self.target is not None and all(parquet_files.is_whole(part.types[self.target]) for part in parts)
         self._range: tuple[int, int] | None = None
         if self._whole:
@@ -219,6 +224,15 @@ class ParquetRows(ProcessLocal):
                 advice = parquet_files.advice(kind).replace("df[c]", f"df[{column!r}]")
                 raise ValueError(
                     f"{part.name}: {what} {column} holds no numbers ({kind}): {others}write them as numbers{advice}"
+                )
+
+    def _check_widths(self, part: PartFile, first: str) -> None:
+        for column, width in zip(self.features, self.feature_widths, strict=True):
+            own = parquet_files.known_width(part.types[column])
+            if own not in (None, width):
+                raise ValueError(
+                    f"{part.name}: column {column} has {own} numbers in a row, and {width} in {first}: write one "
+                    "length, or name others with data.features=[...]"
                 )
 
     def _take_up(self, part: PartFile) -> None:

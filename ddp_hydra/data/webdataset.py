@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 import tarfile
@@ -23,6 +24,7 @@ from ddp_hydra.data.names import is_leftover
 from ddp_hydra.data.shards.tar_index import Header, damage_of, missing_field, not_a_class, split_name
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import bare_url
+from ddp_hydra.storage.urls import as_text
 
 _ASSUMED = 1000
 """Length of a pass of a rank, where nobody knows it, for judging bad samples before its end."""
@@ -63,7 +65,7 @@ class TarSamples(IterableDataset):
 
     def __init__(
         self,
-        urls: str | Sequence[str] | None,
+        urls: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
         fields: Sequence[str] = ("jpg;png;jpeg", "cls"),
         decode: str | None = "torchrgb",
         transform: Callable[[tuple[Any, ...]], Any] | None = None,
@@ -82,7 +84,8 @@ class TarSamples(IterableDataset):
             raise ConfigError("no shards are given: type data.urls=…, and data.val_urls=… or data.val=null")
         if decode is not None and decode not in imagespecs:
             raise ConfigError(f"data.decode={decode}: give {', '.join(sorted(imagespecs))}, or null")
-        self.urls = [url for pattern in ([urls] if isinstance(urls, str) else urls) for url in _expanded(pattern)]
+        named: Any = as_text(urls)
+        self.urls = [url for pattern in ([named] if isinstance(named, str) else named) for url in _expanded(pattern)]
         self.fields = [_choice(field) for field in ([fields] if isinstance(fields, str) else fields)]
         self.decode, self.transform = decode, transform
         self.shuffle, self.shuffle_buffer, self.seed = shuffle, shuffle_buffer, seed
@@ -90,7 +93,7 @@ class TarSamples(IterableDataset):
             raise ConfigError(f"data.max_bad_fraction={max_bad_fraction:g}: give a share from 0 to 1")
         self.max_bad_fraction, self.n_samples = max_bad_fraction, n_samples
         self.bad, self.bad_counts = dict[str, str](), dict[str, int]()
-        named = map(str, range(classes) if isinstance(classes, int) else classes or ())
+        named = map(str, range(int(classes)) if isinstance(classes, int | np.integer) else classes or ())
         self.classes = list(named) or None
         self._counts = {"samples": 0, "bytes": 0}
         self.epoch, self.rank, self.world_size = 0, 0, 1

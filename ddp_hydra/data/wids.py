@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import threading
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -63,7 +64,7 @@ class WidsShards(ProcessLocal, Dataset):
         self,
         index: Index,
         *,
-        base: str | None = None,
+        base: str | os.PathLike[str] | None = None,
         dataset: str | None = None,
         cache_dir: str | Path | None = None,
         cache_gb: float = 50,
@@ -214,7 +215,8 @@ class WidsImages(StoredImages):
         index: as in `WidsShards`.
         label: extension of the field that holds the class number as text; None: there is none, and the images are to
             be predicted.
-        classes: names of the classes, or their number; None: what the index says (`info.classes`).
+        classes: names of the classes, in a dict with their numbers, or how many there are; None: what the index says
+            (`info.classes`).
         more: arguments of `WidsShards` (base, dataset, cache_dir, cache_gb, prefetch_shards), of `StoredImages`
             (endpoint_url, region, anon and more) and of `ImageDataset` (transform, threads, max_bad_fraction and more).
 
@@ -229,7 +231,12 @@ class WidsImages(StoredImages):
     setting = "data.index"
 
     def __init__(
-        self, index: str, *, label: str | None = ".cls", classes: list[str] | int | None = None, **more: Any
+        self,
+        index: str | os.PathLike[str],
+        *,
+        label: str | None = ".cls",
+        classes: Sequence[str] | Mapping[str, int] | int | None = None,
+        **more: Any,
     ) -> None:
         shards = {name: more.pop(name) for name in _OF_SHARDS & more.keys()}
         super().__init__(**more)
@@ -244,8 +251,22 @@ class WidsImages(StoredImages):
             raise ValueError(
                 f"{self.where()} does not say which classes there are (info.classes): type data.classes=1000"
             )
-        self.classes = [str(number) for number in range(found)] if isinstance(found, int) else list(found)
+        self.classes = self._names(found)
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
+
+    def _names(self, found: Any) -> list[str]:
+        if isinstance(found, int | np.integer):
+            return [str(number) for number in range(int(found))]
+        if not isinstance(found, Mapping):
+            return list(found)
+        by_number = {number: str(name) for name, number in found.items()}
+        if set(by_number) != set(range(len(found))):
+            numbers = ", ".join([*map(str, found.values())][:10]) + (", …" if len(found) > 10 else "")
+            raise ValueError(
+                f"{self.where()} gives its {len(found)} classes the numbers {numbers}, and they "
+                f"go from 0 to {len(found) - 1}: type data.classes=[...] with the names in order"
+            )
+        return [by_number[number] for number in range(len(found))]
 
     def __len__(self) -> int:
         return len(self.shards)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from ddp_hydra.data import huggingface
 from ddp_hydra.errors import ConfigError, DataError
 from ddp_hydra.finetune import models
 from ddp_hydra.finetune.encoder import Encoder, State
+from ddp_hydra.storage.urls import as_text
 from ddp_hydra.tasks.counting import IGNORED
 from ddp_hydra.tasks.model_loss import found
 
@@ -55,11 +57,11 @@ class TokenizedText(Dataset):
 
     def __init__(
         self,
-        path: str,
-        tokenizer: str,
+        path: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str],
         subset: str | None = None,
         split: str = "train",
-        files: str | Sequence[str] | None = None,
+        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         columns: Sequence[str] | str | None = None,
         label: str | None = None,
         sequence_length: int = 512,
@@ -67,7 +69,7 @@ class TokenizedText(Dataset):
         packing: bool = False,
         flatten: bool = False,
         eos: bool = True,
-        chat_template: str | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         roles: Mapping[str, str] | None = None,
         mask: float = 0.0,
         cache_dir: str | None = None,
@@ -77,14 +79,15 @@ class TokenizedText(Dataset):
         self.packing, self.flatten = packing, flatten
         self.label, self.tokenizer = label, str(tokenizer)
         self._check_options()
-        source = huggingface.read(path, subset, split, files, cache_dir=cache_dir, **options)
+        named: Any = as_text(files)
+        source = huggingface.read(path, subset, split, named, cache_dir=cache_dir, **options)
         self.columns = _columns(source, columns, label)
         are_chats = len(self.columns) == 1 and not _is_text(source, self.columns[0])
-        words = load_tokenizer(self.tokenizer, chat_template)
+        words = load_tokenizer(self.tokenizer, as_text(chat_template))
         is_causal = not label and not mask
         eos = bool(eos and is_causal and not are_chats)
         self._take_tokens(words, eos, are_chats)
-        where = files if isinstance(files, str) else ", ".join(files or [path])
+        where = named if isinstance(named, str) else ", ".join(named or [str(path)])
         least, known = 2 if is_causal else 1, dict(roles or {})
         kinds = (are_chats, label, sequence_length, overflow, eos, not is_causal, least, known)
         encoder = Encoder(words, self.columns, *kinds, where)

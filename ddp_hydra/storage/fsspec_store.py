@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ddp_hydra.storage.base import StaleCredentialsError, Store, TemporaryError, check_key
+from ddp_hydra.storage.object_store import is_here
 from ddp_hydra.storage.s3 import BucketAddress, explain_s3fs
 
 OBJECT_STORES = frozenset(("abfs", "abfss", "adl", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a"))
@@ -250,7 +250,7 @@ def s3fs_options(bucket: BucketAddress, timeout_s: float) -> dict[str, Any]:
     }
     if bucket.addressing is not None:
         config["s3"] = {"addressing_style": bucket.addressing}
-    if (urlsplit(bucket.endpoint_url or "").hostname or "").startswith(("127.", "localhost")):
+    if is_here(bucket.endpoint_url or ""):
         config["proxies"] = {}  # a proxy can't reach this machine
     region = bucket.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     key, secret = bucket.credentials or (None, None)

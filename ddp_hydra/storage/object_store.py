@@ -18,7 +18,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import lru_cache, wraps
@@ -136,6 +136,8 @@ _STREAMED_BYTES = 2**20
 _PAGE = 1000
 _EMPTY = 2
 """A listing must be empty this many times before it counts as empty."""
+_NO_RANGES = ("non-partial response", "Range request not supported", "CONTENT_RANGE")
+"""Words of the client's errors about answers that are no part of an object, or do not say of how large a one."""
 
 
 Object = tuple[str, int]
@@ -172,7 +174,7 @@ class ObjectStore(Store):
             nonlocal given, position, pieces
             try:
                 if pieces is None:
-                    pieces, position = iter(client.get(key).stream(min_chunk_size=_STREAMED_BYTES)), 0
+                    pieces, position = iter(self._pieces(client, key)), 0
                     self.traffic.add(requests=1)
                 for piece in pieces:
                     position += len(piece)
@@ -254,6 +256,9 @@ class ObjectStore(Store):
             raise self._wrong_body(key, len(content), size)
         return content
 
+    def _pieces(self, client: Any, key: str) -> Iterable[Any]:
+        return cast(Iterable[Any], client.get(key).stream(min_chunk_size=_STREAMED_BYTES))
+
     def _get_range(self, client: Any, key: str, start: int, end: int) -> Any:
         return client.get_range(key, start=start, end=end)
 
@@ -284,7 +289,7 @@ class ObjectStore(Store):
         text = str(error)
         if isinstance(error, RuntimeError | ImportError | PermissionError | RangesIgnoredError):
             return error
-        if "non-partial response" in text or "Range request not supported" in text:
+        if any(reason in text for reason in _NO_RANGES):
             return self._without_ranges(key)
         if found := re.match(r".*Requested (\d+)\.\.(\d+), got (\d+)\.\.(\d+)", text):
             start, end, came_from, came_to = map(int, found.groups())
@@ -321,10 +326,10 @@ class ObjectStore(Store):
         }
         if url is not None and url.startswith("http://"):
             client["allow_http"] = True
-            host = urlsplit(url).hostname or ""
-            if host == "localhost" or host.startswith("127."):
-                # A proxy of the environment can't reach this machine; one that excludes it is the way round.
-                client |= {"proxy_url": url, "proxy_excludes": host}
+            if is_here(url):
+                # A proxy of the environment can't reach this machine. One that excludes all hosts and addresses, also
+                # those that this server redirects to, is the way round.
+                client |= {"proxy_url": url, "proxy_excludes": "*,0.0.0.0/0,::/0"}
         return {"client_options": client, "retry_config": {"max_retries": 0}}
 
 
@@ -348,18 +353,6 @@ class WebServer(ObjectStore):
 
     folders = objects
 
-    def _set_process_state(self) -> None:
-        super()._set_process_state()
-        self._tells_lengths = True
-
-    @by_reader
-    def stream(self, key: str, size: int, start: int = 0) -> Iterator[Any]:
-        """Yield an object in pieces; see `ObjectStore`. One whose length is not told comes in one piece."""
-        if self._tells_lengths:
-            yield from super().stream(key, size, start)
-        else:
-            yield memoryview(self.get(key, size))[start:]
-
     def _get(self, client: Any, key: str, size: int | None) -> Any:
         try:
             return super()._get(client, key, size)
@@ -370,6 +363,14 @@ class WebServer(ObjectStore):
         if size is not None and size != len(content):
             raise self._wrong_body(key, len(content), size)
         return content
+
+    def _pieces(self, client: Any, key: str) -> Iterable[Any]:
+        try:
+            return super()._pieces(client, key)
+        except Exception as error:
+            if not _lacks_length(error):
+                raise
+        return [self._download(key)]
 
     def _get_range(self, client: Any, key: str, start: int, end: int) -> Any:
         try:
@@ -383,12 +384,17 @@ class WebServer(ObjectStore):
         try:
             return super()._size(client, key)
         except Exception as error:
-            if not _lacks_length(error):
+            if not _lacks_length(error) and not _has_status(error, "401", "403"):  # as of a URL that is signed for GET
+                raise
+        try:
+            return int(client.get(key, options={"range": (0, 1)}).meta["size"])
+        except Exception as error:
+            is_whole = isinstance(self._explain(error, key), RangesIgnoredError) or _has_status(error, "416")
+            if not is_whole and not _lacks_length(error):
                 raise
         return len(self._download(key))
 
     def _download(self, key: str) -> bytes:
-        self._tells_lengths = False
         parts = urlsplit(self.url)
         path = f"{parts.path.rstrip('/')}/{quote(key)}"
         return download(urlunsplit((parts.scheme, parts.netloc, path, parts.query, "")), self.timeout_s)
@@ -413,8 +419,17 @@ class WebServer(ObjectStore):
 
 def _lacks_length(error: Exception) -> bool:
     """Return whether obstore refuses an answer that does not say how long it is; some servers refuse HEAD, too."""
-    text = str(error)
-    return "Content-Length" in text or "status code: 405" in text or "status code: 501" in text
+    return "Content-Length" in str(error) or _has_status(error, "405", "501")
+
+
+def _has_status(error: Exception, *statuses: str) -> bool:
+    return any(f"status code: {status}" in str(error) for status in statuses)
+
+
+def is_here(url: str) -> bool:
+    """Return whether the host of a URL is this machine."""
+    host = urlsplit(url).hostname or ""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def download(url: str, timeout_s: float) -> bytes:
@@ -423,8 +438,9 @@ def download(url: str, timeout_s: float) -> bytes:
     It needs no obstore, and takes answers that do not say how long they are, which obstore refuses. Errors are those of
     `Store.get`.
     """
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_here(url) else []))
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as response:  # noqa: S310 (the callers give web URLs only)
+        with opener.open(url, timeout=timeout_s) as response:
             return response.read()
     except urllib.error.HTTPError as error:
         with error:

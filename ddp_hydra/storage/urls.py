@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,13 @@ def _check_scheme(scheme: str, setting: str) -> None:
 def is_remote(url: str) -> bool:
     """Return whether a URL names a store, and not a path of this machine."""
     return "://" in url and not url.startswith("file://")
+
+
+def as_text(given: Any) -> Any:
+    """Return a path as text, and a list with its paths as text; another value as it is."""
+    if isinstance(given, os.PathLike):
+        return os.fspath(given)
+    return [as_text(one) for one in given] if isinstance(given, Sequence) and not isinstance(given, str) else given
 
 
 def local_path(url: str) -> Path:

@@ -76,7 +76,7 @@ def test_windows_equal_those_of_the_plain_loop():
 
 
 def test_a_batch_becomes_one_hot_input_and_the_next_characters(names_file):
-    data = PetNames(names_file(["bo"]))
+    data = PetNames(Path(names_file(["bo"])))
     x, y = data.prepare(data.collate(data.__getitems__([1, 2])))
     assert x.shape == (2, 8, 31)
     assert x.dtype == torch.float32

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ddp_hydra.checked import Count, prepare
 from ddp_hydra.storage import Access, bare_url, is_remote
 from ddp_hydra.storage.fsspec_store import is_known
-from ddp_hydra.storage.urls import local_path
+from ddp_hydra.storage.urls import as_text, local_path
 
 T = TypeVar("T")
 KIND: Literal["wids-shard-index-v1"] = "wids-shard-index-v1"
@@ -76,12 +76,16 @@ class _File(_Dataset, kw_only=True):
     info: Any = None
 
 
-Index = str | Sequence[Mapping[str, Any]] | Mapping[str, Any] | IO[Any]
-"""A URL, the entries of a shard list, the index itself, or an open file with its JSON."""
+Index = str | os.PathLike[str] | Sequence[Mapping[str, Any]] | Mapping[str, Any] | IO[Any]
+"""A URL or path, the entries of a shard list, the index itself, or an open file with its JSON."""
 
 
 def read_index(
-    index: Index, *, base: str | None = None, dataset: str | None = None, access: Access | None = None
+    index: Index,
+    *,
+    base: str | os.PathLike[str] | None = None,
+    dataset: str | None = None,
+    access: Access | None = None,
 ) -> ShardIndex:
     """Read an index and the indexes that it names.
 
@@ -97,8 +101,8 @@ def read_index(
         access: how URLs are read.
     """
     access = access or Access(setting="data.index")
-    if isinstance(index, str):
-        source = absolute(index)
+    if isinstance(index, str | os.PathLike):
+        source = absolute(as_text(index))
         file = _load(access, source)
     elif isinstance(index, Sequence):
         source = absolute("the list of shards")
@@ -106,7 +110,7 @@ def read_index(
     else:
         source, content = absolute("the open index"), index if isinstance(index, Mapping) else index.read()
         file = _converted(content, _File, source) if isinstance(content, Mapping) else _parse(content, source)
-    folder = None if base is None else _Folder(absolute(base).rstrip("/"), not is_remote(source))
+    folder = None if base is None else _Folder(absolute(as_text(base)).rstrip("/"), not is_remote(source))
     found = list(_shards(access, file, source, folder))
     if not found:
         raise ValueError(f"the index {bare_url(source)} names no shards: {_SET_INDEX}")

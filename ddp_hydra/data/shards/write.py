@@ -154,7 +154,7 @@ def _images(store: Store, prefix: str, source: str, report: Callable[[str], None
 
 
 def _classes(source: str, access: Access, report: Callable[[str], None]) -> list[str]:
-    if source.endswith(".json"):
+    if bare_url(source).endswith(".json"):
         info = read_index(source, access=access).info
         classes = info.get("classes") if isinstance(info, dict) else None
         if not isinstance(classes, list):

@@ -137,6 +137,34 @@ def test_without_validation_its_files_need_not_be_given():
         schema.resolved(changed(job, "data=image_table"))
 
 
+STREAMS = {"data=mix", "data=webdataset"}
+"""What is no set of a mixture."""
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("option", [one for one in OPTIONS if one.startswith("data=") and one not in STREAMS])
+def test_each_set_with_a_length_is_the_same_in_a_mixture(option):
+    alone = composed(option, *(words := NEEDED.get(option, [])))
+    inside = [word.replace("data.", "data.sets.one.", 1) for word in words]
+    mixture = composed("data=mix", f"+{option.replace('data=', 'data@data.sets.one=')}", *inside)
+    validate.check(mixture)
+    unknown_keys.check(mixture)
+    found = schema.resolved(mixture)["data"]["sets"]["one"]
+    wanted = schema.resolved(alone)["data"]
+    assert (found["train"], found["val"]) == (wanted["train"], wanted["val"])
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("without", ["data.val", "data.sets.one.val"])
+def test_without_validation_the_sets_of_a_mixture_need_no_files_for_it(without):
+    words, job = ("data=mix", "+data@data.sets.one=image_table"), {"data.sets.one.table": "here"}
+    found = schema.resolved(changed({**job, without: None}, *words))["data"]["sets"]["one"]
+    assert (found["train"]["table"], found["val_table"]) == ("here", None)
+    told = r"^data\.sets\.one\.val_table is missing: .*, or data\.sets\.one\.val=null for no validation$"
+    with pytest.raises(ConfigError, match=told):
+        schema.resolved(changed(job, *words))
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     "experiment",

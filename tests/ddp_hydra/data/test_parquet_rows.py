@@ -200,3 +200,20 @@ def test_a_target_with_a_dot_is_no_field_of_a_struct(tmp_path):
     table = {"b": [1.0, 2.0, 3.0], "a": [{"y": 100 + number} for number in range(3)], "a.y": [0, 1, 2]}
     pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
     assert ParquetRows(str(tmp_path / "a.parquet"), "a.y", ["b"]).num_classes == 3
+
+
+@pytest.mark.parametrize("kind", [pyarrow.list_(pyarrow.float64()), pyarrow.list_(pyarrow.float64(), 2)])
+def test_vectors_and_numbers_in_one_column_are_refused(tmp_path, kind):
+    vectors = pyarrow.array([[1.0, 2.0]] * 25, kind)
+    write(tmp_path / "0.parquet", a=vectors)
+    write(tmp_path / "1.parquet")
+    with pytest.raises(ValueError, match=r"1\.parquet: column a has 1 numbers in a row, and 2 in .*0\.parquet"):
+        ParquetRows(str(tmp_path), "label")
+    write(tmp_path / "1.parquet", a=pyarrow.array([[1.0, 2.0, 3.0]] * 25, pyarrow.list_(pyarrow.float64(), 3)))
+    with pytest.raises(ValueError, match=r"1\.parquet: column a has 3 numbers in a row, and 2 in"):
+        ParquetRows(str(tmp_path), "label")
+    write(tmp_path / "1.parquet", a=vectors)
+    assert len(ParquetRows(str(tmp_path), "label")) == 50
+    write(tmp_path / "0.parquet", a=pyarrow.array([[1.0]] * 25))  # one number, as a vector
+    write(tmp_path / "1.parquet")
+    assert ParquetRows(str(tmp_path), "label")[30][0].tolist() == [5, 10]

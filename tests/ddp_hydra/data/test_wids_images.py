@@ -14,6 +14,7 @@ import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ddp_hydra.data.shards import cache as cache_module
@@ -194,8 +195,18 @@ def test_classes_come_from_the_index_or_are_given(tmp_path, png, images):
     assert images(index, label=".label")[0][1] == 2
     index = write(tmp_path, [{".jpg": png(), ".cls": b"2"}])
     assert images(index, classes=7).classes == list("0123456")
+    assert images(index, classes=np.int64(3)).classes == list("012")
     with pytest.raises(ValueError, match=r"info\.classes.*data\.classes="):
         images(index)
+
+
+def test_classes_in_a_dict_have_its_numbers(tmp_path, png, images):
+    sample = {".jpg": png(), ".cls": b"2"}
+    data = images(write(tmp_path, [sample], classes={"b": 1, "a": 0, "c": 2}))
+    assert (data.classes, data.class_to_idx) == (["a", "b", "c"], {"a": 0, "b": 1, "c": 2})
+    for wrong in ({"a": 1, "b": 2}, {"a": 0, "b": 0}, {"0": "a", "1": "b"}):
+        with pytest.raises(ValueError, match=r"2 classes the numbers .*, and they go from 0 to 1: type data\.classes="):
+            images(write(tmp_path, [sample], classes=wrong))
 
 
 @pytest.mark.parametrize("error", [StaleCredentialsError("expired"), PermissionError("403 from the start")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,9 @@ def test_sources(make, shown, tokenizer, tmp_path):
     assert shown(TokenizedText("parquet", files=[str(tmp_path / "*.parquet")], **given)) == wanted
     assert shown(TokenizedText("text", files=str(tmp_path / "rows.txt"), **given)) == wanted
     assert shown(TokenizedText(str(tmp_path / "one"), **given)) == wanted
+    given["tokenizer"] = Path(tokenizer)
+    assert shown(TokenizedText(tmp_path / "one", **given)) == wanted
+    assert shown(TokenizedText("text", files=[tmp_path / "rows.txt"], **given)) == wanted
     assert shown(TokenizedText(str(tmp_path / "several"), split="held", **given)) == wanted[1:]
     whole = TokenizedText("text", files=str(tmp_path / "rows.txt"), sample_by="document", **given)
     assert shown(whole) == [("abc\nde\n</s>", "abc\nde\n</s>")]
