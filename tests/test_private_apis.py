@@ -43,6 +43,7 @@ ALLOWED = {
     "_iterator": "workers of a user's DataLoader are ended with the rank",
     "_shutdown_workers": "as _iterator",
     "_metadata": "versions of layers, which a state dict carries",
+    "_non_persistent_buffers_set": "a buffer that the average takes from the model is saved only if it is there",
     "_no_split_modules": "the blocks of a model of Transformers",
     "_profiler_enabled": "spans only where somebody records them",
     "_python_dispatch": "tells tensors that are wrapped from plain ones",

@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import math
 import traceback
+from collections import UserList, deque
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.utils.data import default_collate
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.wrappers import name_of, own_getitems
 from ddp_hydra.errors import DataError
+
+_SEQUENCES = (list, tuple, deque, UserList)
 
 
 def make_batch(
@@ -77,9 +80,15 @@ def no_sample(dataset: Any, what: str, error: BaseException) -> DataError:
 
 
 def unlike(samples: Any, what: str = "a sample") -> str:
-    # Return what keeps samples from being stacked, for a person; "" if nothing is found.
-    if _stacks(samples):
+    # Return what keeps samples from being stacked, for a person; "" if nothing is found. It raises nothing, as
+    # `described`.
+    try:
+        return "" if _stacks(samples) else _unlike(samples, what)
+    except Exception:
         return ""
+
+
+def _unlike(samples: Any, what: str) -> str:
     first, kind = samples[0], type(samples[0]).__name__
     if _are(samples, Tensor) or _are(samples, np.ndarray):
         shapes = list(dict.fromkeys(tuple(sample.shape) for sample in samples))
@@ -119,34 +128,70 @@ def _stacks(samples: Any) -> bool:
     return True
 
 
-def mapped(change: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    if isinstance(batch, Tensor):
+def mapped(change: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
+    # Change each tensor, and each object with this method. A task may write into lists and dicts, so these are always
+    # new; other containers stay the same objects if nothing in them changes.
+    if isinstance(batch, Tensor) or (method and callable(getattr(batch, method, None))):
         return change(batch)
-    if isinstance(batch, (list, tuple)):
-        parts = [mapped(change, part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # a named tuple
+    if (parts := _parts(batch)) is None:
+        return batch
+    changed = {key: mapped(change, part, method) for key, part in parts.items()}
     if type(batch) is dict:
-        return {name: mapped(change, part) for name, part in batch.items()}
-    if isinstance(batch, MutableMapping):
-        container = copy.copy(batch)
-        for name, part in batch.items():
-            container[name] = mapped(change, part)
-        return container
+        return changed
+    if type(batch) in (list, tuple):
+        return type(batch)(changed.values())
+    is_same = all(changed[key] is part for key, part in parts.items())
+    return batch if is_same else _with_parts(batch, changed)
+
+
+def _parts(batch: Any) -> dict[Any, Any] | None:
+    # None for what is no container.
+    if isinstance(batch, _SEQUENCES):
+        return dict(enumerate(batch))
+    if isinstance(batch, Mapping):
+        return dict(batch.items())
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        names = [field.name for field in dataclasses.fields(batch)]
+        return {name: getattr(batch, name) for name in names if hasattr(batch, name)}
+    return None
+
+
+def _with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
+    # Its constructor may take anything, so a container is copied. One that refuses becomes a list or a dict, as in
+    # torch's DataLoader.
+    if isinstance(batch, tuple):
+        try:
+            made = tuple.__new__(type(batch), parts.values())
+        except TypeError:  # one of torch.return_types
+            return type(batch)(list(parts.values()))
+        getattr(made, "__dict__", {}).update(getattr(batch, "__dict__", {}))
+        return made
+    if not isinstance(batch, (Mapping, *_SEQUENCES)):
         copied = copy.copy(batch)
-        for field in dataclasses.fields(batch):  # also of a frozen one
-            object.__setattr__(copied, field.name, mapped(change, getattr(batch, field.name)))
+        for name, part in parts.items():  # also of a frozen one
+            object.__setattr__(copied, name, part)
         return copied
-    return batch
+    try:
+        if isinstance(batch, Mapping) and not isinstance(batch, MutableMapping):
+            return type(batch)(parts)  # type: ignore[call-arg]
+        container: Any = copy.copy(batch)
+        for key, part in parts.items():
+            container[key] = part
+        return container
+    except Exception:
+        return parts if isinstance(batch, Mapping) else list(parts.values())
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    # An object that has its own `to`, as batches of some libraries, is asked to do it.
+    # An object that has its own `to`, as batches of some libraries and torch's PackedSequence, is asked to do it.
     if device.type == "cpu":  # where data sets make their batches
         return batch
-    if not isinstance(batch, Tensor) and callable(move := getattr(batch, "to", None)):
-        return move(device, **({"non_blocking": True} if "non_blocking" in inspect.signature(move).parameters else {}))
-    return mapped(lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+    def move(one: Any) -> Any:
+        knows = isinstance(one, Tensor) or "non_blocking" in inspect.signature(one.to).parameters
+        return one.to(device, **({"non_blocking": True} if knows else {}))
+
+    return mapped(move, batch, "to")
 
 
 def laid_out(batch: Any, channels_last: bool) -> Any:
@@ -186,25 +231,30 @@ def n_tokens(batch: Any) -> int:
 
 
 def described(batch: Any) -> str:
+    # It may be for the message of another error, so it raises none, whatever a user's object does.
+    try:
+        return _described(batch)
+    except Exception:
+        return type(batch).__name__
+
+
+def _described(batch: Any) -> str:
     if isinstance(batch, Tensor):
-        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        batch = vars(batch)
-    if isinstance(batch, Mapping):
-        return ", ".join(f"{name} {described(part)}" for name, part in batch.items())
-    if isinstance(batch, tuple) and len(batch) == 2 and not hasattr(batch, "_fields"):
-        return f"x {described(batch[0])}, y {described(batch[1])}"
-    if isinstance(batch, (list, tuple)):
-        shown = ", ".join(described(part) for part in batch[:4])
-        return f"[{shown}{', …' if len(batch) > 4 else ''}]"
-    return type(batch).__name__
+        has_shape = not batch.is_nested or batch.layout is not torch.strided  # torch has none then
+        return f"{tuple(batch.shape) if has_shape else 'nested'} {str(batch.dtype).removeprefix('torch.')}"
+    if (parts := _parts(batch)) is None:
+        return type(batch).__name__
+    if not isinstance(batch, _SEQUENCES):
+        return ", ".join(f"{name} {described(part)}" for name, part in parts.items())
+    if isinstance(batch, tuple) and len(parts) == 2 and not hasattr(batch, "_fields"):
+        return f"x {described(parts[0])}, y {described(parts[1])}"
+    shown = ", ".join(described(parts[number]) for number in range(min(4, len(parts))))
+    return f"[{shown}{', …' if len(parts) > 4 else ''}]"
 
 
 def pin(batch: Any) -> Any:
     # Copy a batch to pinned memory, so that its copy to the GPU runs during the computation.
-    if not isinstance(batch, Tensor) and callable(own := getattr(batch, "pin_memory", None)):
-        return own()
-    return mapped(lambda tensor: tensor if tensor.is_cuda else tensor.pin_memory(), batch)
+    return mapped(lambda one: one if isinstance(one, Tensor) and one.is_cuda else one.pin_memory(), batch, "pin_memory")
 
 
 VALUES = 32

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from ddp_hydra.console.text import size_text
 from ddp_hydra.data.batch import mapped, tensors
 from ddp_hydra.data.draws import StateGuard
+from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.optimizers import optimizer
@@ -106,7 +107,12 @@ def outlined_optimizers(cfg: DictConfig, model: nn.Module, task: Task, updates: 
         if isinstance(node, DictConfig):
             with open_dict(node):
                 node.pop("fused", None)  # torch refuses it without memory
-    return [optimizer(cfg, task.part(model, name) if name else model, update=name) for name in updates]
+    try:
+        return [optimizer(cfg, task.part(model, name) if name else model, update=name) for name in updates]
+    except DdpHydraError:
+        raise
+    except Exception:  # one of the user that reads weights, which are not there
+        return []
 
 
 def gathered_bytes(cfg: DictConfig, model: nn.Module) -> int:

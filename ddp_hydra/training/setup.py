@@ -118,12 +118,15 @@ def describe(run: Any, train_set: Any, val_set: Any, changed: str, untouched: li
 
 
 def memory_of(run: Any) -> str:
-    """Return what a rank needs for a large model; "" for a small model."""
+    """Return what a rank needs for a large model; "" for a small one, and where it can't be told."""
     whole = cost.memory_of(run.cfg, run.model, [update.optimizer for update in run.updates.values()])
     shards = run.world.size // run.cfg.parallel.get("replicas", 1) if run.parallel.is_sharded else None
     if whole.total / (shards or 1) < LARGE or run.rank:
         return ""
-    outline = cost.build_outline(run.cfg, run.loader.dataset)
+    try:
+        outline = cost.build_outline(run.cfg, run.loader.dataset)
+    except Exception:  # a model that can be built only once
+        return ""
     whole.activations = most_kept(forward_passes(run.cfg, outline, run.task, run.builder.names, run.loader))
     free = memory.free_bytes(run.loader.device) + weights.bytes_on_rank(run.model)  # which are there already
     return needed(run.cfg, outline, whole, shards, free)
@@ -140,7 +143,10 @@ def needed(
 
 
 def passes_of(run: Any) -> list[cost.Pass]:
-    outline = cost.build_outline(run.cfg, run.loader.dataset)
+    try:
+        outline = cost.build_outline(run.cfg, run.loader.dataset)
+    except Exception:  # a model that can be built only once
+        return []
     return forward_passes(run.cfg, outline, run.task, run.builder.names, run.loader)
 
 
@@ -174,10 +180,14 @@ def outlined(cfg: DictConfig, train_set: Any, ranks: int) -> tuple[float, list[s
 def forward_passes(
     cfg: DictConfig, outline: nn.Module, task: Task, updates: Sequence[str], loader: Any
 ) -> list[cost.Pass]:
-    # Of the updates of a step; [] if one of them can't be told.
-    if (batch := cost.one_batch(loader, cfg.data.batch_size)) is None:
+    # Of the updates of a step; [] if one of them can't be told. They are only an estimate: a batch may hold what can't
+    # be on the device `meta`, and a data set may make no batch of one sample.
+    try:
+        if (batch := cost.one_batch(loader, cfg.data.batch_size)) is None:
+            return []
+        passes = [cost.forward_pass(outline, task, update, batch, cfg) for update in updates]
+    except Exception:
         return []
-    passes = [cost.forward_pass(outline, task, update, batch, cfg) for update in updates]
     known = [one for one in passes if one]
     return known if len(known) == len(passes) else []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -316,7 +316,31 @@ def load_weights(model: nn.Module, content: Mapping[str, Any], split: Callable[[
         reason = " ".join(line.strip() for line in str(error).splitlines()[:3])[:300]
         if unsaved(model):
             reason = f"give adapter.r and the other keys of its adapter as in its run ({reason})"
+        elif late := _late_buffer(model, content["model"]):
+            reason = late
         raise CheckpointError(f"the checkpoint is not of this model: {reason}") from None
+
+
+def _late_buffer(model: nn.Module, saved: Any) -> str:
+    # "" if anything but buffers differs. Torch's load_state_dict gives no buffer another shape.
+    if not isinstance(saved, Mapping):
+        return ""
+    buffers: dict[str, Any] = {
+        f"{prefix}.{key}".lstrip("."): buffer
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for key, buffer in module._buffers.items()
+    }
+    shapes: dict[str, Any]
+    shapes, own = ({key: getattr(one, "shape", None) for key, one in all_.items()} for all_ in (saved, state_of(model)))
+    other = [name for name in shapes.keys() | own.keys() if name not in shapes or shapes[name] != own.get(name)]
+    if not other or not all(name in buffers and shapes.get(name) is not None for name in other):
+        return ""
+    name = min(other)
+    built = "None" if buffers[name] is None else f"of shape {tuple(buffers[name].shape)}"
+    return (
+        f"it has the buffer {name} of shape {tuple(shapes[name])}, which is {built} where the model is built. Build it "
+        "with this shape, register it with persistent=False, or let the model's _load_from_state_dict make it"
+    )
 
 
 def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -380,17 +404,44 @@ class Ema:
                 for old, new in zip(averaged, current, strict=True):  # an infinite value has no average
                     old.copy_(torch.where(old.isfinite(), torch.lerp(old, new, weight), new))
         for name, module in self.with_extra_state:
-            module.set_extra_state(copy.deepcopy(model.get_submodule(name).get_extra_state()))
+            module.set_extra_state(copy.deepcopy(_module(model, name).get_extra_state()))
         self.steps += 1
 
     def _by_type(self, model: nn.Module) -> dict[tuple[torch.dtype, str], tuple[list[Tensor], list[Tensor]]]:
         groups: dict[tuple[torch.dtype, str], tuple[list[Tensor], list[Tensor]]]
         groups = defaultdict(lambda: ([], []))
-        for averaged, (name, current, is_buffer) in zip(_tensors(self.model), _tensors(model), strict=True):
+        for (_, averaged, _), (name, current, is_buffer) in self._pairs(model):
             group = groups[current.dtype, self._kind(name, current, is_buffer)]
-            group[0].append(averaged[1])
+            group[0].append(averaged)
             group[1].append(current)
         return groups
+
+    def _pairs(self, model: nn.Module) -> Iterable[tuple[Named, Named]]:
+        averaged, current = list(_tensors(self.model)), list(_tensors(model))
+        if not _are_alike(averaged, current):
+            self._take_buffers(model)
+            averaged = list(_tensors(self.model))
+            if [name for name, *_ in averaged] != [name for name, *_ in current]:
+                raise _other_modules(model)
+        return zip(averaged, current, strict=True)
+
+    def _take_buffers(self, model: nn.Module) -> None:
+        # What the model has given another shape, as a memory bank that grows, or has made after the average, has no
+        # average: it is as it is in the model. Modules share what they share there.
+        taken: dict[int, Tensor] = {}  # of the average, by the id of the model's
+        held: set[int] = set()
+        for name, module in model.named_modules():
+            own = _module(self.model, name)
+            for key, buffer in module._buffers.items():
+                if buffer is not None and id(buffer) not in taken:
+                    old = own._buffers.get(key)
+                    is_fit = old is not None and id(old) not in held and _is_like(old, buffer)
+                    taken[id(buffer)] = old if old is not None and is_fit else buffer.detach().clone()
+                    held.add(id(taken[id(buffer)]))
+                own._buffers[key] = None if buffer is None else taken[id(buffer)]
+            for key in own._buffers.keys() - module._buffers.keys():
+                del own._buffers[key]
+            own._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
 
     def _kind(self, name: str, tensor: Tensor, is_buffer: bool) -> str:
         is_number = (tensor.is_floating_point() and tensor.itemsize > 1) or tensor.is_complex()
@@ -421,6 +472,36 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from error
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+Named = tuple[str, Tensor, bool]
+"""A parameter or a buffer, with its name and whether it is a buffer."""
+
+
+def _tensors(model: nn.Module) -> Iterator[Named]:
     yield from ((name, local(parameter), False) for name, parameter in model.named_parameters())
     yield from ((name, buffer, True) for name, buffer in model.named_buffers())
+
+
+def _are_alike(averaged: Sequence[Named], current: Sequence[Named]) -> bool:
+    # This is for each step, so only buffers are looked at: no parameter gets another shape.
+    return len(averaged) == len(current) and all(
+        name == other and (not is_buffer or _is_like(old, new))
+        for (name, old, _), (other, new, is_buffer) in zip(averaged, current, strict=True)
+    )
+
+
+def _is_like(old: Tensor, new: Tensor) -> bool:
+    return old.dtype == new.dtype and old.layout == new.layout and old.is_same_size(new)
+
+
+def _module(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        raise _other_modules(model) from None
+
+
+def _other_modules(model: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"trainer.ema_decay averages the weights that {type(model).__name__} was built with, and it has other modules "
+        "or parameters now: build all of them in __init__, or give trainer.ema_decay=null"
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict, namedtuple
-from dataclasses import dataclass
+from collections import OrderedDict, UserDict, UserList, deque, namedtuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from decimal import Decimal
 from enum import IntEnum
 from fractions import Fraction
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from ddp_hydra.data.batch import alike, described, laid_out, make_batch, mapped, n_bytes, summary, to_device
+from ddp_hydra.data.batch import (
+    alike,
+    described,
+    laid_out,
+    make_batch,
+    mapped,
+    n_bytes,
+    pin,
+    summary,
+    to_device,
+    unlike,
+)
 from ddp_hydra.data.draws import Indices
 from ddp_hydra.errors import DataError
 
@@ -93,6 +106,139 @@ def test_bytes_and_descriptions():
     assert described({"ids": X.long(), "more": [X, "a"]}) == "ids (3, 2) int64, more [(3, 2) float32, str]"
     assert described(Sample(X, "cat")) == "pixels (3, 2) float32, name str"
     assert described([X] * 6) == "[" + ", ".join(["(3, 2) float32"] * 4) + ", …]"
+
+
+class Two(list[Any]):
+    """A list with a constructor of its own."""
+
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__([x, y])
+        self.note = "kept"
+
+
+class TwoFixed(tuple[Any, ...]):
+    note = ""
+
+    def __new__(cls, x: Any, y: Any = None) -> TwoFixed:
+        made = super().__new__(cls, (x, y))
+        made.note = "kept"
+        return made
+
+
+class TwoNamed(dict[str, Any]):
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__(x=x, y=y)
+        self.note = "kept"
+
+
+class Refusing(Two):
+    def __setitem__(self, *_: Any) -> None:
+        raise NotImplementedError("it is fixed")
+
+
+class RefusingNamed(TwoNamed):
+    def __setitem__(self, *_: Any) -> None:
+        raise NotImplementedError("it is fixed")
+
+
+@dataclass(slots=True)
+class Slots:
+    x: Tensor
+    y: Any = field(default=None, init=False)
+    later: Any = field(init=False)
+
+
+@pytest.mark.parametrize("kind", [Two, TwoFixed, TwoNamed])
+def test_a_container_with_its_own_constructor_is_changed_and_keeps_its_type(kind):
+    batch = kind(X, 5)
+    doubled = mapped(lambda tensor: tensor * 2, batch)
+    keys = "xy" if kind is TwoNamed else range(2)
+    assert (type(doubled), doubled.note, doubled[keys[1]]) == (kind, "kept", 5)
+    assert doubled[keys[0]].equal(2 * X)
+    assert batch[keys[0]] is X
+
+
+@pytest.mark.parametrize(
+    "batch", [deque([X, 5]), UserList([X, 5]), torch.max(X, 0)], ids=lambda one: type(one).__name__
+)
+def test_other_sequences_are_changed(batch):
+    doubled = mapped(lambda tensor: tensor * 2, batch)
+    assert type(doubled) is type(batch)
+    assert doubled[0].equal(2 * batch[0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "plain"),
+    [(Refusing(X, 5), list), (RefusingNamed(X, 5), dict), (MappingProxyType({"x": X, "y": 5}), MappingProxyType)],
+    ids=["list", "dict", "mapping"],
+)
+def test_a_container_that_refuses_becomes_a_plain_one(batch, plain):
+    doubled = mapped(lambda tensor: tensor * 2, batch)
+    assert type(doubled) is plain
+    first, second = doubled.values() if isinstance(doubled, Mapping) else doubled
+    assert (first.tolist(), second) == ((2 * X).tolist(), 5)
+
+
+def test_containers_of_a_user_stay_where_nothing_changes():
+    for batch in (Two(X, 5), TwoFixed(X, 5), Refusing(X, 5), RefusingNamed(X, 5), Slots(X), Pair(X, 5)):
+        assert laid_out(batch, channels_last=True) is batch
+    own = {"x": [X]}
+    laid = laid_out(own, channels_last=True)
+    laid["x"].append("more")  # as a task may do with the batch that a data set has kept
+    assert own == {"x": [X]}
+
+
+def test_fields_that_are_not_set_and_slots():
+    doubled = mapped(lambda tensor: tensor * 2, Slots(X))
+    assert doubled.x.equal(2 * X)
+    assert not hasattr(doubled, "later")
+    assert described(Slots(X)) == "x (3, 2) float32, y NoneType"
+
+
+def test_parts_of_a_batch_move_and_pin_themselves():
+    packed = torch.nn.utils.rnn.pack_sequence([X, X[:1]])
+    moved, label = to_device((packed, X), torch.device("meta"))
+    assert (moved.data.device.type, moved.batch_sizes.device.type, label.device.type) == ("meta", "cpu", "meta")
+    assert to_device({"x": Encoding(x=X)}, torch.device("meta"))["x"].moved_to == torch.device("meta")
+
+    class Pins:
+        def pin_memory(self) -> str:
+            return "pinned"
+
+    assert pin([Pins(), 5]) == ["pinned", 5]
+
+
+class Raises:
+    """Whatever describes it raises."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+
+class RaisesList(list[Any]):
+    def __iter__(self) -> Any:
+        raise RuntimeError("no parts")
+
+
+class RaisesDict(UserDict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("no parts")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_no_description_raises():
+    nested = torch.nested.nested_tensor([X, X[:1]])
+    assert described((nested, X)) == "x nested float32, y (3, 2) float32"
+    assert described([RaisesList(), Raises(), RaisesDict()]) == "[RaisesList, Raises, RaisesDict]"
+    assert described({Raises(): X}) == "dict"
+
+
+@pytest.mark.parametrize("sample", [{Raises(): object()}, RaisesList([1])], ids=["name", "parts"])
+def test_what_describes_samples_hides_no_error(sample):
+    assert unlike([sample, sample]) == ""
 
 
 class Kind(IntEnum):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ddp_hydra.errors import CheckpointError, ConfigError
 from ddp_hydra.rank.world import World, in_world
 from ddp_hydra.tasks.classification import Classification
 from ddp_hydra.training.checkpoint import read
@@ -15,6 +16,7 @@ from ddp_hydra.training.parallel import weights as buffers
 from ddp_hydra.training.parallel.ddp import DDP
 from ddp_hydra.training.parallel.weights import Ema
 from ddp_hydra.training.train_step import TrainStep
+from tests.ddp_hydra.training.loop_runs import flat
 
 ODD = {
     "int16": lambda: torch.tensor([1, -300], dtype=torch.int16),
@@ -182,3 +184,104 @@ def test_it_goes_on_where_it_was():
         ema.update(other)
     assert torch.equal(first.model.weight, second.model.weight)
     assert first.state_dict()["steps"] == 4
+
+
+class Changing(nn.Linear):
+    """Has a buffer that is None at first, one that grows, and others that come, go and part."""
+
+    def __init__(self, in_features: int = 4, out_features: int = 3) -> None:
+        super().__init__(in_features, out_features)
+        self.register_buffer("late", None)
+        self.register_buffer("bank", torch.zeros(0, 4))
+        self.register_buffer("gone", torch.ones(2))
+        self.register_buffer("mean", torch.zeros(4))
+        self.inner = nn.Module()
+        self.inner.register_buffer("mean", self.mean)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            mean = x.detach().mean(0)
+            self.late = mean if self.late is None else 0.5 * self.late + mean
+            self.bank = torch.cat([self.bank, mean[None]])
+            self.gone = None if self.gone is not None else mean
+            self.mean = 0.5 * self.mean + mean
+            if len(self.bank) == 2:
+                self.register_buffer("own", mean.double(), persistent=False)
+            elif len(self.bank) == 3:
+                self._buffers.pop("own", None)
+        return super().forward(x)
+
+
+class Resized(Changing):
+    """Takes buffers of a checkpoint as they are there, and shares none."""
+
+    def __init__(self, in_features: int = 4, out_features: int = 3) -> None:
+        super().__init__(in_features, out_features)
+        self.inner.mean = self.mean.clone()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name in ("late", "bank", "gone"):
+            self._buffers[name] = state_dict.get(prefix + name)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_the_average_takes_buffers_that_have_no_average_from_the_model():
+    model: Any = Changing()
+    ema = Ema(model, 0.9)
+    for _ in range(4):
+        model(torch.rand(2, 4))
+        ema.update(model)
+        average: Any = ema.model
+        found, wanted = (dict(part.named_buffers()) for part in (average, model))
+        assert found.keys() == wanted.keys()
+        assert found["bank"].equal(model.bank)
+        assert found["bank"] is not model.bank
+        assert "own" not in found or found["own"].dtype == torch.float64
+        assert average.state_dict().keys() == model.state_dict().keys()
+    assert not average.late.equal(model.late), "from the second step on, it has an average"
+    model.inner.mean = model.mean
+    ema.update(model)
+    assert average.inner.mean is average.mean
+
+
+def test_buffers_that_change_are_saved_and_resumed_where_the_model_takes_them(train):
+    parts = {"model": {"_target_": f"{__name__}.Resized"}}
+    stopped = train(parts=parts, ema_decay=0.9, stop_at=("update", 1))
+    whole, again = train(parts=parts, ema_decay=0.9), train(parts=parts, ema_decay=0.9, resume=stopped.last)
+    assert stopped.value["interrupted"]
+    assert flat(read(again.last)["ema"]) == flat(read(whole.last)["ema"])
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("bank",), r"the buffer bank of shape \(4, 4\), which is of shape \(0, 4\) where the model is built. Build"),
+        (("late",), r"the buffer late of shape \(4,\), which is None where the model is built. Build it with"),
+    ],
+)
+def test_a_buffer_that_torch_cannot_load_is_named_with_what_to_do(train, names, said):
+    first = train(parts={"model": {"_target_": f"{__name__}.Changing"}}, epochs=1)
+    saved = read(first.last)["model"]
+    fresh = Changing().state_dict()
+    model = {name: saved[name] if name in names or name in ("weight", "bias") else fresh[name] for name in fresh}
+    model |= {name: saved[name] for name in names}
+    with pytest.raises(CheckpointError, match=f"^the checkpoint is not of this model: it has {said}"):
+        buffers.load_weights(Changing(), {"model": model})
+    with pytest.raises(
+        CheckpointError, match=r"^the checkpoint is not of this model: Error.* size mismatch for weight"
+    ):
+        buffers.load_weights(Changing(out_features=4), {"model": model})
+
+
+def test_a_model_that_gets_other_modules_has_no_average():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    ema = Ema(model, 0.9)
+    ema.update(model)
+    model[1] = nn.BatchNorm1d(2)
+    with pytest.raises(
+        ConfigError, match=r"^trainer\.ema_decay averages .* Sequential .* has other modules or parameters"
+    ):
+        ema.update(model)
+    model.append(nn.BatchNorm1d(2, affine=False))
+    with pytest.raises(ConfigError, match="has other modules"):
+        ema.update(model)

@@ -11,9 +11,13 @@ from omegaconf import OmegaConf
 from torch.utils.data import IterableDataset
 
 from ddp_hydra.errors import CheckpointError, ConfigError
+from ddp_hydra.rank.fault_injection import FaultInjector
+from ddp_hydra.tasks import Step, Task
+from ddp_hydra.training import setup
+from ddp_hydra.training.consensus import StopSignal
 from ddp_hydra.training.loop import first_step
 from ddp_hydra.training.run import TrainingRun
-from tests.ddp_hydra.training.loop_runs import Numbers, config
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, Numbers, config
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -151,6 +155,90 @@ def test_what_a_first_step_would_die_of_is_found(given, error, said):
 def test_it_builds_the_callbacks(node, said):
     with pytest.raises(Exception, match=said):
         dry(callbacks={"mine": node})
+
+
+class Given(Numbers):
+    """Makes batches of another kind of tensor; of one sample, none."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(9)
+        self.kind = kind
+
+    def collate(self, samples: Any) -> Any:
+        x, y = torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples])
+        if self.kind == "packed":
+            return torch.nn.utils.rnn.pack_sequence(list(x)), y
+        if self.kind == "masked":
+            return torch.masked.masked_tensor(x, x > 0), y
+        if self.kind == "pairs":
+            if len(samples) < 2:
+                raise ValueError("a pair has two samples")
+            return x, y
+        return torch.nested.nested_tensor(list(x), layout=getattr(torch, self.kind)), y
+
+
+class Dense(Task):
+    """Takes all of these batches."""
+
+    def step(self, model: torch.nn.Module, batch: Any) -> Step:
+        x, y = batch
+        if isinstance(x, torch.nn.utils.rnn.PackedSequence):
+            x = torch.stack(torch.nn.utils.rnn.unpack_sequence(x))
+        elif x.is_nested:
+            x = torch.stack(list(x.unbind()))
+        x = x.get_data() if hasattr(x, "get_data") else x
+        return Step(F.cross_entropy(model(x.detach()), y), len(y))
+
+    def predict(self, model: torch.nn.Module, batch: Any) -> Any:
+        return {}
+
+
+KINDS = ["packed", "jagged", "strided", "masked", "pairs"]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of (nested tensors|MaskedTensors)")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_of_which_nothing_can_be_estimated_trains(kind):
+    cfg = config()
+    cfg.task, cfg.objective, cfg.loss = {"_target_": f"{__name__}.Dense"}, BY_LOSS["objective"], None
+    cfg.cluster, cfg.dispatch = {}, {"ranks": 1}
+    lines = first_step(cfg, Given(kind), None)
+    assert lines[-1] == "dry run: all of it works"
+    (memory,) = [line for line in lines if line.startswith("memory")]
+    assert " a rank, and activations: weights" in memory
+
+
+class ReadsWeights(torch.optim.SGD):
+    """Needs values where it is built."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr)
+        self.first = float(self.param_groups[0]["params"][0].sum())
+
+
+def test_an_optimizer_that_reads_weights_has_no_estimate():
+    lines = dry(optimizer={"_target_": f"{__name__}.ReadsWeights"})
+    assert lines[-1] == "dry run: all of it works"
+
+
+class Once(torch.nn.Linear):
+    """Can be built only once."""
+
+    built = 0
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        Once.built += 1
+        if Once.built > 1:
+            raise RuntimeError("there is one already")
+
+
+def test_an_estimate_of_a_model_that_can_be_built_only_once_ends_no_run(monkeypatch):
+    monkeypatch.setattr(Once, "built", 0)
+    monkeypatch.setattr(setup, "LARGE", 0)
+    cfg = OmegaConf.merge(config(), {"model": {"_target_": f"{__name__}.Once"}})
+    run = TrainingRun(cfg, Numbers(9), None, None, FaultInjector(), StopSignal())
+    assert (setup.passes_of(run), setup.memory_of(run)) == ([], "")
 
 
 class Locked(torch.nn.Linear):
