@@ -421,7 +421,8 @@ class JsonLinesWriter:
         }
         line |= {"rank": record.rank} if record.rank else {}
         own = set(line)
-        line |= {_in_line(name): value for name, value in finite(record.data.metrics).items()}
+        for name, value in finite(record.data.metrics).items():
+            line[_in_line(name)] = value
         names = line.keys() - own
         if record.rank == 0 and (record.step or 0) > self._begun:
             self._unfinished = []
@@ -429,7 +430,7 @@ class JsonLinesWriter:
         if self._unfinished and is_again:
             self._join(line, names)
         else:
-            self._file.append(_encoded(line))
+            self._file.append(_LINE.encode(line).encode() + b"\n")
 
     def _cut(self, record: Record, is_outdated: Callable[[dict[str, Any]], bool]) -> None:
         """Remove outdated lines after a record's step, and the incomplete line of a process that was killed."""

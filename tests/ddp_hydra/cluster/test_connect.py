@@ -81,10 +81,7 @@ class StandIn:
     def __init__(self, CUDA_VISIBLE_DEVICES=None, n_workers=None, threads_per_worker=1, **kwargs):  # noqa: N803
         self.given = {"CUDA_VISIBLE_DEVICES": CUDA_VISIBLE_DEVICES, "n_workers": n_workers, **kwargs}
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
+    def close(self):
         pass
 
 
