@@ -70,17 +70,6 @@ class RolledBack(Data, frozen=True):
     """The steps after the record's step are taken again, in the same attempt."""
 
 
-class LoggedAgain(Data, frozen=True):
-    """A new attempt of a user's function logs these metrics again, from the record's step on.
-
-    Attributes:
-        is_furthest: no other metric of rank 0 has come further, so its attempt begins with this step.
-    """
-
-    names: list[str]
-    is_furthest: bool
-
-
 class Rows(Data, frozen=True):
     """A prediction begins: its number of rows, None while that is not known, and the rows of a full part."""
 
@@ -199,8 +188,8 @@ class End(Data, frozen=True):
 
 
 AnyData = (
-    Up | Beat | Start | RolledBack | LoggedAgain | Rows | Metrics | Text | Image | Histogram | File | Log | Notice
-    | Stack | Preempted | End
+    Up | Beat | Start | RolledBack | Rows | Metrics | Text | Image | Histogram | File | Log | Notice | Stack | Preempted
+    | End
 )  # fmt: skip
 
 

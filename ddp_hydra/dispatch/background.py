@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 from ddp_hydra.console.signals import Interrupts, own_handler
 from ddp_hydra.console.text import expanded, message_of
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.record import LoggedAgain, Metrics, Record
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import Summary
-from ddp_hydra.writers.files import Fetch, last_steps
+from ddp_hydra.writers.files import Fetch, Steps, note_steps, steps_logged
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from ddp_hydra.writers.run_dir import locked, read_summary, summary_written
 
@@ -256,38 +256,41 @@ def recorded(
             writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
             try:
                 with ResultsHandler(writers, retry_s, give_up, summary) as handler:
-                    yield with_repeats(handler.handle, last_steps(run_dir))
+                    yield with_starts(handler.handle, steps_logged(run_dir))
             finally:
                 summary.update(describe())
             summary.status = "done"
 
 
-def with_repeats(handle: Callable[[Record], None], logged: Mapping[tuple[int, str], int]) -> Callable[[Record], None]:
-    """Return a function that passes records on, with a record before metrics that an attempt logs again.
+def with_starts(handle: Callable[[Record], None], logged: Steps) -> Callable[[Record], None]:
+    """Return a function that passes records on, a start record before the first metrics that an attempt logs again.
 
-    The training loop says where an attempt begins. A user's own function does not, but what it logs again does.
+    The training loop sends start records itself. A user's own function does not say where a new attempt begins, but the
+    first rank that logs does. What it logs for step 0 may be its settings, and of one step it may log more than once.
 
     Args:
-        logged: the last step of each rank's metrics in earlier attempts.
+        logged: what earlier attempts have logged.
     """
-    attempt, earlier, now = 0, dict(logged), dict[tuple[int, str], int]()
+    attempt, begun, earlier, now = 0, True, dict(logged), dict[tuple[int, str], tuple[int, int]]()
 
     def pass_on(record: Record) -> None:
-        nonlocal attempt
+        nonlocal attempt, begun
         data, step, rank = record.data, record.step, record.rank
         if isinstance(data, Metrics) and step is not None and record.attempt >= attempt:
             if record.attempt > attempt:
-                attempt = record.attempt
-                earlier.update(now)
+                attempt, begun = record.attempt, False
+                for key, steps in now.items():
+                    note_steps(earlier, key, *steps)
                 now.clear()
-            again = [name for name in data.metrics if (rank, name) not in now and earlier.get((rank, name), -1) >= step]
-            if again:
-                # What rank 0 logs first of an attempt need not be of its first step, as its settings are not.
-                furthest = max((reached for (of, _), reached in earlier.items() if of == 0), default=-1)
-                is_furthest = rank == 0 and any(earlier[0, name] == furthest for name in again)
-                handle(Record(LoggedAgain(again, is_furthest), rank, step, record.time_s, record.attempt))
+            if not begun and rank == min((of for of, _ in earlier), default=0):
+                of_rank = {name: steps for (of, name), steps in earlier.items() if of == rank and steps[1] >= step}
+                curves = {name for name, (first, last) in of_rank.items() if first < last}
+                if any(name in of_rank and (step or name in curves) for name in data.metrics):
+                    begun = True
+                    begin = max(0, step - (curves <= data.metrics.keys()))
+                    handle(Record(Start(), 0, begin, record.time_s, record.attempt))
             for name in data.metrics:
-                now[rank, name] = max(step, now.get((rank, name), step))
+                note_steps(now, (rank, name), step)
         handle(record)
 
     return pass_on

@@ -29,7 +29,6 @@ from ddp_hydra.record import (
     Checkpoint,
     File,
     Log,
-    LoggedAgain,
     Metrics,
     Record,
     RolledBack,
@@ -72,10 +71,13 @@ from ddp_hydra.storage.manifest import (
 from ddp_hydra.storage.retry import FULL
 from ddp_hydra.writers.run_dir import json_object
 
+Steps = dict[tuple[int, str], tuple[int, int]]
+"""The first and the last step of each rank's metrics."""
 Fetch = Callable[[Record, Path], None]
 """Copies the content of a file record's `source` to a path that does not exist yet."""
 _PIECE = 2**20
 _FIELDS = frozenset(("time", "attempt", "step", "epoch", "samples", "rank"))
+_OWN = "metrics/"
 _LINE = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
@@ -405,8 +407,6 @@ class JsonLinesWriter:
             return
         if isinstance(record.data, RolledBack):
             self._cut(record, lambda line: line.get("rank", 0) == record.rank)
-        elif isinstance(record.data, LoggedAgain):
-            self._drop(record, set(record.data.names))
         elif isinstance(record.data, Start) and record.rank == 0:
             self._attempt = record.attempt
             self._cut(record, lambda line: line.get("attempt", -1) < record.attempt)
@@ -445,21 +445,6 @@ class JsonLinesWriter:
         if record.rank == 0:
             ends = [line.get("step") == last and line.get("rank", 0) == 0 for line in found]
             self._begun, self._unfinished, self._again = begun, list(compress(lines, ends)), set()
-
-    def _drop(self, record: Record, names: Set[str]) -> None:
-        """Remove metrics of earlier attempts from a record's step on."""
-        last = (record.step or 0) - 1
-        begin, lines = self._end(last)
-        kept = list[bytes]()
-        for line in lines:
-            found = json_object(line)
-            is_outdated = _is_after(last, found) and found.get("rank", 0) == record.rank
-            if is_outdated and found.get("attempt", -1) < record.attempt:
-                left = {name: value for name, value in found.items() if name not in map(_in_line, names)}
-                line = line if left == found else _encoded(left) if left.keys() - _FIELDS else b""
-            kept.append(line if found else b"")
-        if kept != lines:
-            self._replace(begin, kept)
 
     def _join(self, line: dict[str, Any], names: Set[str]) -> None:
         """Write a line together with what was logged of its step before, without the metrics that it has anew."""
@@ -502,19 +487,29 @@ class JsonLinesWriter:
         self._file.close()
 
 
-def last_steps(run_dir: Path) -> dict[tuple[int, str], int]:
-    """Return the last step of each rank's metrics, as far as the end of metrics.jsonl tells."""
-    found: dict[tuple[int, str], int] = {}
+def steps_logged(run_dir: Path) -> Steps:
+    """Return for which steps metrics were logged, as far as the end of metrics.jsonl tells."""
+    found: Steps = {}
     with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE))
         for line in map(json_object, file):
             if isinstance(step := line.get("step"), int):
-                found |= {(line.get("rank", 0), name): step for name in line.keys() - _FIELDS}
+                for name in line.keys() - _FIELDS:
+                    note_steps(found, (line.get("rank", 0), name.removeprefix(_OWN) if _is_own(name) else name), step)
     return found
 
 
+def note_steps(steps: Steps, key: tuple[int, str], *more: int) -> None:
+    known = steps.get(key, more)
+    steps[key] = min(*known, *more), max(*known, *more)
+
+
 def _in_line(name: str) -> str:
-    return f"metrics/{name}" if name in _FIELDS else name
+    return f"{_OWN}{name}" if name in _FIELDS else name
+
+
+def _is_own(name: str) -> bool:
+    return name.removeprefix(_OWN) in _FIELDS
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

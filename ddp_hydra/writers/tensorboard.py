@@ -51,7 +51,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from ddp_hydra.config.hydra_compat import parse_override
 from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Histogram, Image, LoggedAgain, Metrics, Record, RolledBack, Start, Text
+from ddp_hydra.record import Histogram, Image, Metrics, Record, RolledBack, Start, Text
 from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, writing
 
 _numbers = itertools.count()
@@ -100,7 +100,7 @@ class TensorBoardWriter:
         if record.attempt < self._attempt or (record.rank != 0 and not isinstance(data, Text | Image | Histogram)):
             return
         match data:
-            case Start() | RolledBack() | LoggedAgain(is_furthest=True):
+            case Start() | RolledBack():
                 self._begin(record)
                 return
             case Metrics():

@@ -9,9 +9,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.dispatch.background import Running, with_repeats
+from ddp_hydra.dispatch.background import Running, with_starts
 from ddp_hydra.record import Metrics, Record
-from ddp_hydra.writers.files import JsonLinesWriter, last_steps
+from ddp_hydra.writers.files import JsonLinesWriter, steps_logged
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
@@ -43,32 +43,44 @@ BEFORE = {
     "another rank": [(1, 0, "host")],
     "a validation of what it has loaded": [(0, 4, "val")],
 }
+AFTER = {"nothing": [], "a number for the step after the last": [(0, 7, "end")], "another rank": [(1, 6, "own")]}
+
+
+def curve(first: int, last: int, *names: str) -> list[tuple[int, int, str]]:
+    return [(0, step, name) for step in range(first, last + 1) for name in names]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another call"])
+@pytest.mark.parametrize("names", [("loss",), ("loss", "time")])
+@pytest.mark.parametrize("after", AFTER.values(), ids=AFTER)
 @pytest.mark.parametrize("before", BEFORE.values(), ids=BEFORE)
-def test_numbers_of_a_function_that_begins_again_are_each_there_once(tmp_path, before, again):
-    """Nothing vanishes that is not logged again, whatever an attempt logs first. It begins at step 4, and ends at 6."""
+def test_numbers_of_a_function_that_begins_again_are_each_there_once(tmp_path, before, after, names, again):
+    """Nothing vanishes that is not logged again, whatever an attempt logs first. It goes on after step 4."""
     attempts = [
-        [*before, *((0, step, "loss") for step in range(1, 7)), (0, 4, "val"), (1, 6, "own")],
-        [*before, *((0, step, "loss") for step in range(5, 9)), (1, 6, "own"), (1, 8, "own")],
+        [*before, *curve(1, 6, *names), (0, 4, "val"), *after],
+        [*before, *curve(5, 8, *names), *after],
     ]
-    numbers, writers = {}, []
+    expected, writers = {}, []
     for attempt, sent in enumerate(attempts):
         if again or not attempt:
             writers = [JsonLinesWriter(tmp_path), TensorBoardWriter(tmp_path)]
-            handle = with_repeats(lambda record, to=writers: [one.write(record) for one in to], last_steps(tmp_path))
-        for value, (rank, step, name) in enumerate(sent):
-            numbers[rank, step, name] = float(value + 100 * attempt)
-            handle(Record(Metrics({name: float(value + 100 * attempt)}), rank, step, 1.0, attempt))
+            handle = with_starts(lambda record, to=writers: [one.write(record) for one in to], steps_logged(tmp_path))
+        for value, (rank, step, name) in enumerate(sent, start=100 * attempt):
+            own = attempt if step == 0 else None  # each attempt's settings stay
+            expected[rank, step, name, own] = float(value)
+            handle(Record(Metrics({name: float(value)}), rank, step, 1.0, attempt))
         if again or attempt:
             for writer in writers:
                 writer.close()
-    found = {}
+    found = []
     for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
-        for name in line.keys() & {"loss", "val", "own", "lr0", "host"}:
-            assert found.setdefault((line.get("rank", 0), line["step"], name), line[name]) == line[name]
-    assert found == numbers
+        own = line["attempt"] if line["step"] == 0 else None
+        named = line.keys() & {"loss", "time", "metrics/time", "val", "own", "lr0", "host", "end"} - {"time"}
+        found += [((line.get("rank", 0), line["step"], name.split("/")[-1], own), line[name]) for name in named]
+    assert sorted(found, key=str) == sorted(expected.items(), key=str)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert [point.step for point in events.Scalars("loss")] == list(range(1, 9))
+    steps = [point.step for point in events.Scalars("loss")]
+    assert sorted(set(steps)) == list(range(1, 9))
+    # TensorBoard drops all points of a step or none: of metrics that come one by one, the first is there twice.
+    assert len(steps) == 8 if names == ("loss",) else len(steps) <= 9

@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util import tensor_util
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Image, LoggedAgain, Record, Start, Text
+from ddp_hydra.record import Image, Record, Start, Text
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
@@ -73,16 +73,12 @@ def test_what_trains_comes_before_what_it_costs_and_zeros_make_no_curve(tmp_path
     assert [(event.step, event.value) for event in events.Scalars("work/retries")] == [(20, 2), (30, 0)]
 
 
-@pytest.mark.parametrize("says_where", [True, False])
-def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_record, says_where):
+def test_a_new_attempt_takes_back_what_came_after_its_start(tmp_path, metrics_record):
     writer = TensorBoardWriter(tmp_path)
     for step in (10, 20, 30, 40):
         writer.write(metrics_record(step, loss=step))
-    if says_where:  # from the checkpoint of step 20; a user's function says it by what it logs again
-        writer.write(Record(Start(), step=20, attempt=1))
-        writer.write(metrics_record(25, attempt=0, loss=-1))  # late, and dropped
-    else:
-        writer.write(Record(LoggedAgain(["loss"], is_furthest=True), step=30, attempt=1))
+    writer.write(Record(Start(), step=20, attempt=1))
+    writer.write(metrics_record(25, attempt=0, loss=-1))  # late, and dropped
     writer.write(metrics_record(30, attempt=1, loss=300))
     writer.write(metrics_record(40, attempt=1, loss=400))
     writer.close()
