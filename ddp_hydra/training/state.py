@@ -92,6 +92,11 @@ class TrainingState:
     def model(self) -> nn.Module:
         return self.parallel.model
 
+    def modules(self) -> list[nn.Module]:
+        # All that `restore` loads: the model, its average, and a loss.
+        ema, loss = self.extras.get("ema"), self.extras.get("loss")
+        return [self.model, *([ema.model] if ema is not None else []), *([loss] if loss is not None else [])]
+
     def gather(self, world: World) -> None:
         # A collective. Rank 0 gets what only the other ranks know.
         for name in ("stream", "callbacks"):
