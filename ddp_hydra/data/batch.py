@@ -23,6 +23,7 @@ from ddp_hydra.data.draws import Indices
 from ddp_hydra.data.wrappers import name_of, own_getitems
 from ddp_hydra.errors import DataError
 
+_PLAIN = frozenset({str, bytes, int, float, bool, type(None)})
 _SEQUENCES = (list, tuple, deque, UserList)
 
 
@@ -129,19 +130,31 @@ def _stacks(samples: Any) -> bool:
 
 
 def mapped(change: Callable[[Any], Any], batch: Any, method: str = "") -> Any:
-    # Change each tensor, and each object with this method. A task may write into lists and dicts, so these are always
-    # new; other containers stay the same objects if nothing in them changes.
-    if isinstance(batch, Tensor) or (method and callable(getattr(batch, method, None))):
+    # Change each tensor, and each object with this method. A task may write into its batch, which a data set may keep,
+    # so what can be written into is always new.
+    kind = type(batch)
+    if kind in _PLAIN:
+        return batch
+    if kind is list or kind is tuple:
+        return kind([mapped(change, part, method) for part in batch])
+    if kind is dict:
+        return {key: mapped(change, part, method) for key, part in batch.items()}
+    if isinstance(batch, Tensor) or (method and not isinstance(batch, type) and callable(getattr(batch, method, None))):
         return change(batch)
     if (parts := _parts(batch)) is None:
         return batch
     changed = {key: mapped(change, part, method) for key, part in parts.items()}
-    if type(batch) is dict:
-        return changed
-    if type(batch) in (list, tuple):
-        return type(batch)(changed.values())
     is_same = all(changed[key] is part for key, part in parts.items())
-    return batch if is_same else _with_parts(batch, changed)
+    return _copied(batch) if is_same else _with_parts(batch, changed)
+
+
+def _copied(batch: Any) -> Any:
+    if isinstance(batch, tuple) or (isinstance(batch, Mapping) and not isinstance(batch, MutableMapping)):
+        return batch
+    try:
+        return copy.copy(batch)
+    except Exception:
+        return batch
 
 
 def _parts(batch: Any) -> dict[Any, Any] | None:
@@ -183,13 +196,21 @@ def _with_parts(batch: Any, parts: dict[Any, Any]) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    # An object that has its own `to`, as batches of some libraries and torch's PackedSequence, is asked to do it.
+    # An object that has its own `to`, as batches of some libraries and torch's PackedSequence, is asked to do it. A
+    # part of a batch that refuses a device, as a quantity with a unit does, stays.
     if device.type == "cpu":  # where data sets make their batches
         return batch
 
     def move(one: Any) -> Any:
-        knows = isinstance(one, Tensor) or "non_blocking" in inspect.signature(one.to).parameters
-        return one.to(device, **({"non_blocking": True} if knows else {}))
+        if isinstance(one, Tensor):
+            return one.to(device, non_blocking=True)
+        try:
+            knows = "non_blocking" in inspect.signature(one.to).parameters
+            return one.to(device, **({"non_blocking": True} if knows else {}))
+        except (AttributeError, TypeError, ValueError):
+            if one is batch:
+                raise
+            return one
 
     return mapped(move, batch, "to")
 

@@ -22,8 +22,10 @@ from ddp_hydra.training.state import Position, each
 
 
 def own_rate(rate: Any) -> Any:
-    # Schedules write into a rate that is a tensor, so it is a tensor of its own at each place.
-    return rate.clone() if isinstance(rate, Tensor) else rate
+    # Schedules write into a rate that is a tensor, so it is a tensor of its own at each place, and of no integers.
+    if not isinstance(rate, Tensor):
+        return rate
+    return rate.clone() if rate.is_floating_point() else rate.to(torch.get_default_dtype())
 
 
 def keep_first_rates(groups: Iterable[dict[str, Any]]) -> None:

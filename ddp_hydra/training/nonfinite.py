@@ -54,6 +54,7 @@ class NonFiniteHandler:
         self.policy, self.max_steps, self.state = policy, max_steps, state
         self.buffers = BufferCopy(state.model) if policy != "abort" else None
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
+        self.checkpoint_buffers: list[BufferCopy] = []
         self.stages = 0
         self.recorded: int | None = None  # the step of the newest rollback
 
@@ -61,6 +62,7 @@ class NonFiniteHandler:
         # Called before the first step, and at each checkpoint.
         if self.policy == "rollback":
             self.checkpoint = self.state.begin_capture()
+            self.checkpoint_buffers = [BufferCopy(module, saved=True) for module in self.state.modules()]
             self.stages = len(self.state.unfrozen)
 
     @property
@@ -92,6 +94,8 @@ class NonFiniteHandler:
         assert self.checkpoint is not None
         content = self.checkpoint()
         refuse_nonfinite(content, self.state)
+        for buffers in self.checkpoint_buffers:  # torch's load_state_dict gives none another shape
+            buffers.put_back()
         self.state.restore(content)
         self.state.nonfinite = failed
         results.emit(RolledBack(), self.state.position.step)

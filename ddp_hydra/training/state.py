@@ -92,6 +92,11 @@ class TrainingState:
     def model(self) -> nn.Module:
         return self.parallel.model
 
+    def modules(self) -> list[nn.Module]:
+        # All that `restore` loads: the model, its average, and a loss.
+        ema, loss = self.extras.get("ema"), self.extras.get("loss")
+        return [self.model, *([ema.model] if ema is not None else []), *([loss] if loss is not None else [])]
+
     def gather(self, world: World) -> None:
         # A collective. Rank 0 gets what only the other ranks know.
         for name in ("stream", "callbacks"):
@@ -273,24 +278,41 @@ def load_slots(optimizer: Optimizer, state: dict[str, Any], retyped: Container[n
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict or not _is_by_numbers(state, len(parameters)):
         optimizer.load_state_dict(state)
         return
-    given = {number: state["state"].get(number) for number in range(len(parameters))}
-    saved = {number: slots for number, slots in given.items() if isinstance(slots, dict)}
-    taken = {number: {name: _for_torch(slot) for name, slot in slots.items()} for number, slots in saved.items()}
-    optimizer.load_state_dict({**state, "state": state["state"] | taken})
+    saved: dict[int, dict[str, Any]] = {}
+
+    def hide(_: Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        slots_of = {number: given["state"].get(number) for number in range(len(parameters))}
+        saved.update({number: slots for number, slots in slots_of.items() if isinstance(slots, dict)})
+        taken = {number: {name: _for_torch(slot) for name, slot in slots.items()} for number, slots in saved.items()}
+        return {**given, "state": given["state"] | taken}
+
+    def repair(made: dict[str, Any]) -> None:
+        _repair(made["state"], {parameters[number]: slots for number, slots in saved.items()}, retyped)
+        type(optimizer).__setstate__(optimizer, made)
+
+    # The optimizer's own hooks and __setstate__ see what was saved: those before this one, these after the repair.
+    hook = optimizer.register_load_state_dict_pre_hook(hide)
+    vars(optimizer)["__setstate__"] = repair
+    try:
+        optimizer.load_state_dict(state)
+    finally:
+        vars(optimizer).pop("__setstate__", None)
+        hook.remove()
+
+
+def _repair(
+    state: dict[Any, Any], saved: Mapping[nn.Parameter, dict[str, Any]], retyped: Container[nn.Parameter]
+) -> None:
     made: dict[tuple[int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
-    for number, slots in saved.items():
-        parameter = parameters[number]
-        if isinstance(loaded := optimizer.state.get(parameter), dict):
+    for parameter, slots in saved.items():
+        if isinstance(loaded := state.get(parameter), dict):
             repair = _Repair(parameter, parameter in retyped, made)
-            # `step` has the type that this optimizer needs now.
-            repaired = {
-                name: (repair.one if name == "step" else repair.value)(loaded[name], slot)
-                for name, slot in slots.items()
-                if name in loaded
-            }
-            loaded |= repaired
+            for name, slot in slots.items():
+                # `step` has the type that this optimizer needs now.
+                is_count = name == "step" and isinstance(slot, Tensor)
+                loaded[name] = (repair.one if is_count else repair.value)(loaded[name], slot)
             if type(slots) is not dict:
-                optimizer.state[parameter] = _of_type(slots, loaded)
+                state[parameter] = _of_type(slots, loaded)
 
 
 class _AsSaved:

@@ -228,17 +228,21 @@ class BufferCopy:
     """A copy of the buffers of a model, which can be put back.
 
     A forward pass may write into a buffer, or give it another tensor, as `self.mean = 0.9 * self.mean + …` does.
+
+    Args:
+        saved: copy only those that checkpoints have. A model may keep in an attribute what it has made another one for.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self.owners = [module for module in model.modules() if module._buffers]
+    def __init__(self, model: nn.Module, saved: bool = False) -> None:
+        self.saved = saved
+        self.owners = [module for module in model.modules() if saved or module._buffers]
         self.buffers: list[dict[str, Tensor | None]] = []
         self.copies: dict[int, Tensor] = {}  # of each tensor, by its id; modules may share one
         self.save()
 
     @torch.no_grad()
     def save(self) -> None:
-        earlier, buffers = self.copies, [dict(module._buffers) for module in self.owners]
+        earlier, buffers = self.copies, list(map(self._of, self.owners))
         self.copies = {}
         for tensor in (one for own in buffers for one in own.values() if one is not None and not is_expanded(one)):
             if id(tensor) not in self.copies:
@@ -247,9 +251,15 @@ class BufferCopy:
                 self.copies[id(tensor)] = copied.copy_(tensor) if copied is not None and is_fit else tensor.clone()
         self.buffers = buffers  # not before: while the earlier tensors are held, no other has the id of one
 
+    def _of(self, module: nn.Module) -> dict[str, Tensor | None]:
+        left_out = module._non_persistent_buffers_set if self.saved else ()
+        return {name: buffer for name, buffer in module._buffers.items() if name not in left_out}
+
     @torch.no_grad()
     def put_back(self) -> None:
         for module, buffers in zip(self.owners, self.buffers, strict=True):
+            for name in self._of(module).keys() - buffers.keys() if self.saved else ():
+                del module._buffers[name]  # made since: no checkpoint has it
             for name, tensor in buffers.items():
                 if tensor is not None and id(tensor) in self.copies:
                     tensor.copy_(self.copies[id(tensor)])

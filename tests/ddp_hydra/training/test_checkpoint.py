@@ -320,6 +320,40 @@ def test_what_is_no_tensor_is_as_it_was_whatever_torch_makes_of_it(dtype):
     second["new"].append(1)  # of a defaultdict
 
 
+class Ready(torch.optim.SGD):
+    """Uses its slots while torch loads them."""
+
+    def use(self, slots, place):
+        for one in slots:
+            seen = (one["last"][0], one["ordered"]["a"].dtype, one["step"]["text"])
+            one["used"] = [*one.get("used", ()), (place, *seen)]
+
+    def __setstate__(self, given):
+        super().__setstate__(given)
+        self.use(self.state.values(), "setstate")
+
+
+def test_an_optimizer_that_uses_its_slots_while_it_loads_finds_what_was_saved():
+    def build():
+        return state(optimizer={"cls": Ready, "lr": 0.1}, norm=False, build=partial(nn.Linear, dtype=torch.bfloat16))
+
+    run, other = build(), build()
+    for one in run.model.parameters():
+        run.optimizer.state[one] = {
+            "last": collections.deque([1], 2), "ordered": collections.OrderedDict(a=torch.ones(2)),
+            "step": {"text": "warm", "set": {1}},
+        }  # fmt: skip
+    content = run.begin_capture()()
+    optimizer = other.optimizer
+    optimizer.register_load_state_dict_pre_hook(lambda own, given: own.use(given["state"].values(), "before"))
+    optimizer.register_load_state_dict_post_hook(lambda own: own.use(own.state.values(), "after"))
+    for _ in range(2):
+        other.restore(content)
+        for one in optimizer.state.values():
+            assert one.pop("used") == [(place, 1, torch.float32, "warm") for place in ("before", "setstate", "after")]
+    assert flat(other.begin_capture()()["optimizer"]) == flat(content["optimizer"])
+
+
 class Counting(nn.Linear):
     """Keeps what it is given as its extra state, and changes it in place."""
 

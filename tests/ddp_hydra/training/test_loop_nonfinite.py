@@ -8,8 +8,10 @@ import torch
 from ddp_hydra import heartbeat
 from ddp_hydra.data.samplers import Distributed
 from ddp_hydra.errors import NonFiniteLoss
+from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.optimizers import UpdateBuilder
-from tests.ddp_hydra.training.loop_runs import BY_LOSS, same, weights
+from tests.ddp_hydra.training.loop_runs import BY_LOSS, flat, same, weights
+from tests.ddp_hydra.training.test_buffers import Changing
 
 
 def test_a_step_with_a_bad_loss_ends_the_run_by_default(train):
@@ -41,6 +43,53 @@ def test_a_rollback_comes_to_the_same_end_as_leaving_the_step_out(step, every, t
     assert rolled.metrics("val/loss") == skipped.metrics("val/loss")
     assert dict(rolled.metrics("train/loss")) == dict(skipped.metrics("train/loss"))
     assert min(speed for _, speed in rolled.metrics("samples_per_s")) >= 0
+
+
+class Remembering(torch.nn.CrossEntropyLoss):
+    """Has a buffer that is None at first, one that grows, and one that comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
+        self.register_buffer("bank", torch.zeros(0))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad:
+            self.seen = x.detach().sum(0)
+            self.bank = torch.cat([self.bank, y[:1]])
+            if not hasattr(self, "late"):
+                self.register_buffer("late", torch.ones(1))
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_a_rollback_goes_back_to_buffers_of_other_shapes(train, every):
+    parts = {"model": {"_target_": f"{Changing.__module__}.Changing"}}
+    parts |= {"loss": {"_target_": f"{__name__}.Remembering"}}
+    options = {"parts": parts, "ema_decay": 0.9, "checkpoint_every_epochs": 0, "checkpoint_every_steps": every}
+    skipped, rolled = (train(fault=["nan,step=6"], on_nonfinite=way, **options) for way in ("skip", "rollback"))
+    assert same(rolled.last, skipped.last)
+    for part in ("model", "ema", "loss"):
+        assert flat(read(rolled.last)[part]) == flat(read(skipped.last)[part])
+
+
+class Cached(torch.nn.Linear):
+    """Knows the size of a buffer that no checkpoint has."""
+
+    def __init__(self, in_features: int = 4, out_features: int = 3) -> None:
+        super().__init__(in_features, out_features)
+        self.size = 0
+        self.register_buffer("scale", torch.ones(0, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.size:
+            self.size, self.scale = len(x), torch.ones(len(x), 1)
+        return super().forward(x) * self.scale[: len(x)]
+
+
+def test_a_buffer_that_no_checkpoint_has_stays_in_a_rollback(train):
+    parts = {"model": {"_target_": f"{__name__}.Cached"}}
+    assert train(fault=["nan,step=2"], on_nonfinite="rollback", parts=parts).value["steps"] == 8
 
 
 def test_what_was_counted_before_a_rollback_is_not_counted_twice(train):

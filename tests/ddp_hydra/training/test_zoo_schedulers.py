@@ -319,6 +319,16 @@ def test_a_rate_that_is_a_tensor_is_reduced_and_typed_as_a_number_is(train):
     assert found[1] == pytest.approx(found[0])
 
 
+@pytest.mark.medium
+def test_a_rate_that_is_a_tensor_of_an_integer_falls_as_a_number_does(train):
+    whole = {"model": NET, "scheduler": {"_target_": "ddp_hydra.training.lr_schedules.cosine"}}
+    one = {"_target_": "torch.tensor", "data": 1}
+    runs = [train(whole={**whole, "optimizer": {**SGD, "lr": lr}}, log_every_steps=1) for lr in (1, one)]
+    wanted, found = ([rate for _, rate in run.metrics("lr")] for run in runs)
+    assert found == pytest.approx(wanted)
+    assert 0 < found[-1] < 1
+
+
 class Apart(Task):
     """Trains the layers of the net apart."""
 
