@@ -165,6 +165,15 @@ def test_without_validation_the_sets_of_a_mixture_need_no_files_for_it(without):
         schema.resolved(changed(job, *words))
 
 
+def test_sets_that_are_no_mixture_are_taken_as_they_are():
+    sets = {"a": ["t.parquet"], "b": "v.parquet", "c": None, "d": {"val_files": "???", "val": None}}
+    data = {"sets": sets, "train": {"files": "${data.sets.a}"}}
+    found = schema.resolved(OmegaConf.create({"data": data}))["data"]
+    assert found == {"sets": {**sets, "d": {"val_files": None, "val": None}}, "train": {"files": ["t.parquet"]}}
+    with pytest.raises(ConfigError, match=r"^data\.sets\.a=\$\{files\}: Interpolation key 'files' not found"):
+        schema.resolved(OmegaConf.create({"data": {"sets": {"a": "${files}"}}}))
+
+
 @pytest.mark.medium
 @pytest.mark.parametrize(
     "experiment",
