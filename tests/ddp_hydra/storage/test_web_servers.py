@@ -215,4 +215,6 @@ def test_shards_are_read_also_in_a_fork(url, tmp_path):
 def test_names_of_this_machine_are_known():
     here = ("localhost", "localhost.localdomain:9000", "LOCALHOST:9000", "127.0.0.1", "127.9.1.2:80", "[::1]:9000")
     assert all(is_here(f"http://{host}/file") for host in here)
-    assert not any(is_here(f"http://{host}/file") for host in ("localhosts.org", "12.7.0.1", "a.localhost.org", "[::2]"))
+    assert not any(
+        is_here(f"http://{host}/file") for host in ("localhosts.org", "12.7.0.1", "a.localhost.org", "[::2]")
+    )
