@@ -22,6 +22,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+import ddp_hydra.config.references  # noqa: F401 (it registers the resolver of conf/)
 from ddp_hydra.config import hydra_compat, objective, redact
 from ddp_hydra.config.limits import AtLeast0, AtLeast1, NonNegativeSeconds, PositiveSeconds, described
 from ddp_hydra.errors import ConfigError
