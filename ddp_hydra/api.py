@@ -18,7 +18,7 @@ from ddp_hydra.cli import inference
 from ddp_hydra.cli.compose import compose, read_words
 from ddp_hydra.cluster import connect as cluster
 from ddp_hydra.cluster.connection import Scheduler, workers_of
-from ddp_hydra.config import redact
+from ddp_hydra.config import references
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.schema import Handler
 from ddp_hydra.console import text
@@ -84,7 +84,7 @@ class ComposedConfig:
     def save(self) -> None:
         """Write `.hydra/` of the run directory, without secrets, as Hydra does for the command."""
         files = {"config.yaml": self.cfg, "hydra.yaml": self._hydra, "overrides.yaml": OmegaConf.create(self.overrides)}
-        contents = {name: redact.yaml_text(config).encode() for name, config in files.items()}
+        contents = {name: references.saved_text(config).encode() for name, config in files.items()}
         if has_record(self.run_dir):
             hold(self.run_dir, {f"{HYDRA}/{name}": content for name, content in contents.items()})
             return

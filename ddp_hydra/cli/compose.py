@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ddp_hydra.config import project, redact, schema, unknown_keys
+from ddp_hydra.config import project, redact, references, schema, unknown_keys
 from ddp_hydra.config.hydra_compat import (
     CONFIG_DIR,
     IS_1_3,
@@ -211,12 +211,12 @@ def listed_without_copies() -> AbstractContextManager[None]:
 def saved_without_secrets() -> AbstractContextManager[None]:
     def save_config(cfg: Any, filename: str, output_dir: Path) -> None:
         if output_dir.name == HYDRA and has_record(output_dir.parent):
-            content = redact.yaml_text(cfg).encode()
+            content = references.saved_text(cfg).encode()
             hold(output_dir.parent, {f"{HYDRA}/{filename}": content})
             return
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
-            (output_dir / filename).write_text(redact.yaml_text(cfg), encoding="utf-8")
+            (output_dir / filename).write_text(references.saved_text(cfg), encoding="utf-8")
         except OSError as error:
             error.filename = error.filename or str(output_dir / filename)
             remove_unused(output_dir.parent, output_dir.name)

@@ -19,12 +19,12 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from ddp_hydra.config import redact
+from ddp_hydra.config import redact, references
 from ddp_hydra.config.schema import Config, missing_key
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
-_OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
+_OF_THE_JOB = re.compile(r"\$\{(?!oc\.|of_set:)[\w.]+:|\bcluster\b")
 """Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster."""
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
@@ -151,7 +151,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe each difference between two stored configs: "optimizer.lr 0.1 -> 0.01"."""
     old, new = dict(redact.leaves(before)), dict(redact.leaves(now))
     keys = [key for key in {**old, **new} if key.partition(".")[0] not in _OF_THE_COMMAND and key not in _LENGTHS]
-    differing = [key for key in keys if old.get(key, {}) != new.get(key, {})]
+    # A later version may refer to the same keys by other names.
+    named = [dict(references.with_full_names(config)) for config in (before, now)]
+    differing = [key for key in keys if named[0].get(key, {}) != named[1].get(key, {})]
     return [
         f"{key} {' -> '.join(as_typed(one[key]) if key in one else '(missing)' for one in (old, new))}"
         for key in differing

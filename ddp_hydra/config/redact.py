@@ -82,7 +82,7 @@ def bare(text: str) -> str:
 
 def yaml_text(config: Any) -> str:
     """Return a config as OmegaConf writes it, without its secrets. Interpolations stay."""
-    content = without(OmegaConf.to_container(config, enum_to_str=True))
+    content = without(OmegaConf.to_container(config, enum_to_str=True) if OmegaConf.is_config(config) else config)
     return str(yaml.dump(content, Dumper=_dumper(), default_flow_style=False, allow_unicode=True, sort_keys=False))
 
 

@@ -22,6 +22,7 @@ from omegaconf.errors import (
     UnsupportedInterpolationType,
 )
 
+import ddp_hydra.config.references  # noqa: F401 (it registers the resolver of conf/)
 from ddp_hydra.config import hydra_compat, objective, redact
 from ddp_hydra.config.limits import AtLeast0, AtLeast1, NonNegativeSeconds, PositiveSeconds, described
 from ddp_hydra.errors import ConfigError
@@ -193,8 +194,8 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
 
     The objective's metric and direction are filled in.
     """
-    cfg = _without_validation_keys(cfg)
     try:
+        cfg = _without_validation_keys(cfg)
         container: Any = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True, enum_to_str=True)
     except (MissingMandatoryValue, InterpolationToMissingValueError) as error:
         key = missing_key(error)
@@ -231,11 +232,13 @@ def _without_validation_keys(cfg: DictConfig) -> DictConfig:
     """Return the config with null for missing keys `val_...` of data without a validation set, also in a mixture."""
     sets = OmegaConf.select(cfg, "data.sets")
     groups = ["data", *(f"data.sets.{name}" for name in sets)] if OmegaConf.is_dict(sets) else ["data"]
-    nodes = [(group, OmegaConf.select(cfg, group)) for group in groups if _lacks_validation(cfg, "data", group)]
+    found = [(group, OmegaConf.select(cfg, group)) for group in groups]
+    # Other data sets than a mixture may have an argument `sets`, with lists or texts in it.
+    nodes = [(group, node) for group, node in found if OmegaConf.is_dict(node)]
     missing = [
         f"{group}.{key}"
         for group, node in nodes
-        if OmegaConf.is_dict(node)
+        if _lacks_validation(cfg, "data", group)
         for key in node
         if str(key).startswith("val_") and OmegaConf.is_missing(node, key)
     ]

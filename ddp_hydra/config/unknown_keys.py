@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -28,6 +28,7 @@ from yaml import YAMLError
 from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import typed_words
+from ddp_hydra.config.references import interpolated
 from ddp_hydra.config.schema import SCHEMAS, Config, allowed
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
@@ -177,15 +178,6 @@ def _check_data(raw: Mapping[Any, Any]) -> None:
                 f"{OF_DATA_LOADER[key].format(value=as_typed(value))}, and leave data.{key} out; an argument of the "
                 f"data set itself is data.train.{key}"
             )
-
-
-def interpolated(node: Any) -> Iterator[str]:
-    """Yield the words inside all interpolations, with the full names of the keys that other values refer to."""
-    for key, value in redact.values_of(node):
-        for word in re.findall(r"[\w.\[\]-]+", value) if isinstance(value, str) and "${" in value else ():
-            name = word.replace("[", ".").replace("]", "")
-            dots = len(name) - len(name.lstrip(".")) if word.startswith(".") else 0
-            yield ".".join([*key.split(".")[:-dots], name[dots:]]) if dots else name
 
 
 def _is_read(key: str, raw: Any) -> bool:

@@ -18,7 +18,7 @@ from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.listing import StringArray, holds_images, kinds_of, list_images_once
 from ddp_hydra.data.names import check, class_of, is_leftover, is_of
 from ddp_hydra.storage import LocalFolder, Store
-from ddp_hydra.storage.urls import as_text
+from ddp_hydra.storage.urls import as_text, local_path
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class S3ImageFolder(StoredImages):
         **images: Any,
     ) -> None:
         check(holdout, split)
-        bucket = str(Path(bucket).absolute()) if isinstance(bucket, os.PathLike) else bucket
+        bucket = str(local_path(os.fspath(bucket))) if isinstance(bucket, os.PathLike) else bucket
         super().__init__(transform=transform, target_transform=target_transform, **images)
         self.prefix, self.labelled = _clean(as_text(prefix)), labelled
         self._owns_server = False

@@ -1,12 +1,15 @@
 """Tells what the name of a sample says: its class, its split, and whether a system or a program left its file there.
 
-Checks arguments that data sets have in common.
+Checks arguments that data sets have in common, and reads names of classes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
+from numbers import Integral, Number
+from typing import Any
 
 _NAMES = frozenset(
     ["__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found", "thumbs.db", "desktop.ini"]
@@ -53,3 +56,44 @@ def check_range(
     if not low <= value <= high or (above and value == low):
         span = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
         raise ValueError(f"{name} is {value}, and must be {span}: type data.{name}={example}")
+
+
+def class_names(given: Any, where: str, advice: str) -> list[Any]:
+    """Return the names of classes in the order of their numbers.
+
+    Args:
+        given: how many classes there are, their names in order, {name: number} or {number: name}. In a dict, numbers
+            may be texts. A dict without numbers has the names as keys, in order.
+        where: where they are given, for an error.
+        advice: what to type instead.
+
+    Raises:
+        ValueError: the numbers of a dict do not go from 0 to one less than there are classes.
+    """
+    if isinstance(given, Integral):
+        return [str(number) for number in range(int(given))]
+    if not isinstance(given, Mapping):
+        return list(given)
+    keys, values = [str(key) for key in given], list(given.values())
+    of_keys, of_values = [_whole(key) for key in given], [_whole(value) for value in values]
+    wanted = set(range(len(keys)))
+    if set(of_values) == wanted:
+        return [keys[of_values.index(number)] for number in range(len(keys))]
+    if set(of_keys) == wanted and not all(isinstance(value, Number) for value in values):
+        are_names = all(isinstance(value, str | Number) for value in values)  # others, as lists, describe the classes
+        names = [str(value) for value in values] if are_names else keys
+        return [names[of_keys.index(number)] for number in range(len(keys))]
+    if all(number is None for number in of_values):
+        return keys
+    numbers = ", ".join([*map(str, values)][:10]) + (", …" if len(values) > 10 else "")
+    raise ValueError(
+        f"{where} gives {len(keys)} classes the numbers {numbers}, and they go from 0 to {len(keys) - 1}: {advice}"
+    )
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        number = int(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if isinstance(value, str) or number == value else None

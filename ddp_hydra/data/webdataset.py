@@ -8,7 +8,7 @@ import random
 import re
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from glob import glob
 from itertools import groupby
@@ -20,7 +20,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ddp_hydra.data.images.batch_loader import MOST_IN_A_ROW, TooManyBadSamplesError, too_many
-from ddp_hydra.data.names import is_leftover
+from ddp_hydra.data.names import class_names, is_leftover
 from ddp_hydra.data.shards.tar_index import Header, damage_of, missing_field, not_a_class, split_name
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.storage import bare_url
@@ -50,8 +50,8 @@ class TarSamples(IterableDataset):
         seed: of the order.
         max_bad_fraction: the largest share of bad samples that is allowed in a pass; before its end, in `n_samples`.
         n_samples: how many samples all ranks read in an epoch; None: nobody knows, 1,000 for each rank are assumed.
-        classes: names of the classes in the field cls, or their number; another class number is a bad sample; None: not
-            known.
+        classes: names of the classes in the field cls in order, {name: number}, {number: name}, or how many there are;
+            another class number is a bad sample; None: not known.
 
     Attributes:
         bad: {shard and key, or shard: what is wrong} of the samples that were left out in this process.
@@ -74,7 +74,7 @@ class TarSamples(IterableDataset):
         seed: int = 0,
         max_bad_fraction: float = 0.01,
         n_samples: int | None = None,
-        classes: Sequence[str] | int | None = None,
+        classes: Sequence[str] | Mapping[Any, Any] | int | None = None,
     ) -> None:
         try:
             from webdataset.autodecode import imagespecs
@@ -93,8 +93,8 @@ class TarSamples(IterableDataset):
             raise ConfigError(f"data.max_bad_fraction={max_bad_fraction:g}: give a share from 0 to 1")
         self.max_bad_fraction, self.n_samples = max_bad_fraction, n_samples
         self.bad, self.bad_counts = dict[str, str](), dict[str, int]()
-        named = map(str, range(int(classes)) if isinstance(classes, int | np.integer) else classes or ())
-        self.classes = list(named) or None
+        names = class_names(classes or (), "data.classes", "give [...] with the names in order")
+        self.classes = [str(name) for name in names] or None
         self._counts = {"samples": 0, "bytes": 0}
         self.epoch, self.rank, self.world_size = 0, 0, 1
 

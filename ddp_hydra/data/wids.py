@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from ddp_hydra.data.images.batch_loader import LostSamples, is_of_sample
 from ddp_hydra.data.images.dataset import StoredImages
 from ddp_hydra.data.images.decode import IMAGE_EXTENSIONS
+from ddp_hydra.data.names import class_names
 from ddp_hydra.data.shards.cache import GIB, ShardCache
 from ddp_hydra.data.shards.index import Index, read_index
 from ddp_hydra.data.shards.tar_index import OpenShard, missing_field, not_a_class
@@ -215,8 +216,8 @@ class WidsImages(StoredImages):
         index: as in `WidsShards`.
         label: extension of the field that holds the class number as text; None: there is none, and the images are to
             be predicted.
-        classes: names of the classes, in a dict with their numbers, or how many there are; None: what the index says
-            (`info.classes`).
+        classes: names of the classes in order, {name: number}, {number: name}, or how many there are; None: what the
+            index says (`info.classes`).
         more: arguments of `WidsShards` (base, dataset, cache_dir, cache_gb, prefetch_shards), of `StoredImages`
             (endpoint_url, region, anon and more) and of `ImageDataset` (transform, threads, max_bad_fraction and more).
 
@@ -235,7 +236,7 @@ class WidsImages(StoredImages):
         index: str | os.PathLike[str],
         *,
         label: str | None = ".cls",
-        classes: Sequence[str] | Mapping[str, int] | int | None = None,
+        classes: Sequence[str] | Mapping[Any, Any] | int | None = None,
         **more: Any,
     ) -> None:
         shards = {name: more.pop(name) for name in _OF_SHARDS & more.keys()}
@@ -251,22 +252,9 @@ class WidsImages(StoredImages):
             raise ValueError(
                 f"{self.where()} does not say which classes there are (info.classes): type data.classes=1000"
             )
-        self.classes = self._names(found)
+        where = f"{self.where()} (info.classes)" if classes is None else "data.classes"
+        self.classes = class_names(found, where, "type data.classes=[...] with the names in order")
         self.class_to_idx = {name: number for number, name in enumerate(self.classes)}
-
-    def _names(self, found: Any) -> list[str]:
-        if isinstance(found, int | np.integer):
-            return [str(number) for number in range(int(found))]
-        if not isinstance(found, Mapping):
-            return list(found)
-        by_number = {number: str(name) for name, number in found.items()}
-        if set(by_number) != set(range(len(found))):
-            numbers = ", ".join([*map(str, found.values())][:10]) + (", …" if len(found) > 10 else "")
-            raise ValueError(
-                f"{self.where()} gives its {len(found)} classes the numbers {numbers}, and they "
-                f"go from 0 to {len(found) - 1}: type data.classes=[...] with the names in order"
-            )
-        return [by_number[number] for number in range(len(found))]
 
     def __len__(self) -> int:
         return len(self.shards)

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
-from ddp_hydra.config import project, redact
+from ddp_hydra.config import project, redact, references
 from ddp_hydra.config.hydra_compat import parse_override, typed_sources
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.job.run_dir import is_resumed
@@ -113,7 +113,7 @@ def checkpoints(files: RunFiles) -> dict[str, Any]:
 def config(files: RunFiles) -> dict[str, Any] | None:
     """Return the values of a run's config by dotted key; None if its file is missing or can't be read."""
     found = yaml_value(files.read(CONFIG))
-    return dict(redact.leaves(found)) if isinstance(found, dict) else None
+    return dict(references.with_full_names(found)) if isinstance(found, dict) else None
 
 
 def between(*runs: RunFiles) -> dict[str, Any]:

@@ -429,7 +429,7 @@ def _has_status(error: Exception, *statuses: str) -> bool:
 def is_here(url: str) -> bool:
     """Return whether the host of a URL is this machine."""
     host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return host.split(".")[0] in ("localhost", "127") or host == "::1"
 
 
 def download(url: str, timeout_s: float) -> bytes:

@@ -91,7 +91,7 @@ class GangLauncher(Launcher):
 
     def _keep_words(self) -> None:
         """Write multirun.yaml, by which the sweep goes on, for sweepers that do not, such as Optuna's."""
-        from ddp_hydra.config.redact import yaml_text
+        from ddp_hydra.config.references import saved_text
         from ddp_hydra.sweep.planned_job import is_ours
 
         self._hide_secrets()
@@ -99,7 +99,7 @@ class GangLauncher(Launcher):
             return
         assert self.sweep is not None
         self.is_kept = True
-        write_atomic(self.sweep.folder / "multirun.yaml", yaml_text(self.config).encode(), durable=False)
+        write_atomic(self.sweep.folder / "multirun.yaml", saved_text(self.config).encode(), durable=False)
 
     def _hide_secrets(self) -> None:
         from ddp_hydra.config.redact import rewrite

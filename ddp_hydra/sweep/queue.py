@@ -17,7 +17,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ddp_hydra.config import hydra_compat, redact, unknown_keys, validate
+from ddp_hydra.config import hydra_compat, redact, references, unknown_keys, validate
 from ddp_hydra.config.hydra_compat import parse_override, typed_words
 from ddp_hydra.errors import ClusterError, ConfigError, DdpHydraError
 from ddp_hydra.sweep import planned_job
@@ -206,7 +206,7 @@ class JobQueue:
             with suppress(DdpHydraError, HydraException, OmegaConfBaseException):  # said where it is composed
                 config = self.loader.take(self.config, job.overrides)
         data: Any = OmegaConf.to_container(config.data) if OmegaConf.is_dict(config.get("data")) else {}
-        words = list(unknown_keys.interpolated({"data": {key: data[key] for key in data if key != "train"}}))
+        words = list(references.interpolated({"data": {key: data[key] for key in data if key != "train"}}))
         return [key for key in own if any(unknown_keys.meet(key, word) for word in words)]
 
     def keep_earlier(self, job: PlannedJob) -> None:

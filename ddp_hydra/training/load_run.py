@@ -315,7 +315,7 @@ RUNS_CODE: Mapping[str, Callable[[Any], bool]] = {
     "attn_implementation": lambda value: "/" in str(value),  # a kernel on the hub
 }
 """Arguments of transformers, and whether a value lets files of a model or of the hub run code."""
-_REFERENCE = re.compile(r"\$\{(oc\.select:)?[\w., -]+\}")
+_REFERENCE = re.compile(r"\$\{(oc\.select:|of_set:)?[\w., -]+\}")
 """Matches an interpolation that reads the config alone."""
 
 

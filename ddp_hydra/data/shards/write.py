@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ddp_hydra.data.names import class_of
+from ddp_hydra.data.names import class_names, class_of
 from ddp_hydra.data.shards.download import download, is_packed
 from ddp_hydra.data.shards.index import KIND, VERSION, Shard, absolute, read_index
 from ddp_hydra.data.shards.tar_index import TarMembers, read_members
@@ -157,11 +157,10 @@ def _classes(source: str, access: Access, report: Callable[[str], None]) -> list
     if bare_url(source).endswith(".json"):
         info = read_index(source, access=access).info
         classes = info.get("classes") if isinstance(info, dict) else None
-        if not isinstance(classes, list):
-            raise ValueError(
-                f"the index {bare_url(source)} names no classes (info.classes): type another --classes-from"
-            )
-        return [str(name) for name in classes]
+        where, advice = f"the index {bare_url(source)}", "type another --classes-from"
+        if not isinstance(classes, list | dict):
+            raise ValueError(f"{where} names no classes (info.classes): {advice}")
+        return [str(name) for name in class_names(classes, f"{where} (info.classes)", advice)]
     store, prefix = access.open(absolute(source))
     return sorted({class_of(key, prefix) for key, _ in _images(store, prefix, source, report)})
 

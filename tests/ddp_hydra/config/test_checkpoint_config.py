@@ -84,6 +84,31 @@ def test_changes_are_told_by_what_was_given():
     ]
 
 
+def test_other_names_of_the_same_keys_are_no_changes():
+    train = {"bucket": "${data.bucket}", "transform": {"flip": "${data.flip}", "erase": ["${data.flip}"]}}
+    data = {"flip": 0.5, "train": train, "sets": {"a": {"flip": 1, "train": {"flip": "${data.sets.a.flip}"}}}}
+    before = checkpoint_config.stored_config(config(data=data))
+    now = json.loads(json.dumps(before))
+    now["data"]["train"]["bucket"] = "${..bucket}"
+    now["data"]["train"]["transform"] = {"flip": "${of_set:flip}", "erase": ["${....flip}"]}
+    now["data"]["sets"]["a"]["train"]["flip"] = "${of_set:flip}"
+    assert checkpoint_config.changes(before, now) == []
+    now["data"]["train"]["bucket"] = "${.bucket}"
+    now["data"]["train"]["transform"]["flip"] = "${..flip}"
+    assert checkpoint_config.changes(before, now) == [
+        "data.train.bucket ${data.bucket} -> ${.bucket}",
+        "data.train.transform.flip ${data.flip} -> ${..flip}",
+    ]
+
+
+def test_keys_of_the_data_set_follow_what_is_changed_later():
+    data = {"flip": 0.5, "train": {"_target_": "a", "flip": 0.1, "transform": {"flip": "${of_set:flip}"}}}
+    kept = json.loads(json.dumps(checkpoint_config.stored_config(config(data={**data, "again": "${data.train}"}))))
+    assert kept["data"]["train"]["transform"]["flip"] == "${of_set:flip}"
+    again = checkpoint_config.composed(kept, ["data.flip=0.3"])
+    assert again.data.train.transform.flip == again.data.again.transform.flip == 0.3
+
+
 @pytest.mark.medium
 def test_what_looks_like_a_secret_is_not_kept_and_has_to_be_given_again():
     tracker = {"tracker": {"password": "hunter2"}}

@@ -19,7 +19,7 @@ from hydra.utils import get_object
 from omegaconf import OmegaConf
 
 from ddp_hydra.cluster.kinds import signals_kept
-from ddp_hydra.config import schema, unknown_keys, validate
+from ddp_hydra.config import checkpoint_config, schema, unknown_keys, validate
 from ddp_hydra.errors import ConfigError
 from tests.ddp_hydra.config.configs import CONF, changed, composed
 
@@ -163,6 +163,44 @@ def test_without_validation_the_sets_of_a_mixture_need_no_files_for_it(without):
     told = r"^data\.sets\.one\.val_table is missing: .*, or data\.sets\.one\.val=null for no validation$"
     with pytest.raises(ConfigError, match=told):
         schema.resolved(changed(job, *words))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("around", ["data.train.dataset", "data.inner.train", "data.sets.photos.train"])
+def test_options_with_keys_of_data_fit_at_any_depth(around):
+    cfg = composed("data=s3_images", f"+transform@{around}.transform=train", f"+data/base@{around}=image_set")
+    for key in ("data.train.flip", f"{around}.flip"):  # arguments of the classes themselves
+        OmegaConf.update(cfg, key, 0.9, force_add=True)
+    cfg.data.flip = 0.25
+    OmegaConf.update(cfg, f"{around}._target_", "mine.Photos", force_add=True)
+    validate.check(cfg)
+    unknown_keys.check_new(cfg)
+    kept = checkpoint_config.composed(checkpoint_config.stored_config(cfg), ["data.flip=0.5"])
+    for flip, found in ((0.25, OmegaConf.create(schema.resolved(cfg))), (0.5, kept)):
+        own = OmegaConf.select(found, around)
+        assert (own.flip, own.transform.flip, own.transform["size"]) == (0.9, flip, 32)
+        assert (own.endpoint_url, own.cache_mb) == (None, 64)
+
+
+def test_a_key_of_the_data_set_that_is_missing_is_named():
+    data = {"train": {"_target_": "a", "transform": {"size": "${of_set:image_size}"}}}
+    no_key = r"Interpolation key 'data\.image_size' not found: give "
+    for given, told in (
+        ({"image_size": "???"}, r"^data\.image_size is missing: give data\.image_size=\.\.\.$"),
+        ({}, rf"^data\.train\.transform\.size=\${{of_set:image_size}}: {no_key}"),
+        ({"sets": {"a": {"image_size": "???", **data}}, "image_size": 1}, r"^data\.sets\.a\.image_size is missing: "),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            schema.resolved(OmegaConf.create({"data": {**data, **given}}))
+
+
+def test_sets_that_are_no_mixture_are_taken_as_they_are():
+    sets = {"a": ["t.parquet"], "b": "v.parquet", "c": None, "d": {"val_files": "???", "val": None}}
+    data = {"sets": sets, "train": {"files": "${data.sets.a}"}}
+    found = schema.resolved(OmegaConf.create({"data": data}))["data"]
+    assert found == {"sets": {**sets, "d": {"val_files": None, "val": None}}, "train": {"files": ["t.parquet"]}}
+    with pytest.raises(ConfigError, match=r"^data\.sets\.a=\$\{files\}: Interpolation key 'files' not found"):
+        schema.resolved(OmegaConf.create({"data": {"sets": {"a": "${files}"}}}))
 
 
 @pytest.mark.medium

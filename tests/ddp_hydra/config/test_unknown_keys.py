@@ -51,6 +51,14 @@ def test_a_new_key_that_another_value_refers_to_is_taken(reader):
 
 
 @pytest.mark.medium
+@pytest.mark.parametrize("reader", ["${data.num_workers}", "${..num_workers}", "${of_set:num_workers}"])
+def test_an_argument_of_a_data_loader_that_the_data_set_reads_is_taken(reader):
+    unknown_keys.check(changed({"data.num_workers": 3, "data.train.readers": reader}))
+    with pytest.raises(ConfigError, match=r"^data\.num_workers=3: no DataLoader gets it: "):
+        unknown_keys.check(changed({"data.num_workers": 3, "data.train.num_workers": 4, "data.val.readers": "num"}))
+
+
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [

@@ -37,9 +37,11 @@ def test_paths_of_pathlib_are_taken(tmp_path, png, monkeypatch):
     pyarrow.parquet.write_table(pyarrow.table({"a": [0.0, 1.0], "y": [0, 1]}), tmp_path / "rows.parquet")
     index, tar = tmp_path / "shards" / "index.json", next((tmp_path / "shards").glob("*.tar"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
     table = Path("images/table.csv")
     made = [
         S3ImageFolder(Path("images"), Path()),
+        S3ImageFolder(Path("~/images")),
         ImageTable(table),
         ImageTable(table, Path("images"), classes_from=table),
         WidsImages(index, base=tar.parent),

@@ -214,7 +214,7 @@ def test_leftovers_upper_case_and_blanks_are_read_alike(members, tar, tmp_path):
 def test_a_class_out_of_range_is_a_bad_sample(number, tar, tmp_path):
     path = tar(GOOD | {"002.png": None, "002.cls": number})
     write_index([str(path)], str(tmp_path / "index.json"))
-    for classes in (2, ["a", "b"]):
+    for classes in (2, ["a", "b"], {"b": 1, "a": 0}, {1: "b", 0: "a"}):
         stream = by_stream(path, classes=classes)
         assert stream.classes == WidsImages(str(tmp_path / "index.json"), classes=classes).classes
         for opened in (stream, WidsImages(str(tmp_path / "index.json"), classes=classes)):

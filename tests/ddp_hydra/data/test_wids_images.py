@@ -204,9 +204,12 @@ def test_classes_in_a_dict_have_its_numbers(tmp_path, png, images):
     sample = {".jpg": png(), ".cls": b"2"}
     data = images(write(tmp_path, [sample], classes={"b": 1, "a": 0, "c": 2}))
     assert (data.classes, data.class_to_idx) == (["a", "b", "c"], {"a": 0, "b": 1, "c": 2})
-    for wrong in ({"a": 1, "b": 2}, {"a": 0, "b": 0}, {"0": "a", "1": "b"}):
-        with pytest.raises(ValueError, match=r"2 classes the numbers .*, and they go from 0 to 1: type data\.classes="):
-            images(write(tmp_path, [sample], classes=wrong))
+    told = r"2 classes the numbers .*, and they go from 0 to 1: type data\.classes="
+    with pytest.raises(ValueError, match=rf"index\.json \(info\.classes\) gives {told}"):
+        images(write(tmp_path, [sample], classes={"a": 1, "b": 2}))
+    with pytest.raises(ValueError, match=rf"^data\.classes gives {told}"):
+        images(write(tmp_path, [sample]), classes={"a": 1, "b": 2})
+    assert images(write(tmp_path, [sample], classes={"0": "cat", "1": "dog"})).classes == ["cat", "dog"]
 
 
 @pytest.mark.parametrize("error", [StaleCredentialsError("expired"), PermissionError("403 from the start")])

@@ -18,7 +18,7 @@ import pytest
 from ddp_hydra.data.image_table import ImageTable
 from ddp_hydra.data.parquet_rows import ParquetRows
 from ddp_hydra.data.wids import WidsShards
-from ddp_hydra.storage.object_store import WebServer
+from ddp_hydra.storage.object_store import WebServer, is_here
 from tests.support.tar_server import described, index_of, numbered
 
 CONTENT = bytes(range(256)) * 50
@@ -210,3 +210,11 @@ def test_shards_are_read_also_in_a_fork(url, tmp_path):
     assert told.get() == [b"0", b"1", b"2"]
     process.join()
     data.close()
+
+
+def test_names_of_this_machine_are_known():
+    here = ("localhost", "localhost.localdomain:9000", "LOCALHOST:9000", "127.0.0.1", "127.9.1.2:80", "[::1]:9000")
+    assert all(is_here(f"http://{host}/file") for host in here)
+    assert not any(
+        is_here(f"http://{host}/file") for host in ("localhosts.org", "12.7.0.1", "a.localhost.org", "[::2]")
+    )

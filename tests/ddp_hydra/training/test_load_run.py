@@ -118,7 +118,10 @@ def test_a_lone_checkpoint_reads_no_environment(read):
     assert "secret" not in str(told.value)
     refuse_targets(cfg, stored, groups=["data"])
     refuse_targets(cfg, stored, [f"data.train.bucket={read}"])
-    kept = {"task": {"ignore": "${oc.select:task.ignore,null}"}, "data": {"a": "${data.b}/x", "c": r"\d{2}"}}
+    kept = {
+        "task": {"ignore": "${oc.select:task.ignore,null}"},
+        "data": {"a": "${data.b}/x", "c": r"\d{2}", "d": "${of_set:b}"},
+    }
     refuse_targets(cfg, kept)
 
 

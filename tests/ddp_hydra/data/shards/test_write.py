@@ -49,6 +49,17 @@ def test_validation_shards_have_the_numbers_of_the_training(pictures, tmp_path, 
     assert "does not have: cow; it has: cat, dog, Übel: type another --classes-from" in capsys.readouterr().err
 
 
+def test_classes_of_an_index_may_be_a_dict(pictures, tmp_path, capsys):
+    given = ["make", str(pictures), str(tmp_path / "out"), "--classes-from", str(index := tmp_path / "index.json")]
+    described = {"__kind__": "wids-shard-index-v1", "wids_version": 1, "shardlist": [{"url": "a.tar", "nsamples": 1}]}
+    index.write_text(json.dumps({**described, "info": {"classes": {"dog": 2, "cat": 3}}}))
+    assert main(given) == 1
+    assert "(info.classes) gives 2 classes the numbers 2, 3, and they go from 0 to 1: type" in capsys.readouterr().err
+    index.write_text(json.dumps({**described, "info": {"classes": {"dog": 1, "Übel": 2, "cat": 0}}}))
+    assert main(given) == 0
+    assert read_index(tmp_path / "out")["info"]["classes"] == ["cat", "dog", "Übel"]
+
+
 def test_a_folder_becomes_shards_that_hold_every_image_once(pictures, tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["make", str(pictures), str(out), "--shard-mb", "0.02"]) == 0
