@@ -24,7 +24,7 @@ from ddp_hydra.config.schema import Config, missing_key
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
-_OF_THE_JOB = re.compile(r"\$\{(?!oc\.|of_set:)[\w.]+:|\bcluster\b")
+_OF_THE_JOB = re.compile(r"\$\{(?!oc\.)[\w.]+:|\bcluster\b")
 """Matches an interpolation with a resolver that only the job has, such as hydra's and now's, or with the cluster."""
 _OF_THE_COMMAND = {"cluster", "dispatch", "results", "resume", "detach", "faults", "dry_run", "tags"}
 """Keys that a command may change without changing what is trained."""
@@ -37,7 +37,7 @@ _NEEDED = ("data", "model", "task", "loss", "metrics")
 
 
 def stored_config(cfg: DictConfig) -> dict[str, Any]:
-    raw: Any = OmegaConf.to_container(cfg, enum_to_str=True)
+    raw = references.without_resolver(OmegaConf.to_container(cfg, enum_to_str=True))
     return dict(redact.without({key: _kept(value, cfg, key) for key, value in raw.items() if key != "cluster"}))
 
 

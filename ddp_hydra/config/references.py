@@ -12,6 +12,7 @@ from omegaconf.errors import InterpolationKeyError, InterpolationToMissingValueE
 from ddp_hydra.config import redact
 from ddp_hydra.config.hydra_compat import IS_1_3
 
+_INTERPOLATION = re.compile(r"\$\{[^{}]*\}")
 _OF_SET = re.compile(r"\$\{of_set:\s*([\w-]+)\s*\}")
 _RELATIVE = re.compile(r"\bof_set:\s*([\w-]+)|(?<![\w.\[\]-])(\.+)(?=[\w\[])")
 """Matches a key of the resolver, or the dots before a relative key."""
@@ -43,7 +44,11 @@ if not OmegaConf.has_resolver("of_set"):  # this process may have taken over the
 
 def saved_text(config: Any) -> str:
     """Return a config as OmegaConf writes it, without its secrets. It can be resolved without our own resolver."""
-    content: Any = OmegaConf.to_container(config, enum_to_str=True)
+    return redact.yaml_text(without_resolver(OmegaConf.to_container(config, enum_to_str=True)))
+
+
+def without_resolver(content: Any) -> Any:
+    """Return a config of dicts, lists and values with the full names of keys in place of `of_set`."""
     known = _keys(content) if isinstance(content, dict) else set()
 
     def plain(value: Any, path: list[str]) -> Any:
@@ -55,11 +60,11 @@ def saved_text(config: Any) -> str:
             return _OF_SET.sub(lambda found: f"${{{_found(found[1], path[:-1], known)}}}", value)
         return value
 
-    return redact.yaml_text(plain(content, []))
+    return plain(content, [])
 
 
 def _keys(config: Any) -> set[str]:
-    keys = [key.split(".") for key, _ in redact.leaves(config)]
+    keys = [key.split(".") for key, _ in redact.values_of(config)]
     return {".".join(parts[:end]) for parts in keys for end in range(1, len(parts) + 1)}
 
 
@@ -94,7 +99,7 @@ def with_full_names(config: Any, inside: tuple[type, ...] = (Mapping,)) -> Itera
                 return "".join(f"{part}." for part in around[: max(0, len(around) + 1 - len(dots))])
             return _found(name, around, known)
 
-        return _RELATIVE.sub(full, value)
+        return _INTERPOLATION.sub(lambda found: _RELATIVE.sub(full, found[0]), value)
 
     for key, value in redact.leaves(config, inside=inside):
         yield key, named(value, key.split("."))

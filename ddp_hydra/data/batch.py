@@ -208,7 +208,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
             knows = "non_blocking" in inspect.signature(one.to).parameters
             return one.to(device, **({"non_blocking": True} if knows else {}))
         except (AttributeError, TypeError, ValueError):
-            if one is batch:
+            if one is batch or _parts(one) is not None:
                 raise
             return one
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Integral, Number
 from typing import Any
 
@@ -80,15 +80,19 @@ def class_names(given: Any, where: str, advice: str) -> list[Any]:
     if set(of_values) == wanted:
         return [keys[of_values.index(number)] for number in range(len(keys))]
     if set(of_keys) == wanted and not all(isinstance(value, Number) for value in values):
-        are_names = all(isinstance(value, str | Number) for value in values)  # others, as lists, describe the classes
-        names = [str(value) for value in values] if are_names else keys
+        names = [str(value) for value in values] if _are_names(values) else keys
         return [names[of_keys.index(number)] for number in range(len(keys))]
-    if all(number is None for number in of_values):
+    if all(number is None for number in of_values) and (set(of_keys) <= {None} or not _are_names(values)):
         return keys
-    numbers = ", ".join([*map(str, values)][:10]) + (", …" if len(values) > 10 else "")
+    shown = [*map(str, keys if all(number is None for number in of_values) else values)]
+    numbers = ", ".join(shown[:10]) + (", …" if len(shown) > 10 else "")
     raise ValueError(
         f"{where} gives {len(keys)} classes the numbers {numbers}, and they go from 0 to {len(keys) - 1}: {advice}"
     )
+
+
+def _are_names(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str | Number) for value in values)  # others, as lists, describe the classes
 
 
 def _whole(value: Any) -> int | None:

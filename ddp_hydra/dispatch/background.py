@@ -266,7 +266,8 @@ def with_starts(handle: Callable[[Record], None], logged: Steps) -> Callable[[Re
     """Return a function that passes records on, a start record before the first metrics that an attempt logs again.
 
     The training loop sends start records itself. A user's own function does not say where a new attempt begins, but the
-    first rank that logs does. What it logs for step 0 may be its settings, and of one step it may log more than once.
+    curve that had come furthest does, when it goes on earlier. What is logged of one step only may be settings, and
+    other curves may count epochs.
 
     Args:
         logged: what earlier attempts have logged.
@@ -282,12 +283,14 @@ def with_starts(handle: Callable[[Record], None], logged: Steps) -> Callable[[Re
                 for key, steps in now.items():
                     note_steps(earlier, key, *steps)
                 now.clear()
-            if not begun and rank == min((of for of, _ in earlier), default=0):
-                of_rank = {name: steps for (of, name), steps in earlier.items() if of == rank and steps[1] >= step}
-                curves = {name for name, (first, last) in of_rank.items() if first < last}
-                if any(name in of_rank and (step or name in curves) for name in data.metrics):
+            if not begun:
+                curves = {key: last for key, (first, last) in earlier.items() if first < last}
+                known = curves or {key: last for key, (_, last) in earlier.items()}
+                furthest = max(known.values(), default=-1)
+                if step <= furthest and any(known.get((rank, name)) == furthest for name in data.metrics):
                     begun = True
-                    begin = max(0, step - (curves <= data.metrics.keys()))
+                    others = {name for (of, name), last in curves.items() if of == rank and last >= step}
+                    begin = max(0, step - (others <= data.metrics.keys()))
                     handle(Record(Start(), 0, begin, record.time_s, record.attempt))
             for name in data.metrics:
                 note_steps(now, (rank, name), step)

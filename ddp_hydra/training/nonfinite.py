@@ -62,7 +62,10 @@ class NonFiniteHandler:
         # Called before the first step, and at each checkpoint.
         if self.policy == "rollback":
             self.checkpoint = self.state.begin_capture()
-            self.checkpoint_buffers = [BufferCopy(module, saved=True) for module in self.state.modules()]
+            for buffers in self.checkpoint_buffers:  # new ones would need their memory beside the old ones
+                buffers.save()
+            if not self.checkpoint_buffers:
+                self.checkpoint_buffers = [BufferCopy(module, saved=True) for module in self.state.modules()]
             self.stages = len(self.state.unfrozen)
 
     @property

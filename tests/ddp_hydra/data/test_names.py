@@ -42,6 +42,8 @@ def test_classes_have_their_names_in_the_order_of_their_numbers(given, names):
         ({"cat": 0, "dog": 0}, "0, 0", 1),
         ({"cat": 0, "dog": "a hound"}, "0, a hound", 1),
         ({"0": 1, "1": 2}, "1, 2", 1),
+        ({1: "cat", 2: "dog"}, "1, 2", 1),
+        ({"0": "cat", "2": "dog"}, "0, 2", 1),
         ({str(number): 7 for number in range(11)}, "7, 7, 7, 7, 7, 7, 7, 7, 7, 7, …", 10),
     ],
 )

@@ -57,7 +57,7 @@ def curve(first: int, last: int, *names: str) -> list[tuple[int, int, str]]:
 def test_numbers_of_a_function_that_begins_again_are_each_there_once(tmp_path, before, after, names, again):
     """Nothing vanishes that is not logged again, whatever an attempt logs first. It goes on after step 4."""
     attempts = [
-        [*before, *curve(1, 6, *names), (0, 4, "val"), *after],
+        [*(one for one in before if one[1] == 0), *curve(1, 6, *names), (0, 4, "val"), *after],
         [*before, *curve(5, 8, *names), *after],
     ]
     expected, writers = {}, []
@@ -66,7 +66,7 @@ def test_numbers_of_a_function_that_begins_again_are_each_there_once(tmp_path, b
             writers = [JsonLinesWriter(tmp_path), TensorBoardWriter(tmp_path)]
             handle = with_starts(lambda record, to=writers: [one.write(record) for one in to], steps_logged(tmp_path))
         for value, (rank, step, name) in enumerate(sent, start=100 * attempt):
-            own = attempt if step == 0 else None  # each attempt's settings stay
+            own = attempt if name in ("lr0", "host", "val") else None  # what is logged before a curve stays
             expected[rank, step, name, own] = float(value)
             handle(Record(Metrics({name: float(value)}), rank, step, 1.0, attempt))
         if again or attempt:
@@ -74,7 +74,7 @@ def test_numbers_of_a_function_that_begins_again_are_each_there_once(tmp_path, b
                 writer.close()
     found = []
     for line in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()):
-        own = line["attempt"] if line["step"] == 0 else None
+        own = line["attempt"] if line.keys() & {"lr0", "host", "val"} else None
         named = line.keys() & {"loss", "time", "metrics/time", "val", "own", "lr0", "host", "end"} - {"time"}
         found += [((line.get("rank", 0), line["step"], name.split("/")[-1], own), line[name]) for name in named]
     assert sorted(found, key=str) == sorted(expected.items(), key=str)
@@ -84,3 +84,31 @@ def test_numbers_of_a_function_that_begins_again_are_each_there_once(tmp_path, b
     assert sorted(set(steps)) == list(range(1, 9))
     # TensorBoard drops all points of a step or none: of metrics that come one by one, the first is there twice.
     assert len(steps) == 8 if names == ("loss",) else len(steps) <= 9
+
+
+@pytest.mark.parametrize(
+    "attempts",
+    [
+        [
+            [*curve(1, 20, "loss"), *((0, epoch, "val") for epoch in range(1, 5))],
+            [(0, 2, "val"), *curve(11, 20, "loss")],
+        ],
+        [[(0, 0, "loss"), (0, 0, "acc")], [(0, 0, "loss"), (0, 0, "acc"), (0, 1, "loss")]],
+        [
+            [(0, 0, "lr"), *((1, step, "loss") for step in range(6))],
+            [(0, 0, "lr"), *((1, step, "loss") for step in range(3, 8))],
+        ],
+    ],
+    ids=["another curve counts epochs", "only step 0", "the curve is another rank's"],
+)
+def test_a_function_begins_again_where_its_furthest_curve_does(tmp_path, attempts):
+    writer = JsonLinesWriter(tmp_path)
+    handle = with_starts(writer.write, {})
+    for attempt, sent in enumerate(attempts):
+        for rank, step, name in sent:
+            handle(Record(Metrics({name: float(attempt)}), rank, step, 1.0, attempt))
+    writer.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    assert steps == sorted(set(steps))
+    assert {step for sent in attempts for _, step, name in sent if name == "loss"} == set(steps)
