@@ -60,6 +60,7 @@ ALLOWED = {
     "_internal": "Hydra's loader of configs, and its files of a job",
     "_get_full_key": "the dotted key of a node, for messages",
     "_get_parent": "whether a node is the whole config",
+    "_get_root": "the whole config of a node, to show the text of an interpolation",
     "_get_node": "a node without resolving it",
     "_return_value": "what a job has returned or raised; return_value raises",
     "_save_config": "no secret is written into .hydra",

@@ -204,12 +204,17 @@ def resolved(cfg: DictConfig) -> dict[str, Any]:
         or_none = f", or {group}.val=null for no validation" if is_of_validation else ""
         raise ConfigError(f"{key} is missing: give {key}=...{or_none}") from None
     except InterpolationResolutionError as error:
-        key = str(error.full_key)
-        raw = dict(redact.leaves(OmegaConf.to_container(cfg))).get(key)
-        raise ConfigError(f"{key}={raw or ''}: {_why_unresolved(error)}") from None
+        raise ConfigError(unresolved(error)) from None
     if "objective" in cfg:
         container["objective"] = dict(zip(("metric", "direction"), objective.metric_and_direction(cfg), strict=True))
     return dict(container)
+
+
+def unresolved(error: InterpolationResolutionError) -> str:
+    """Return a sentence that says which interpolation of a config has no value, and why."""
+    node = error.parent_node
+    raw = dict(redact.leaves(OmegaConf.to_container(node._get_root()))) if node is not None else {}
+    return f"{error.full_key}={raw.get(str(error.full_key), '')}: {_why_unresolved(error)}"
 
 
 def _why_unresolved(error: InterpolationResolutionError) -> str:

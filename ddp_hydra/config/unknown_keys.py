@@ -20,6 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    InterpolationResolutionError,
     OmegaConfBaseException,
     ValidationError,
 )
@@ -29,7 +30,7 @@ from ddp_hydra.config import redact
 from ddp_hydra.config.checkpoint_config import as_typed
 from ddp_hydra.config.hydra_compat import typed_words
 from ddp_hydra.config.references import interpolated
-from ddp_hydra.config.schema import SCHEMAS, Config, allowed
+from ddp_hydra.config.schema import SCHEMAS, Config, allowed, unresolved
 from ddp_hydra.console import text
 from ddp_hydra.errors import ConfigError
 
@@ -151,7 +152,13 @@ def check(cfg: DictConfig) -> None:
     nodes += [("callbacks", key, value) for key, value in (raw.get("callbacks") or {}).items() if value is not None]
     nodes += [("data", key, raw["data"].get(key)) for key in ("train", "val") if isinstance(raw["data"].get(key), str)]
     for group, key, value in nodes:
-        if not isinstance(value, dict) or "_target_" not in value:
+        node = value
+        if isinstance(value, str):
+            try:
+                node = cfg[group][key]  # the text may be the interpolation of a node
+            except OmegaConfBaseException:
+                continue  # `resolved` says why
+        if not isinstance(node, Mapping | DictConfig) or "_target_" not in node:
             class_name = value if isinstance(value, str) else "<module>.<class>"
             given = f"{'' if group == 'data' else '+'}{group}.{key}._target_={class_name}"
             raise ConfigError(f"{group}.{key}={value}: a _target_ is missing: give {given}")
@@ -205,6 +212,8 @@ def explain(error: BaseException) -> str | None:
         key, value = several.groups()
         meanings = f"{key}=[{value}] for a list, \"{key}='{value}'\" for a text, or -m for a sweep over them"
         return f"{key}={value}: these are several values: type {meanings}"
+    if isinstance(error, InterpolationResolutionError) and error.full_key:
+        return unresolved(error)
     if isinstance(error, YAMLError):
         mark = getattr(error, "problem_mark", None)
         place = f"{os.path.relpath(mark.name)}, line {mark.line + 1}: " if mark is not None else ""

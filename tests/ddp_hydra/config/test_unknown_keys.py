@@ -9,6 +9,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from ddp_hydra.config import targets, unknown_keys
 from ddp_hydra.config.hydra_compat import VERSION_BASE
@@ -33,6 +34,23 @@ from tests.ddp_hydra.config.configs import CONF, changed, composed
 def test_a_key_that_no_schema_has_is_refused(key, value, said):
     with pytest.raises(ConfigError, match=said):
         unknown_keys.check(changed({key: value}))
+
+
+@pytest.mark.medium
+def test_a_data_set_may_be_the_interpolation_of_another_one():
+    unknown_keys.check(changed({"data.val": "${data.train}"}))
+    with pytest.raises(ConfigError, match=r"^data\.val=\$\{name\}: a _target_ is missing"):
+        unknown_keys.check(changed({"name": "data.a.B", "data.val": "${name}"}))
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize("key", ["data.val", "data.batch_size", "cluster.n_workers", "objective", "trainer.max_steps"])
+def test_an_interpolation_without_a_value_is_explained_wherever_it_is_read_first(key):
+    cfg = changed({key: "${nowhere}"})
+    with pytest.raises(InterpolationResolutionError) as raised:
+        OmegaConf.select(cfg, key)
+    said = f"{key}=${{nowhere}}: Interpolation key 'nowhere' not found: give the full name of a key"
+    assert str(unknown_keys.explain(raised.value)).startswith(said)
 
 
 @pytest.mark.medium
