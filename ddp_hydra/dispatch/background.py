@@ -18,9 +18,9 @@ from typing import Any
 from ddp_hydra.console.signals import Interrupts, own_handler
 from ddp_hydra.console.text import expanded, message_of
 from ddp_hydra.errors import ConfigError
-from ddp_hydra.record import Metrics, Record, Start
+from ddp_hydra.record import Record
 from ddp_hydra.run_state import Summary
-from ddp_hydra.writers.files import Fetch, Steps, note_steps, steps_logged
+from ddp_hydra.writers.files import Fetch
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from ddp_hydra.writers.run_dir import locked, read_summary, summary_written
 
@@ -256,44 +256,7 @@ def recorded(
             writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
             try:
                 with ResultsHandler(writers, retry_s, give_up, summary) as handler:
-                    yield with_starts(handler.handle, steps_logged(run_dir))
+                    yield handler.handle
             finally:
                 summary.update(describe())
             summary.status = "done"
-
-
-def with_starts(handle: Callable[[Record], None], logged: Steps) -> Callable[[Record], None]:
-    """Return a function that passes records on, a start record before the first metrics that an attempt logs again.
-
-    The training loop sends start records itself. A user's own function does not say where a new attempt begins, but the
-    curve that had come furthest does, when it goes on earlier. What is logged of one step only may be settings, and
-    other curves may count epochs.
-
-    Args:
-        logged: what earlier attempts have logged.
-    """
-    attempt, begun, earlier, now = 0, True, dict(logged), dict[tuple[int, str], tuple[int, int]]()
-
-    def pass_on(record: Record) -> None:
-        nonlocal attempt, begun
-        data, step, rank = record.data, record.step, record.rank
-        if isinstance(data, Metrics) and step is not None and record.attempt >= attempt:
-            if record.attempt > attempt:
-                attempt, begun = record.attempt, False
-                for key, steps in now.items():
-                    note_steps(earlier, key, *steps)
-                now.clear()
-            if not begun:
-                curves = {key: last for key, (first, last) in earlier.items() if first < last}
-                known = curves or {key: last for key, (_, last) in earlier.items()}
-                furthest = max(known.values(), default=-1)
-                if step <= furthest and any(known.get((rank, name)) == furthest for name in data.metrics):
-                    begun = True
-                    others = {name for (of, name), last in curves.items() if of == rank and last >= step}
-                    begin = max(0, step - (others <= data.metrics.keys()))
-                    handle(Record(Start(), 0, begin, record.time_s, record.attempt))
-            for name in data.metrics:
-                note_steps(now, (rank, name), step)
-        handle(record)
-
-    return pass_on

@@ -71,8 +71,6 @@ from ddp_hydra.storage.manifest import (
 from ddp_hydra.storage.retry import FULL
 from ddp_hydra.writers.run_dir import json_object
 
-Steps = dict[tuple[int, str], tuple[int, int]]
-"""The first and the last step of each rank's metrics."""
 Fetch = Callable[[Record, Path], None]
 """Copies the content of a file record's `source` to a path that does not exist yet."""
 _PIECE = 2**20
@@ -393,6 +391,10 @@ class JsonLinesWriter:
 
     When a new attempt starts, the run is resumed in its folder or rolls back, the lines after the step from which it
     continues are removed, so that the file has each step once. Lines of different ranks may come in any order.
+
+    A user's own function does not say from where it continues. When an attempt logs a metric for the first time, what
+    earlier attempts have logged of this metric from there on is removed. It may log settings for step 0 and continue
+    far from there, so of step 0 only the value itself is replaced.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -401,6 +403,7 @@ class JsonLinesWriter:
         self._attempt = self._begun = 0
         self._unfinished: list[bytes] = []  # rank 0's lines of the step `begun`, which may still get a validation
         self._again: set[str] = set()  # what it has logged of this step since
+        self._logged: set[tuple[int, int, str, bool]] = set()  # by attempt and rank; whether of a step after 0
 
     def write(self, record: Record) -> None:
         if record.attempt < self._attempt:
@@ -427,10 +430,14 @@ class JsonLinesWriter:
         if record.rank == 0 and (record.step or 0) > self._begun:
             self._unfinished = []
         is_again = record.rank == 0 and record.step == self._begun and not names & self._again
+        logged = {(record.attempt, record.rank, name, bool(record.step)) for name in names}
         if self._unfinished and is_again:
             self._join(line, names)
         else:
-            self._file.append(_LINE.encode(line).encode() + b"\n")
+            if record.attempt and record.step is not None and not logged <= self._logged:
+                self._remove(record, {name for *_, name, _ in logged - self._logged})
+            self._file.append(_encoded(line))
+        self._logged |= logged
 
     def _cut(self, record: Record, is_outdated: Callable[[dict[str, Any]], bool]) -> None:
         """Remove outdated lines after a record's step, and the incomplete line of a process that was killed."""
@@ -446,13 +453,33 @@ class JsonLinesWriter:
             ends = [line.get("step") == last and line.get("rank", 0) == 0 for line in found]
             self._begun, self._unfinished, self._again = begun, list(compress(lines, ends)), set()
 
+    def _remove(self, record: Record, names: Set[str]) -> None:
+        """Remove what earlier attempts have logged of metrics from a record's step on."""
+        step = record.step or 0
+
+        def rest(content: bytes) -> bytes:
+            line = json_object(content)
+            is_again = line.get("step") == step or (step > 0 and _is_after(step, line))
+            is_earlier = line.get("attempt", record.attempt) < record.attempt and line.get("rank", 0) == record.rank
+            if not (is_again and is_earlier and line.keys() & names):
+                return content
+            kept = {name: value for name, value in line.items() if name not in names}
+            return _encoded(kept) if kept.keys() - _FIELDS else b""
+
+        begin, lines = self._end(step - 1)
+        if (kept := [*map(rest, lines)]) != lines:
+            self._replace(begin, kept)
+            self._unfinished = [*filter(None, map(rest, self._unfinished))]
+
     def _join(self, line: dict[str, Any], names: Set[str]) -> None:
         """Write a line together with what was logged of its step before, without the metrics that it has anew."""
         begin, lines = self._end(self._begun - 1)
         earlier = [json_object(one) for one in lines if one in self._unfinished]
         kept = [{name: one[name] for name in one if name not in names} for one in earlier]
         kept = [one for one in kept if one.keys() - line.keys()]
-        joined = [_encoded(one) for one in (*kept[:-1], (kept[-1] if kept else {}) | line)]
+        last = kept[-1] if kept else {}
+        last |= {name: value for name, value in line.items() if value is not None or name not in last}
+        joined = [_encoded(one) for one in (*kept[:-1], last)]
         self._replace(begin, [*(one for one in lines if one not in self._unfinished), *joined])
         self._unfinished, self._again = joined, self._again | names
 
@@ -487,21 +514,20 @@ class JsonLinesWriter:
         self._file.close()
 
 
-def steps_logged(run_dir: Path) -> Steps:
-    """Return for which steps metrics were logged, as far as the end of metrics.jsonl tells."""
-    found: Steps = {}
+def names_logged(run_dir: Path) -> tuple[dict[int, set[str]], int]:
+    """Return which metrics rank 0 has logged by step, as far as the end of metrics.jsonl tells.
+
+    The number is the size of the part of the file, in bytes, that was not read.
+    """
+    found: dict[int, set[str]] = {}
+    unread = 0
     with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE))
+        unread = file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE))
         for line in map(json_object, file):
-            if isinstance(step := line.get("step"), int):
-                for name in line.keys() - _FIELDS:
-                    note_steps(found, (line.get("rank", 0), name.removeprefix(_OWN) if _is_own(name) else name), step)
-    return found
-
-
-def note_steps(steps: Steps, key: tuple[int, str], *more: int) -> None:
-    known = steps.get(key, more)
-    steps[key] = min(*known, *more), max(*known, *more)
+            if isinstance(step := line.get("step"), int) and not line.get("rank"):
+                names = (name.removeprefix(_OWN) if _is_own(name) else name for name in line.keys() - _FIELDS)
+                found.setdefault(step, set()).update(names)
+    return found, unread
 
 
 def _in_line(name: str) -> str:

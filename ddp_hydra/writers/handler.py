@@ -160,8 +160,12 @@ def default_writers(
         status: what status.json says from the beginning; it is kept up to date.
     """
     folder = open_run_dir(run_dir)
-    writers: list[Writer] = [
-        LogWriter(folder),
+    writers: list[Writer] = [LogWriter(folder)]
+    if tensorboard:
+        from ddp_hydra.writers.tensorboard import TensorBoardWriter
+
+        writers.append(TensorBoardWriter(folder))  # before the next one removes lines that it reads
+    writers += [
         JsonLinesWriter(folder),
         FileWriter(folder, fetch),
         CheckpointWriter(folder, fetch, keep, keep_every, is_stored),
@@ -170,10 +174,6 @@ def default_writers(
         from ddp_hydra.writers.checkpoint_mirror import start_mirror
 
         writers.append(start_mirror(folder, mirror, retry_s, give_up))
-    if tensorboard:
-        from ddp_hydra.writers.tensorboard import TensorBoardWriter
-
-        writers.append(TensorBoardWriter(folder))
     writers.append(StatusWriter(folder, status))
     if progress:
         from ddp_hydra.writers.progress import ProgressWriter

@@ -22,7 +22,8 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ from ddp_hydra.config.redact import bare, holds_secret, named_secret
 from ddp_hydra.errors import RecordError
 from ddp_hydra.record import Histogram, Image, Metrics, Record, RolledBack, Start, Text
 from ddp_hydra.storage.files import AppendFile, prepared_path, write_atomic, writing
+from ddp_hydra.writers.files import names_logged
 
 _numbers = itertools.count()
 
@@ -75,7 +77,47 @@ def _checksum(content: bytes) -> bytes:
 
 _COSTS = ("data_wait", "mfu", "peak_memory", "samples_per_s", "slowest_rank", "tokens_per_s")
 _COUNTS = ("data/bad_samples", "data/cache_hits", "data/retries")
+_OF_ANY_RANK = (Text, Image, Histogram, RolledBack)
+AHEAD = 256
+"""The most points that are kept to be written again."""
 _CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
+
+
+class Restart:
+    """Finds the step from which a user's own function logs again: it does not say so.
+
+    Args:
+        earlier: the names that earlier attempts have logged, by step.
+        unknown: the size of what they have logged before; 0: nothing.
+    """
+
+    def __init__(self, earlier: Mapping[int, Set[str]], unknown: int = 0) -> None:
+        self.earlier = earlier
+        # A run that starts from its first step logs again what it logs for step 0.
+        self.beginning = 0 if unknown else min(filter(None, earlier), default=math.inf)
+        steps: dict[str, list[int]] = {}
+        for step in sorted(earlier):
+            for name in earlier[step]:
+                steps.setdefault(name, []).append(step)
+        # What is logged of one step only may be settings, and a curve that ends long before the others counts epochs.
+        self.has_curves = any(len(found) > 1 for found in steps.values())
+        last = {name: found[-1] for name, found in steps.items() if len(found) > 1 or not self.has_curves}
+        self.furthest = max(last.values(), default=-1)
+        self.last = {name: step for name, step in last.items() if 2 * step >= self.furthest}
+        self.step: int | None = None
+        self.now: dict[int, set[str]] = {}
+
+    def first(self, names: Set[str], step: int) -> int | None:
+        """Take what is logged; return the first step whose earlier points go, once one after it is logged."""
+        if self.step is None:
+            is_again = any(step <= self.last.get(name, -1) for name in names)
+            self.step = step if is_again and (step or not self.has_curves) else None
+        elif step > self.step:
+            if self.earlier.get(self.step, set()) - self.now[self.step]:
+                return self.step + 1 if self.step else None
+            return 0 if (self.step or step) <= self.beginning else self.step or None
+        self.now.setdefault(step, set()).update(names)
+        return None
 
 
 class TensorBoardWriter:
@@ -87,43 +129,73 @@ class TensorBoardWriter:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
         path = prepared_path(run_dir, f"tensorboard/{file_name()}")
         self._file = AppendFile(path)
         self._empty = True
         self._seen: set[str] = set()  # counts that have been more than 0
         self._attempt = 0
+        self._restart: Restart | None = None
+        self._rollbacks = Counter[int]()  # of each rank
+        self._ahead = deque[Event](maxlen=AHEAD)  # points that the next drop is not meant for
         earlier = path.parent.glob("events.out.tfevents.*")  # the job runs again, or continues, in its old folder
         self._has_points = any(events.suffix != ".hparams" for events in earlier)
 
     def write(self, record: Record) -> None:
-        data = record.data
-        if record.attempt < self._attempt or (record.rank != 0 and not isinstance(data, Text | Image | Histogram)):
+        data, rank = record.data, record.rank
+        if record.attempt < self._attempt or (rank != 0 and not isinstance(data, _OF_ANY_RANK)):
             return
         match data:
             case Start() | RolledBack():
                 self._begin(record)
                 return
             case Metrics():
+                self._go_on(record, data)
                 value = self._scalars(data)
             case Text():
-                value = _text(data)
+                value = _text(data, rank)
             case Image():
-                value = _image(data, record.rank)
+                value = _image(data, rank)
             case Histogram():
-                value = _histogram(data)
+                value = _histogram(data, rank)
             case _:
                 return
-        self._append(Event(wall_time=record.time_s, step=record.step or 0, summary=value))
+        event = Event(wall_time=record.time_s, step=record.step or 0, summary=value)
+        self._append(event)
+        if self._restart or record.attempt > self._attempt or self._rollbacks[rank] > self._rollbacks[0]:
+            self._ahead.append(event)
 
     def _begin(self, record: Record) -> None:
         """Have the points of earlier attempts dropped that are logged again."""
-        step, is_start = record.step or 0, isinstance(record.data, Start)
-        if self._has_points or not self._empty:
+        step, is_rollback = record.step or 0, isinstance(record.data, RolledBack)
+        if record.rank == 0:
             # A run that starts from step 0 logs again what it logs before its first step.
-            first = step + (isinstance(record.data, RolledBack) or (is_start and step > 0))
-            status = SessionLog(status=SessionLog.START)
-            self._append(Event(wall_time=record.time_s, step=first, session_log=status))
-        self._attempt = record.attempt
+            self._drop(step + (is_rollback or step > 0), record.time_s)
+        if not is_rollback:
+            self._attempt, self._restart, self._rollbacks = record.attempt, None, Counter()
+        self._rollbacks[record.rank] += is_rollback
+
+    def _go_on(self, record: Record, logged: Metrics) -> None:
+        """Find out where a user's own function begins again, as it sends no start record."""
+        if record.step is None:
+            return
+        if record.attempt > self._attempt:
+            self._attempt, self._restart = record.attempt, Restart(*names_logged(self._run_dir))
+        if self._restart is None:
+            return
+        first = self._restart.first(logged.metrics.keys(), record.step)
+        if first is not None:
+            self._drop(first, record.time_s)
+        if first is not None or record.step > self._restart.furthest:
+            self._restart = None
+            self._ahead.clear()
+
+    def _drop(self, first: int, time_s: float) -> None:
+        """Have all points dropped from a step on, and write again those that were ahead."""
+        if self._has_points or not self._empty:
+            again = [event for event in self._ahead if event.step >= first]
+            self._append(Event(wall_time=time_s, step=first, session_log=SessionLog(status=SessionLog.START)), *again)
+        self._ahead.clear()
 
     def close(self) -> None:
         self._file.close()
@@ -141,26 +213,34 @@ class TensorBoardWriter:
         shown = {_tag(name): value for name, value in values.items() if name not in _COUNTS or name in self._seen}
         return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in shown.items()])
 
-    def _append(self, event: Event) -> None:
+    def _append(self, *events: Event) -> None:
+        first: list[Event] = []
         if self._empty:
-            self._file.append(encoded(Event(wall_time=event.wall_time, file_version="brain.Event:2")))
-            self._empty = False
-        self._file.append(encoded(event))
+            first = [Event(wall_time=events[0].wall_time, file_version="brain.Event:2")]
+            if not self._has_points:  # TensorBoard's slow loader drops nothing by the first one
+                first += [Event(wall_time=events[0].wall_time, session_log=SessionLog(status=SessionLog.START))]
+        self._file.append(b"".join(map(encoded, (*first, *events))))
+        self._empty = False
 
 
 def _tag(name: str) -> str:
     return f"work/{name.removeprefix('data/')}" if name in _COSTS or name.startswith("data/") else name
 
 
-def _text(sent: Text) -> Summary:
+def _of_rank(name: str, rank: int) -> str:
+    # In one curve, points of several ranks that do not come in the order of their steps would drop each other.
+    return f"{name}/rank-{rank}" if rank else name
+
+
+def _text(sent: Text, rank: int) -> Summary:
     content = sent.text.encode(errors="replace")
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype=DT_STRING, string_val=[content], tensor_shape=shape)
     metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    return Summary(value=[Summary.Value(tag=sent.name, metadata=metadata, tensor=tensor)])
+    return Summary(value=[Summary.Value(tag=_of_rank(sent.name, rank), metadata=metadata, tensor=tensor)])
 
 
-def _histogram(sent: Histogram) -> Summary:
+def _histogram(sent: Histogram, rank: int) -> Summary:
     edges, counts = sent.edges, sent.counts
     middles = [(left + right) / 2 for left, right in itertools.pairwise(edges)]
     proto = HistogramProto(
@@ -172,7 +252,7 @@ def _histogram(sent: Histogram) -> Summary:
         bucket_limit=edges[1:],
         bucket=counts,
     )
-    return Summary(value=[Summary.Value(tag=sent.name, histo=proto)])
+    return Summary(value=[Summary.Value(tag=_of_rank(sent.name, rank), histo=proto)])
 
 
 def _image(sent: Image, rank: int) -> Summary:
@@ -186,7 +266,7 @@ def _image(sent: Image, rank: int) -> Summary:
     if not 0 < width < 2**31 or not 0 < height < 2**31:
         raise RecordError(f"image {sent.name!r} of rank {rank} claims {width} x {height} pixels")
     image = Summary.Image(height=height, width=width, colorspace=_CHANNELS.get(color, 3), encoded_image_string=png)
-    return Summary(value=[Summary.Value(tag=sent.name, image=image)])
+    return Summary(value=[Summary.Value(tag=_of_rank(sent.name, rank), image=image)])
 
 
 log = logging.getLogger(__name__)

@@ -125,6 +125,27 @@ def test_numbers_of_one_step_are_each_there_once_after_a_restart(tmp_path, metri
     assert found == [{"probe": 1.0}, {"probe": 2.0}, {"loss": 1.0}, {"lr": 0.5, "begun": 5.0, "val": 2.0}, {"val": 3.0}]
 
 
+def test_what_a_callback_logs_late_of_earlier_steps_is_there_once_after_a_restart(tmp_path, metrics_record):
+    writer = JsonLinesWriter(tmp_path)
+    for attempt, begin in enumerate([0, 4]):
+        writer.write(Record(Start(lines=[]), rank=0, step=begin, attempt=attempt))
+        for step in range(begin + 1, 8):
+            writer.write(metrics_record(step, attempt=attempt, loss=1.0))
+            if step > 3:
+                writer.write(metrics_record(step - 3, attempt=attempt, late=1.0))
+    late = [(line["step"], line["attempt"]) for line in read_lines(tmp_path) if "late" in line]
+    assert late == [(1, 0), (2, 1), (3, 1), (4, 1)]
+
+
+def test_the_line_of_a_step_keeps_its_epoch_where_a_later_number_has_none(tmp_path, metrics_record):
+    writer = JsonLinesWriter(tmp_path)
+    writer.write(Record(Metrics({"loss": 1.0}, epoch=2.0, samples=64), step=5))
+    writer.write(Record(Start(lines=[]), rank=0, step=5, attempt=1))
+    writer.write(Record(Metrics({"val": float("nan")}), step=5, attempt=1))
+    (line,) = read_lines(tmp_path)
+    assert [line[name] for name in ("epoch", "samples", "loss", "val", "attempt")] == [2.0, 64, 1.0, None, 1]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_lines_do_not_depend_on_which_rank_is_heard_first(tmp_path, metrics_record, seed):
     """Attempts, rollbacks and validations that are made again, of three ranks that each send in their own order."""

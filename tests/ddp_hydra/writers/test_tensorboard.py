@@ -6,11 +6,12 @@ import struct
 import zlib
 
 import pytest
+from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util import tensor_util
 
 from ddp_hydra.errors import RecordError
-from ddp_hydra.record import Image, Record, Start, Text
+from ddp_hydra.record import Image, Record, RolledBack, Start, Text
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
@@ -98,6 +99,25 @@ def test_another_rank_that_is_heard_first_drops_no_points(tmp_path, metrics_reco
     assert [(event.step, event.value) for event in read_back(tmp_path).Scalars("loss")] == [
         (0, 0), (1, 1), (2, 2), (3, 30),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_texts_of_a_rank_that_rolls_back_before_another_one_stay(tmp_path, metrics_record, first):
+    writer = TensorBoardWriter(tmp_path)
+    writer.write(Record(Start(), step=0))
+    for step in range(1, 13):
+        writer.write(metrics_record(step, loss=step))
+        if step % 4 == 0:
+            for rank in (first, 1 - first):
+                writer.write(Record(RolledBack(), rank, step - 2))
+                writer.write(Record(Text(name="nonfinite", text="a sample"), rank, step - 1))
+            writer.write(metrics_record(step - 1, loss=-step))
+    writer.close()
+    events = plugin_event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))  # that of TensorBoard's server
+    events.Reload()
+    for tag in ("nonfinite", "nonfinite/rank-1"):
+        assert [event.step for event in events.Tensors(tag)] == [3, 7, 11]
+    assert [event.step for event in events.Tensors("loss")] == [1, 2, 3, 5, 6, 7, 9, 10, 11]
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the process goes on", "another process"])
