@@ -434,7 +434,8 @@ class JsonLinesWriter:
         if self._unfinished and is_again:
             self._join(line, names)
         else:
-            if record.attempt and record.step is not None and not logged <= self._logged:
+            is_removed = record.attempt == self._attempt and (record.step or 0) > self._begun  # by the start record
+            if record.step is not None and not is_removed and not logged <= self._logged:
                 self._remove(record, {name for *_, name, _ in logged - self._logged})
             self._file.append(_encoded(line))
         self._logged |= logged
