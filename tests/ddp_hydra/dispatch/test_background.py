@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
@@ -9,9 +10,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ddp_hydra.console.signals import Interrupts
-from ddp_hydra.dispatch.background import Running, with_starts
+from ddp_hydra.dispatch.background import Running, recorded, with_starts
 from ddp_hydra.record import Metrics, Record
+from ddp_hydra.run_state import AttemptEntry, Status, Summary
 from ddp_hydra.writers.files import JsonLinesWriter, steps_logged
+from ddp_hydra.writers.run_dir import read_summary
 from ddp_hydra.writers.tensorboard import TensorBoardWriter
 
 
@@ -112,3 +115,30 @@ def test_a_function_begins_again_where_its_furthest_curve_does(tmp_path, attempt
     steps = [line["step"] for line in lines if "loss" in line]
     assert steps == sorted(set(steps))
     assert {step for sent in attempts for _, step, name in sent if name == "loss"} == set(steps)
+
+
+EARLIER = {"loss": 0.5, "val/loss": 0.75}
+
+
+def test_another_call_keeps_what_the_earlier_ones_have_left(tmp_path):
+    def call(number: int, metrics: dict[str, float], error: str) -> Summary:
+        told = {"world_size": 2, "restarts": 0, "attempts": [AttemptEntry(attempt=number)]}
+        status = Status()
+        with (
+            pytest.raises(OSError, match=error) if error else contextlib.nullcontext(),
+            recorded(tmp_path, None, 0.0, threading.Event(), lambda: told, status) as write,
+        ):
+            assert [one.attempt for one in status.attempts] == list(range(number))
+            assert status.metrics == (EARLIER if number else {})
+            for step in range(1, 15) if metrics else ():
+                write(Record(Metrics(metrics, samples=step * 8), step=step, attempt=number))
+            if error:
+                raise OSError(error)
+        return read_summary(tmp_path)
+
+    call(0, EARLIER, "disk gone")
+    found = call(1, {}, "a typo")
+    assert (found.status, found.steps, found.samples, found.metrics) == ("failed", 14, 112, EARLIER)
+    found = call(2, {"loss": 0.25}, "")
+    assert (found.status, found.metrics) == ("done", EARLIER | {"loss": 0.25})
+    assert [one.attempt for one in found.attempts] == [0, 1, 2]
