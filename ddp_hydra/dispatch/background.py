@@ -19,7 +19,7 @@ from ddp_hydra.console.signals import Interrupts, own_handler
 from ddp_hydra.console.text import expanded, message_of
 from ddp_hydra.errors import ConfigError
 from ddp_hydra.record import Record
-from ddp_hydra.run_state import Summary
+from ddp_hydra.run_state import Status, Summary
 from ddp_hydra.writers.files import Fetch
 from ddp_hydra.writers.handler import ResultsHandler, default_writers
 from ddp_hydra.writers.run_dir import locked, read_summary, summary_written
@@ -241,9 +241,20 @@ def local_path(run_dir: str | Path) -> Path:
 
 @contextmanager
 def recorded(
-    run_dir: Path, fetch: Fetch, retry_s: float, give_up: threading.Event, describe: Callable[[], dict[str, Any]]
+    run_dir: Path,
+    fetch: Fetch,
+    retry_s: float,
+    give_up: threading.Event,
+    describe: Callable[[], dict[str, Any]],
+    status: Status,
 ) -> Iterator[Callable[[Record], None]]:
     """Write records into a run directory, and at the end summary.json, also when the block fails.
+
+    What an earlier call has measured there stays, and so do its attempts.
+
+    Args:
+        describe: returns what summary.json says of the attempts of this call.
+        status: what status.json says; it is given what the earlier call has left.
 
     Raises:
         ConfigError: the folder holds a run that is done, or another process writes it.
@@ -251,12 +262,15 @@ def recorded(
     with locked(run_dir, ANOTHER):
         if (before := read_summary(run_dir)) is not None and before.status == "done":
             raise ConfigError(f"{run_dir} holds a run that is done, and its results would be mixed: {ANOTHER}")
-        summary = Summary(status="failed")
+        summary, before = Summary(status="failed"), before or Summary(status="failed")
+        summary.update({name: getattr(before, name) for name in ("steps", "samples", "metrics", "attempts")})
+        status.attempts, status.metrics = before.attempts, dict(before.metrics)
         with summary_written(run_dir, summary):
-            writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False)
+            writers = default_writers(run_dir, fetch, retry_s=retry_s, give_up=give_up, progress=False, status=status)
             try:
                 with ResultsHandler(writers, retry_s, give_up, summary) as handler:
                     yield handler.handle
             finally:
-                summary.update(describe())
+                told = describe()
+                summary.update({**told, "attempts": [*before.attempts, *told["attempts"]]})
             summary.status = "done"

@@ -36,8 +36,8 @@ from ddp_hydra.dispatch.call import Call, Script, check_arguments, pickled_call,
 from ddp_hydra.dispatch.health import Restarts
 from ddp_hydra.errors import ClusterError, ConfigError, RankFailed, explain
 from ddp_hydra.rank.spec import GangSettings, JobSpec
-from ddp_hydra.record import File, Metrics, Notice, Record
-from ddp_hydra.run_state import AttemptEntry, FailureEntry
+from ddp_hydra.record import File, Metrics, Notice, Record, Up
+from ddp_hydra.run_state import AttemptEntry, FailureEntry, Status
 from ddp_hydra.writers.run_dir import next_attempt
 
 __all__ = ["Call", "Gang", "Running", "run", "script", "show", "start"]
@@ -206,12 +206,18 @@ class Gang:
             shown = [show] if isinstance(call.fn, Script) and self.on_record is None else []
             if self.run_dir is None:
                 return self.run_attempts(lambda number, world_size: call, *shown)
-            folder, give_up = background.local_path(self.run_dir), threading.Event()
-            first = next_attempt(folder)
-            with background.recorded(folder, self.fetch, self.settings.retry_s, give_up, self.summary) as write:
-                return self.run_attempts(
-                    lambda number, world_size: call, write, *shown, first_attempt=first, on_give_up=give_up.set
-                )
+            folder, give_up, status = background.local_path(self.run_dir), threading.Event(), Status()
+            first, settings = next_attempt(folder), (self.settings.retry_s, give_up)
+            with background.recorded(folder, self.fetch, *settings, self.summary, status) as write:
+                earlier = status.attempts
+
+                def begin(number: int, world_size: int) -> Call:
+                    status.world_size, status.attempts = world_size, [*earlier, *self.restarts.ended]
+                    with self.lock:
+                        write(Record(Up(), attempt=number))
+                    return call
+
+                return self.run_attempts(begin, write, *shown, first_attempt=first, on_give_up=give_up.set)
         finally:
             self.in_use.release()
 

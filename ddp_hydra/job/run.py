@@ -41,10 +41,13 @@ from ddp_hydra.job.job_config import (
     weights_path,
 )
 from ddp_hydra.job.run_dir import (
+    Measured,
     add_saved,
     earlier_kept,
+    goes_on,
     is_held,
     keep_project,
+    measured_until,
     metrics_by_step,
     refuse_other_run,
     saved_step,
@@ -152,6 +155,10 @@ def train(
     shown_dir = remote.spec.url if remote else shown_path(run_dir)
     with summarised(run_dir, cfg, shown_dir) as summary, ExitStack() as stack:
         stack.callback(add_saved, summary, run_dir, is_stored=remote is not None)
+        is_own = goes_on(run_dir, cfg.resume, is_stored=remote is not None)
+        earlier = (read_summary(run_dir) if is_own else None) or Summary(status="failed")
+        kept = ("steps", "samples", "metrics", "attempts")
+        summary.update({name: copy.copy(getattr(earlier, name)) for name in kept})
         with held_back():
             check(cfg)
             from ddp_hydra.writers import tensorboard  # imports TensorBoard: not before the config is known to be right
@@ -184,7 +191,8 @@ def train(
         if cfg.resume and not before and not result.metrics:  # nothing was left to train
             before = metrics_by_step(cfg.resume).get(result.steps, {})
         metrics, slowest = {**before, **finite(result.metrics)}, finite(result.slowest)
-        summary.update({**asdict(result), "metrics": metrics, "slowest": slowest})
+        matrices = result.matrices or (earlier.matrices if summary.from_step == earlier.steps else None) or {}
+        summary.update({**asdict(result), "metrics": metrics, "slowest": slowest, "matrices": matrices})
         if result.interrupted not in ("", "pause"):
             raise Interrupted(
                 f"{why_stopped(result.interrupted, result.steps)}: go on with {typed('resume', shown_dir)}"
@@ -254,6 +262,9 @@ class Job:
         self.saving: dict[str, Any] = {"kept": self.saved_config, "first_save": first_save}
         self.ended: list[AttemptEntry] = []
         self.status = Status(objective=self.summary.objective, tags=self.summary.tags, attempts=self.earlier_attempts)
+        self.status.metrics = dict(self.summary.metrics)
+        self.goes_on = goes_on(self.run_dir, self.cfg.resume, is_stored=self.remote is not None)
+        self.measured = Measured()  # when the newest attempt began
 
     def handler(self, fetch: Any) -> ResultsHandler:
         results = self.cfg.results
@@ -361,13 +372,23 @@ class Job:
         if is_held(self.run_dir):
             write_held(self.run_dir)
             self.on_begin()
-        self.status.attempts = [*self.earlier_attempts, *self.ended]
-        if self.remote:
-            self.remote.status.attempts = self.status.attempts
         self.summary.from_step = begin = record.step or 0
+        self.begin_from(begin)
+        for status in (self.status, *([self.remote.status] if self.remote else [])):
+            status.attempts = [*self.earlier_attempts, *self.ended]
+            status.metrics = dict(self.summary.metrics)
         self.summary.steps_lost += max(0, self.steps_before - begin)
         if not self.ended:
             self.first_step = begin
+
+    def begin_from(self, step: int) -> None:
+        """Begin an attempt with what the summary knows of the steps before."""
+        summary, before = self.summary, self.measured
+        known = Measured(summary.steps, summary.samples, summary.metrics), before
+        self.measured = Measured(step)
+        if step and (self.goes_on or before.steps is not None):
+            self.measured = measured_until(self.run_dir, step, known)
+        summary.steps, summary.samples, summary.metrics = step, self.measured.samples, dict(self.measured.metrics)
 
     def close(self) -> None:
         """Nothing is open."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, read_write
 from ddp_hydra.config import project, redact
 from ddp_hydra.console.text import typed
 from ddp_hydra.errors import CheckpointError, ConfigError, DdpHydraError, RecordError
-from ddp_hydra.run_state import Best, Summary
+from ddp_hydra.run_state import Best, Metrics, Summary
 from ddp_hydra.storage.files import link_or_copy, prepared_path, replacing, write_atomic, writing
 from ddp_hydra.storage.manifest import (
     BEST,
@@ -30,7 +31,7 @@ from ddp_hydra.storage.manifest import (
 )
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.storage.urls import POINTER
-from ddp_hydra.writers.run_dir import locked, read_summary
+from ddp_hydra.writers.run_dir import last_metrics, locked, read_summary
 
 HYDRA = ".hydra"
 _held: dict[Path, dict[str, bytes]] = {}
@@ -205,6 +206,39 @@ def add_saved(summary: Summary, run_dir: Path, is_stored: bool) -> None:
         value = best.metrics.get(summary.objective.metric) if best and summary.objective else None
         if best and best.step is not None and value is not None:
             summary.best = Best(best.step, value)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Says how far a run is, and the last values of its metrics up to there."""
+
+    steps: int | None = None
+    samples: float | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+
+def goes_on(run_dir: Path, resume: str | None, is_stored: bool) -> bool:
+    """Return whether a job goes on with the run in its own folder.
+
+    `is_stored`: the run is in a store, and what it has left there, but for its checkpoints, was downloaded.
+    """
+    return bool(resume) and (is_stored or has_checkpoint(run_dir))
+
+
+def measured_until(run_dir: Path, step: int, known: Sequence[Measured]) -> Measured:
+    """Return what a run has measured up to the step of a checkpoint; what it has measured later is done again.
+
+    Args:
+        known: what it had measured when its processes or attempts ended, the newest first.
+    """
+    for found in known:
+        if found.steps == step:
+            return found
+    before = next((found.metrics for found in known if found.steps is not None and found.steps < step), {})
+    steps = readable_steps(run_dir / FOLDER).values()
+    entry = next((entry for entry in steps if entry.step == step), None)
+    metrics = {**before, **_metrics_of(entry), **last_metrics(run_dir, step)}
+    return Measured(step, entry.samples if entry else None, metrics)
 
 
 def metrics_by_step(resume: str) -> dict[int, dict[str, float | None]]:

@@ -69,13 +69,11 @@ from ddp_hydra.storage.manifest import (
     step_name,
 )
 from ddp_hydra.storage.retry import FULL
-from ddp_hydra.writers.run_dir import json_object
+from ddp_hydra.writers.run_dir import FIELDS, json_object, metric_of_line, name_in_line
 
 Fetch = Callable[[Record, Path], None]
 """Copies the content of a file record's `source` to a path that does not exist yet."""
 _PIECE = 2**20
-_FIELDS = frozenset(("time", "attempt", "step", "epoch", "samples", "rank"))
-_OWN = "metrics/"
 _LINE = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
 
 
@@ -425,7 +423,7 @@ class JsonLinesWriter:
         line |= {"rank": record.rank} if record.rank else {}
         own = set(line)
         for name, value in finite(record.data.metrics).items():
-            line[_in_line(name)] = value
+            line[name_in_line(name)] = value
         names = line.keys() - own
         if record.rank == 0 and (record.step or 0) > self._begun:
             self._unfinished = []
@@ -465,7 +463,7 @@ class JsonLinesWriter:
             if not (is_again and is_earlier and line.keys() & names):
                 return content
             kept = {name: value for name, value in line.items() if name not in names}
-            return _encoded(kept) if kept.keys() - _FIELDS else b""
+            return _encoded(kept) if kept.keys() - FIELDS else b""
 
         begin, lines = self._end(step - 1)
         if (kept := [*map(rest, lines)]) != lines:
@@ -526,17 +524,8 @@ def names_logged(run_dir: Path) -> tuple[dict[int, set[str]], int]:
         unread = file.seek(max(0, file.seek(0, os.SEEK_END) - _PIECE))
         for line in map(json_object, file):
             if isinstance(step := line.get("step"), int) and not line.get("rank"):
-                names = (name.removeprefix(_OWN) if _is_own(name) else name for name in line.keys() - _FIELDS)
-                found.setdefault(step, set()).update(names)
+                found.setdefault(step, set()).update(map(metric_of_line, line.keys() - FIELDS))
     return found, unread
-
-
-def _in_line(name: str) -> str:
-    return f"{_OWN}{name}" if name in _FIELDS else name
-
-
-def _is_own(name: str) -> bool:
-    return name.removeprefix(_OWN) in _FIELDS
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

@@ -8,18 +8,19 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from msgspec.structs import replace
 
 import ddp_hydra
 from ddp_hydra.console.text import duration, is_chosen, message_of, printable, traceback_of, typed
 from ddp_hydra.errors import ConfigError, DdpHydraError, RankFailed, RecordError, RunFailed
-from ddp_hydra.record import Metrics, Record, RolledBack, Start, Text
+from ddp_hydra.record import Metrics, Record, RolledBack, Start, Text, Up
 from ddp_hydra.results import finite
 from ddp_hydra.run_state import FailureEntry, Status, Summary, decode, encode
 from ddp_hydra.storage.files import passing, replacing, write_atomic
@@ -30,6 +31,7 @@ SUMMARY = "summary.json"
 _ELSEWHERE = "give another with hydra.run.dir=<folder>"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _TAIL_BYTES = 2**16
+_LINES_BYTES = 2**20
 _LOOKS = 5
 _LOOK_S = 0.02
 """How often a lock is tried, and the seconds between: `is_locked` holds it for an instant."""
@@ -150,6 +152,53 @@ def read_summary(run_dir: Path) -> Summary | None:
         raise ConfigError(f"{error}; to go on without it, move it away") from None
 
 
+FIELDS = frozenset(("time", "attempt", "step", "epoch", "samples", "rank"))
+"""What a line of metrics.jsonl holds beside metrics."""
+_OWN = "metrics/"
+"""Comes before the name of a metric that is called as such a field."""
+
+
+def name_in_line(metric: str) -> str:
+    return f"{_OWN}{metric}" if metric in FIELDS else metric
+
+
+def metric_of_line(name: str) -> str:
+    own = name.removeprefix(_OWN)
+    return own if own in FIELDS else name
+
+
+def last_metrics(run_dir: Path, until: int) -> dict[str, float | None]:
+    """Return the last value that rank 0 has logged of each metric up to a step, as the end of metrics.jsonl tells.
+
+    A long run has gigabytes of lines, so few before the step are read.
+    """
+    found: dict[str, float | None] = {}
+    with contextlib.suppress(OSError), (run_dir / "metrics.jsonl").open("rb") as file:
+        left = _LINES_BYTES
+        for content in lines_from_end(file):
+            line = json_object(content)
+            if isinstance(step := line.get("step"), int) and step > until:
+                continue
+            for name in () if line.get("rank") else line.keys() - FIELDS:
+                if (value := line[name]) is None or isinstance(value, int | float):
+                    found.setdefault(metric_of_line(name), value)
+            left -= len(content)
+            if left < 0:
+                break
+    return found
+
+
+def lines_from_end(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first."""
+    begin, rest = file.seek(0, os.SEEK_END), b""
+    while begin:
+        end, begin = begin, max(0, begin - _TAIL_BYTES)
+        file.seek(begin)
+        rest, *lines = (file.read(end - begin) + rest).split(b"\n")
+        yield from reversed(lines)
+    yield rest
+
+
 def json_object(content: bytes) -> dict[str, Any]:
     try:
         found = json.loads(content)
@@ -228,8 +277,9 @@ class JobStatus:
 
     Attributes:
         now: the fields of status.json; its state is starting, then running; a remote job's driver sets further ones.
+            Its metrics are those of the summary when the newest attempt began.
         start: the start record of the newest attempt.
-        metrics: the last value of each metric.
+        metrics: the last value of each metric that this attempt has logged.
         epoch_means: "train/loss" and so on as means over the last epoch that has ended.
     """
 
@@ -248,9 +298,13 @@ class JobStatus:
         if isinstance(data, Text) and data.name == STOPPED_EARLY:
             now.stopped_early = data.text
             return True
+        if isinstance(data, Up):  # an attempt of a user's function, which sends no start record
+            now.attempt, now.step = record.attempt, None
+            return True
         if isinstance(data, Start):
             self.start, self.metrics, self.epoch_means = record, {}, {}
-            now.attempt, now.world_size, now.step, now.epoch = record.attempt, data.world_size, None, None
+            now.attempt, now.step, now.epoch = record.attempt, record.step or 0, None
+            now.world_size = data.world_size or now.world_size
             now.total_steps, now.epochs = data.total_steps, data.epochs
             self._first = (time.monotonic(), record.step or 0)
         elif isinstance(data, Metrics):
@@ -276,7 +330,11 @@ class JobStatus:
         return True
 
     def content(self) -> Status:
-        return replace(self.now, metrics=finite({**self.metrics, **self.epoch_means}))
+        earlier = self.now.metrics
+        means = {name.replace(EPOCH, "train/", 1): earlier[name] for name in earlier if name.startswith(EPOCH)}
+        earlier = {name: value for name, value in earlier.items() if not name.startswith(EPOCH)}
+        metrics = {**earlier, **finite(self.metrics), **means, **finite(self.epoch_means)}
+        return replace(self.now, metrics=metrics)
 
     def epoch_of(self, logged: Metrics) -> float | None:
         """Return the epoch that metrics belong to, counted from 1; without one, the epoch of the metrics before."""
@@ -343,20 +401,46 @@ class StatusWriter:
     def __init__(self, run_dir: Path, base: Status | None = None) -> None:
         self._path = run_dir / STATUS
         self._status = JobStatus(base)
-        self._written = -INTERVAL_S
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None  # writes what has come too soon after the last write
         self._save()
+        self._written = -INTERVAL_S
 
     def write(self, record: Record) -> None:
-        if not self._status.update(record):
-            return
-        if not isinstance(record.data, Metrics) or time.monotonic() - self._written >= INTERVAL_S:
-            self._written = time.monotonic()
-            self._save()
+        with self._lock:
+            if not self._status.update(record):
+                return
+            wait_s = self._written + INTERVAL_S - time.monotonic() if isinstance(record.data, Metrics) else 0.0
+            if wait_s <= 0:
+                self._save()
+            elif self._timer is None:
+                timer = threading.Timer(wait_s, self._save_later)
+                timer.daemon = True
+                with contextlib.suppress(RuntimeError):  # there are no threads any more
+                    timer.start()
+                    self._timer = timer
 
     def close(self) -> None:
+        with self._lock:
+            timer = self._end_timer()
+        if timer is not None:
+            timer.join()
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
+    def _save_later(self) -> None:
+        with self._lock:
+            if self._timer is threading.current_thread():  # else it was ended meanwhile
+                self._save()
+
     def _save(self) -> None:
+        self._end_timer()
+        self._written = time.monotonic()
         with contextlib.suppress(RecordError):
             write_atomic(self._path, encode_status(self._status.content()), durable=False)
+
+    def _end_timer(self) -> threading.Timer | None:
+        timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        return timer

@@ -178,9 +178,11 @@ def test_after_a_restart_each_step_is_in_the_file_once(client2, tmp_path):
             if begin == 1 and step == 4:
                 Path(marker).touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+        return json.loads((Path(marker).parent / "run" / "status.json").read_text())
 
     gang = dispatch.Gang(client2, run_dir=tmp_path / "run", max_restarts=1)
-    gang.run(train, str(tmp_path / "marker"))
+    told = gang.run(train, str(tmp_path / "marker"))[0]
+    assert (told["attempt"], told["world_size"], [one["attempt"] for one in told["attempts"]]) == (1, 2, [0])
     found = [(line["step"], line["loss"], line["attempt"]) for line in lines(tmp_path / "run")]
     assert found == [(1, 1.0, 0), (2, 1.0, 0), (3, 3.0, 1), (4, 3.0, 1), (5, 3.0, 1)]
     assert summary_of(tmp_path / "run")["restarts"] == 1

@@ -39,7 +39,7 @@ from ddp_hydra.storage import Store, urls
 from ddp_hydra.storage.manifest import find_checkpoint
 from ddp_hydra.storage.run_ref import RunRef
 from ddp_hydra.writers.handler import ResultsHandler
-from ddp_hydra.writers.run_dir import STATUS, SUMMARY, StatusWriter, json_object
+from ddp_hydra.writers.run_dir import FIELDS, STATUS, SUMMARY, StatusWriter, json_object
 
 START_S = 120.0
 """How long a driver may take to start."""
@@ -359,8 +359,7 @@ class Attached:
                 self.handler.handle(replace(start, rank=0, step=step))
 
     def show_line(self, line: dict[str, Any]) -> None:
-        own = ("time", "attempt", "step", "epoch", "samples", "rank")
-        values = {name: value for name, value in line.items() if name not in own and isinstance(value, int | float)}
+        values = {name: value for name, value in line.items() if name not in FIELDS and isinstance(value, int | float)}
         data = {"kind": "metrics", "metrics": values, "epoch": line.get("epoch"), "samples": line.get("samples")}
         attempt = line.get("attempt") or 0
         if attempt != self.attempt and self.status.start is not None and self.status.start.attempt == attempt:

@@ -245,7 +245,7 @@ def _download(store: FencedStore, before: Status, status: DriverStatus, run_dir:
         fields = {name: getattr(before, name) for name in ("objective", "metrics", "tags", "started", "project")}
         ended = Summary(status="failed", failure=attempts[-1].failure, steps=before.step, attempts=attempts, **fields)
         content = encode(ended, indent=2)
-    status.now.attempts, status.now.files = ended.attempts, before.files
+    status.now.attempts, status.now.metrics, status.now.files = ended.attempts, ended.metrics, before.files
     # The job adds its own attempts. It stays, to the byte, if the job ends before it begins to train.
     prepared_path(run_dir, SUMMARY).write_bytes(content)
     for name in status.now.files:

@@ -3,11 +3,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import io
+import json
 import os
 import subprocess
 import sys
 import zipfile
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 from hydra.types import RunMode
@@ -18,7 +20,8 @@ from ddp_hydra.errors import ConfigError
 from ddp_hydra.job import run_dir
 from ddp_hydra.job.run_dir import RunDirCallback, refuse_other_run, remove_unused
 from ddp_hydra.storage.manifest import FOLDER, NAME, CheckpointEntry, CheckpointPart, encode_manifest
-from ddp_hydra.writers.run_dir import locked, next_attempt
+from ddp_hydra.writers import run_dir as writers_run_dir
+from ddp_hydra.writers.run_dir import last_metrics, locked, next_attempt
 
 HOLD = """
 import sys, pathlib
@@ -284,6 +287,46 @@ def test_the_metrics_of_a_resumed_step_are_those_of_its_checkpoint(tmp_path):
     for given in (tmp_path, tmp_path / FOLDER / "step-000004.pt"):
         assert run_dir.metrics_by_step(str(given))[4] == {"val/loss": 0.5}
     assert run_dir.metrics_by_step(str(tmp_path / "none")) == {}
+
+
+def lines(*found: dict[str, Any]) -> str:
+    return "".join(json.dumps({"attempt": 0, "epoch": 1, "samples": None, **line}) + "\n" for line in found)
+
+
+def test_what_was_measured_until_a_step_comes_from_the_newest_place_that_knows_it(tmp_path):
+    part = CheckpointPart(name="step.pt", size=1, sha256="")
+    entry = CheckpointEntry(parts=[part], step=20, samples=160, metrics={"val/loss": 0.5, "val/f1": 0.6, "lr": 0.1})
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / NAME).write_bytes(encode_manifest({"step-000020.pt": entry}))
+    (tmp_path / "metrics.jsonl").write_text(
+        lines(
+            {"step": 20, "train/loss": 2.0, "metrics/step": 5.0, "text": "odd"},
+            {"step": 20, "val/loss": None},
+            {"step": 20, "host": 7.0, "rank": 1},
+            {"step": 21, "train/loss": 1.0, "val/loss": 9.0},
+            {"step": 19, "late": 3.0},
+        )
+        + '{"step": 20, "cut'
+    )
+    before = run_dir.Measured(10, 80, {"val/loss": 0.9, "rare": 4.0})
+    lost = run_dir.Measured(25, 200, {"val/loss": 9.0, "only later": 1.0})
+    logged = {"train/loss": 2.0, "step": 5.0, "val/loss": None, "late": 3.0}
+    found = run_dir.measured_until(tmp_path, 20, [lost, before])
+    assert found == run_dir.Measured(20, 160, {"rare": 4.0, "val/f1": 0.6, "lr": 0.1, **logged})
+    assert run_dir.measured_until(tmp_path, 20, [lost]).metrics == {"val/f1": 0.6, "lr": 0.1, **logged}
+    assert run_dir.measured_until(tmp_path, 25, [lost, before]) is lost
+    assert run_dir.measured_until(tmp_path / "none", 20, [lost]) == run_dir.Measured(20)
+
+
+def test_of_many_lines_only_the_last_ones_up_to_a_step_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(writers_run_dir, "_TAIL_BYTES", 70)  # lines are split there
+    monkeypatch.setattr(writers_run_dir, "_LINES_BYTES", 1000)
+    found = [{"step": step, f"of/{step}": step} for step in range(1, 100)]
+    (tmp_path / "metrics.jsonl").write_text(lines(*found))
+    assert last_metrics(tmp_path, 0) == {}
+    last = last_metrics(tmp_path, 50)
+    assert last == {f"of/{step}": step for step in range(51 - len(last), 51)}
+    assert 10 < len(last) < 20
 
 
 def test_a_folder_that_cannot_be_looked_at_is_left_to_hydra(tmp_path):

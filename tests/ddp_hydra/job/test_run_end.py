@@ -15,6 +15,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from ddp_hydra.api import Run
 from ddp_hydra.cli.main import error_message
 from ddp_hydra.errors import (
     ClusterError,
@@ -32,7 +33,7 @@ from ddp_hydra.job.inference import InferenceJob
 from ddp_hydra.job.run import Job, run_job
 from ddp_hydra.job.run_dir import hold, is_held
 from ddp_hydra.job.summary import explain, summarised
-from ddp_hydra.record import Record, Start
+from ddp_hydra.record import Metrics, Record, Start
 from ddp_hydra.run_state import AttemptEntry, Best
 from ddp_hydra.storage.files import cannot_write
 from tests.ddp_hydra.job.jobs import PACKED, VALUE, checkpoint, config, ended, make, zipped
@@ -506,6 +507,64 @@ def test_a_resume_writes_its_own_record_once_it_trains(error, returned, monkeypa
         run_job(validated(resume=str(tmp_path)), tmp_path, ["optimizer.lr=1"])
     found = summary_of(tmp_path)
     assert (found["status"], found["from_step"]) == ("failed" if error else "done", 20)
+
+
+BEFORE = {
+    "status": "interrupted",
+    "steps": 20,
+    "samples": 160,
+    "metrics": {"val/accuracy": 0.5, "val/f1": 0.25},
+    "matrices": {"val/confusion": [[1, 0], [0, 1]]},
+    "attempts": [{"attempt": 0, "world_size": 2}],
+}
+
+
+@pytest.mark.parametrize("ends", ["fails", "is interrupted", "fails before it trains"])
+def test_a_resume_begins_with_what_the_run_has_measured(ends, returned, monkeypatch, tmp_path):
+    """Two times in a row: each resume ends before its first validation."""
+
+    def run_on_dask(self, packed, stop):
+        if ends == "fails before it trains":
+            raise RankFailed("m", replace(FAILURE, kind="lost"))
+        with self.handler(None) as handler:
+            handler.handle(Record(Start(), step=20, attempt=self.first_attempt))
+            assert self.status.metrics.items() >= BEFORE["metrics"].items()
+            handler.handle(Record(Metrics({"train/loss": 1.0}), step=20, attempt=self.first_attempt))
+        if ends == "fails":
+            raise RankFailed("m", FAILURE)
+        return {**returned, "metrics": {"train/loss": 1.0}, "interrupted": "interrupt"}
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    saved(tmp_path, {10: 0.75, 20: 0.5}, best=10)
+    (tmp_path / "summary.json").write_text(json.dumps(BEFORE))
+    for _ in range(2):
+        with pytest.raises(Interrupted if ends == "is interrupted" else RankFailed):
+            run_job(validated(resume=str(tmp_path)), tmp_path)
+        found = summary_of(tmp_path)
+        assert (found["steps"], found["samples"]) == (20, 160)
+        assert found["metrics"] == BEFORE["metrics"] | ({} if ends == "fails before it trains" else {"train/loss": 1.0})
+        assert [one["attempt"] for one in found["attempts"]] == [0]
+        assert found["matrices"] == (BEFORE["matrices"] if ends == "is interrupted" else None)
+        assert Run(tmp_path).objective == 0.5
+
+
+def test_a_resume_from_an_earlier_step_forgets_what_was_measured_later(returned, monkeypatch, tmp_path):
+    def run_on_dask(self, packed, stop):
+        with self.handler(None) as handler:
+            handler.handle(Record(Start(), step=10, attempt=1))
+            handler.handle(Record(Metrics({"train/loss": 1.0}), step=15, attempt=1))
+            self.end_attempt(15, [AttemptEntry(attempt=1, steps_done=15)])
+            handler.handle(Record(Metrics({"val/accuracy": 0.875}), step=15, attempt=1))
+            handler.handle(Record(Start(), step=10, attempt=2))
+        raise RankFailed("m", FAILURE)
+
+    monkeypatch.setattr(Job, "run_on_dask", run_on_dask)
+    saved(tmp_path, {10: 0.75, 20: 0.5}, best=10)
+    (tmp_path / "summary.json").write_text(json.dumps(BEFORE))
+    with pytest.raises(RankFailed):
+        run_job(validated(resume=str(tmp_path / "checkpoints" / "step-000010.pt")), tmp_path)
+    found = summary_of(tmp_path)
+    assert (found["steps"], found["metrics"]) == (10, {"val/accuracy": 0.75})
 
 
 def test_a_job_that_is_lost_before_it_trains_tells_torchrun_so(returned, monkeypatch, tmp_path):

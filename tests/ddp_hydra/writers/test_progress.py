@@ -97,6 +97,15 @@ def test_a_key_chooses_the_metrics_of_a_line(show, shown, output, plain_writer, 
     assert output.getvalue().splitlines() == [f"epoch 1/5  {shown}"]
 
 
+def test_a_restart_shows_no_validation_of_the_attempt_before(plain_writer, output, start, metrics_record):
+    plain_writer.write(start)
+    plain_writer.write(metrics_record(10, val__loss=0.1))
+    plain_writer.write(replace(start, step=10, attempt=1))
+    plain_writer.write(metrics_record(20, attempt=1, epoch=2, train__loss=0.5))
+    plain_writer.close()
+    assert output.getvalue().splitlines()[2:] == ["epoch 1/5  val/loss 0.1", "epoch 2/5  train/loss 0.5"]
+
+
 def test_an_epoch_without_validation_has_its_line_too(plain_writer, output, start, metrics_record):
     plain_writer.write(start)
     for step in (5, 10, 15, 20):

@@ -240,10 +240,12 @@ def test_a_driver_goes_on_with_ranks_and_checkpoints_of_the_one_before(runner, s
     add_saved(summary, runner.run_dir, is_stored=True)
     assert (summary.best, summary.metrics) == (Best(20, 0.9), {"val/accuracy": 0.6, "val/loss": 1.0})
     remote = RemoteContext(runner.spec, [], runner.status.now)
-    job = Job(runner.run_dir, OmegaConf.structured(Config), {}, {}, Summary(status="failed"), remote, {})
+    cfg = OmegaConf.merge(OmegaConf.structured(Config), {"resume": spec.url})
+    job = Job(runner.run_dir, cfg, {}, {}, Summary(status="failed"), remote, {})
     assert (job.ranks_before, job.first_world_size) == (2, 2)
     job.write(Record(Start(world_size=1), step=40, attempt=1))
     assert job.summary.steps_lost == 9
+    assert job.summary.metrics == runner.status.content().metrics == {"val/accuracy": 0.6, "val/loss": 1.0}
 
     uploader = runner.uploader
     with job.handler(None) as handler:
