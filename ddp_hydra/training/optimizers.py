@@ -18,7 +18,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, keep_first_rates, own_rate
+from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, constant, first_rate, keep_first_rates, own_rate
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
 from ddp_hydra.training.train_step import sparse_weights, trained_loss
 from ddp_hydra.training.update import Update, Weighing, check_sparse, check_updates
@@ -123,8 +123,8 @@ def updates_of(task: Task) -> list[str]:
 def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
     fresh = parameter_groups.unfreeze(model, cfg.trainer.freeze, stage["patterns"])
     for part, optimizer in parts:
-        first = optimizer.param_groups[0]
-        rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
+        rate = stage["lr"] if stage["lr"] is not None else first_rate(optimizer.param_groups[0])
+        given = {} if rate is None else {"lr": rate}
         own = [parameter for parameter in part.parameters() if parameter in fresh]
         for group in parameter_groups.grouped(own, cfg.trainer.decay_all):
             optimizer.add_param_group({"lr": own_rate(rate), **group})
@@ -136,7 +136,7 @@ def extend(scheduler: Any, optimizer: Optimizer) -> None:
         raise ConfigError(f"parameters can't be unfrozen with {type(scheduler).__name__}: {own}")
     added = optimizer.param_groups[len(scheduler.base_lrs) :]
     keep_first_rates(added)
-    scheduler.base_lrs.extend(group["initial_lr"] for group in added)
+    scheduler.base_lrs.extend(map(first_rate, added))
     scheduler.go_to(scheduler.last_epoch)
 
 
@@ -155,7 +155,10 @@ def optimizer(
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
         built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse_weights(model)))
     for group in built.param_groups:  # torch gives all of them one tensor
-        group["lr"] = own_rate(scaled_rate(cfg, group["lr"], global_batch) if global_batch else group["lr"])
+        rate = group.get("lr")
+        rate = own_rate(scaled_rate(cfg, rate, global_batch) if global_batch else rate)
+        group.update({} if rate is None else {"lr": rate})
+    to_train(built)
     if needed := needed_arguments(built.step):
         wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
         raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
@@ -196,6 +199,10 @@ def fused(node: DictConfig, given: Sequence[nn.Parameter], sparse: Collection[Te
     # takes are left to it, and so is what the config says itself.
     key = node._get_full_key(None)
     if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
+    if rate is None and reference is not None:
+        raise ConfigError(
+            f"optimizer.lr_rule={rule} multiplies optimizer.lr, and there is none: give optimizer.lr=<rate>"
+        )
         raise ConfigError(
             f"{key}.fused=true takes parameters of floating-point types, and the model has some of "
             f"{others.pop()}: give {key}.fused=false"
@@ -253,6 +260,7 @@ def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
 
 def _schedules_in(value: Any) -> Iterator[DictConfig]:
     for one in value if isinstance(value, ListConfig) else [value]:
+    check_rates(optimizer, node)
         if isinstance(one, DictConfig) and "_target_" in one and "optimizer" in parameters(one["_target_"]):
             yield one
 
@@ -263,6 +271,18 @@ def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
     if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
         raise ConfigError(
             f"scheduler._target_={target} returned a {type(scheduler).__name__}: return a schedule of "
+def check_rates(optimizer: torch.optim.Optimizer, node: DictConfig) -> None:
+    # An optimizer without a rate finds it itself. A schedule of a library may know that.
+    target, warmups = str(node.get("_target_")), [node.get(key) for key in ("warmup_steps", "warmup_epochs")]
+    sets_rates = target.startswith(("torch.optim.lr_scheduler.", f"{FactorLR.__module__}."))
+    keeps_rates = target == f"{FactorLR.__module__}.{constant.__name__}" and not any(warmups)
+    if sets_rates and not keeps_rates and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ConfigError(
+            f"scheduler._target_={target} sets the learning rate, and {type(optimizer).__name__} has none "
+            "(optimizer.lr=null): give scheduler=none scheduler.warmup_steps=0, or optimizer.lr=<rate>"
+        )
+
+
             "torch.optim.lr_scheduler, or an object with its step(), state_dict() and load_state_dict()"
         )
     if needed := needed_arguments(scheduler.step):

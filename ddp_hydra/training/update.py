@@ -67,7 +67,7 @@ class Update:
         self.unchecked: GradientNorms | None = None
         self.gradients: GradientNorms | None = None
         self.is_unscaled = False
-        self.lr = 0.0
+        self.lr: float | None = None
         self.grad_norm: Tensor | None = None
         # The schedule moves on when a step is skipped. If that is the first step, torch would warn of a mistake.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
@@ -79,7 +79,8 @@ class Update:
             for _, parameter in self.trained:
                 parameter.requires_grad_()
         self.weighing.begin()
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
+        rate = self.optimizer.param_groups[0].get("lr")
+        self.lr = None if rate is None else float(rate)  # an optimizer may find its rate itself
         self.is_unscaled = False
         self.optimizer.zero_grad(set_to_none=not self.in_place)
         if self.in_place:
@@ -149,7 +150,7 @@ class Update:
 
     def metrics(self) -> dict[str, float]:
         prefix = f"{self.name}/" if self.name else ""
-        found = {f"{prefix}lr": self.lr}
+        found = {} if self.lr is None else {f"{prefix}lr": self.lr}
         if self.grad_norm is not None:
             found[f"{prefix}grad_norm"] = float(self.grad_norm)
         if self.scaler.is_enabled():
