@@ -25,6 +25,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.optimizers import optimizer
 from ddp_hydra.training.parallel import parameter_groups, units, weights
+from ddp_hydra.training.update import is_of_torch
 
 MOST_RANKS = 4096
 """Ranks up to which a number is sought that a model fits on."""
@@ -76,7 +77,7 @@ class Pass:
 
 def moments(optimizer: Optimizer) -> int:
     # Bytes on all ranks together; 0 for optimizers of other libraries.
-    known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
+    known = optimizer.defaults if is_of_torch(optimizer) else {}
     number = len(known.get("betas", ())) or bool(known.get("momentum"))
     return number * sum(one.nbytes for group in optimizer.param_groups for one in group["params"])
 

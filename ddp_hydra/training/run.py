@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -275,6 +276,14 @@ class TrainingRun:
     @property
     def step_ends_epoch(self) -> bool:
         if isinstance(self.sampler, StreamSampler):  # only with the next batch does a rank know
+    def apply(self, update: Update) -> None:
+        if not update.may_draw:  # the generators are slow to seed
+            update.apply()
+            return
+        number = list(self.updates).index(update.name)
+        with seeded(self.cfg.seed, self.step, number, _OF_AN_UPDATE, self.parallel.share):
+            update.apply()
+
             heartbeat.at("load", self.step + 1)
         return self._samples_are_used_up(self.sampler.global_batch)
 
@@ -394,3 +403,19 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     torch.default_generator.manual_seed(mixed % 2**63)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(mixed % 2**63)
+_OF_AN_UPDATE = 2
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    # The generators are then as before the block.
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    with draws.StateGuard():
+        draws.seed_by(*key)
+        if cuda is not None:
+            torch.cuda.manual_seed(draws.mixed(*key) % 2**63)
+        yield
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
+
+
