@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -127,7 +128,8 @@ def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module,
         given = {} if rate is None else {"lr": rate}
         own = [parameter for parameter in part.parameters() if parameter in fresh]
         for group in parameter_groups.grouped(own, cfg.trainer.decay_all):
-            optimizer.add_param_group({"lr": own_rate(rate), **group})
+            optimizer.add_param_group({**{key: own_rate(value) for key, value in given.items()}, **group})
+        to_train(optimizer)
 
 
 def extend(scheduler: Any, optimizer: Optimizer) -> None:
@@ -165,12 +167,42 @@ def optimizer(
     return built
 
 
+def has_eval_weights(optimizer: torch.optim.Optimizer) -> bool:
+    # It evaluates other weights than it trains, as schedule-free ones do.
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+
+
+def to_train(optimizer: Any) -> None:
+    if has_eval_weights(optimizer):
+        optimizer.train()
+
+
+@contextmanager
+def eval_weights(optimizers: Sequence[Any]) -> Iterator[None]:
+    # The parameters are kept: computed back, they would be rounded.
+    switched = [one for one in optimizers if has_eval_weights(one)]
+    trained = [parameter for one in switched for group in one.param_groups for parameter in group["params"]]
+    kept = [parameter.detach().clone() for parameter in trained]
+    for one in switched:
+        one.eval()
+    yield
+    for one in switched:
+        one.train()
+    with torch.no_grad():
+        for parameter, value in zip(trained, kept, strict=True):
+            parameter.copy_(value)
+
+
 RATE_KEYS = ("lr_rule", "lr_reference_batch")
 """Keys of the group `optimizer` that are no arguments of a `_target_`."""
 
 
 def scaled_rate(cfg: DictConfig, rate: Any, global_batch: int) -> Any:
     rule, reference = (cfg.optimizer.get(key) for key in RATE_KEYS)
+    if rate is None and reference is not None:
+        raise ConfigError(
+            f"optimizer.lr_rule={rule} multiplies optimizer.lr, and there is none: give optimizer.lr=<rate>"
+        )
     if rule == "linear":
         return rate * global_batch / reference
     return rate * math.sqrt(global_batch / reference) if rule == "sqrt" else rate
@@ -199,10 +231,6 @@ def fused(node: DictConfig, given: Sequence[nn.Parameter], sparse: Collection[Te
     # takes are left to it, and so is what the config says itself.
     key = node._get_full_key(None)
     if node.get("fused") is True and (others := {one.dtype for one in given if not one.is_floating_point()}):
-    if rate is None and reference is not None:
-        raise ConfigError(
-            f"optimizer.lr_rule={rule} multiplies optimizer.lr, and there is none: give optimizer.lr=<rate>"
-        )
         raise ConfigError(
             f"{key}.fused=true takes parameters of floating-point types, and the model has some of "
             f"{others.pop()}: give {key}.fused=false"
@@ -232,6 +260,7 @@ def schedule(
     cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1, update: str = ""
 ) -> Any:
     node = of_update(cfg.scheduler, update, "scheduler")
+    check_rates(optimizer, node)
     known = {"optimizer": optimizer, "total_steps": total_steps, "epoch_steps": epoch_steps}
     if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
         known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
@@ -240,6 +269,18 @@ def schedule(
         keep_first_rates(optimizer.param_groups)
     check_schedule(built, str(node["_target_"]))
     return built
+
+
+def check_rates(optimizer: torch.optim.Optimizer, node: DictConfig) -> None:
+    # An optimizer without a rate finds it itself. A schedule of a library may know that.
+    target, warmups = str(node.get("_target_")), [node.get(key) for key in ("warmup_steps", "warmup_epochs")]
+    sets_rates = target.startswith(("torch.optim.lr_scheduler.", f"{FactorLR.__module__}."))
+    keeps_rates = target == f"{FactorLR.__module__}.{constant.__name__}" and not any(warmups)
+    if sets_rates and not keeps_rates and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ConfigError(
+            f"scheduler._target_={target} sets the learning rate, and {type(optimizer).__name__} has none "
+            "(optimizer.lr=null): give scheduler=none scheduler.warmup_steps=0, or optimizer.lr=<rate>"
+        )
 
 
 def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
@@ -260,7 +301,6 @@ def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:
 
 def _schedules_in(value: Any) -> Iterator[DictConfig]:
     for one in value if isinstance(value, ListConfig) else [value]:
-    check_rates(optimizer, node)
         if isinstance(one, DictConfig) and "_target_" in one and "optimizer" in parameters(one["_target_"]):
             yield one
 
@@ -271,18 +311,6 @@ def check_schedule(scheduler: Any, target: str, nested: bool = False) -> None:
     if not callable(getattr(scheduler, "step", None)) or not callable(getattr(scheduler, "state_dict", None)):
         raise ConfigError(
             f"scheduler._target_={target} returned a {type(scheduler).__name__}: return a schedule of "
-def check_rates(optimizer: torch.optim.Optimizer, node: DictConfig) -> None:
-    # An optimizer without a rate finds it itself. A schedule of a library may know that.
-    target, warmups = str(node.get("_target_")), [node.get(key) for key in ("warmup_steps", "warmup_epochs")]
-    sets_rates = target.startswith(("torch.optim.lr_scheduler.", f"{FactorLR.__module__}."))
-    keeps_rates = target == f"{FactorLR.__module__}.{constant.__name__}" and not any(warmups)
-    if sets_rates and not keeps_rates and any(group.get("lr") is None for group in optimizer.param_groups):
-        raise ConfigError(
-            f"scheduler._target_={target} sets the learning rate, and {type(optimizer).__name__} has none "
-            "(optimizer.lr=null): give scheduler=none scheduler.warmup_steps=0, or optimizer.lr=<rate>"
-        )
-
-
             "torch.optim.lr_scheduler, or an object with its step(), state_dict() and load_state_dict()"
         )
     if needed := needed_arguments(scheduler.step):

@@ -20,7 +20,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import WorldLeft
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
-from ddp_hydra.training import build_data, builders, load_run, memory, setup
+from ddp_hydra.training import build_data, builders, load_run, memory, optimizers, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, MetricNames, RunView
 from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting
@@ -148,7 +148,10 @@ class TrainingRun:
 
     def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
         updates, trainer, objective, sampler = self.updates, self.cfg.trainer, self.cfg.objective, self.sampler
-        self.ema = self.parallel.build_average(trainer.ema_decay) if trainer.ema_decay else None
+        has_eval_weights = any(optimizers.has_eval_weights(update.optimizer) for update in updates.values())
+        self.ema = None
+        if trainer.ema_decay or has_eval_weights:
+            self.ema = self.parallel.build_average(trainer.ema_decay or 0.0)
         stopping = trainer.early_stopping_patience, trainer.early_stopping_min_delta
         self.early_stopping = EarlyStopping(objective.metric, objective.direction == "maximize", *stopping)
         self.epoch_means = EpochMeans(self.task)
@@ -273,9 +276,6 @@ class TrainingRun:
             self.updates[name].begin()
             yield self.updates[name], micro_batches
 
-    @property
-    def step_ends_epoch(self) -> bool:
-        if isinstance(self.sampler, StreamSampler):  # only with the next batch does a rank know
     def apply(self, update: Update) -> None:
         if not update.may_draw:  # the generators are slow to seed
             update.apply()
@@ -284,6 +284,9 @@ class TrainingRun:
         with seeded(self.cfg.seed, self.step, number, _OF_AN_UPDATE, self.parallel.share):
             update.apply()
 
+    @property
+    def step_ends_epoch(self) -> bool:
+        if isinstance(self.sampler, StreamSampler):  # only with the next batch does a rank know
             heartbeat.at("load", self.step + 1)
         return self._samples_are_used_up(self.sampler.global_batch)
 
@@ -300,7 +303,7 @@ class TrainingRun:
         return True
 
     def advance(self, updated: bool) -> None:
-        if updated and self.ema is not None:
+        if updated and self.ema is not None and self.ema.decay:
             self.ema.update(self.model)
         self.position.advance(self.sampler.global_batch)
         heartbeat.here().commit(self.position.step)
@@ -324,6 +327,9 @@ class TrainingRun:
 
     def synchronise(self) -> None:
         # A collective.
+        if self.ema is not None and not self.ema.decay:
+            with optimizers.eval_weights([update.optimizer for update in self.updates.values()]):
+                self.ema.take(self.model)
         for name, update in self.updates.items():
             averages = [self.task.part(self.ema.model, name) if name else self.ema.model] if self.ema else []
             update.part.synchronise(*averages)
@@ -397,12 +403,6 @@ class TrainingRun:
             self.nonfinite.remember()
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    mixed = (seed * 1_000_003 + step) * 65_537 + rank
-    draws.seed_all(mixed)
-    torch.default_generator.manual_seed(mixed % 2**63)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(mixed % 2**63)
 _OF_AN_UPDATE = 2
 
 
@@ -419,3 +419,9 @@ def seeded(*key: int) -> Iterator[None]:
         torch.cuda.set_rng_state(cuda)
 
 
+def seed_step(seed: int, step: int, rank: int) -> None:
+    mixed = (seed * 1_000_003 + step) * 65_537 + rank
+    draws.seed_all(mixed)
+    torch.default_generator.manual_seed(mixed % 2**63)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(mixed % 2**63)
