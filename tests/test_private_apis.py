@@ -42,6 +42,8 @@ ALLOWED = {
     "_get_ddp_logging_data": "the times of DDP's communication",
     "_iterator": "workers of a user's DataLoader are ended with the rank",
     "_shutdown_workers": "as _iterator",
+    "_optimizer_step_post_hooks": "a hook of an optimizer may draw random numbers, which torch's own optimizers don't",
+    "_optimizer_step_pre_hooks": "as _optimizer_step_post_hooks",
     "_metadata": "versions of layers, which a state dict carries",
     "_non_persistent_buffers_set": "a buffer that the average takes from the model is saved only if it is there",
     "_no_split_modules": "the blocks of a model of Transformers",

@@ -83,7 +83,10 @@ class RunView:
 
     @property
     def average(self) -> nn.Module | None:
-        """The moving average of the model, which is validated; None without trainer.ema_decay."""
+        """The moving average of the model, which is validated; None without trainer.ema_decay.
+
+        An optimizer with eval() and train() has one, too: as it was at the last validation or checkpoint.
+        """
         return self._run.ema.model if self._run.ema is not None else None
 
     @property

@@ -23,8 +23,9 @@ from ddp_hydra.data.draws import StateGuard
 from ddp_hydra.errors import DdpHydraError
 from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
-from ddp_hydra.training.optimizers import optimizer
+from ddp_hydra.training.optimizers import has_eval_weights, optimizer
 from ddp_hydra.training.parallel import parameter_groups, units, weights
+from ddp_hydra.training.update import is_of_torch
 
 MOST_RANKS = 4096
 """Ranks up to which a number is sought that a model fits on."""
@@ -76,7 +77,7 @@ class Pass:
 
 def moments(optimizer: Optimizer) -> int:
     # Bytes on all ranks together; 0 for optimizers of other libraries.
-    known = optimizer.defaults if type(optimizer).__module__.startswith("torch.optim.") else {}
+    known = optimizer.defaults if is_of_torch(optimizer) else {}
     number = len(known.get("betas", ())) or bool(known.get("momentum"))
     return number * sum(one.nbytes for group in optimizer.param_groups for one in group["params"])
 
@@ -98,7 +99,9 @@ def memory_of(cfg: DictConfig, model: nn.Module, optimizers: Iterable[Optimizer]
     # Of a rank that has all of the model, without activations.
     parameters = list(model.parameters())
     whole, trained = (sum(one.nbytes for one in parameters if one.requires_grad or every) for every in (True, False))
-    return Memory(whole * (2 if cfg.trainer.ema_decay else 1), trained, sum(map(moments, optimizers)))
+    given = list(optimizers)
+    is_averaged = cfg.trainer.ema_decay or any(map(has_eval_weights, given))
+    return Memory(whole * (2 if is_averaged else 1), trained, sum(map(moments, given)))
 
 
 def outlined_optimizers(cfg: DictConfig, model: nn.Module, task: Task, updates: Sequence[str]) -> list[Optimizer]:

@@ -32,7 +32,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, optimizers, plain_state, sharded_checkpoint
 from ddp_hydra.training.checkpoint import read
 from ddp_hydra.training.data_description import DataDescription, shown
-from ddp_hydra.training.lr_schedules import FactorLR, own_rate
+from ddp_hydra.training.lr_schedules import FactorLR, first_rate, own_rate
 from ddp_hydra.training.parallel import Parallel, weights
 from ddp_hydra.training.sharded_checkpoint import PARTS_IN
 from ddp_hydra.training.state import ByName, TrainingState, each
@@ -207,7 +207,7 @@ class OptimizerSettings:
     def has_other_rates_than(self, saved: Mapping[str, Any]) -> bool:
         # `saved`: the optimizer's state in the checkpoint, which may have a layout of its own.
         return self.may_have_other_rates and any(
-            "lr" in group and _own_rate(group) != _own_rate(new)
+            "lr" in group and first_rate(group) != first_rate(new)
             for group, new in zip(saved.get("param_groups", ()), self.groups, strict=False)
         )
 
@@ -249,17 +249,14 @@ class OptimizerSettings:
 
     def _set_rates(self) -> None:
         for number, (group, new) in enumerate(zip(self.optimizer.param_groups, self.groups, strict=True)):
-            old_lr, new_lr = _own_rate(group), _own_rate(new)
+            old_lr, new_lr = first_rate(group), first_rate(new)
             if new_lr == old_lr:
                 continue
-            group["lr"] = group["lr"] * new_lr / old_lr if old_lr else own_rate(new_lr)
+            is_scaled = bool(old_lr) and new_lr is not None
+            group["lr"] = group["lr"] * new_lr / old_lr if is_scaled else own_rate(new_lr)
             group["initial_lr"] = new_lr
             if hasattr(self.scheduler, "base_lrs"):
                 self.scheduler.base_lrs[number] = new_lr
-
-
-def _own_rate(group: Mapping[str, Any]) -> Any:
-    return group.get("initial_lr", group["lr"])
 
 
 def _node(config: Mapping[str, Any], section: str, name: str) -> Mapping[str, Any]:

@@ -138,7 +138,7 @@ def fit(run: TrainingRun, first_save: Mapping[int, Mapping[str, float]] | None =
                 if nonfinite is not None:
                     break
                 if not update.weighing.is_empty:  # else the weights stay
-                    update.apply()
+                    run.apply(update)
                 run.monitor.meter.add(*counts)
             if nonfinite is not None and run.rolls_back(nonfinite):
                 break  # the position has moved: ask for its batches

@@ -28,9 +28,15 @@ def own_rate(rate: Any) -> Any:
     return rate.clone() if rate.is_floating_point() else rate.to(torch.get_default_dtype())
 
 
+def first_rate(group: Mapping[str, Any]) -> Any:
+    # None: the optimizer finds its rate itself.
+    return group.get("initial_lr", group.get("lr"))
+
+
 def keep_first_rates(groups: Iterable[dict[str, Any]]) -> None:
     for group in groups:
-        group.setdefault("initial_lr", own_rate(group["lr"]))
+        if group.get("lr") is not None:
+            group.setdefault("initial_lr", own_rate(group["lr"]))
 
 
 @torch.no_grad()
@@ -48,20 +54,21 @@ class FactorLR:
     def __init__(self, optimizer: Optimizer, factor: Callable[[float], float]) -> None:
         self.optimizer, self.factor = optimizer, factor
         keep_first_rates(optimizer.param_groups)
-        self.base_lrs = [group["initial_lr"] for group in optimizer.param_groups]
+        self.base_lrs = [first_rate(group) for group in optimizer.param_groups]
         self.last_epoch = 0.0
         self.go_to(0)
 
     def go_to(self, done: float) -> None:
         self.last_epoch = done
         for group, rate in zip(self.optimizer.param_groups, self.get_last_lr(), strict=True):
-            set_rate(group, rate)
+            if rate is not None:
+                set_rate(group, rate)
 
     def step(self) -> None:
         self.go_to(self.last_epoch + 1)
 
-    def get_last_lr(self) -> list[float]:
-        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+    def get_last_lr(self) -> list[float | None]:
+        return [None if base is None else base * self.factor(self.last_epoch) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
         return {"base_lrs": list(self.base_lrs), "last_epoch": self.last_epoch}

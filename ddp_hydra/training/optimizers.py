@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import builders
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import shown
-from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, keep_first_rates, own_rate
+from ddp_hydra.training.lr_schedules import FactorLR, ScheduleProgress, constant, first_rate, keep_first_rates, own_rate
 from ddp_hydra.training.parallel import Parallel, parameter_groups, weights
 from ddp_hydra.training.train_step import sparse_weights, trained_loss
 from ddp_hydra.training.update import Update, Weighing, check_sparse, check_updates
@@ -123,11 +124,12 @@ def updates_of(task: Task) -> list[str]:
 def unfreeze(cfg: DictConfig, model: nn.Module, parts: Sequence[tuple[nn.Module, Optimizer]], stage: Stage) -> None:
     fresh = parameter_groups.unfreeze(model, cfg.trainer.freeze, stage["patterns"])
     for part, optimizer in parts:
-        first = optimizer.param_groups[0]
-        rate = stage["lr"] if stage["lr"] is not None else first.get("initial_lr", first["lr"])
+        rate = stage["lr"] if stage["lr"] is not None else first_rate(optimizer.param_groups[0])
+        given = {} if rate is None else {"lr": rate}
         own = [parameter for parameter in part.parameters() if parameter in fresh]
         for group in parameter_groups.grouped(own, cfg.trainer.decay_all):
-            optimizer.add_param_group({"lr": own_rate(rate), **group})
+            optimizer.add_param_group({**{key: own_rate(value) for key, value in given.items()}, **group})
+        to_train(optimizer)
 
 
 def extend(scheduler: Any, optimizer: Optimizer) -> None:
@@ -136,7 +138,7 @@ def extend(scheduler: Any, optimizer: Optimizer) -> None:
         raise ConfigError(f"parameters can't be unfrozen with {type(scheduler).__name__}: {own}")
     added = optimizer.param_groups[len(scheduler.base_lrs) :]
     keep_first_rates(added)
-    scheduler.base_lrs.extend(group["initial_lr"] for group in added)
+    scheduler.base_lrs.extend(map(first_rate, added))
     scheduler.go_to(scheduler.last_epoch)
 
 
@@ -155,11 +157,40 @@ def optimizer(
         groups = parameter_groups.parameters(names, decay_all=cfg.trainer.decay_all)
         built = make(node, groups, **fused(node, [one for one in names if one.requires_grad], sparse_weights(model)))
     for group in built.param_groups:  # torch gives all of them one tensor
-        group["lr"] = own_rate(scaled_rate(cfg, group["lr"], global_batch) if global_batch else group["lr"])
+        rate = group.get("lr")
+        rate = own_rate(scaled_rate(cfg, rate, global_batch) if global_batch else rate)
+        group.update({} if rate is None else {"lr": rate})
+    to_train(built)
     if needed := needed_arguments(built.step):
         wanted = f"its step() needs {', '.join(needed)}, and gets nothing"
         raise ConfigError(f"optimizer._target_={node['_target_']}: {wanted}: give optimizer=adamw or optimizer=sgd")
     return built
+
+
+def has_eval_weights(optimizer: torch.optim.Optimizer) -> bool:
+    # It evaluates other weights than it trains, as schedule-free ones do.
+    return all(callable(getattr(optimizer, name, None)) for name in ("eval", "train"))
+
+
+def to_train(optimizer: Any) -> None:
+    if has_eval_weights(optimizer):
+        optimizer.train()
+
+
+@contextmanager
+def eval_weights(optimizers: Sequence[Any]) -> Iterator[None]:
+    # The parameters are kept: computed back, they would be rounded.
+    switched = [one for one in optimizers if has_eval_weights(one)]
+    trained = [parameter for one in switched for group in one.param_groups for parameter in group["params"]]
+    kept = [parameter.detach().clone() for parameter in trained]
+    for one in switched:
+        one.eval()
+    yield
+    for one in switched:
+        one.train()
+    with torch.no_grad():
+        for parameter, value in zip(trained, kept, strict=True):
+            parameter.copy_(value)
 
 
 RATE_KEYS = ("lr_rule", "lr_reference_batch")
@@ -168,6 +199,10 @@ RATE_KEYS = ("lr_rule", "lr_reference_batch")
 
 def scaled_rate(cfg: DictConfig, rate: Any, global_batch: int) -> Any:
     rule, reference = (cfg.optimizer.get(key) for key in RATE_KEYS)
+    if rate is None and reference is not None:
+        raise ConfigError(
+            f"optimizer.lr_rule={rule} multiplies optimizer.lr, and there is none: give optimizer.lr=<rate>"
+        )
     if rule == "linear":
         return rate * global_batch / reference
     return rate * math.sqrt(global_batch / reference) if rule == "sqrt" else rate
@@ -225,6 +260,7 @@ def schedule(
     cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, epoch_steps: int = 1, update: str = ""
 ) -> Any:
     node = of_update(cfg.scheduler, update, "scheduler")
+    check_rates(optimizer, node)
     known = {"optimizer": optimizer, "total_steps": total_steps, "epoch_steps": epoch_steps}
     if str(node.get("_target_")).endswith(".ReduceLROnPlateau") and "mode" not in node:  # its value is the objective
         known["mode"] = {"maximize": "max"}.get(cfg.objective.direction, "min")
@@ -233,6 +269,18 @@ def schedule(
         keep_first_rates(optimizer.param_groups)
     check_schedule(built, str(node["_target_"]))
     return built
+
+
+def check_rates(optimizer: torch.optim.Optimizer, node: DictConfig) -> None:
+    # An optimizer without a rate finds it itself. A schedule of a library may know that.
+    target, warmups = str(node.get("_target_")), [node.get(key) for key in ("warmup_steps", "warmup_epochs")]
+    sets_rates = target.startswith(("torch.optim.lr_scheduler.", f"{FactorLR.__module__}."))
+    keeps_rates = target == f"{FactorLR.__module__}.{constant.__name__}" and not any(warmups)
+    if sets_rates and not keeps_rates and any(group.get("lr") is None for group in optimizer.param_groups):
+        raise ConfigError(
+            f"scheduler._target_={target} sets the learning rate, and {type(optimizer).__name__} has none "
+            "(optimizer.lr=null): give scheduler=none scheduler.warmup_steps=0, or optimizer.lr=<rate>"
+        )
 
 
 def _with_optimizer(node: DictConfig, known: dict[str, Any]) -> Any:

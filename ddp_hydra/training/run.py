@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from ddp_hydra.data.streams import StreamSampler
 from ddp_hydra.errors import WorldLeft
 from ddp_hydra.rank import fault_injection
 from ddp_hydra.rank.world import ALONE, World
-from ddp_hydra.training import build_data, builders, load_run, memory, setup
+from ddp_hydra.training import build_data, builders, load_run, memory, optimizers, setup
 from ddp_hydra.training.cadence import Cadence, EarlyStopping, LogClock
 from ddp_hydra.training.callbacks import Callbacks, MetricNames, RunView
 from ddp_hydra.training.checkpoint import CheckpointSaver, load_fitting
@@ -147,7 +148,10 @@ class TrainingRun:
 
     def _build_state(self, config: dict[str, Any], description: DataDescription, batch: dict[str, int]) -> None:
         updates, trainer, objective, sampler = self.updates, self.cfg.trainer, self.cfg.objective, self.sampler
-        self.ema = self.parallel.build_average(trainer.ema_decay) if trainer.ema_decay else None
+        has_eval_weights = any(optimizers.has_eval_weights(update.optimizer) for update in updates.values())
+        self.ema = None
+        if trainer.ema_decay or has_eval_weights:
+            self.ema = self.parallel.build_average(trainer.ema_decay or 0.0)
         stopping = trainer.early_stopping_patience, trainer.early_stopping_min_delta
         self.early_stopping = EarlyStopping(objective.metric, objective.direction == "maximize", *stopping)
         self.epoch_means = EpochMeans(self.task)
@@ -272,6 +276,14 @@ class TrainingRun:
             self.updates[name].begin()
             yield self.updates[name], micro_batches
 
+    def apply(self, update: Update) -> None:
+        if not update.may_draw:  # the generators are slow to seed
+            update.apply()
+            return
+        number = list(self.updates).index(update.name)
+        with seeded(self.cfg.seed, self.step, number, _OF_AN_UPDATE, self.parallel.share):
+            update.apply()
+
     @property
     def step_ends_epoch(self) -> bool:
         if isinstance(self.sampler, StreamSampler):  # only with the next batch does a rank know
@@ -291,7 +303,7 @@ class TrainingRun:
         return True
 
     def advance(self, updated: bool) -> None:
-        if updated and self.ema is not None:
+        if updated and self.ema is not None and self.ema.decay:
             self.ema.update(self.model)
         self.position.advance(self.sampler.global_batch)
         heartbeat.here().commit(self.position.step)
@@ -315,6 +327,9 @@ class TrainingRun:
 
     def synchronise(self) -> None:
         # A collective.
+        if self.ema is not None and not self.ema.decay:
+            with optimizers.eval_weights([update.optimizer for update in self.updates.values()]):
+                self.ema.take(self.model)
         for name, update in self.updates.items():
             averages = [self.task.part(self.ema.model, name) if name else self.ema.model] if self.ema else []
             update.part.synchronise(*averages)
@@ -386,6 +401,22 @@ class TrainingRun:
                 self.log_interval()  # a rollback drops what is not logged
             self.state.gather(self.world)
             self.nonfinite.remember()
+
+
+_OF_AN_UPDATE = 2
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    # The generators are then as before the block.
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+    with draws.StateGuard():
+        draws.seed_by(*key)
+        if cuda is not None:
+            torch.cuda.manual_seed(draws.mixed(*key) % 2**63)
+        yield
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

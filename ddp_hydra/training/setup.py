@@ -23,7 +23,7 @@ from ddp_hydra.tasks import Task
 from ddp_hydra.training import build_data, builders, cost, memory
 from ddp_hydra.training.consensus import StepConsensus
 from ddp_hydra.training.data_description import DataDescription, length, shown
-from ddp_hydra.training.lr_schedules import planned_steps, steps_in_epoch
+from ddp_hydra.training.lr_schedules import first_rate, planned_steps, steps_in_epoch
 from ddp_hydra.training.monitor import skipped_by
 from ddp_hydra.training.optimizers import RATE_KEYS, updates_of
 from ddp_hydra.training.parallel import weights
@@ -200,7 +200,7 @@ def most_kept(passes: Sequence[cost.Pass]) -> int | None:
 def rates_of(run: Any) -> str:
     """Return the learning rates of each update, before its schedule: one, or the smallest and the largest."""
     rates = {
-        name: {float(group.get("initial_lr", group["lr"])) for group in update.optimizer.param_groups}
+        name: {float(rate) for rate in map(first_rate, update.optimizer.param_groups) if rate is not None}
         for name, update in run.updates.items()
     }
     rule, reference = (run.cfg.optimizer.get(key) for key in RATE_KEYS)
@@ -208,6 +208,7 @@ def rates_of(run: Any) -> str:
     texts = [
         f"{name} {min(found):.4g}".lstrip() + (f" to {max(found):.4g}" if len(found) > 1 else "")
         for name, found in rates.items()
+        if found
     ]
     return ", ".join(texts) + how
 

@@ -179,7 +179,7 @@ class TrainingState:
                 one for one, name in names.items() if getattr(weights_then.get(name), "dtype", one.dtype) != one.dtype
             }
             for name, optimizer in each(self.optimizer):
-                needed = optimizer.defaults.keys() & optimizer.param_groups[0].keys()  # torch adds to the defaults
+                needed = needed_settings(optimizer)
                 numbered = by_numbers(optimizer, names, saved[name] if name else saved)
                 load_slots(optimizer, self.parallel.shard_slots(optimizer, numbered), retyped)
                 for group in optimizer.param_groups:
@@ -268,6 +268,13 @@ def by_numbers(optimizer: Optimizer, names: Mapping[nn.Parameter, str], state: d
     ]
     slots = {numbers[name]: slots for name, slots in state["state"].items()} | state.get("others", {})
     return {key: part for key, part in state.items() if key != "others"} | {"state": slots, "param_groups": fitted}
+
+
+def needed_settings(optimizer: Optimizer) -> set[str]:
+    # Torch adds to the defaults, and an optimizer may save some of its settings only.
+    state, own = optimizer.state_dict(), optimizer.param_groups
+    groups = state["param_groups"] if _is_by_numbers(state, sum(len(group["params"]) for group in own)) else own
+    return optimizer.defaults.keys() & own[0].keys() & groups[0].keys()
 
 
 def load_slots(optimizer: Optimizer, state: dict[str, Any], retyped: Container[nn.Parameter]) -> None:

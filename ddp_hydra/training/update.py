@@ -67,10 +67,16 @@ class Update:
         self.unchecked: GradientNorms | None = None
         self.gradients: GradientNorms | None = None
         self.is_unscaled = False
-        self.lr = 0.0
+        self.lr: float | None = None
         self.grad_norm: Tensor | None = None
         # The schedule moves on when a step is skipped. If that is the first step, torch would warn of a mistake.
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+
+    @property
+    def may_draw(self) -> bool:
+        # Random numbers. Torch's own optimizers don't, but hooks of their step may.
+        one = self.optimizer
+        return not is_of_torch(one) or bool(one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks)
 
     def begin(self) -> None:
         for parameter in self.others:
@@ -79,7 +85,8 @@ class Update:
             for _, parameter in self.trained:
                 parameter.requires_grad_()
         self.weighing.begin()
-        self.lr = float(self.optimizer.param_groups[0]["lr"])
+        rate = self.optimizer.param_groups[0].get("lr")
+        self.lr = None if rate is None else float(rate)  # an optimizer may find its rate itself
         self.is_unscaled = False
         self.optimizer.zero_grad(set_to_none=not self.in_place)
         if self.in_place:
@@ -142,14 +149,14 @@ class Update:
             if self.gradients is None and not self.is_unscaled:
                 self.scaler.unscale_(self.optimizer)
             self.grad_norm = self.part.clip(self.trained, self.clip_norm, self.gradients)
-        with sparse_explained(self.optimizer, self.key), self.part.explain_step_errors(self.optimizer):
+        with step_explained(self.optimizer, self.key), self.part.explain_step_errors(self.optimizer):
             self.scaler.step(self.optimizer)
         self.scaler.update()
         self.part.after_step()
 
     def metrics(self) -> dict[str, float]:
         prefix = f"{self.name}/" if self.name else ""
-        found = {f"{prefix}lr": self.lr}
+        found = {} if self.lr is None else {f"{prefix}lr": self.lr}
         if self.grad_norm is not None:
             found[f"{prefix}grad_norm"] = float(self.grad_norm)
         if self.scaler.is_enabled():
@@ -157,11 +164,20 @@ class Update:
         return found
 
 
+def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
 @contextmanager
-def sparse_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[None]:
+def step_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if re.search(r"create_graph|does not have a grad_fn", str(error)):
+            raise ConfigError(
+                f"{key}: the step() of {type(optimizer).__name__} needs gradients of loss.backward(create_graph=True), "
+                "which are not computed: give optimizer=adamw or sgd"
+            ) from error
         if not re.search(r"sparse gradient|dense gradient|add\(sparse", str(error)):
             raise
         name, off = type(optimizer).__name__, {"fused": "false", "weight_decay": "0"}
@@ -183,12 +199,12 @@ def sparse_explained(optimizer: torch.optim.Optimizer, key: str) -> Iterator[Non
 def check_sparse(part: nn.Module, optimizer: torch.optim.Optimizer, key: str) -> None:
     # A step of an optimizer of the same kind tells it before the data are read.
     sparse, kind = sparse_weights(part), cast("Any", type(optimizer))
-    for group in optimizer.param_groups if type(optimizer).__module__.startswith("torch.optim.") else ():
+    for group in optimizer.param_groups if is_of_torch(optimizer) else ():
         found = next((one for one in group["params"] if one in sparse), None)
         if found is not None:
             small = nn.Parameter(torch.zeros(2, 2, dtype=found.dtype, device=found.device))
             small.grad = torch.eye(2, dtype=found.dtype, device=found.device).to_sparse(1)
-            with sparse_explained(optimizer, key):
+            with step_explained(optimizer, key):
                 kind([{**group, "params": [small]}]).step()
 
 

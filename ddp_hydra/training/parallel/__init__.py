@@ -68,6 +68,11 @@ class Parallel:
         return self.shards and self.world.group is not None
 
     @property
+    def share(self) -> int:
+        # Number of this rank's share of the parameters. Ranks with the same one update them alike.
+        return 0
+
+    @property
     def casts_to_bf16(self) -> bool:
         # The model computes in the run's precision by itself, without autocast.
         return False

@@ -223,6 +223,10 @@ class FSDP2(Parallel):
         return found
 
     @property
+    def share(self) -> int:
+        return self.world.rank % (self.world.size // self.replicas) if self.is_sharded else 0
+
+    @property
     def casts_to_bf16(self) -> bool:
         return self.is_sharded and self.trainer.precision in ("bf16", "fp8")
 

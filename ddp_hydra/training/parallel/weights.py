@@ -373,11 +373,15 @@ def load_copied(model: nn.Module, state: Mapping[str, Any]) -> None:
         raise RuntimeError(f"it lacks {missing[:3]}, and has {unexpected[:3]}, which the model lacks")
 
 
+WITH_EVAL = "an optimizer with eval() and train()"
+
+
 class Ema:
     """An exponential moving average, which warms up (Polyak and Juditsky, 1992).
 
     Args:
-        decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps).
+        decay: the share of the average that a step keeps, at most; at first it is (1 + steps) / (10 + steps). 0: the
+            optimizer knows the average, and `take` gets it.
         average: a model to keep the average in; None: a copy.
 
     Attributes:
@@ -393,7 +397,7 @@ class Ema:
 
     def __init__(self, model: nn.Module, decay: float, average: nn.Module | None = None) -> None:
         self.decay = decay
-        self.model: nn.Module = (_copied(model) if average is None else average).requires_grad_(False)
+        self.model: nn.Module = (_copied(model, decay) if average is None else average).requires_grad_(False)
         self.steps = 0
         self.with_extra_state = [
             (name, module)
@@ -401,6 +405,10 @@ class Ema:
             if type(module).get_extra_state is not nn.Module.get_extra_state
         ]
         self.infinite = {name for name, value in model.named_parameters() if not is_finite(value)}
+
+    def take(self, model: nn.Module) -> None:
+        self.steps = 0
+        self.update(model)
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
@@ -468,7 +476,7 @@ class Ema:
         self.steps = int(state["steps"])  # type: ignore[call-overload]
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copied(model: nn.Module, decay: float) -> nn.Module:
     # A tensor that a layer has computed is no leaf, as in torch's first `weight_norm`, and can't copy itself.
     values = (value for module in model.modules() for value in vars(module).values())
     computed = {id(one): one.detach().clone() for one in values if isinstance(one, Tensor) and not one.is_leaf}
@@ -476,9 +484,10 @@ def _copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, computed)
     except Exception as error:  # a lock, an open file
         reason = " ".join(str(error).split())
+        needs, without = ("trainer.ema_decay", "trainer.ema_decay=null") if decay else (WITH_EVAL, "optimizer=adamw")
         raise ConfigError(
-            f"trainer.ema_decay needs a copy of the model, and {type(model).__name__} can't be copied "
-            f"({type(error).__name__}: {reason:.160}): give trainer.ema_decay=null"
+            f"{needs} needs a copy of the model, and {type(model).__name__} can't be copied "
+            f"({type(error).__name__}: {reason:.160}): give {without}"
         ) from error
 
 
